@@ -1,0 +1,60 @@
+# make demo   set up a virtual environment, build, train the README's model on two processes
+# make test   set up, run all tests                make check        what CI runs: format, lint, types, all tests
+# make bench  measure against Gloo, MPI, memcpy    make conformance  all of torch's own exam of a backend
+# make stress the long forms of the fault and start-up tests         make model  check the flag protocol with SPIN
+#
+# make test TORCH=2.13.0 tests on another torch, in a virtual environment of its own.
+PYTHON ?= python3
+TORCH ?= 2.15.0
+VENV ?= .venv$(if $(filter-out 2.15.0,$(TORCH)),-$(TORCH))
+BIN := $(VENV)/bin
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
+TESTS ?= tests
+
+.PHONY: demo test check lint bench conformance stress model clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/built
+	$(BIN)/phalanx run --nproc-per-node 2 examples/train_digits.py --out runs/digits
+	@echo
+	@echo "That was: phalanx run --nproc-per-node 2 examples/train_digits.py --out runs/digits"
+	@echo "Next: your own script with init_process_group(\"phalanx\"), or"
+	@echo "      $(BIN)/phalanx run --nproc-per-node 2 examples/train_digits.py --epochs 20"
+	@echo "      $(BIN)/phalanx run --nproc-per-node 2 examples/train_digits.py --data FOLDER_WITH_MNIST_IDX_FILES"
+	@echo "      make bench"
+
+test: $(VENV)/built
+	$(BIN)/python -m pytest $(TESTS)
+
+check: lint test
+
+lint: $(VENV)/built
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/built
+	$(BIN)/python -m bench
+
+conformance: $(VENV)/built
+	$(BIN)/python -m tests.conformance.exam --compare
+
+stress: $(VENV)/built
+	PHALANX_TEST_LONG=1 $(BIN)/python -m pytest tests/stress -p no:cacheprovider
+
+model:
+	sh model/check.sh
+
+clean:
+	rm -rf build .venv*
+
+# Dependencies first, then the package itself, so that a change of the core rebuilds only the package.
+$(VENV)/installed: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	grep -v '^torch==' requirements-dev.txt > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -r $(VENV)/requirements.txt
+	touch $@
+
+$(VENV)/built: $(VENV)/installed $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	touch $@

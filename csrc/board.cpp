@@ -1,0 +1,460 @@
+#include "board.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <thread>
+
+namespace phalanx {
+namespace {
+
+using namespace std::chrono_literals;
+constexpr auto kLook = 50ms;               // how often a sleeping rank looks at peers, signals and the clock
+constexpr auto kMismatchGrace = 300ms;     // how long a mismatch waits for the other ranks' rows of its table
+constexpr std::uint32_t kCountBits = 48;    // Call::detail: count below, root + 1 above
+
+struct Offsets {
+  std::size_t members, lines, progress, bells, channels, stages, total;
+};
+
+Offsets offsets_of(std::size_t n) {
+  Offsets o{};
+  o.members = align_up(sizeof(GroupHeader), kCacheLine);
+  o.lines = o.members + n * sizeof(Member);
+  o.progress = o.lines + 2 * n * sizeof(Line);
+  o.bells = o.progress + n * sizeof(Progress);
+  o.channels = o.bells + n * sizeof(Bell);
+  o.stages = align_up(o.channels + n * n * sizeof(std::uint64_t), kPage);
+  o.total = o.stages + 2 * n * kStageBytes;
+  return o;
+}
+
+void write_text(SharedText& text, const std::string& value) {
+  // RELEASE on the odd version orders it before the words for readers that ACQUIRE it; the words are atomic, so a torn
+  // read is merely repeated.
+  const std::uint64_t version = text.version.load(std::memory_order_relaxed);
+  text.version.store(version + 1, std::memory_order_release);
+  std::uint64_t words[SharedText::kWords] = {};
+  std::memcpy(words, value.data(), std::min(value.size(), sizeof words - 1));
+  for (std::size_t i = 0; i < SharedText::kWords; ++i) text.words[i].store(words[i], std::memory_order_release);
+  text.version.store(version + 2, std::memory_order_release);
+}
+
+std::string read_text(const SharedText& text) {
+  std::uint64_t words[SharedText::kWords];
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    const std::uint64_t before = text.version.load(std::memory_order_acquire);
+    for (std::size_t i = 0; i < SharedText::kWords; ++i) words[i] = text.words[i].load(std::memory_order_acquire);
+    if (before % 2 == 0 && text.version.load(std::memory_order_acquire) == before) break;
+  }
+  const char* chars = reinterpret_cast<const char*>(words);
+  return std::string(chars, strnlen(chars, sizeof words));
+}
+
+// Groups of this process: a rank that stands in one group says so on the boards of all, so a peer that waits for it
+// elsewhere can tell its user.
+std::mutex g_boards_mutex;
+std::set<Board*> g_boards;
+
+std::string list(const std::vector<int>& ranks) {
+  std::string text;
+  for (std::size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + std::to_string(ranks[i]);
+  return (ranks.size() == 1 ? "rank " : "ranks ") + text;
+}
+
+// Grows in each forked child: a group belongs to the process that made it. Cheaper to read than getpid().
+std::atomic<int> g_forks{0};
+const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1, std::memory_order_relaxed); });
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+FailureKind verdict_kind(std::uint64_t verdict) { return static_cast<FailureKind>(verdict >> 32); }
+int verdict_rank(std::uint64_t verdict) { return static_cast<int>(verdict & 0xffffffff) - 1; }
+
+std::string decimal(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f", value);
+  return text;
+}
+
+}  // namespace
+
+std::vector<std::string> Names::dtypes;
+std::vector<std::string> Names::reduce_ops;
+
+const char* op_name(Op op) {
+  static constexpr const char* kNames[] = {"none", "join", "barrier", "broadcast", "all_reduce", "reduce",
+                                           "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all",
+                                           "send", "recv"};
+  return kNames[static_cast<std::size_t>(op)];
+}
+
+std::uint32_t Call::what() const {
+  return static_cast<std::uint32_t>(op) | static_cast<std::uint32_t>(dtype) << 8 |
+         static_cast<std::uint32_t>(reduce_op) << 16 | static_cast<std::uint32_t>(flags) << 24;
+}
+
+std::uint64_t Call::detail() const {
+  return (count & ((std::uint64_t{1} << kCountBits) - 1)) | static_cast<std::uint64_t>(root + 1) << kCountBits;
+}
+
+Call Call::unpack(std::uint32_t what, std::uint64_t detail) {
+  Call call;
+  call.op = static_cast<Op>(what & 0xff);
+  call.dtype = static_cast<std::uint8_t>(what >> 8);
+  call.reduce_op = static_cast<std::uint8_t>(what >> 16);
+  call.flags = static_cast<std::uint8_t>(what >> 24);
+  call.count = detail & ((std::uint64_t{1} << kCountBits) - 1);
+  call.root = static_cast<std::int32_t>(detail >> kCountBits) - 1;
+  return call;
+}
+
+std::string Call::text() const {
+  std::string text = op_name(op);
+  if (op == Op::kJoin || op == Op::kBarrier || op == Op::kNone) return text + "()";
+  text += "(" + (dtype < Names::dtypes.size() ? Names::dtypes[dtype] : "dtype " + std::to_string(dtype));
+  text += flags & 1 ? ", split sizes" : ", count=" + std::to_string(count);
+  if (reduce_op != 0)
+    text += ", op=" + (reduce_op <= Names::reduce_ops.size() ? Names::reduce_ops[reduce_op - 1] : "?");
+  return text;  // the caller adds the root in global ranks and closes the parenthesis
+}
+
+std::uint64_t Board::create(Segment& segment, int size) {
+  const Offsets o = offsets_of(static_cast<std::size_t>(size));
+  const std::uint64_t offset = segment.allocate(o.total);
+  const Mapping map = segment.map(offset, kPage);
+  auto* header = reinterpret_cast<GroupHeader*>(map.data());  // fresh memory is zero, the initial state of all else
+  header->magic = kMagic;
+  header->num_ranks = static_cast<std::uint32_t>(size);
+  header->region_bytes = o.total;
+  return offset;
+}
+
+Board::Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config)
+    : segment_(std::move(segment)),
+      offset_(offset),
+      config_(std::move(config)),
+      made_after_forks_(g_forks.load(std::memory_order_relaxed)),
+      region_(segment_->map(offset, align_up(offsets_of(static_cast<std::size_t>(config_.size)).total, kPage))) {
+  timeout_s_.store(config_.timeout_s, std::memory_order_relaxed);
+  const Offsets o = offsets_of(static_cast<std::size_t>(config_.size));
+  std::byte* base = region_.data();
+  header_ = reinterpret_cast<GroupHeader*>(base);
+  members_ = reinterpret_cast<Member*>(base + o.members);
+  lines_ = reinterpret_cast<Line*>(base + o.lines);
+  progress_ = reinterpret_cast<Progress*>(base + o.progress);
+  bells_ = reinterpret_cast<Bell*>(base + o.bells);
+  channels_ = reinterpret_cast<std::atomic<std::uint64_t>*>(base + o.channels);
+  stages_ = base + o.stages;
+  if (header_->magic != kMagic || header_->num_ranks != static_cast<std::uint32_t>(config_.size))
+    throw std::runtime_error("the ranks disagree about the size of group '" + config_.name + "'");
+  Member& self = members_[config_.rank];
+  describe_self(self);
+  header_->attached.fetch_add(1, std::memory_order_relaxed);  // a count, nothing is published by it
+  self.state.store(MemberState::kJoined, std::memory_order_release);  // pairs with watch_peers()
+  std::lock_guard lock(g_boards_mutex);
+  g_boards.insert(this);
+}
+
+Board::~Board() {
+  {
+    std::lock_guard lock(g_boards_mutex);
+    g_boards.erase(this);
+  }
+  if (forked()) return;  // a forked child is no rank: it only unmaps
+  depart();
+  const std::size_t bytes = header_->region_bytes;
+  // ACQ_REL: the last to leave comes after everybody else's last access.
+  if (header_->attached.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  const std::uint64_t mailbox = header_->mailbox.load(std::memory_order_acquire);
+  if (mailbox != 0 && mailbox != kNoMemory)
+    segment_->free(mailbox, static_cast<std::size_t>(config_.size) * 2 * kSlots * kSlotBytes);
+  for (int i = 0; i < config_.size * config_.size; ++i)
+    if (const std::uint64_t at = channels_[i].load(std::memory_order_acquire); at != 0 && at != kNoMemory)
+      segment_->free(at, sizeof(Channel));
+  segment_->free(offset_, bytes);
+}
+
+bool Board::forked() const { return g_forks.load(std::memory_order_relaxed) != made_after_forks_; }
+
+void Board::watch_peers() {
+  watches_.clear();
+  for (int r = 0; r < config_.size; ++r) watches_.push_back(std::make_unique<PeerWatch>(members_[r]));
+  spins_ = cpus_suffice(members_, static_cast<std::size_t>(config_.size));
+}
+
+void Board::require_usable(Op op) {
+  if (forked())
+    throw Failure(FailureKind::kUnusable,
+                  std::string(op_name(op)) + " on group '" + config_.name + "': this process was forked from rank " +
+                      std::to_string(global(rank())) +
+                      " after the group was made and is no rank of it; call init_process_group in the child", {});
+  if (!ended()) return;
+  std::lock_guard lock(ended_mutex_);
+  throw Failure(FailureKind::kUnusable,
+                "rank " + std::to_string(global(rank())) + ": " + op_name(op) + " on group '" + config_.name +
+                    "', which can no longer be used: " + why_ended_ +
+                    "\nDestroy the group and make a new one: destroy_process_group(), then init_process_group().",
+                {});
+}
+
+Wait Board::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell) {
+  require_usable(call.op);
+  Wait wait;
+  wait.call = call;
+  wait.seq = seq;
+  wait.hooks = &hooks;
+  wait.bell = &bell;
+  wait.timeout_s = timeout_s > 0 ? timeout_s : timeout_s_.load(std::memory_order_relaxed);
+  if (spins_) wait.spin = std::chrono::nanoseconds(static_cast<std::int64_t>(config_.spin_us * 1e3));
+  return wait;
+}
+
+void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
+  if (wait.start == Clock::time_point{}) {
+    wait.start = Clock::now();
+    wait.next_look = wait.start + kLook / 2;
+    wait.next_report = wait.start + std::chrono::duration_cast<Clock::duration>(
+                                        std::chrono::duration<double>(config_.stall_s));
+  }
+  while (!sleep_on(*wait.bell, std::chrono::duration_cast<std::chrono::nanoseconds>(kLook / 2), done)) {
+    if (Clock::now() < wait.next_look) continue;
+    std::optional<Failure> failure = look_up(wait, missing);
+    if (done()) break;  // a peer may finish its part and leave while we look
+    if (failure) throw end(std::move(*failure));
+    wait.next_look = Clock::now() + kLook;
+  }
+  if (!wait.announced) return;
+  wait.announced = false;
+  write_text(members_[rank()].site, "");
+}
+
+std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
+  try {
+    wait.hooks->tick();
+  } catch (...) {
+    end(failure(FailureKind::kAborted, wait, where(wait) + " was interrupted by a signal", {global(rank())}));
+    throw;
+  }
+  if (!wait.announced) announce(wait);
+  if (wait.arriving)
+    for (int r = 0; r < config_.size; ++r)
+      if (call_differs(r, wait.seq)) mismatch(wait, "");
+  if (auto dead = find_dead(wait, missing)) return dead;
+  if (auto verdict = find_verdict(wait, missing)) return verdict;
+  if (seconds_since(wait.start) >= wait.timeout_s) return timed_out(wait, missing);
+  if (!wait.quiet && Clock::now() >= wait.next_report) {
+    wait.next_report = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                          std::chrono::duration<double>(config_.stall_s));
+    const std::vector<int> ranks = missing_ranks(missing);
+    std::fprintf(stderr, "phalanx: %s has waited %s s for %s (timeout %s s)\n%s", where(wait).c_str(),
+                 decimal(seconds_since(wait.start)).c_str(), list(ranks).c_str(), decimal(wait.timeout_s).c_str(),
+                 standings(wait, ranks).c_str());
+  }
+  return std::nullopt;
+}
+
+/// Write on the boards of all groups of this process where this rank stands.
+void Board::announce(Wait& wait) {
+  wait.announced = true;
+  const std::string site = wait.hooks->site();
+  std::string text = op_name(wait.call.op);
+  if (wait.seq != 0) text += " #" + std::to_string(wait.seq);
+  text += " of group '" + config_.name + "'" + (site.empty() ? "" : " at " + site);
+  std::lock_guard lock(g_boards_mutex);
+  for (Board* board : g_boards)
+    if (!board->forked() && board->segment_ == segment_)
+      write_text(board->members_[board->rank()].site, text);
+}
+
+std::string Board::where(const Wait& wait) const {
+  std::string text = "rank " + std::to_string(global(rank())) + ": " + op_name(wait.call.op);
+  if (wait.seq != 0) text += " #" + std::to_string(wait.seq);
+  text += " of group '" + config_.name + "'";
+  const std::string site = wait.hooks->site();
+  return site.empty() ? text : text + " at " + site;
+}
+
+std::string Board::stand_of(int r, const Wait& wait) {
+  const std::string head = "  rank " + std::to_string(global(r)) + " ";
+  if (members_[r].state.load(std::memory_order_acquire) == MemberState::kAbsent) return head + "has not joined\n";
+  const std::string pid = "(pid " + std::to_string(members_[r].pid) + ") ";
+  const std::string site = read_text(members_[r].site);
+  if (!site.empty()) return head + pid + "waits in " + site + "\n";
+  if (wait.seq == 0) return head + pid + "has not made the matching call\n";
+  const std::uint32_t last = std::max(line(r, 0).seq.load(std::memory_order_acquire),
+                                      line(r, 1).seq.load(std::memory_order_acquire));
+  if (last >= wait.seq) return head + pid + "is in #" + std::to_string(last) + " but makes no progress\n";
+  return head + pid + "has not called #" + std::to_string(wait.seq) + "; its last collective here was #" +
+         std::to_string(last) + "\n";
+}
+
+std::string Board::standings(const Wait& wait, const std::vector<int>& ranks) {
+  std::string text;
+  for (int r = 0; r < config_.size; ++r)
+    if (std::find(ranks.begin(), ranks.end(), global(r)) != ranks.end()) text += stand_of(r, wait);
+  return text;
+}
+
+std::vector<int> Board::missing_ranks(const MissingFn& missing) const {
+  std::vector<int> ranks;
+  for (int r = 0; r < config_.size; ++r)
+    if (missing(r)) ranks.push_back(global(r));
+  return ranks;
+}
+
+Failure Board::failure(FailureKind kind, const Wait& wait, std::string message, std::vector<int> ranks) const {
+  Failure failure(kind, std::move(message), std::move(ranks));
+  failure.op = op_name(wait.call.op);
+  failure.seq = wait.seq;
+  return failure;
+}
+
+std::optional<Failure> Board::find_dead(const Wait& wait, const MissingFn& missing) {
+  if (watches_.empty()) return std::nullopt;
+  // A peer may have named the culprit already; those that died of it are victims.
+  const std::uint64_t verdict = header_->verdict.load(std::memory_order_acquire);
+  if (verdict_kind(verdict) == FailureKind::kRankFailed)
+    if (auto dead = is_dead(verdict_rank(verdict), wait)) return dead;
+  for (int r = 0; r < config_.size; ++r)
+    if (r != rank() && (wait.arriving || missing(r)))
+      if (auto dead = is_dead(r, wait)) return dead;
+  return std::nullopt;
+}
+
+std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
+  const bool departed = members_[r].state.load(std::memory_order_acquire) == MemberState::kDeparted;
+  if (!departed && !watches_[r]->dead()) return std::nullopt;
+  const Ending ending = departed ? Ending{} : watches_[r]->ending();
+  const std::string who = "rank " + std::to_string(global(r));
+  Failure found = failure(FailureKind::kRankFailed, wait,
+                          where(wait) + ": " + who + " (pid " + std::to_string(members_[r].pid) + ") " +
+                              (departed ? "has left the group (destroy_process_group)" : ending.text()) +
+                              "\nLook at what " + who + " printed last; this rank is only its victim.",
+                          {global(r)});
+  found.pid = members_[r].pid;
+  found.exit_code = ending.exit_code;
+  found.signal = ending.signal;
+  return found;
+}
+
+std::optional<Failure> Board::find_verdict(const Wait& wait, const MissingFn& missing) {
+  const std::uint64_t verdict = header_->verdict.load(std::memory_order_acquire);
+  if (verdict == 0) return std::nullopt;
+  const int r = verdict_rank(verdict);
+  const FailureKind kind = verdict_kind(verdict);
+  const std::string who = "rank " + std::to_string(global(r));
+  switch (kind) {
+    case FailureKind::kMismatch:
+      return failure(kind, wait, where(wait) + ": the ranks of this group called different collectives, as " + who +
+                                     " reports; see its message for the table", {global(r)});
+    case FailureKind::kTimeout: {
+      Failure late = timed_out(wait, missing);
+      late.message = who + " has reached its deadline and ended the group.\n" + late.message;
+      return late;
+    }
+    case FailureKind::kNoMemory:
+      return failure(kind, wait, where(wait) + ": " + who + " found no memory for the group's buffers", {global(r)});
+    case FailureKind::kRankFailed:
+      return failure(kind, wait, where(wait) + ": " + who + " has failed, as a peer reports", {global(r)});
+    default:
+      return failure(FailureKind::kAborted, wait, where(wait) + ": " + who + " aborted the group (abort(), or a signal" +
+                                                      " interrupted it)\nLook at what " + who + " printed last.",
+                     {global(r)});
+  }
+}
+
+Failure Board::timed_out(const Wait& wait, const MissingFn& missing) {
+  const std::vector<int> ranks = missing_ranks(missing);
+  return failure(FailureKind::kTimeout, wait,
+                 where(wait) + " timed out after " + decimal(wait.timeout_s) + " s waiting for " + list(ranks) + "\n" +
+                     standings(wait, ranks) + "Pass a larger timeout to init_process_group if that is slow but right.",
+                 ranks);
+}
+
+bool Board::call_differs(int r, std::uint32_t seq) {
+  const Line& theirs = line(r, seq);
+  const Line& mine = line(rank(), seq);
+  return theirs.seq.load(std::memory_order_acquire) == seq &&
+         (theirs.what != mine.what || theirs.detail != mine.detail);
+}
+
+void Board::mismatch(Wait& wait, const std::string& headline) {
+  write_text(members_[rank()].site, wait.hooks->site());
+  members_[rank()].site_seq.store(wait.seq, std::memory_order_release);
+  const auto grace_end = Clock::now() + kMismatchGrace;
+  auto all_said = [&] {
+    for (int r = 0; r < config_.size; ++r)
+      if (members_[r].site_seq.load(std::memory_order_acquire) != wait.seq) return false;
+    return true;
+  };
+  while (!all_said() && Clock::now() < grace_end) std::this_thread::sleep_for(1ms);
+
+  std::ostringstream table;
+  table << where(wait) << ": "
+        << (headline.empty() ? "the ranks of this group called different collectives" : headline) << "\n";
+  std::vector<int> ranks;
+  for (int r = 0; r < config_.size; ++r) {
+    table << "  rank " << global(r) << ": ";
+    if (line(r, wait.seq).seq.load(std::memory_order_acquire) != wait.seq) {
+      table << "has not called yet\n";
+      continue;
+    }
+    const Call call = Call::unpack(line(r, wait.seq).what, line(r, wait.seq).detail);
+    std::string text = call.text();
+    if (text.back() != ')') {
+      const char* role = call.op == Op::kBroadcast || call.op == Op::kScatter ? ", src=" : ", dst=";
+      text += (call.root >= 0 ? role + std::to_string(global(call.root)) : "") + ")";
+    }
+    const bool said = members_[r].site_seq.load(std::memory_order_acquire) == wait.seq;
+    const std::string site = said ? read_text(members_[r].site) : "";
+    table << text << (site.empty() ? "" : " at " + site) << "\n";
+    if (call_differs(r, wait.seq)) ranks.push_back(global(r));
+  }
+  table << "Make every rank of the group call the same collectives in the same order.";
+  throw end(failure(FailureKind::kMismatch, wait, table.str(), ranks));
+}
+
+Failure Board::end(Failure failure) {
+  {
+    std::lock_guard lock(ended_mutex_);
+    if (!ended()) why_ended_ = failure.message;
+    ended_.store(true, std::memory_order_release);
+  }
+  // Peers that follow name the same culprit; without one, they name this rank.
+  int subject = rank();
+  for (int r = 0; failure.kind == FailureKind::kRankFailed && r < config_.size; ++r)
+    if (!failure.ranks.empty() && global(r) == failure.ranks.front()) subject = r;
+  std::uint64_t none = 0;
+  const std::uint64_t verdict =
+      static_cast<std::uint64_t>(failure.kind) << 32 | static_cast<std::uint32_t>(subject + 1);
+  header_->verdict.compare_exchange_strong(none, verdict, std::memory_order_acq_rel);
+  ring_all();
+  return failure;
+}
+
+void Board::abort(const std::string& why) {
+  end(Failure(FailureKind::kAborted, "rank " + std::to_string(global(rank())) + ": " + why, {global(rank())}));
+}
+
+void Board::depart() {
+  {
+    std::lock_guard lock(ended_mutex_);
+    if (!ended()) why_ended_ = "it was destroyed on this rank";
+    ended_.store(true, std::memory_order_release);
+  }
+  members_[rank()].state.store(MemberState::kDeparted, std::memory_order_release);
+  ring_all();
+}
+
+void Board::ring_all() {
+  ring(header_->bell);
+  for (int r = 0; r < config_.size; ++r) ring(bells_[r]);
+}
+
+}  // namespace phalanx

@@ -1,0 +1,170 @@
+// A group's control block in shared memory: membership, arrival, liveness, and the wait that watches them all.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "failure.h"
+#include "layout.h"
+#include "peers.h"
+#include "reduce.h"
+#include "segment.h"
+#include "wait.h"
+
+namespace phalanx {
+
+enum class Op : std::uint8_t {
+  kNone = 0, kJoin, kBarrier, kBroadcast, kAllReduce, kReduce, kReduceScatter, kAllGather, kGather, kScatter,
+  kAllToAll, kSend, kRecv,
+};
+const char* op_name(Op op);
+
+/// What all ranks of a collective must agree on; travels in the Line that peers wait for.
+struct Call {
+  Op op = Op::kNone;
+  std::uint8_t dtype = 0;      // index into the names that the Python side registers
+  std::uint8_t reduce_op = 0;  // 0: none, else ReduceOp + 1
+  std::uint8_t flags = 0;      // bit 0: split sizes given by each rank
+  std::uint64_t count = 0;     // elements a rank (a block)
+  std::int32_t root = -1;      // rank in the group, -1: none
+
+  std::uint32_t what() const;
+  std::uint64_t detail() const;
+  static Call unpack(std::uint32_t what, std::uint64_t detail);
+  std::string text() const;  // "all_reduce(float32, count=4, op=SUM)"
+};
+
+/// Names that appear in messages, by code; set once by the bindings.
+struct Names {
+  static std::vector<std::string> dtypes;
+  static std::vector<std::string> reduce_ops;
+};
+
+struct GroupConfig {
+  int rank = 0;
+  int size = 1;
+  std::string name;               // as the user knows it
+  std::vector<int> global_ranks;  // in messages a rank goes by its number in the world
+  double timeout_s = 1800;
+  double stall_s = 10;
+  double spin_us = 50;
+};
+
+/// One operation's wait: what is awaited, since when, until when.
+struct Wait {
+  Call call;
+  std::uint32_t seq = 0;  // 0: point-to-point
+  Hooks* hooks = nullptr;
+  Bell* bell = nullptr;
+  bool arriving = false;  // before everybody has arrived, no rank can have finished: any death is fatal
+  bool quiet = false;     // no stall report
+  double timeout_s = 0;
+  std::chrono::nanoseconds spin{0};
+  Clock::time_point start{}, next_look{}, next_report{};
+  bool announced = false;
+};
+
+class Board {
+ public:
+  /// Allocate and initialise the control block of a group of `size` ranks; returns its offset in the segment.
+  static std::uint64_t create(Segment& segment, int size);
+
+  Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config);
+  Board(const Board&) = delete;
+  Board& operator=(const Board&) = delete;
+  ~Board();
+
+  const GroupConfig& config() const { return config_; }
+  int rank() const { return config_.rank; }
+  int size() const { return config_.size; }
+  Segment& segment() { return *segment_; }
+  GroupHeader& header() { return *header_; }
+  Member& member(int r) { return members_[r]; }
+  Line& line(int r, std::uint32_t seq) { return lines_[2 * r + (seq & 1)]; }
+  Progress& progress(int r) { return progress_[r]; }
+  Bell& p2p_bell(int r) { return bells_[r]; }
+  std::atomic<std::uint64_t>& channel(int src, int dst) { return channels_[src * config_.size + dst]; }
+  std::byte* stage(int r, std::uint32_t seq) { return stages_ + (2 * r + (seq & 1)) * kStageBytes; }
+
+  /// After the first collective every rank's identity is known: start watching, decide whether to spin.
+  void watch_peers();
+  bool spins() const { return spins_; }
+
+  /// Begin an operation: throws if the group has ended.
+  Wait begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell);
+
+  /// Wait until `missing(r)` is false for every rank. A condition that has come true must stay true.
+  template <class Missing>
+  void await(Wait& wait, Missing&& missing) {
+    int next = 0;
+    auto done = [&] {
+      while (next < config_.size && !missing(next)) ++next;
+      return next == config_.size;
+    };
+    if (spin(wait.spin, done)) return;
+    sleep(wait, done, missing);
+  }
+
+  /// Set the deadline of later operations that bring none.
+  void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
+
+  /// Record that the group has ended, for this process and for the peers, and return the failure to throw.
+  Failure end(Failure failure);
+  /// End the group from another thread: every wait in it, here and at the peers, ends.
+  void abort(const std::string& why);
+  /// Say goodbye to the peers. Later operations fail.
+  void depart();
+  /// True in a child forked after the group was made: it must touch nothing.
+  bool forked() const;
+  bool ended() const { return ended_.load(std::memory_order_acquire); }
+  void require_usable(Op op);
+
+  /// Raise CollectiveMismatch with the table of what each rank called. Gives late ranks a moment to say where they are.
+  [[noreturn]] void mismatch(Wait& wait, const std::string& headline);
+  bool call_differs(int r, std::uint32_t seq);
+  int global(int r) const { return config_.global_ranks[r]; }
+  Failure failure(FailureKind kind, const Wait& wait, std::string message, std::vector<int> ranks) const;
+
+ private:
+  using DoneFn = std::function<bool()>;
+  using MissingFn = std::function<bool(int)>;
+
+  void sleep(Wait& wait, const DoneFn& done, const MissingFn& missing);
+  std::optional<Failure> look_up(Wait& wait, const MissingFn& missing);
+  std::optional<Failure> find_dead(const Wait& wait, const MissingFn& missing);
+  std::optional<Failure> is_dead(int r, const Wait& wait);
+  std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
+  Failure timed_out(const Wait& wait, const MissingFn& missing);
+  void announce(Wait& wait);
+  std::string stand_of(int r, const Wait& wait);
+  std::string where(const Wait& wait) const;
+  std::vector<int> missing_ranks(const MissingFn& missing) const;
+  std::string standings(const Wait& wait, const std::vector<int>& ranks);
+  void ring_all();
+
+  std::shared_ptr<Segment> segment_;
+  std::uint64_t offset_;
+  GroupConfig config_;
+  int made_after_forks_;
+  Mapping region_;
+  GroupHeader* header_ = nullptr;
+  Member* members_ = nullptr;
+  Line* lines_ = nullptr;
+  Progress* progress_ = nullptr;
+  Bell* bells_ = nullptr;
+  std::atomic<std::uint64_t>* channels_ = nullptr;
+  std::byte* stages_ = nullptr;
+  std::vector<std::unique_ptr<PeerWatch>> watches_;
+  bool spins_ = false;
+  std::atomic<double> timeout_s_;
+  std::atomic<bool> ended_{false};
+  std::mutex ended_mutex_;
+  std::string why_ended_;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,90 @@
+// Collective operations of one group. Calls are serialised by the caller (see Worker).
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "board.h"
+
+namespace phalanx {
+
+/// What one call brings along: who waits, how long at most.
+struct Context {
+  Hooks* hooks;
+  double timeout_s = 0;  // 0: the group's
+};
+
+/// Elements in memory: `count` of `item_bytes` each.
+struct Items {
+  std::uint8_t dtype;
+  std::size_t item_bytes;
+  std::size_t count;
+  std::size_t bytes() const { return item_bytes * count; }
+};
+
+struct Reduction {
+  std::uint8_t code;  // ReduceOp + 1, or a code of its own (PREMUL_SUM) that peers must agree on
+  ReduceFn apply;
+};
+
+/// Message sizes from which the algorithms change; measured, see docs/design.md.
+struct Tuning {
+  std::size_t one_shot_bytes = 32 * 1024;  // all_reduce: everyone reads everyone up to here, at most kStageBytes
+  std::size_t chunk_bytes = kSlotBytes;    // pipelined chunks, at most kSlotBytes
+};
+
+class Collectives {
+ public:
+  explicit Collectives(Board& board) : board_(board) {}
+
+  Tuning tuning;
+  std::uint32_t seq() const { return seq_; }
+
+  void join(const Context& context) { barrier(context, Op::kJoin); }
+  void barrier(const Context& context, Op op = Op::kBarrier);
+  void broadcast(const Context& context, void* data, Items items, int root);
+  void all_reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction);
+  void reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction, int root);
+  /// `ins[j]`: the block of `items` that rank j receives reduced.
+  void reduce_scatter(const Context& context, std::span<const void* const> ins, void* out, Items items,
+                      Reduction reduction);
+  /// `outs[j]`: where the block of rank j goes. In gather only the root has any.
+  void all_gather(const Context& context, const void* in, std::span<void* const> outs, Items items);
+  void gather(const Context& context, const void* in, std::span<void* const> outs, Items items, int root);
+  void scatter(const Context& context, std::span<const void* const> ins, void* out, Items items, int root);
+  void all_to_all(const Context& context, std::span<const void* const> ins, std::span<void* const> outs, Items items);
+  /// Blocks of different sizes: `in_counts[j]` elements go to rank j, `out_counts[j]` come from it.
+  void all_to_all_split(const Context& context, std::span<const void* const> ins,
+                        std::span<const std::uint64_t> in_counts, std::span<void* const> outs,
+                        std::span<const std::uint64_t> out_counts, Items items);
+
+ private:
+  /// Whose data a rank needs: everyone's, the root's, or everyone's on the root only.
+  enum class Flow { kEverybody, kFromRoot, kToRoot };
+
+  Wait begin(const Context& context, const Call& call);
+  std::byte* own_area(std::size_t bytes);
+  std::byte* area(int r, std::size_t bytes);
+  void muster(Wait& wait);
+  void ensure_mailboxes(Wait& wait);
+  std::byte* slot(int r, std::uint64_t index) { return mailboxes_.data() + (r * 2 * kSlots + index) * kSlotBytes; }
+  void publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
+  void await_all(Wait& wait, std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
+  void all_reduce_chunks(Wait& wait, const std::byte* in, std::byte* out, Items items, ReduceFn reduce);
+
+  template <class Stage, class Consume>
+  void exchange(const Context& context, const Call& call, Flow flow, std::size_t num_blocks, std::size_t block_bytes,
+                std::size_t item_bytes, Stage&& stage, Consume&& consume);
+  template <class Stage, class Consume>
+  void exchange_chunks(Wait& wait, Flow flow, std::size_t num_blocks, std::size_t block_bytes, std::size_t item_bytes,
+                       Stage&& stage, Consume&& consume);
+
+  Board& board_;
+  std::uint32_t seq_ = 0;
+  std::uint64_t chunks_ = 0;  // chunks of all pipelined collectives so far: the base of the progress counters
+  Mapping mailboxes_;
+  std::vector<const void*> sources_;
+};
+
+}  // namespace phalanx

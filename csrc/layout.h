@@ -1,0 +1,123 @@
+// Bytes of the shared segment: what lies where, who writes it, in which order it becomes visible.
+//
+// LAYOUT (all offsets from the start of the segment)
+//   0                   SegmentHeader, one page
+//   per group           GroupHeader | Member[n] | Line[n][2] | Progress[n] | Bell[n] | channel offsets[n][n] | stage[n][2]
+//   per group, lazily   mailbox[n]: kSlots staging slots and kSlots result slots a rank, once a message exceeds a stage
+//   per pair, lazily    Channel: a byte ring from one rank to another, once the first message is sent
+//
+// MEMORY ORDERING
+//   A rank writes only its own Member, Lines, Progress, stage and mailbox; peers only read them.
+//   Data is published by a RELEASE store of a sequence number (Line::seq, Progress::staged/consumed, Channel::head/tail)
+//   and read after an ACQUIRE load of that number shows it. Sleepers and ringers are ordered by sequentially consistent
+//   fences (see wait.h). Nothing else orders anything: there is no lock between processes that a killed rank could hold.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace phalanx {
+
+inline constexpr std::uint64_t kMagic = 0x3158'4e41'4c41'4850;  // "PHALANX1"
+inline constexpr std::uint32_t kLayoutVersion = 1;
+inline constexpr std::size_t kPage = 4096;
+inline constexpr std::size_t kCacheLine = 64;
+inline constexpr std::size_t kInlineBytes = 48;
+inline constexpr std::size_t kMaxRanks = 1024;
+
+/// Bytes of one staging area: the largest message that needs a single synchronisation.
+inline constexpr std::size_t kStageBytes = 64 * 1024;
+/// Slots of a mailbox: see Group::all_reduce_chunks for why three are enough.
+inline constexpr std::size_t kSlots = 3;
+inline constexpr std::size_t kSlotBytes = 128 * 1024;
+/// Bytes of the ring between one sender and one receiver.
+inline constexpr std::size_t kChannelBytes = 256 * 1024;
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "shared between processes");
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "shared between processes");
+
+constexpr std::size_t align_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
+
+/// A short text that peers may read while its owner rewrites it: a torn read is detected and repeated.
+struct SharedText {
+  static constexpr std::size_t kWords = 30;
+  std::atomic<std::uint64_t> version;  // odd while being written
+  std::atomic<std::uint64_t> words[kWords];
+};
+
+enum class MemberState : std::uint32_t { kAbsent = 0, kJoined, kDeparted };
+
+/// Who a rank is and where it stands. Identity is written once, before `state` is released.
+struct alignas(kCacheLine) Member {
+  std::atomic<MemberState> state;
+  std::int32_t pid;
+  std::uint64_t start_time;     // of the process, in clock ticks since boot: tells a reused pid apart
+  std::uint64_t pid_namespace;  // inode; peers in another one cannot watch this pid
+  std::uint32_t usable_cpus;    // by cgroup quota, at least 1
+  std::uint32_t cpu_words;
+  std::uint64_t cpu_mask[kMaxRanks / 64];
+  std::atomic<std::uint32_t> site_seq;  // collective for which `site` was written last
+  SharedText site;                      // "all_reduce #42 (float32, 1024) at train.py:31"
+};
+
+/// Arrival of one rank at one collective: what it called, and up to 48 bytes of data. Two lines alternate by parity of
+/// the sequence number, so a rank that is one collective ahead does not overwrite what peers still read.
+struct alignas(kCacheLine) Line {
+  std::atomic<std::uint32_t> seq;  // RELEASE by the owner after all below; peers ACQUIRE
+  std::uint32_t what;              // operation, dtype, reduce op, flags
+  std::uint64_t detail;            // root, count
+  std::byte payload[kInlineBytes];
+};
+static_assert(sizeof(Line) == kCacheLine);
+
+/// How far a rank is within chunked collectives; both only grow, over the life of the group.
+struct Progress {
+  alignas(kCacheLine) std::atomic<std::uint64_t> staged;    // chunks published in the mailbox
+  alignas(kCacheLine) std::atomic<std::uint64_t> consumed;  // chunks read from every peer (all_reduce: reduced)
+};
+
+/// Where sleepers sleep: a futex word and the number of those who (may) sleep on it.
+struct alignas(kCacheLine) Bell {
+  std::atomic<std::uint32_t> rings;
+  std::atomic<std::uint32_t> sleepers;
+};
+
+struct GroupHeader {
+  std::uint64_t magic;
+  std::uint32_t num_ranks;
+  std::uint32_t reserved;
+  std::uint64_t region_bytes;
+  alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset, 0 before it exists, kNoMemory when it cannot
+  std::atomic<std::uint32_t> attached;                     // ranks that map the region; the last to leave frees it
+  alignas(kCacheLine) std::atomic<std::uint64_t> verdict;  // 0, or why the group ended: kind << 32 | (rank + 1)
+  alignas(kCacheLine) Bell bell;                           // collectives sleep here, all ranks
+};
+inline constexpr std::uint64_t kNoMemory = ~std::uint64_t{0};
+
+/// Byte ring from one rank to another; positions only grow. Records start at multiples of a cache line.
+struct Channel {
+  alignas(kCacheLine) std::atomic<std::uint64_t> head;  // RELEASE by the sender after a record
+  alignas(kCacheLine) std::atomic<std::uint64_t> tail;  // RELEASE by the receiver after copying out
+  alignas(kCacheLine) std::byte ring[kChannelBytes];
+};
+
+/// Header of a record in a Channel: one fragment of a message.
+struct alignas(kCacheLine) Fragment {
+  std::uint64_t message_bytes;
+  std::uint64_t fragment_bytes;
+  std::int64_t tag;
+  std::uint32_t dtype;
+  std::uint32_t first;  // 1 in the first fragment of a message
+};
+
+struct SegmentHeader {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t reserved;
+  std::uint64_t nonce[2];
+  std::atomic<std::uint64_t> next_free;  // offset of the first byte never allocated
+};
+static_assert(sizeof(SegmentHeader) <= kPage);
+
+}  // namespace phalanx

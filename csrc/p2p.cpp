@@ -1,0 +1,352 @@
+#include "p2p.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace phalanx {
+namespace {
+
+using namespace std::chrono_literals;
+/// Bytes of one fragment: small enough that sender and receiver overlap, large enough to amortise the flags.
+constexpr std::size_t kFragmentBytes = kChannelBytes / 4;
+/// How long the background thread leaves a new request to a caller who is about to wait for it.
+constexpr auto kLeaveToCaller = 100us;
+
+void to_ring(Channel& channel, std::uint64_t position, const std::byte* from, std::size_t bytes) {
+  const std::size_t at = position % kChannelBytes;
+  const std::size_t first = std::min(bytes, kChannelBytes - at);
+  if (first != 0) std::memcpy(channel.ring + at, from, first);
+  if (bytes > first) std::memcpy(channel.ring, from + first, bytes - first);
+}
+
+void from_ring(const Channel& channel, std::uint64_t position, std::byte* to, std::size_t bytes) {
+  const std::size_t at = position % kChannelBytes;
+  const std::size_t first = std::min(bytes, kChannelBytes - at);
+  if (first != 0) std::memcpy(to, channel.ring + at, first);
+  if (bytes > first) std::memcpy(to + first, channel.ring, bytes - first);
+}
+
+}  // namespace
+
+PointToPoint::PointToPoint(Board& board)
+    : board_(board),
+      outgoing_(static_cast<std::size_t>(board.size())),
+      incoming_(static_cast<std::size_t>(board.size())) {}
+
+PointToPoint::~PointToPoint() { stop(); }
+
+void PointToPoint::stop() {
+  stopping_ = true;
+  { std::lock_guard lock(mutex_); }  // a thread that is about to wait has seen it or is waiting already
+  changed_.notify_all();
+  ring(board_.p2p_bell(board_.rank()));
+  if (thread_.joinable()) thread_.join();
+}
+
+std::shared_ptr<Request> PointToPoint::post(Op op, void* data, Items items, int peer, std::int64_t tag,
+                                            std::string site) {
+  board_.require_usable(op);
+  auto request = std::make_shared<Request>();
+  request->op_ = op;
+  request->peer_ = peer;
+  request->tag_ = tag;
+  request->items_ = items;
+  request->data_ = static_cast<std::byte*>(data);
+  request->site_ = std::move(site);
+  std::lock_guard lock(mutex_);
+  try {
+    if (op == Op::kSend) {
+      outgoing_[peer].queue.push_back(request);
+    } else {
+      post_recv(request);
+    }
+    progress();
+  } catch (...) {
+    fail_all(std::current_exception());
+    throw;
+  }
+  if (!request->done()) {
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+    changed_.notify_one();
+  }
+  return request;
+}
+
+/// Take a message that has arrived already, or queue the receive.
+void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
+  for (int i = 0; i < board_.size(); ++i) {
+    const int src = request->peer_ >= 0 ? request->peer_ : i;
+    auto& waiting = incoming_[src].unexpected;
+    const auto found = std::find_if(waiting.begin(), waiting.end(),
+                                    [&](const auto& message) { return message->head.tag == request->tag_; });
+    if (found != waiting.end()) {
+      const std::shared_ptr<Unexpected> message = *found;
+      waiting.erase(found);
+      request->peer_ = src;
+      check_fits(*request, src, message->head);
+      std::copy_n(message->data.begin(), message->arrived, request->data_);
+      request->moved_ = message->arrived;
+      if (incoming_[src].held == message) {  // its rest is still on the way
+        incoming_[src].held = nullptr;
+        incoming_[src].into = request;
+      }
+      if (request->moved_ == request->items_.bytes()) complete(request);
+      return;
+    }
+    if (request->peer_ >= 0) break;
+  }
+  posted_.push_back(request);
+}
+
+void PointToPoint::complete(const std::shared_ptr<Request>& request, std::exception_ptr error) {
+  request->finish(error);
+  Bell& own = board_.p2p_bell(board_.rank());  // the caller may sleep while the background thread finishes its request
+  if (has_sleepers(own)) ring(own);
+}
+
+bool PointToPoint::pending() const {
+  return !posted_.empty() || std::any_of(outgoing_.begin(), outgoing_.end(), [](auto& out) { return !out.queue.empty(); }) ||
+         std::any_of(incoming_.begin(), incoming_.end(), [](auto& in) { return in.into != nullptr; });
+}
+
+Channel* PointToPoint::open(int src, int dst, bool create) {
+  std::atomic<std::uint64_t>& cell = board_.channel(src, dst);
+  std::uint64_t offset = cell.load(std::memory_order_acquire);
+  if (offset == 0) {
+    if (!create) return nullptr;
+    try {
+      offset = board_.segment().allocate(sizeof(Channel));
+    } catch (const std::bad_alloc&) {
+      throw Failure(FailureKind::kNoMemory, "send: no memory for a channel of " +
+                    std::to_string(sizeof(Channel) >> 10) + " KiB to rank " + std::to_string(board_.global(dst)) +
+                    "; raise the memory limit of the job or container", {});
+    }
+    cell.store(offset, std::memory_order_release);  // only the sender writes its cells; pairs with the load above
+  }
+  Mapping& mapping = mapped_[offset];
+  if (!mapping) mapping = board_.segment().map(offset, align_up(sizeof(Channel), kPage));
+  return reinterpret_cast<Channel*>(mapping.data());
+}
+
+bool PointToPoint::progress() {
+  bool moved = false;
+  for (int dst = 0; dst < board_.size(); ++dst)
+    if (!outgoing_[dst].queue.empty()) moved |= push(dst);
+  // Start at another source each time, so that receives from any source are fair.
+  next_source_ = (next_source_ + 1) % board_.size();
+  for (int i = 0; i < board_.size(); ++i) {
+    const int src = (next_source_ + i) % board_.size();
+    if (wanted(src)) moved |= pull(src);
+  }
+  return moved;
+}
+
+bool PointToPoint::wanted(int src) const {
+  if (incoming_[src].into) return true;
+  return std::any_of(posted_.begin(), posted_.end(),
+                     [&](const auto& request) { return request->peer_ == src || request->peer_ < 0; });
+}
+
+/// Move what fits into the ring to `dst`.
+bool PointToPoint::push(int dst) {
+  Outgoing& out = outgoing_[dst];
+  if (out.channel == nullptr) out.channel = open(board_.rank(), dst, true);
+  Channel& channel = *out.channel;
+  bool moved = false;
+  while (!out.queue.empty()) {
+    const std::shared_ptr<Request> request = out.queue.front();
+    const std::size_t total = request->items_.bytes();
+    const std::uint64_t head = channel.head.load(std::memory_order_relaxed);  // only this side writes it
+    // ACQUIRE: the receiver has copied out what lies below tail; pairs with its RELEASE in pull().
+    const std::size_t space = kChannelBytes - (head - channel.tail.load(std::memory_order_acquire));
+    const std::size_t want = std::min(total - request->moved_, kFragmentBytes);
+    if (space < sizeof(Fragment) + align_up(want, kCacheLine)) break;
+    const Fragment fragment{total, want, request->tag_, request->items_.dtype, request->moved_ == 0 ? 1u : 0u};
+    to_ring(channel, head, reinterpret_cast<const std::byte*>(&fragment), sizeof fragment);
+    to_ring(channel, head + sizeof fragment, request->data_ + request->moved_, want);
+    // RELEASE publishes the record; pairs with the receiver's ACQUIRE in pull().
+    channel.head.store(head + sizeof fragment + align_up(want, kCacheLine), std::memory_order_release);
+    if (has_sleepers(board_.p2p_bell(dst))) ring(board_.p2p_bell(dst));
+    request->moved_ += want;
+    moved = true;
+    if (request->moved_ == total) {
+      out.queue.pop_front();
+      complete(request);
+    }
+  }
+  return moved;
+}
+
+/// Take records from the ring of `src` while somebody wants them.
+bool PointToPoint::pull(int src) {
+  Incoming& in = incoming_[src];
+  if (in.channel == nullptr) in.channel = open(src, board_.rank(), false);
+  if (in.channel == nullptr) return false;
+  Channel& channel = *in.channel;
+  bool moved = false;
+  while (wanted(src)) {
+    const std::uint64_t tail = channel.tail.load(std::memory_order_relaxed);  // only this side writes it
+    if (channel.head.load(std::memory_order_acquire) == tail) break;
+    Fragment fragment;
+    from_ring(channel, tail, reinterpret_cast<std::byte*>(&fragment), sizeof fragment);
+    deliver(in, src, fragment, tail + sizeof fragment);
+    channel.tail.store(tail + sizeof fragment + align_up(fragment.fragment_bytes, kCacheLine),
+                       std::memory_order_release);
+    if (has_sleepers(board_.p2p_bell(src))) ring(board_.p2p_bell(src));
+    moved = true;
+  }
+  return moved;
+}
+
+std::shared_ptr<Request> PointToPoint::match(int src, const Fragment& head) {
+  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
+    const std::shared_ptr<Request> request = *it;
+    if ((request->peer_ != src && request->peer_ >= 0) || request->tag_ != head.tag) continue;
+    posted_.erase(it);
+    request->peer_ = src;
+    return request;
+  }
+  return nullptr;
+}
+
+void PointToPoint::check_fits(Request& request, int src, const Fragment& head) {
+  if (head.message_bytes == request.items_.bytes() && head.dtype == request.items_.dtype) return;
+  Call sent;
+  sent.op = Op::kSend;
+  sent.dtype = static_cast<std::uint8_t>(head.dtype);
+  sent.count = head.message_bytes / std::max<std::size_t>(request.items_.item_bytes, 1);
+  Call expected;
+  expected.op = Op::kRecv;
+  expected.dtype = request.items_.dtype;
+  expected.count = request.items_.count;
+  std::string text = sent.text() + ") of " + std::to_string(head.message_bytes) + " bytes";
+  Failure failure(FailureKind::kMismatch,
+                  "rank " + std::to_string(board_.global(board_.rank())) + ": " + expected.text() + ", src=" +
+                      std::to_string(board_.global(src)) + ", tag=" + std::to_string(head.tag) + ")" +
+                      (request.site_.empty() ? "" : " at " + request.site_) + " expects " +
+                      std::to_string(request.items_.bytes()) + " bytes, but rank " +
+                      std::to_string(board_.global(src)) + " sent " + text +
+                      "\nGive recv a tensor of the dtype and size that send was given.",
+                  {board_.global(src)});
+  failure.op = "recv";
+  throw board_.end(std::move(failure));
+}
+
+/// Decide where the message that begins with `head` goes.
+void PointToPoint::begin_message(Incoming& in, int src, const Fragment& head) {
+  if ((in.into = match(src, head))) {
+    check_fits(*in.into, src, head);
+    return;
+  }
+  // Somebody wants a later message of this source: keep this one for its receive.
+  in.held = std::make_shared<Unexpected>();
+  in.held->head = head;
+  in.held->data.resize(head.message_bytes);
+  in.unexpected.push_back(in.held);
+}
+
+void PointToPoint::deliver(Incoming& in, int src, const Fragment& fragment, std::uint64_t position) {
+  if (fragment.first != 0) begin_message(in, src, fragment);
+  if (in.into) {
+    Request& request = *in.into;
+    from_ring(*in.channel, position, request.data_ + request.moved_, fragment.fragment_bytes);
+    request.moved_ += fragment.fragment_bytes;
+    if (request.moved_ == fragment.message_bytes) complete(std::exchange(in.into, nullptr));
+  } else {
+    from_ring(*in.channel, position, in.held->data.data() + in.held->arrived, fragment.fragment_bytes);
+    in.held->arrived += fragment.fragment_bytes;
+    if (in.held->arrived == fragment.message_bytes) in.held = nullptr;
+  }
+}
+
+void PointToPoint::fail_all(std::exception_ptr error) {
+  for (Outgoing& out : outgoing_) {
+    for (const auto& request : out.queue) complete(request, error);
+    out.queue.clear();
+  }
+  for (Incoming& in : incoming_)
+    if (in.into) complete(std::exchange(in.into, nullptr), error);
+  for (const auto& request : posted_) complete(request, error);
+  posted_.clear();
+}
+
+void PointToPoint::wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s) {
+  ++num_waiters_;
+  struct Leave {
+    PointToPoint& p2p;
+    ~Leave() {
+      std::lock_guard lock(p2p.mutex_);
+      --p2p.num_waiters_;
+      if (p2p.pending()) p2p.changed_.notify_one();
+    }
+  } leave{*this};
+  if (!request->done()) {
+    Call call;
+    call.op = request->op_;
+    call.dtype = request->items_.dtype;
+    call.count = request->items_.count;
+    Wait wait = board_.begin(call, 0, hooks, timeout_s, board_.p2p_bell(board_.rank()));
+    try {
+      await_request(wait, *request, [&] { return request->done(); });
+    } catch (...) {
+      std::lock_guard lock(mutex_);
+      fail_all(std::current_exception());  // nothing may touch the callers' tensors any more
+      throw;
+    }
+  }
+  if (request->error()) std::rethrow_exception(request->error());
+}
+
+/// Make progress until `done`. What is missing is the request's peer, or anybody.
+template <class Done>
+void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done) {
+  const int peer = request.peer_;
+  board_.await(wait, [&](int r) {
+    if (peer >= 0 ? r != peer : r == board_.rank() && board_.size() > 1) return false;
+    if (done()) return false;
+    std::lock_guard lock(mutex_);
+    progress();
+    return !done();
+  });
+}
+
+void PointToPoint::run() {
+  pthread_setname_np(pthread_self(), "phalanx-p2p");
+  Hooks no_hooks;
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    if (num_waiters_ > 0 || !pending()) {
+      changed_.wait(lock, [&] { return stopping_ || (num_waiters_ == 0 && pending()); });
+      changed_.wait_for(lock, kLeaveToCaller, [&] { return stopping_.load(); });
+      continue;
+    }
+    try {
+      // The oldest request speaks for all: its peer's death or its deadline is what ends the wait.
+      std::shared_ptr<Request> oldest = posted_.empty() ? nullptr : posted_.front();
+      for (const Outgoing& out : outgoing_)
+        if (!out.queue.empty()) oldest = out.queue.front();
+      for (const Incoming& in : incoming_)
+        if (in.into) oldest = in.into;
+      if (oldest == nullptr) continue;
+      Call call;
+      call.op = oldest->op_;
+      Wait wait = board_.begin(call, 0, no_hooks, 0, board_.p2p_bell(board_.rank()));
+      wait.spin = std::chrono::nanoseconds(0);  // the core belongs to the computing thread
+      wait.quiet = true;                         // nobody waits for it yet
+      lock.unlock();
+      await_request(wait, *oldest, [&] { return stopping_ || num_waiters_.load() > 0 || oldest->done(); });
+      lock.lock();
+    } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
+      fail_all(std::current_exception());
+    }
+  }
+  fail_all(std::make_exception_ptr(
+      Failure(FailureKind::kAborted, "the group was destroyed while messages were on their way", {})));
+}
+
+}  // namespace phalanx

@@ -1,0 +1,103 @@
+// Point-to-point messages: per-pair byte rings, matching by source and tag, progress by whoever waits.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "board.h"
+#include "collectives.h"
+#include "pending.h"
+
+namespace phalanx {
+
+/// A send or receive on its way. Shared between the caller who waits and whoever makes progress.
+class Request : public Pending {
+ public:
+  /// Rank of the group that sent; valid once a receive is done.
+  int source() const { return peer_; }
+
+ private:
+  friend class PointToPoint;
+  Op op_ = Op::kNone;
+  int peer_ = -1;  // -1: receive from any source
+  std::int64_t tag_ = 0;
+  Items items_{};
+  std::byte* data_ = nullptr;
+  std::size_t moved_ = 0;  // bytes
+  std::string site_;
+};
+
+class PointToPoint {
+ public:
+  explicit PointToPoint(Board& board);
+  ~PointToPoint();
+
+  /// Start a message (`op` is kSend or kRecv; a receive from `peer` -1 takes any source). `data` must live until the
+  /// request is done.
+  std::shared_ptr<Request> post(Op op, void* data, Items items, int peer, std::int64_t tag, std::string site);
+  /// Wait for the request, making progress meanwhile; throws what it failed with.
+  void wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
+  /// Stop the background thread. Unfinished requests fail.
+  void stop();
+
+ private:
+  /// A message that arrived before its receive was posted, because another one was wanted first.
+  struct Unexpected {
+    Fragment head;
+    std::vector<std::byte> data;
+    std::size_t arrived = 0;
+  };
+  /// What the fragments that come from one rank belong to.
+  struct Incoming {
+    Channel* channel = nullptr;
+    std::shared_ptr<Request> into;              // a posted receive, or
+    std::shared_ptr<Unexpected> held;           // a message nobody wants yet
+    std::deque<std::shared_ptr<Unexpected>> unexpected;
+  };
+  struct Outgoing {
+    Channel* channel = nullptr;
+    std::deque<std::shared_ptr<Request>> queue;
+  };
+
+  void post_recv(const std::shared_ptr<Request>& request);
+  bool progress();
+  bool push(int dst);
+  bool pull(int src);
+  void deliver(Incoming& incoming, int src, const Fragment& fragment, std::uint64_t position);
+  std::shared_ptr<Request> match(int src, const Fragment& head);
+  void begin_message(Incoming& incoming, int src, const Fragment& head);
+  bool wanted(int src) const;
+  void complete(const std::shared_ptr<Request>& request, std::exception_ptr error = nullptr);
+  void check_fits(Request& request, int src, const Fragment& head);
+  Channel* open(int src, int dst, bool create);
+  void fail_all(std::exception_ptr error);
+  template <class Done>
+  void await_request(Wait& wait, const Request& request, Done&& done);
+  void run();
+  bool pending() const;
+
+  Board& board_;
+  std::mutex mutex_;
+  std::vector<Outgoing> outgoing_;  // by destination
+  std::vector<Incoming> incoming_;  // by source
+  std::list<std::shared_ptr<Request>> posted_;  // receives, in order
+  std::map<std::uint64_t, Mapping> mapped_;     // channels by offset
+  int next_source_ = 0;
+
+  // The background thread moves what nobody waits for: an isend whose rank computes on.
+  std::thread thread_;
+  std::condition_variable changed_;
+  std::atomic<int> num_waiters_{0};
+  std::atomic<bool> stopping_{false};
+};
+
+}  // namespace phalanx

@@ -1,0 +1,80 @@
+// Bounded, polite waiting: spin about as long as a futex wake costs, then sleep; look up every few milliseconds.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "layout.h"
+
+namespace phalanx {
+
+using Clock = std::chrono::steady_clock;
+
+/// Wake all who sleep on `bell`, if any. Call after the RELEASE store that they wait for.
+void ring(Bell& bell) noexcept;
+
+/// True if someone may sleep on `bell`.
+/// The fence orders the caller's store before the load of `sleepers`; it pairs with the one in sleep_on(), so either
+/// the sleeper sees the store before it sleeps or the ringer sees the sleeper.
+inline bool has_sleepers(const Bell& bell) noexcept {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return bell.sleepers.load(std::memory_order_relaxed) != 0;
+}
+
+/// What a waiting thread knows and does about the world outside: signals, call sites.
+class Hooks {
+ public:
+  virtual ~Hooks() = default;
+  /// Called every tick of a long wait; may throw to interrupt it.
+  virtual void tick() {}
+  /// Source line of the call, "train.py:31", or empty.
+  virtual std::string site() { return {}; }
+};
+
+inline void cpu_relax() noexcept {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+/// Spin for at most `budget`; true if `done` holds.
+template <class Done>
+bool spin(std::chrono::nanoseconds budget, Done&& done) {
+  if (done()) return true;
+  if (budget.count() <= 0) return false;
+  constexpr int kTriesPerClock = 32;
+  const auto end = Clock::now() + budget;
+  do {
+    for (int i = 0; i < kTriesPerClock; ++i) {
+      cpu_relax();
+      if (done()) return true;
+    }
+  } while (Clock::now() < end);
+  return false;
+}
+
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds slice) noexcept;
+
+/// Sleep until the bell rings, `slice` passes or a signal arrives, unless `done` already holds.
+/// Returns true if `done` holds.
+template <class Done>
+bool sleep_on(Bell& bell, std::chrono::nanoseconds slice, Done&& done) {
+  // SEQ_CST: announced before `done` is evaluated again; pairs with has_sleepers().
+  bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  // ACQUIRE: a ring after this load changes the word, and the futex refuses to sleep.
+  const std::uint32_t rings = bell.rings.load(std::memory_order_acquire);
+  bool ok = done();
+  if (!ok) {
+    futex_wait(bell.rings, rings, slice);
+    ok = done();
+  }
+  bell.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  return ok;
+}
+
+}  // namespace phalanx

@@ -1,0 +1,32 @@
+"""Train one PyTorch model on many processes as if they were one.
+
+``torch.distributed.init_process_group("phalanx")`` is all that a script needs: it works without importing this package.
+Names below are loaded on first use, so that importing :mod:`phalanx` costs nothing and cannot break.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "PhalanxError": "phalanx._errors",
+    "CollectiveMismatch": "phalanx._errors",
+    "CollectiveTimeout": "phalanx._errors",
+    "GroupAborted": "phalanx._errors",
+    "GroupUnusable": "phalanx._errors",
+    "OutOfSharedMemory": "phalanx._errors",
+    "RankFailed": "phalanx._errors",
+    "install_as_default": "phalanx.backend",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> object:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,8 @@
+"""``python -m phalanx`` is the command ``phalanx``."""
+
+import sys
+
+from phalanx.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

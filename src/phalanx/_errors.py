@@ -1,0 +1,98 @@
+"""What can go wrong in the world, as opposed to in a call (those are ``ValueError`` and ``TypeError``).
+
+Every error names the rank, the operation and what to do, carries its facts as attributes and survives pickling, since
+errors cross processes.
+"""
+
+from __future__ import annotations
+
+
+class PhalanxError(RuntimeError):
+    """Base of all errors of phalanx.
+
+    Attributes:
+        op: Operation, such as ``"all_reduce"``; empty when no operation was involved.
+        seq: Number of the collective in its group, from 1; 0 for point-to-point.
+        ranks: Global ranks at fault: missing, dead or in disagreement.
+    """
+
+    def __init__(self, message: str, *, op: str = "", seq: int = 0, ranks: tuple[int, ...] = (), **facts: object):
+        super().__init__(message)
+        self.op = op
+        self.seq = seq
+        self.ranks = tuple(ranks)
+        self.__dict__.update(facts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), str(self), self.__dict__.copy())
+
+
+def _rebuild(cls: type[PhalanxError], message: str, facts: dict[str, object]) -> PhalanxError:
+    error = cls.__new__(cls)
+    RuntimeError.__init__(error, message)
+    error.__dict__.update(facts)
+    return error
+
+
+class CollectiveMismatch(PhalanxError):
+    """The ranks of a group called different operations; the message has a table of what each rank called, and where."""
+
+
+class RankFailed(PhalanxError):
+    """A peer died or left the group.
+
+    Attributes:
+        pid: Process of the dead rank.
+        exit_code: Its exit code, or None when it was killed or the kernel does not tell.
+        signal: The signal that killed it, or None.
+    """
+
+    pid: int | None
+    exit_code: int | None
+    signal: int | None
+
+
+class CollectiveTimeout(PhalanxError, TimeoutError):
+    """An operation passed its deadline; ``ranks`` are those that were missing."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return self.ranks
+
+
+class GroupAborted(PhalanxError):
+    """``abort()`` was called, or a signal such as Ctrl-C interrupted a rank in the middle of an operation."""
+
+
+class GroupUnusable(PhalanxError):
+    """The group had ended before this call; the message says why."""
+
+
+class OutOfSharedMemory(PhalanxError, MemoryError):
+    """The shared segment cannot grow: a memory limit of the container or the host is reached."""
+
+
+# In the order of FailureKind in csrc/failure.h.
+_KINDS: tuple[type[PhalanxError], ...] = (
+    PhalanxError,
+    CollectiveMismatch,
+    RankFailed,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupUnusable,
+    OutOfSharedMemory,
+)
+
+
+def from_core(
+    kind: int, message: str, ranks: list[int], op: str, seq: int, pid: int, exit_code: int, signal: int
+) -> PhalanxError:
+    """Build the exception for a failure that the core reports."""
+    facts: dict[str, object] = {}
+    if _KINDS[kind] is RankFailed:
+        facts = {
+            "pid": pid or None,
+            "exit_code": exit_code if exit_code >= 0 else None,
+            "signal": signal or None,
+        }
+    return _KINDS[kind](message, op=op, seq=seq, ranks=tuple(ranks), **facts)

@@ -1,0 +1,30 @@
+"""Makes ``init_process_group("phalanx")`` work in a script that never imports phalanx.
+
+torch finds :func:`register` (2.14 and newer, when the name is first used) or :func:`autoload` (every version, at the end
+of ``import torch``) through the entry points of the installed package. Nothing heavy is imported before a group is made,
+and nothing that goes wrong here may stop ``import torch``.
+"""
+
+
+def register() -> None:
+    """Register the backend with ``torch.distributed``. Idempotent."""
+    import torch.distributed as dist
+
+    if dist.is_available() and "PHALANX" not in dist.Backend._plugins:
+        dist.Backend.register_backend("phalanx", _create_group, extended_api=True, devices=["cpu"])
+
+
+def autoload() -> None:
+    """Register at ``import torch``; a failure is told and forgotten, since it must not break the import."""
+    try:
+        register()
+    except Exception as error:
+        import warnings
+
+        warnings.warn(f"the phalanx backend could not be registered: {error!r}", RuntimeWarning, stacklevel=2)
+
+
+def _create_group(options: object, backend_options: object) -> object:
+    from phalanx.backend import create_group
+
+    return create_group(options, backend_options)

@@ -1,0 +1,105 @@
+"""The ``phalanx`` backend of ``torch.distributed``: collectives of CPU tensors over shared memory."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx import _core, _plugin
+from phalanx._errors import from_core
+from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, PhalanxGroup, keep
+from phalanx.backend._hosts import join_group
+from phalanx.backend._ops import Operations
+from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
+from phalanx.backend._work import call_site
+
+__all__ = ["PhalanxGroup", "install_as_default"]
+
+_core.configure(DTYPE_NAMES, REDUCE_NAMES, call_site, from_core)
+
+
+def install_as_default() -> None:
+    """Make phalanx what torch picks for CPU tensors when no backend is named, in the place of gloo.
+
+    Call it before ``init_process_group()``. Affects this process only.
+    """
+    _plugin.register()
+    dist.Backend.default_device_backend_map["cpu"] = "phalanx"
+
+
+def create_group(options: object, backend_options: object) -> ProcessGroup:
+    """Make the group that ``init_process_group`` or ``new_group`` asks for; torch calls this.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, name, global ranks.
+        backend_options: What the user passed as ``pg_options``; phalanx has none.
+    """
+    size = options.group_size
+    global_ranks = list(options.global_ranks_in_group) or list(range(size))
+    name = options.group_id or "default_pg"
+    others = _other_devices()
+    group = build_group(options.store, options.group_rank, size, name, global_ranks, options.timeout)
+    if others:
+        _add_devices(group, others, options, backend_options)
+    return group
+
+
+def build_group(
+    store: Store, rank: int, size: int, name: str, global_ranks: list[int], timeout: timedelta
+) -> PhalanxGroup:
+    """Join the ranks and return their group, with a backend registered for CPU tensors."""
+    core, segment = join_group(store, rank, size, name, global_ranks, timeout.total_seconds())
+    operations = Operations(core, segment, rank, size, name, global_ranks)
+    group = PhalanxGroup(store, operations, timeout, global_ranks)
+    if HAS_PYTHON_BACKENDS:
+        from phalanx.backend._adapters import PhalanxBackend
+
+        backend = operations.backend = PhalanxBackend(operations, timeout)
+        if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
+            backend = c10d._create_process_group_wrapper(backend, name, store, rank, size, timeout)
+        kind = ProcessGroup.BackendType.CUSTOM
+    else:
+        backend = c10d.ProcessGroupGloo(c10d.PrefixStore("inner", store), rank, size, timeout=timeout)
+        kind = ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    keep(group)
+    return group
+
+
+def _other_devices() -> dict[str, str]:
+    """Return the other devices of a ``"cpu:phalanx,cuda:nccl"`` and their backends.
+
+    A creator that returns a ProcessGroup ends torch's loop over the devices, and torch does not tell it the others: they
+    are read from the frame of that loop.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    config = frame.f_locals.get("backend_config") if frame is not None else None
+    devices = config.get_device_backend_map() if config is not None else {}
+    return {device: backend for device, backend in devices.items() if backend != "phalanx"}
+
+
+def _add_devices(group: PhalanxGroup, others: dict[str, str], options: object, backend_options: object) -> None:
+    """Let torch make the backends of the other devices, in a group of its own, and register them here."""
+    config = ",".join(f"{device}:{backend}" for device, backend in others.items())
+    ranks = list(options.global_ranks_in_group)
+    beside, _ = c10d._new_process_group_helper(
+        options.group_size,
+        options.group_rank,
+        ranks,
+        config,
+        c10d.PrefixStore("beside", options.store),
+        f"{options.group_id}:{config}",
+        backend_options,
+        timeout=options.timeout,
+    )
+    for device in others:
+        backend = beside._get_backend(torch.device(device))
+        group._register_backend(torch.device(device), c10d.Backend.backend_type_map[others[device]], backend)

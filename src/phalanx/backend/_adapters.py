@@ -1,0 +1,314 @@
+"""How torch reaches the operations.
+
+torch looks in two places. Python callers (``dist.all_reduce``) go to the ``ProcessGroup``; C++ callers (the dispatcher,
+and with it profilers, hooks and the Flight Recorder) go to the ``Backend`` that is registered on it.
+
+torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands before it only because torch wraps the
+Work that a Python backend returns in one that answers neither ``is_completed()`` nor ``_source_rank()``: it hands out
+the real one, and takes a shorter way where nobody listens.
+Older torch: a Python class can only be a ``ProcessGroup``. :class:`PhalanxGroup` runs the operations itself, and an inner
+Gloo backend stands for those who ask for one (FSDP2, DCP) and for the few C++ calls that cannot reach Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroup, Store
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx.backend._ops import Operations
+
+C10dBackend = torch._C._distributed_c10d.Backend
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+HAS_PYTHON_BACKENDS = TORCH_VERSION >= (2, 14)
+
+# Name in torch -> (method of Operations, class of its options, how many arguments come before them).
+_COLLECTIVES = {
+    "broadcast": ("broadcast", c10d.BroadcastOptions, 1),
+    "allreduce": ("allreduce", c10d.AllreduceOptions, 1),
+    "allreduce_coalesced": ("allreduce_coalesced", c10d.AllreduceCoalescedOptions, 1),
+    "reduce": ("reduce", c10d.ReduceOptions, 1),
+    "allgather": ("allgather", c10d.AllgatherOptions, 2),
+    "allgather_coalesced": ("allgather_coalesced", c10d.AllgatherOptions, 2),
+    "all_gather_single": ("all_gather_single", c10d.AllgatherOptions, 2),
+    "all_gather_single_coalesced": ("all_gather_single_coalesced", c10d.AllgatherOptions, 2),
+    "gather": ("gather", c10d.GatherOptions, 2),
+    "gather_single": ("gather_single", c10d.GatherOptions, 2),
+    "scatter": ("scatter", c10d.ScatterOptions, 2),
+    "reduce_scatter": ("reduce_scatter", c10d.ReduceScatterOptions, 2),
+    "reduce_scatter_single": ("reduce_scatter_single", c10d.ReduceScatterOptions, 2),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_single_coalesced", c10d.ReduceScatterOptions, 2),
+    "alltoall": ("alltoall", c10d.AllToAllOptions, 2),
+    "all_to_all_single": ("all_to_all_single", c10d.AllToAllOptions, 4),
+    "barrier": ("barrier", c10d.BarrierOptions, 0),
+}
+# Former names. Newer torch routes them to the ones above itself, and would call these again from the base method.
+if not HAS_PYTHON_BACKENDS:
+    _COLLECTIVES |= {
+        "_allgather_base": _COLLECTIVES["all_gather_single"],
+        "allgather_into_tensor_coalesced": _COLLECTIVES["all_gather_single_coalesced"],
+        "_reduce_scatter_base": _COLLECTIVES["reduce_scatter_single"],
+        "reduce_scatter_tensor_coalesced": _COLLECTIVES["reduce_scatter_single_coalesced"],
+        "alltoall_base": _COLLECTIVES["all_to_all_single"],
+    }
+_MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv_anysource"}
+
+
+def _options(cls: type, extra: tuple[object, ...], named: dict[str, object]) -> object:
+    """Return the options of a call: given whole, or as torch's shorthands (reduce op, root, timeout)."""
+    for value in (*extra, *named.values()):
+        if isinstance(value, cls):
+            return value
+    opts = cls()
+    for value in (*extra, *named.values()):
+        if isinstance(value, timedelta):
+            opts.timeout = value
+        elif isinstance(value, int) and hasattr(opts, "rootRank"):
+            opts.rootRank = value
+        elif value is not None and hasattr(opts, "reduceOp"):
+            opts.reduceOp = value
+    return opts
+
+
+def _listed(op: str, args: tuple[object, ...]) -> tuple[object, ...]:
+    """torch's shorthand ``group.allreduce(tensor)`` stands for ``group.allreduce([tensor])``."""
+    if op in ("broadcast", "allreduce", "reduce") and isinstance(args[0], torch.Tensor):
+        return ([args[0]],)
+    if op in ("allgather", "gather") and isinstance(args[1], torch.Tensor):
+        return ([args[0]] if args[0] and isinstance(args[0][0], torch.Tensor) else args[0], [args[1]])
+    if op in ("scatter", "reduce_scatter") and isinstance(args[0], torch.Tensor):
+        return ([args[0]], [args[1]] if args[1] and isinstance(args[1][0], torch.Tensor) else args[1])
+    return args
+
+
+class PhalanxGroup(ProcessGroup):
+    """The process group that Python callers see.
+
+    Args:
+        store: Key-value store of the group, for groups split off it.
+        operations: What it does.
+        inner: The backend registered for C++ callers.
+        global_ranks: Number of each rank in the world.
+    """
+
+    def __init__(self, store: Store, operations: Operations, timeout: timedelta, global_ranks: list[int]) -> None:
+        if HAS_PYTHON_BACKENDS:
+            super().__init__(store, operations._rank, operations._size)
+        else:  # only this constructor makes an object that Python can override
+            super().__init__(operations._rank, operations._size)
+        self._store = store
+        self._operations = operations
+        self._timeout = timeout
+        self._global_ranks = global_ranks
+        self._num_splits = 0
+        self._listened = False
+        self._direct: bool | None = None if HAS_PYTHON_BACKENDS else True
+
+    def getBackendName(self) -> str:
+        return "phalanx"
+
+    # ---- which way -------------------------------------------------------------------------------------------------
+
+    def _goes_direct(self) -> bool:
+        """True if nobody listens to the dispatcher: hooks, profilers, dispatch modes, the debug wrapper."""
+        if self._direct is None:
+            self._direct = not (
+                self._listened
+                or c10d._world.pg_flight_recorder_hooks.get(self) is not None
+                or os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
+                or c10d.get_debug_level() == c10d.DebugLevel.DETAIL
+            )
+        if not self._direct:
+            return False
+        return not HAS_PYTHON_BACKENDS or (
+            torch._C._len_torch_dispatch_stack() == 0 and not torch.autograd._profiler_enabled()
+        )
+
+    def register_pre_hook(self, *args: object) -> None:
+        self._listened, self._direct = True, None
+        super().register_pre_hook(*args)
+
+    def register_post_hook(self, *args: object) -> None:
+        self._listened, self._direct = True, None
+        super().register_post_hook(*args)
+
+    # ---- what is not a collective ----------------------------------------------------------------------------------
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        opts = c10d.BarrierOptions()
+        opts.timeout = timeout or self._timeout
+        self._operations.monitored_barrier(opts, wait_all_ranks)
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        *_: object,
+    ) -> ProcessGroup | None:
+        """Return the group of `ranks` (numbers in this group), or None on ranks outside it."""
+        from phalanx.backend import build_group
+
+        self._num_splits += 1
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{self._num_splits}"
+        store = c10d.PrefixStore(f"split/{self._num_splits}/{ranks[0]}", self._store)
+        group = build_group(
+            store,
+            ranks.index(self.rank()),
+            len(ranks),
+            name,
+            [self._global_ranks[r] for r in ranks],
+            timeout or self._timeout,
+        )
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return group
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._operations._core.seq
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The core counts from the start; nothing to agree on."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._operations.set_timeout(timeout)
+
+    def abort(self) -> None:
+        self._operations.abort()
+
+    def shutdown(self) -> None:
+        self._operations.shutdown()
+        super().shutdown()
+        _kept.discard(self)
+
+    # Before 2.14 nothing else answers these.
+    if not HAS_PYTHON_BACKENDS:
+
+        def _start_coalescing(self, device: torch.device | None = None) -> None:
+            self._operations.start_coalescing()
+
+        def _end_coalescing(self, device: torch.device | None = None) -> object:
+            return self._operations.end_coalescing()
+
+
+def _named(function: Callable, name: str) -> Callable:
+    """Rename a function for tracebacks and for pybind11, which knows a call of the base method by the name of its frame."""
+    function.__code__ = function.__code__.replace(co_name=name)
+    function.__name__ = name
+    function.__qualname__ = f"PhalanxGroup.{name}"
+    return function
+
+
+def _collective(name: str) -> Callable:
+    method, options, num_args = _COLLECTIVES[name]
+    base = getattr(ProcessGroup, name, None)
+    run = getattr(Operations, method)
+
+    def call(self: PhalanxGroup, *args: object, **named: object) -> object:
+        operations = self._operations
+        if base is None or self._goes_direct():
+            if len(args) != num_args + 1 or not isinstance(args[-1], options):
+                args = (*_listed(method, args[:num_args]), _options(options, args[num_args:], named))
+            return run(operations, *args)
+        operations.last_work = None
+        work = base(self, *args, **named)
+        return operations.last_work or work
+
+    return _named(call, name)
+
+
+def _message(name: str) -> Callable:
+    base = getattr(ProcessGroup, name)
+    run = getattr(Operations, _MESSAGES[name])
+
+    def call(self: PhalanxGroup, *args: object) -> object:
+        operations = self._operations
+        if self._goes_direct():
+            return run(operations, *args)
+        operations.last_work = None
+        work = base(self, *args)
+        return operations.last_work or work
+
+    return _named(call, name)
+
+
+for _name in _COLLECTIVES:
+    setattr(PhalanxGroup, _name, _collective(_name))
+for _name in _MESSAGES:
+    setattr(PhalanxGroup, _name, _message(_name))
+
+_kept: set[PhalanxGroup] = set()
+"""Groups that torch refers to from C++ alone: their Python half must not be collected before they are shut down."""
+
+
+def keep(group: PhalanxGroup) -> None:
+    _kept.add(group)
+
+
+if HAS_PYTHON_BACKENDS:
+
+    class PhalanxBackend(C10dBackend):
+        """The backend that torch's dispatcher calls, for the devices of the group."""
+
+        def __init__(self, operations: Operations, timeout: timedelta) -> None:
+            super().__init__(operations._rank, operations._size)
+            self._operations = operations
+            self._options = C10dBackend.Options("phalanx", timeout)
+
+        def getBackendName(self) -> str:
+            return "phalanx"
+
+        @property
+        def options(self) -> C10dBackend.Options:
+            return self._options
+
+        @property
+        def supports_splitting(self) -> bool:
+            return True
+
+        @property
+        def supports_coalescing(self) -> bool:
+            return False  # messages of a batch progress together anyway
+
+        def start_coalescing(self) -> None:
+            self._operations.start_coalescing()
+
+        def end_coalescing(self) -> object:
+            return self._operations.end_coalescing()
+
+        def monitored_barrier(self, opts: object, wait_all_ranks: bool = False) -> None:
+            self._operations.monitored_barrier(opts, wait_all_ranks)
+
+        def _get_sequence_number_for_group(self) -> int:
+            return self._operations._core.seq
+
+        def _set_sequence_number_for_group(self) -> None:
+            """The core counts from the start; nothing to agree on."""
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            self._operations.set_timeout(timeout)
+
+        def abort(self) -> None:
+            self._operations.abort()
+
+        def shutdown(self) -> None:
+            self._operations.shutdown()
+
+    def _operation(method: str) -> Callable:
+        run = getattr(Operations, method)
+
+        def call(self: PhalanxBackend, *args: object) -> object:
+            return run(self._operations, *args)
+
+        return _named(call, method)
+
+    for _method in {*(entry[0] for entry in _COLLECTIVES.values()), *_MESSAGES.values()}:
+        setattr(PhalanxBackend, _method, _operation(_method))

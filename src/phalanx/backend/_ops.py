@@ -1,0 +1,597 @@
+"""The operations of torch.distributed on the core: one set, shared by the adapters of all torch versions.
+
+Each method has torch's spelling and arguments. A blocking call (``opts.asyncOp`` false) runs in the calling thread and
+returns None; any other returns a :class:`PhalanxWork`. Ranks are those of the group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+
+from phalanx import _core
+from phalanx._errors import CollectiveTimeout, GroupUnusable
+from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType, premul_factor
+from phalanx.backend._work import PhalanxWork, call_site, finished
+
+Tensors = list[torch.Tensor]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True if the core can work on the tensor's memory as it is."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+class _Outputs:
+    """Buffers for results: the tensors themselves, or contiguous stand-ins that are copied back at the end."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def buffer(self, tensor: torch.Tensor, *, filled: bool = False) -> torch.Tensor:
+        if _is_plain(tensor):
+            return tensor
+        make = tensor.resolve_conj().resolve_neg().contiguous if filled else functools.partial(_empty_like, tensor)
+        buffer = make()
+        self.copies.append((tensor, buffer))
+        return buffer
+
+    def settle(self) -> None:
+        for tensor, buffer in self.copies:
+            tensor.copy_(buffer)
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+class Operations:
+    """Collectives and messages of one group.
+
+    Args:
+        core: The joined group.
+        segment: The memory that it lives in, kept while the group is used.
+        rank: Rank in the group.
+        size: Ranks in the group.
+        name: Name of the group in messages.
+        global_ranks: Number of each rank in the world.
+    """
+
+    def __init__(
+        self, core: _core.Group, segment: _core.Segment, rank: int, size: int, name: str, global_ranks: list[int]
+    ) -> None:
+        self._core = core
+        self._segment: _core.Segment | None = segment
+        self._rank = rank
+        self._size = size
+        self._name = name
+        self._global_ranks = global_ranks
+        # Tensors of asynchronous operations must outlive them, whatever the caller does with the handle.
+        self._in_flight: list[tuple[_core.Pending, PhalanxWork, object]] = []
+        self._coalescing: list[PhalanxWork] | None = None
+        self.last_work: PhalanxWork | None = None
+
+    # ---- arguments -------------------------------------------------------------------------------------------------
+
+    def _check(self, op: str, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return the code and element size of the tensor's dtype, after checking that the core can touch it."""
+        if not tensor.is_cpu:
+            raise ValueError(
+                f"{self._where(op)} takes CPU tensors, got one on {tensor.device}. For tensors on a GPU use "
+                f'init_process_group("cpu:phalanx,cuda:nccl"), or call {op} with tensor.cpu()'
+            )
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{self._where(op)} takes dense tensors, got layout {tensor.layout}; call {op} with tensor.to_dense()"
+            )
+        return DTYPE_CODES[tensor.dtype]
+
+    def _where(self, op: str) -> str:
+        return f"rank {self._global_ranks[self._rank]}: {op}"
+
+    def _one(self, op: str, tensors: Tensors) -> torch.Tensor:
+        if len(tensors) != 1:
+            raise ValueError(f"{self._where(op)} takes one tensor per rank, got {len(tensors)}; call it once for each")
+        return tensors[0]
+
+    def _root(self, op: str, root: int) -> int:
+        if not 0 <= root < self._size:
+            raise ValueError(f"{self._where(op)}: root must lie in [0, {self._size}), got {root}")
+        return root
+
+    def _list(self, op: str, name: str, tensors: Tensors, like: torch.Tensor) -> Tensors:
+        """Check a list with one tensor for each rank, all like `like`."""
+        if len(tensors) != self._size:
+            raise ValueError(
+                f"{self._where(op)}: {name} must hold one tensor for each of the {self._size} ranks, got {len(tensors)}"
+            )
+        for i, tensor in enumerate(tensors):
+            self._check(op, tensor)
+            if tensor.dtype != like.dtype or tensor.numel() != like.numel():
+                raise ValueError(
+                    f"{self._where(op)}: {name}[{i}] is {_describe(tensor)}, expected {_describe(like)} "
+                    "as on the other side of the operation"
+                )
+        return tensors
+
+    def _blocks(self, op: str, whole: torch.Tensor, block: torch.Tensor, name: str) -> int:
+        """Check that `whole` holds one `block` for each rank; return the elements of a block."""
+        self._check(op, whole)
+        if whole.dtype != block.dtype or whole.numel() != block.numel() * self._size:
+            raise ValueError(
+                f"{self._where(op)}: {name} must hold {self._size} x {block.numel()} elements of {block.dtype}, "
+                f"got {_describe(whole)}"
+            )
+        return block.numel()
+
+    def _reduction(self, op: str, reduce_op: object, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the kernel and the code of a reduce operation that has a meaning for the dtype."""
+        kind = reduce_op.op
+        kernel, code = REDUCE_CODES[kind]
+        if not _has_kernel(dtype, kernel) or (kind == RedOpType.PREMUL_SUM and not _is_inexact(dtype)):
+            raise ValueError(f"{self._where(op)}: ReduceOp.{kind.name} has no meaning for {dtype}")
+        return kernel, code
+
+    # ---- running ---------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        method: Callable[..., object],
+        args: tuple[object, ...],
+        opts: object,
+        result: Tensors,
+        keep: object = None,
+        settle: Callable[[], None] | None = None,
+    ) -> PhalanxWork | None:
+        """Run a collective of the core: in this thread, or on the native one when the call is asynchronous."""
+        timeout_s = opts.timeout.total_seconds()
+        if not opts.asyncOp:
+            method(*args, timeout_s, None)
+            if settle is not None:
+                settle()
+            self.last_work = None
+            return None
+        job = method(*args, timeout_s, call_site())
+        return self._track(PhalanxWork(job, self._core.wait_job, result, settle), job, keep)
+
+    def _track(self, work: PhalanxWork, handle: _core.Pending, keep: object) -> PhalanxWork:
+        in_flight = self._in_flight
+        while in_flight and in_flight[0][0].done:
+            in_flight.pop(0)
+        in_flight.append((handle, work, keep))
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        self.last_work = work
+        return work
+
+    def _done(self, opts: object, result: Tensors) -> PhalanxWork | None:
+        self.last_work = finished(result) if opts.asyncOp else None
+        return self.last_work
+
+    # ---- collectives -----------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: object) -> PhalanxWork | None:
+        tensor = self._one("broadcast", tensors)
+        code, item = self._check("broadcast", tensor)
+        root = self._root("broadcast", opts.rootRank)
+        out = _Outputs()
+        buffer = out.buffer(tensor, filled=True)
+        args = (buffer.data_ptr(), code, item, buffer.numel(), root)
+        return self._run(self._core.broadcast, args, opts, tensors, buffer, out.settle)
+
+    def allreduce(self, tensors: Tensors, opts: object) -> PhalanxWork | None:
+        tensor = self._one("all_reduce", tensors)
+        if tensor.is_sparse:
+            return self._allreduce_sparse(tensor, opts)
+        code, item = self._check("all_reduce", tensor)
+        kernel, agreed = self._reduction("all_reduce", opts.reduceOp, tensor.dtype)
+        if agreed == kernel and _is_plain(tensor):
+            address = tensor.data_ptr()
+            args = (address, address, code, item, tensor.numel(), kernel, agreed)
+            return self._run(self._core.all_reduce, args, opts, tensors, tensor)
+        out = _Outputs()
+        buffer = out.buffer(tensor, filled=True)
+        source = self._premultiplied(buffer, opts.reduceOp)
+        args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed)
+        return self._run(self._core.all_reduce, args, opts, tensors, (source, buffer), out.settle)
+
+    def _premultiplied(self, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:
+        """Return the contiguous input of a reduction, multiplied by the factor of a PREMUL_SUM."""
+        if reduce_op.op != RedOpType.PREMUL_SUM:
+            return _plain(tensor)
+        return torch.mul(tensor, premul_factor(reduce_op)).to(tensor.dtype).contiguous()
+
+    def _allreduce_sparse(self, tensor: torch.Tensor, opts: object) -> PhalanxWork | None:
+        """Sum sparse COO tensors: gather every rank's entries, then coalesce. Blocking; the result is the same on all."""
+        if opts.reduceOp.op != RedOpType.SUM:
+            raise ValueError(f"{self._where('all_reduce')}: sparse tensors can only be summed, got {opts.reduceOp.op}")
+        local = tensor.coalesce()
+        blocking = _Blocking(opts.timeout)
+        meta = torch.tensor([local._nnz(), local.sparse_dim(), *local.shape], dtype=torch.int64)
+        metas = [torch.empty_like(meta) for _ in range(self._size)]
+        self.allgather([metas], [meta], blocking)
+        if any(not torch.equal(m[1:], meta[1:]) for m in metas):
+            raise ValueError(
+                f"{self._where('all_reduce')}: sparse tensors differ in shape or sparse dimensions between ranks"
+            )
+        most = max(int(m[0]) for m in metas)
+        parts = [self._gather_padded(part, most, blocking) for part in (local.indices().t(), local.values())]
+        counts = [int(m[0]) for m in metas]
+        indices, values = (torch.cat([p[:c] for p, c in zip(part, counts, strict=True)]) for part in parts)
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
+        tensor.copy_(total)
+        return self._done(opts, [tensor])
+
+    def _gather_padded(self, rows: torch.Tensor, most: int, opts: object) -> Tensors:
+        padded = rows.new_zeros((most, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        gathered = [torch.empty_like(padded) for _ in range(self._size)]
+        self.allgather([gathered], [padded], opts)
+        return gathered
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: object) -> PhalanxWork | None:
+        return self._coalesced([functools.partial(self.allreduce, [t]) for t in tensors], opts, tensors)
+
+    def _coalesced(self, calls: Sequence[Callable], opts: object, result: Tensors) -> PhalanxWork | None:
+        """Run several operations as one. The group keeps their order, so the last one speaks for all."""
+        works = [work for call in calls if (work := call(opts)) is not None]
+        if not works:
+            return self._done(opts, result)
+        self.last_work = _Joined(works, result)
+        return self.last_work
+
+    def reduce(self, tensors: Tensors, opts: object) -> PhalanxWork | None:
+        tensor = self._one("reduce", tensors)
+        code, item = self._check("reduce", tensor)
+        root = self._root("reduce", opts.rootRank)
+        kernel, agreed = self._reduction("reduce", opts.reduceOp, tensor.dtype)
+        out = _Outputs()
+        buffer = out.buffer(tensor, filled=True) if self._rank == root else _plain(tensor)
+        source = self._premultiplied(buffer, opts.reduceOp)
+        args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed, root)
+        return self._run(self._core.reduce, args, opts, tensors, (source, buffer), out.settle)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: object) -> PhalanxWork | None:
+        source = self._one("all_gather", inputs)
+        if len(outputs) != 1:
+            raise ValueError(f"{self._where('all_gather')} takes one list of outputs, got {len(outputs)}")
+        self._check("all_gather", source)
+        self._list("all_gather", "tensor_list", outputs[0], source)
+        return self._all_gather("all_gather", outputs[0], source, opts, outputs[0])
+
+    def _all_gather(
+        self, op: str, blocks: Tensors, source: torch.Tensor, opts: object, result: Tensors
+    ) -> PhalanxWork | None:
+        code, item = self._check(op, source)
+        out = _Outputs()
+        buffers = [out.buffer(block) for block in blocks]
+        plain = _plain(source)
+        args = (plain.data_ptr(), [b.data_ptr() for b in buffers], code, item, plain.numel())
+        return self._run(self._core.all_gather, args, opts, result, (plain, buffers), out.settle)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: object) -> PhalanxWork | None:
+        count = self._blocks("all_gather_into_tensor", output, source, "output_tensor")
+        code, item = self._check("all_gather_into_tensor", source)
+        out = _Outputs()
+        buffer = out.buffer(output)
+        plain = _plain(source)
+        args = (plain.data_ptr(), _addresses(buffer, count * item, self._size), code, item, count)
+        return self._run(self._core.all_gather, args, opts, [output], (plain, buffer), out.settle)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: object) -> PhalanxWork | None:
+        # torch's lists are by rank, then by tensor
+        calls = [
+            functools.partial(self.allgather, [[by_rank[i] for by_rank in outputs]], [t]) for i, t in enumerate(inputs)
+        ]
+        return self._coalesced(calls, opts, [t for by_rank in outputs for t in by_rank])
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: object) -> PhalanxWork | None:
+        calls = [functools.partial(self.all_gather_single, o, i) for o, i in zip(outputs, inputs, strict=True)]
+        return self._coalesced(calls, opts, outputs)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: object) -> PhalanxWork | None:
+        source = self._one("gather", inputs)
+        code, item = self._check("gather", source)
+        root = self._root("gather", opts.rootRank)
+        if (self._rank == root) != (len(outputs) == 1):
+            raise ValueError(
+                f"{self._where('gather')}: gather_list must be given on the destination rank only; "
+                f"call dist.gather(tensor, gather_list if rank == dst else None, dst=dst)"
+            )
+        out = _Outputs()
+        blocks = self._list("gather", "gather_list", outputs[0], source) if self._rank == root else []
+        buffers = [out.buffer(block) for block in blocks]
+        plain = _plain(source)
+        args = (plain.data_ptr(), [b.data_ptr() for b in buffers], code, item, plain.numel(), root)
+        return self._run(self._core.gather, args, opts, blocks, (plain, buffers), out.settle)
+
+    def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: object) -> PhalanxWork | None:
+        if self._rank != opts.rootRank:
+            return self.gather([], [source], opts)
+        self._blocks("gather", output, source, "output")
+        out = _Outputs()
+        buffer = out.buffer(output)
+        work = self.gather([list(buffer.reshape(self._size, -1))], [source.reshape(-1)], opts)
+        return self._after(work, out, [output])
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: object) -> PhalanxWork | None:
+        target = self._one("scatter", outputs)
+        code, item = self._check("scatter", target)
+        root = self._root("scatter", opts.rootRank)
+        if (self._rank == root) != (len(inputs) == 1):
+            raise ValueError(
+                f"{self._where('scatter')}: scatter_list must be given on the source rank only; "
+                f"call dist.scatter(tensor, scatter_list if rank == src else None, src=src)"
+            )
+        out = _Outputs()
+        buffer = out.buffer(target)
+        blocks = self._list("scatter", "scatter_list", inputs[0], target) if self._rank == root else []
+        plain = [_plain(block) for block in blocks]
+        args = ([b.data_ptr() for b in plain], buffer.data_ptr(), code, item, buffer.numel(), root)
+        return self._run(self._core.scatter, args, opts, outputs, (plain, buffer), out.settle)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: object) -> PhalanxWork | None:
+        target = self._one("reduce_scatter", outputs)
+        if len(inputs) != 1:
+            raise ValueError(f"{self._where('reduce_scatter')} takes one list of inputs, got {len(inputs)}")
+        self._check("reduce_scatter", target)
+        self._list("reduce_scatter", "input_list", inputs[0], target)
+        return self._reduce_scatter(target, inputs[0], None, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: object) -> PhalanxWork | None:
+        self._blocks("reduce_scatter_tensor", source, output, "input")
+        return self._reduce_scatter(output, [], source, opts)
+
+    def _reduce_scatter(
+        self, target: torch.Tensor, blocks: Tensors, whole: torch.Tensor | None, opts: object
+    ) -> PhalanxWork | None:
+        code, item = self._check("reduce_scatter", target)
+        kernel, agreed = self._reduction("reduce_scatter", opts.reduceOp, target.dtype)
+        out = _Outputs()
+        buffer = out.buffer(target)
+        count = buffer.numel()
+        if whole is not None:
+            plain: object = self._premultiplied(whole, opts.reduceOp)
+            addresses = _addresses(plain, count * item, self._size)
+        else:
+            plain = [self._premultiplied(block, opts.reduceOp) for block in blocks]
+            addresses = [block.data_ptr() for block in plain]
+        args = (addresses, buffer.data_ptr(), code, item, count, kernel, agreed)
+        return self._run(self._core.reduce_scatter, args, opts, [target], (plain, buffer), out.settle)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: object) -> PhalanxWork | None:
+        calls = [functools.partial(self.reduce_scatter_single, o, i) for o, i in zip(outputs, inputs, strict=True)]
+        return self._coalesced(calls, opts, outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: object) -> PhalanxWork | None:
+        for name, tensors in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
+            if len(tensors) != self._size:
+                raise ValueError(
+                    f"{self._where('all_to_all')}: {name} must hold one tensor for each of the {self._size} ranks, "
+                    f"got {len(tensors)}"
+                )
+        codes = {self._check("all_to_all", t) for t in (*outputs, *inputs)}
+        if len(codes) > 1:
+            raise ValueError(f"{self._where('all_to_all')}: all tensors must have one dtype")
+        code, item = codes.pop()
+        out = _Outputs()
+        buffers = [out.buffer(t) for t in outputs]
+        plain = [_plain(t) for t in inputs]
+        args = (
+            [t.data_ptr() for t in plain],
+            [t.numel() for t in plain],
+            [t.data_ptr() for t in buffers],
+            [t.numel() for t in buffers],
+            code,
+            item,
+        )
+        return self._run(self._core.all_to_all_split, args, opts, outputs, (plain, buffers), out.settle)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: object,
+    ) -> PhalanxWork | None:
+        op = "all_to_all_single"
+        code, item = self._check(op, source)
+        self._check(op, output)
+        if output.dtype != source.dtype:
+            raise ValueError(f"{self._where(op)}: input is {source.dtype}, output is {output.dtype}")
+        out = _Outputs()
+        buffer = out.buffer(output)
+        plain = _plain(source)
+        keep = (plain, buffer)
+        if not output_split_sizes and not input_split_sizes and source.numel() == output.numel():
+            count = self._even(op, source)
+            step = count * item
+            ins, outs = _addresses(plain, step, self._size), _addresses(buffer, step, self._size)
+            args = (ins, outs, code, item, count)
+            return self._run(self._core.all_to_all, args, opts, [output], keep, out.settle)
+        in_counts = self._splits(op, "input_split_sizes", source, input_split_sizes)
+        out_counts = self._splits(op, "output_split_sizes", output, output_split_sizes)
+        ins, outs = _offsets(plain, in_counts, item), _offsets(buffer, out_counts, item)
+        args = (ins, in_counts, outs, out_counts, code, item)
+        return self._run(self._core.all_to_all_split, args, opts, [output], keep, out.settle)
+
+    def _even(self, op: str, tensor: torch.Tensor) -> int:
+        first = tensor.shape[0] if tensor.dim() else 1
+        if first % self._size != 0:
+            raise ValueError(
+                f"{self._where(op)}: dimension 0 ({first}) must be divisible by the {self._size} ranks; "
+                "else pass input_split_sizes and output_split_sizes"
+            )
+        return tensor.numel() // self._size
+
+    def _splits(self, op: str, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
+        """Return the elements for each rank; `sizes` are rows of dimension 0, empty for even ones."""
+        if not sizes:
+            return [self._even(op, tensor)] * self._size
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if len(sizes) != self._size or sum(sizes) != rows or min(sizes) < 0:
+            raise ValueError(
+                f"{self._where(op)}: {name} must hold {self._size} sizes that add up to dimension 0 ({rows}), "
+                f"got {list(sizes)}"
+            )
+        row = tensor.numel() // rows if rows else 0
+        return [size * row for size in sizes]
+
+    def barrier(self, opts: object) -> PhalanxWork | None:
+        return self._run(self._core.barrier, (), opts, [])
+
+    def monitored_barrier(self, opts: object, wait_all_ranks: bool = False) -> None:
+        """Block until every rank came; name those that did not, one or (`wait_all_ranks`) all."""
+        try:
+            self._core.barrier(opts.timeout.total_seconds(), None)
+        except CollectiveTimeout as error:
+            named = error.ranks if wait_all_ranks else error.ranks[:1]
+            raise CollectiveTimeout(
+                f"rank(s) {', '.join(map(str, named))} failed to pass monitoredBarrier in "
+                f"{int(opts.timeout.total_seconds() * 1000)} ms\n{error}",
+                op="monitored_barrier",
+                seq=error.seq,
+                ranks=named,
+            ) from None
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> PhalanxWork:
+        return self._message("send", tensors, self._root("send", dst), tag)
+
+    def recv(self, tensors: Tensors, src: int, tag: int) -> PhalanxWork:
+        return self._message("recv", tensors, self._root("recv", src), tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> PhalanxWork:
+        return self._message("recv", tensors, -1, tag)
+
+    def _message(self, op: str, tensors: Tensors, peer: int, tag: int) -> PhalanxWork:
+        tensor = self._one(op, tensors)
+        code, item = self._check(op, tensor)
+        out = _Outputs()
+        buffer = out.buffer(tensor) if op == "recv" else _plain(tensor)
+        post = self._core.recv if op == "recv" else self._core.send
+        request = post(buffer.data_ptr(), code, item, buffer.numel(), peer, tag, call_site())
+        return self._track(PhalanxWork(request, self._core.wait_request, tensors, out.settle), request, buffer)
+
+    def start_coalescing(self) -> None:
+        """Collect the operations that follow into one handle."""
+        self._coalescing = []
+
+    def end_coalescing(self) -> PhalanxWork:
+        works, self._coalescing = self._coalescing or [], None
+        self.last_work = _Joined(works, [t for work in works for t in work._result]) if works else finished([])
+        return self.last_work
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def _after(self, work: PhalanxWork | None, out: _Outputs, result: Tensors) -> PhalanxWork | None:
+        """Copy stand-ins back once `work`, which fills them, is over."""
+        if work is None:
+            out.settle()
+            return None
+        self.last_work = _Joined([work], result, out.settle)
+        return self.last_work
+
+    def abort(self) -> None:
+        """End every wait of this group, on all ranks, with an error. The group cannot be used again."""
+        self._core.abort("abort() was called")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the deadline of operations that name none."""
+        self._core.set_timeout(timeout.total_seconds())
+
+    def shutdown(self) -> None:
+        """Leave the group. Peers that still wait for this rank get RankFailed. Idempotent."""
+        core, self._core = self._core, _Destroyed(self._name)
+        core.leave()
+        self._in_flight.clear()
+        self._segment = None
+
+
+class _Destroyed:
+    """Stands for the core of a group that this rank has left."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def leave(self) -> None:
+        pass
+
+    def __getattr__(self, op: str) -> object:
+        raise GroupUnusable(
+            f"group '{self._name}' was destroyed on this rank; call init_process_group() or new_group() again", op=op
+        )
+
+
+class _Joined(PhalanxWork):
+    """Several operations that are over when all of them are."""
+
+    def __init__(self, works: list[PhalanxWork], result: Tensors, settle: Callable[[], None] | None = None) -> None:
+        super().__init__(works[-1]._handle, None, result, settle)
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        if not all([work.is_completed() for work in self._works]):
+            return False
+        if self.exception() is None:
+            self._finish()
+        return True
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def fulfil(self) -> None:
+        for work in self._works:
+            work.is_completed()  # settles those that copy
+        super().fulfil()
+
+
+class _Blocking:
+    """Options of an operation that is part of another."""
+
+    asyncOp = False
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.numel()} elements of {tensor.dtype}"
+
+
+def _addresses(tensor: torch.Tensor, step: int, num: int) -> list[int]:
+    first = tensor.data_ptr()
+    return [first + i * step for i in range(num)]
+
+
+def _offsets(tensor: torch.Tensor, counts: list[int], item: int) -> list[int]:
+    addresses = []
+    at = tensor.data_ptr()
+    for count in counts:
+        addresses.append(at)
+        at += count * item
+    return addresses
+
+
+@functools.cache
+def _has_kernel(dtype: torch.dtype, kernel: int) -> bool:
+    return _core.reduces(DTYPE_CODES[dtype][0], kernel)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

@@ -1,0 +1,173 @@
+"""Handles of operations on their way, and the thread that fulfils their futures."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from phalanx import _core
+
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+
+
+def call_site() -> str:
+    """Return "file.py:line" of the caller's code: the innermost frame outside torch, phalanx and Python's own library."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((*_SKIPPED, "<frozen")) and (not path.startswith(_PYTHON) or "site-packages" in path):
+            return f"{os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Completer:
+    """Fulfils the futures of finished operations, in one thread that exists once somebody asked for a future.
+
+    The native threads never take the GIL: they leave the number of a finished operation here.
+    """
+
+    def __init__(self) -> None:
+        self._queue = _core.Completions()
+        self._works: dict[int, PhalanxWork] = {}
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def expect(self, work: PhalanxWork, handle: _core.Pending) -> None:
+        """Fulfil `work` when `handle` is done."""
+        number = next(self._numbers)
+        self._works[number] = work
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="phalanx-futures", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)
+        handle.notify(self._queue, number)
+
+    def close(self) -> None:
+        """End the thread before the interpreter goes away under it."""
+        self._queue.close()
+        if self._thread is not None:
+            self._thread.join(timeout=1)
+
+    def _run(self) -> None:
+        while (number := self._queue.pop()) >= 0:
+            self._works.pop(number).fulfil()
+
+
+_completer = Completer()
+
+
+def _new_completer() -> None:
+    global _completer
+    _completer = Completer()  # the thread stayed in the parent
+
+
+os.register_at_fork(after_in_child=_new_completer)
+
+
+class PhalanxWork(Work):
+    """An operation that was started: ``wait()``, ``is_completed()``, ``get_future()``, ``exception()``.
+
+    Args:
+        wait: Blocks until the core is done, raises what it failed with, returns False at a timeout (seconds, 0 none).
+        handle: The core's handle, or None when the operation is over.
+        result: Tensors of the operation, the value of the future.
+        settle: Runs once after success, before anyone sees the result: copies into tensors that are not contiguous.
+        source_rank: Rank of the group that a receive came from.
+    """
+
+    def __init__(
+        self,
+        handle: _core.Pending | None,
+        wait: Callable[[_core.Pending, float], bool] | None,
+        result: list[torch.Tensor],
+        settle: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._handle = handle
+        self._wait = wait
+        self._result = result
+        self._settle = settle
+        self._future: torch.futures.Future | None = None
+        self._lock = threading.Lock()
+
+    def _finish(self) -> None:
+        with self._lock:
+            settle, self._settle = self._settle, None
+            if settle is not None:
+                settle()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is over; raise what it failed with."""
+        if self._handle is not None and self._wait is not None:
+            seconds = timeout.total_seconds() if timeout is not None else 0.0
+            if not self._wait(self._handle, max(seconds, 0.0)):
+                raise TimeoutError(f"the operation is not done after {seconds} s; it goes on and can be waited for again")
+            self._finish()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if self._handle is None:
+            return True
+        if not self._handle.done:
+            return False
+        if self._handle.error() is None:
+            self._finish()
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return self._handle.error() if self._handle is not None and self._handle.done else None
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        """Rank of the group that sent what this receive got."""
+        return self._handle.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        """Return the future of the result, the list of tensors."""
+        with self._lock:
+            future, created = self._future, self._future is None
+            if created:
+                future = self._future = torch.futures.Future()
+        if created:
+            if self._handle is None:
+                future.set_result(self._result)
+            else:
+                _completer.expect(self, self._handle)
+        return future
+
+    def fulfil(self) -> None:
+        """Give the future its value; called once, when the handle is done."""
+        error = self._handle.error()
+        if error is not None:
+            self._future.set_exception(error)
+            return
+        self._finish()
+        self._future.set_result(self._result)
+
+
+# A Work whose operation was over before the call returned, as all blocking ones.
+def finished(result: list[torch.Tensor]) -> PhalanxWork:
+    return PhalanxWork(None, None, result)

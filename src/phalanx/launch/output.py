@@ -1,0 +1,127 @@
+"""What the ranks print, on one terminal or in one pipe, without mixing it up.
+
+Lines of all ranks go out whole, each behind ``[rank N]``. On a terminal rank 0
+prints live instead, character by character, so that its progress bar moves; a
+line of another rank is slipped in above it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+_MAX_LINE_BYTES = 1 << 20  # a rank that never ends its line can't fill the memory
+_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
+
+# One step of a live stream: a line's end, a return, an escape sequence, or plain text.
+_LIVE_TOKEN = re.compile(rb"\n|\r|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[]?|[^\n\r\x1b]+")
+_ERASE_LINE = b"\r\x1b[2K"
+
+
+def prefix(rank: int, *, colour: bool) -> bytes:
+    """Return what stands before each line of `rank`."""
+    text = f"[rank {rank}]"
+    if colour:
+        text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
+    return text.encode() + b" "
+
+
+class Screen:
+    """One of our own outputs, shared by all ranks; the only place that writes to it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.is_terminal = os.isatty(fd)
+        self._open_line = b""  # of the live rank: on the terminal, not yet ended
+
+    def write_line(self, line: bytes) -> None:
+        """Write `line`, ending included, above the line that is still being written."""
+        if self._open_line:
+            line = _ERASE_LINE + line + self._open_line
+        self._write(line)
+
+    def write_live(self, data: bytes, open_line: bytes) -> None:
+        """Write `data` as it is; `open_line` is what then stands on the unfinished line."""
+        self._open_line = open_line
+        self._write(data)
+
+    def end_line(self) -> None:
+        """Go to the start of a line, if the cursor is not there."""
+        if self._open_line:
+            self.write_live(b"\n", b"")
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.fd, view) :]
+
+
+class LineStream:
+    """Output of a rank, given on in whole lines; a rewritten line only in its last state."""
+
+    def __init__(self, screen: Screen, line_prefix: bytes) -> None:
+        self._screen = screen
+        self._prefix = line_prefix
+        self._pending = b""
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for line in lines:
+            self._emit(line)
+        if len(self._pending) > _MAX_LINE_BYTES:
+            self.finish()
+
+    def finish(self) -> None:
+        """Give on what stands after the last line's end."""
+        if self._pending:
+            self._emit(self._pending)
+            self._pending = b""
+
+    def _emit(self, line: bytes) -> None:
+        # A progress bar returns and overwrites: what a terminal would show is what follows.
+        shown = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
+        self._screen.write_line(self._prefix + shown + b"\n")
+
+
+class LiveStream:
+    """Output of the one rank that owns the cursor, prefixed at each start of a line.
+
+    Escape sequences that move or erase pass at once; those that set a style wait
+    until the prefix is out, because the prefix resets the style.
+    """
+
+    def __init__(self, screen: Screen, line_prefix: bytes) -> None:
+        self._screen = screen
+        self._prefix = line_prefix
+        self._line = b""
+        self._style = b""
+        self._pending = b""
+
+    def feed(self, data: bytes) -> None:
+        data = self._pending + data
+        cut = data.rfind(b"\x1b")
+        torn = cut >= 0 and re.fullmatch(rb"\x1b(\[[0-?]*[ -/]*)?", data[cut:]) is not None
+        data, self._pending = (data[:cut], data[cut:]) if torn else (data, b"")
+        out = bytearray()
+        for token in _LIVE_TOKEN.findall(data):
+            out += self._step(token)
+        self._screen.write_live(bytes(out), self._line)
+
+    def finish(self) -> None:
+        self._screen.end_line()
+        self._line = self._style = b""
+
+    def _step(self, token: bytes) -> bytes:
+        if token in (b"\n", b"\r"):
+            self._line = b""
+            return token
+        if not self._line:
+            if token.startswith(b"\x1b["):
+                if not token.endswith(b"m"):
+                    return token
+                self._style += token
+                return b""
+            token = self._prefix + self._style + token
+            self._style = b""
+        self._line += token
+        return token

@@ -1,0 +1,34 @@
+"""Run a function on several real ranks inside a test.
+
+    def total(rank, world_size, num_elems):
+        tensor = torch.full((num_elems,), float(rank))
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def test_all_reduce_sums_every_rank():
+        assert run_ranks(total, 2, 3) == [[1.0] * 3] * 2
+
+`run_ranks` returns what every rank returned, or raises the first true failure.
+`spawn_ranks` hands out the living ranks, for tests that kill, stop or step them.
+
+Ranks are forked from one server process that has imported torch, so a group of
+two starts in well under a tenth of a second. A rank never outlives the test: it
+is killed at its limit, when the test leaves the block, and when the test's own
+process dies.
+"""
+
+from phalanx.testing.outcome import Outcome, RankError
+from phalanx.testing.rank import await_release, reached
+from phalanx.testing.ranks import Ranks, kill_rank, run_ranks, spawn_ranks, start_server
+
+__all__ = [
+    "Outcome",
+    "RankError",
+    "Ranks",
+    "await_release",
+    "kill_rank",
+    "reached",
+    "run_ranks",
+    "spawn_ranks",
+    "start_server",
+]

@@ -1,0 +1,103 @@
+"""How a rank ended, and which of several failures was the cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How one rank ended: `value` if its function returned, else `error`, `exitcode` or `hung`.
+
+    Attributes:
+        exitcode: 0, what the rank exited with, or minus the signal that ended it.
+        traceback: The remote traceback; for a fatal signal or a hang, the stacks of all threads.
+        hung: The harness killed it, because it had not ended at the limit.
+        when_s: Moment of the failure on the machine's monotonic clock.
+    """
+
+    rank: int
+    pid: int
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    exitcode: int | None = None
+    hung: bool = False
+    when_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.exitcode == 0 and self.error is None and not self.hung
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended the rank, if one did."""
+        code = self.exitcode
+        return signal.Signals(-code) if code is not None and code < 0 else None
+
+    def __str__(self) -> str:
+        if self.ok:
+            how = "returned"
+        elif self.hung:
+            how = "hung and was killed at the limit"
+        elif self.error is not None:
+            how = f"raised {type(self.error).__name__}: {self.error}"
+        elif self.signal is not None:
+            how = f"was killed by {self.signal.name}"
+        else:
+            how = f"exited with code {self.exitcode} before its function returned"
+        return f"rank {self.rank} (pid {self.pid}) {how}"
+
+
+class RankError(RuntimeError):
+    """A rank failed; carries the first true failure and the `outcomes` of all ranks."""
+
+    def __init__(self, message: str, culprit: Outcome, outcomes: Sequence[Outcome]) -> None:
+        super().__init__(message, culprit, outcomes)
+        self.rank = culprit.rank
+        self.pid = culprit.pid
+        self.exitcode = culprit.exitcode
+        self.signal = culprit.signal
+        self.error = culprit.error
+        self.traceback = culprit.traceback
+        self.hung = [outcome.rank for outcome in outcomes if outcome.hung]
+        self.outcomes = list(outcomes)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float) -> RankError:
+    """Return the error that names the cause, with every other failure on a line of its own."""
+
+    def order(outcome: Outcome) -> tuple[int, float]:
+        if outcome.hung:
+            return 3, outcome.when_s
+        if outcome.error is None:
+            return 0, outcome.when_s
+        return (2 if _is_victim(outcome.error) else 1), outcome.when_s
+
+    failed = sorted((outcome for outcome in outcomes if not outcome.ok), key=order)
+    culprit, others = failed[0], failed[1:]
+    lines = [f"{culprit} [world_size {len(outcomes)}]"]
+    if hung := [outcome.rank for outcome in failed if outcome.hung]:
+        lines.append(f"  limit {timeout_s:g} s passed or a peer failed; hung: ranks {hung}")
+    lines += [f"  then {other}" for other in others]
+    for outcome in [culprit, *others] if culprit.hung else [culprit]:
+        if outcome.traceback:
+            lines += [f"--- rank {outcome.rank}:", outcome.traceback.rstrip()]
+    error = RankError("\n".join(lines), culprit, outcomes)
+    error.__cause__ = culprit.error
+    return error
+
+
+def _is_victim(error: BaseException) -> bool:
+    """Whether a rank raised `error` because a peer was gone."""
+    named = {kind.__name__ for kind in type(error).__mro__}
+    if named & {"RankFailed", "GroupAborted", "GroupUnusable", "ConnectionError", "DistNetworkError"}:
+        return True
+    # Gloo says it with a bare RuntimeError.
+    return any(clue in str(error) for clue in ("closed by peer", "reset by peer", "Broken pipe"))

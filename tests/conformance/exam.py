@@ -1,0 +1,184 @@
+"""Sit torch's exam from a shell: what passes, fails and skips on a backend.
+
+    python -m tests.conformance.exam --backend phalanx --world-size 2
+    python -m tests.conformance.exam --backend gloo --world-size 3 -k all_reduce --json out.json
+    python -m tests.conformance.exam --backend phalanx --world-size 2 --check
+
+Exit code 1 if a test failed; with ``--check``, if a test came out otherwise than
+`expectations` has it. `Exam` is the same for a program: it keeps one such process and
+asks it for one test at a time.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from . import expectations
+from ._runner import DEFAULT_LIMIT_S, Result, Runner, die_with_parent
+
+# Past a test's own limit: to kill its ranks and to report.
+_MARGIN_S = 30.0
+
+
+class Exam:
+    """A process that has loaded the exam and runs tests by name.
+
+    Args:
+        backend: Name under which torch knows the backend.
+        world_size: Ranks that sit each test.
+        limit_s: Seconds that one test may take.
+
+    Raises:
+        RuntimeError: The process could not load the exam; its output says why.
+    """
+
+    def __init__(self, backend: str, world_size: int, *, limit_s: float = DEFAULT_LIMIT_S) -> None:
+        package = __spec__.name.rpartition(".")[0]
+        root = Path(__file__).resolve().parents[package.count(".") + 1]
+        command = [sys.executable, "-m", f"{package}.exam", "--serve", "--backend", backend]
+        command += ["--world-size", str(world_size), "--limit-s", str(limit_s)]
+        self._process = subprocess.Popen(
+            command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            self.names: list[str] = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, name: str) -> Result:
+        """Run one test and return its result."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(name + "\n")
+        self._process.stdin.flush()
+        return Result(**self._answer())
+
+    def close(self) -> None:
+        """End the process and its ranks."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _answer(self):  # type: ignore[no-untyped-def]
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the exam's process ended with code {self._process.wait()}")
+        return json.loads(line)
+
+
+def _serve(runner: Runner) -> None:
+    """Answer each name on standard input by one line of JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the exam prints must not mix with answers
+    print(json.dumps(runner.test_names()), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(dataclasses.asdict(runner.run(line.strip()))), file=answers, flush=True)
+
+
+def _report(runner: Runner, names: list[str], *, verbose: bool) -> list[Result]:
+    """Run `names`, printing a line for each, and return the results."""
+    results = []
+    for position, name in enumerate(names, 1):
+        result = runner.run(name)
+        results.append(result)
+        line = f"[{position:3}/{len(names)}] {result.outcome:7} {result.duration_s:6.2f} s  {name}"
+        if result.outcome == "skipped":
+            line += f"  ({result.detail})"
+        print(line, flush=True)
+        if result.outcome == "failed" and verbose:
+            print(result.detail, flush=True)
+    return results
+
+
+def _check(results: list[Result], world_size: int) -> bool:
+    """Print each result that `expectations` has otherwise; return whether there was none."""
+    by_name = {result.name: result for result in results}
+    complaints = []
+    for name, expected in expectations.expected_outcomes(world_size).items():
+        if name not in by_name:
+            complaints.append(f"{name}: this torch's exam has no such test")
+        elif problem := expectations.complaint(by_name[name], expected):
+            complaints.append(problem)
+    print(*complaints, sep="\n")
+    print(f"{len(complaints)} tests came out otherwise than expected")
+    return not complaints
+
+
+def _write_baseline(runner: Runner, results: list[Result], world_size: int) -> None:
+    """Write the list of passes; a test that failed gets one more chance."""
+    failed = [result.name for result in results if result.outcome == "failed"]
+    again = [runner.run(name) for name in failed]
+    passed = [result.name for result in [*results, *again] if result.outcome == "passed"]
+    print(f"wrote {len(passed)} names to {expectations.write_gloo_passes(world_size, passed)}")
+
+
+def _parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--backend", default="phalanx", help="name that torch knows")
+    parser.add_argument("--world-size", type=int, default=2, help="ranks in each test")
+    parser.add_argument("-k", dest="pattern", default="", help="only names that contain this")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--limit-s", type=float, default=DEFAULT_LIMIT_S, help="seconds per test")
+    parser.add_argument("--quiet", action="store_true", help="do not print why a test failed")
+    parser.add_argument("--check", action="store_true", help="compare with what is expected")
+    parser.add_argument("--write-baseline", action="store_true", help="keep the list of passes")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.write_baseline and (args.backend != "gloo" or args.pattern):
+        parser.error("--write-baseline takes the whole exam on Gloo: --backend gloo without -k")
+    if args.check and args.pattern:
+        parser.error("--check takes the whole exam: leave out -k")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the process's exit code."""
+    args = _parse_args(argv)
+    if args.serve:
+        die_with_parent()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+
+    from ._load import load_exam
+
+    exam = load_exam(args.backend, args.world_size)
+    if importlib.util.find_spec(args.backend) is not None:
+        importlib.import_module(f"{args.backend}.backend")  # once here, not in every rank
+
+    with Runner(exam, args.limit_s) as runner:
+        if args.serve:
+            _serve(runner)
+            return 0
+        start = time.perf_counter()
+        names = [name for name in runner.test_names() if args.pattern in name]
+        results = _report(runner, names, verbose=not (args.quiet or args.check))
+        counts = Counter(result.outcome for result in results)
+        print(
+            f"{args.backend}, world size {args.world_size}: {counts['passed']} passed, "
+            f"{counts['failed']} failed, {counts['skipped']} skipped "
+            f"in {time.perf_counter() - start:.0f} s"
+        )
+        if args.json:
+            args.json.write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1))
+        if args.write_baseline:
+            _write_baseline(runner, results, args.world_size)
+        if args.check:
+            return 0 if _check(results, args.world_size) else 1
+        return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

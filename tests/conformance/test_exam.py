@@ -1,0 +1,42 @@
+"""phalanx passes torch's own exam wherever Gloo passes it, at world sizes 2 and 3.
+
+Every test that Gloo passes on a CPU is a case here: all of them take about a minute per
+world size. The tests that the exam skips on Gloo, and world size 4, are left to
+
+    python -m tests.conformance.exam --backend phalanx --world-size 4 --check
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from .exam import Exam
+from .expectations import complaint, expected_outcomes, list_path, torch_release
+
+BACKEND = "phalanx"
+WORLD_SIZES = (2, 3)
+
+
+def _cases() -> Iterator[object]:
+    for world_size in WORLD_SIZES:
+        if not list_path(world_size).exists():
+            reason = f"Gloo has not sat the exam of torch {torch_release()}; see {__package__}"
+            yield pytest.param(world_size, "", "", marks=pytest.mark.skip(reason), id="no list")
+            continue
+        for name, expected in sorted(expected_outcomes(world_size).items()):
+            yield pytest.param(world_size, name, expected, id=f"{world_size} ranks-{name}")
+
+
+@pytest.fixture(scope="module")
+def exam(request: pytest.FixtureRequest) -> Iterator[Exam]:
+    """One process per world size that has loaded the exam and forks each test's ranks."""
+    started = Exam(BACKEND, request.param)
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize(("exam", "name", "expected"), list(_cases()), indirect=["exam"])
+def test_phalanx_passes_where_gloo_passes(exam: Exam, name: str, expected: str) -> None:
+    assert name in exam.names, f"the exam of torch {torch_release()} has no test {name}"
+    problem = complaint(exam.run(name), expected)
+    assert problem is None, problem

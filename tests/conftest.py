@@ -1,0 +1,88 @@
+"""Fixtures of every test: `run_ranks`, and the check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import phalanx.testing
+
+_SETTLE_S = 3.0  # a process that was told to end needs a moment; a leak stays
+
+
+@pytest.fixture(scope="session")
+def run_ranks():
+    """``run_ranks(fn, world_size, *args, timeout_s=60)``, see `phalanx.testing`."""
+    return phalanx.testing.run_ranks
+
+
+@pytest.fixture
+def spawn_ranks():
+    """``with spawn_ranks(fn, world_size, *args) as ranks:``, see `phalanx.testing`."""
+    return phalanx.testing.spawn_ranks
+
+
+def _children(pid: int) -> set[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return {int(c) for task in tasks for c in (task / "children").read_text().split()}
+    except OSError:  # ended while we looked
+        return set()
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
+    except OSError:
+        return "ended"
+
+
+def _holdings() -> dict[str, set[str]]:
+    """Everything that a test could leave behind, as one set of names per kind."""
+    children = _children(os.getpid())
+    servers = {child for child in children if "multiprocessing" in _process_name(child)}
+    processes = children - servers
+    for server in servers:
+        processes |= _children(server)
+    descriptors = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            descriptors.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
+        except OSError:  # the listing's own
+            continue
+    threads = {f"{thread.name} ({thread.native_id})" for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+        except OSError:
+            continue
+        if name.startswith(("phalanx", "phx")):  # torch keeps pools of its own
+            threads.add(f"{name} ({task.name})")
+    return {
+        "process": {f"{pid} {_process_name(pid)}" for pid in processes},
+        "descriptor": descriptors,
+        "thread": threads,
+        "/dev/shm entry": set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind():
+    """Fail a test that leaks a process, a descriptor, a thread or a segment."""
+    # Started here, so that the server's own descriptors count as there before.
+    phalanx.testing.start_server()
+    before = _holdings()
+    yield
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        after = _holdings()
+        left = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"the test left behind: {left}")
+        time.sleep(0.02)

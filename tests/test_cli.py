@@ -1,0 +1,68 @@
+"""The command line: what it accepts, and the one line with which it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PHALANX = [sys.executable, "-m", "phalanx"]
+
+
+def phalanx(*args, **options):
+    return subprocess.run([*PHALANX, *args], capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "no command given"),
+        (["fly"], "unknown command 'fly'"),
+        (["run"], "no script given"),
+        (["run", "missing.py"], "no script 'missing.py'"),
+        (["run", "-m", "no_such_package.part"], "no module named 'no_such_package'"),
+        (["run", "--no-python", "no-such-program"], "no program 'no-such-program'"),
+        (["run", "--nproc", "2", "x.py"], "did you mean --nproc-per-node?"),
+        (["run", "--nproc-per-node", "two", "x.py"], "got 'two'"),
+        (["run", "--nproc-per-node", "0", "x.py"], "at least 1, got '0'"),
+        (["run", "--nproc-per-node"], "expected one argument"),
+        (["run", "--master-port=70000", "x.py"], "got '70000'"),
+        (["run", "--nnodes", "2", "x.py"], "must be 1"),
+    ],
+)
+def test_a_mistake_is_one_line_that_shows_the_right_call(args, said):
+    done = phalanx(*args)
+    assert done.returncode == 2 and done.stdout == ""
+    assert said in done.stderr and "phalanx run --nproc-per-node 2 train.py" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--nproc-per-node", "--nproc_per_node"])
+def test_flags_take_dashes_and_underscores_and_the_rest_is_the_scripts(tmp_path, flag):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(*sys.argv[1:])\n")
+    done = phalanx("run", flag, "2", str(script), "--nproc-per-node", "9", "--", "-x")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[rank 0] --nproc-per-node 9 -- -x",
+        "[rank 1] --nproc-per-node 9 -- -x",
+    ]
+
+
+def test_a_module_and_a_program_can_be_run(tmp_path):
+    (tmp_path / "job.py").write_text("import os; print(__name__, os.environ['RANK'])\n")
+    assert phalanx("run", "-m", "job", cwd=tmp_path).stdout == "[rank 0] __main__ 0\n"
+    assert phalanx("run", "--no-python", "echo", "hello").stdout == "[rank 0] hello\n"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"]])
+def test_help_is_no_mistake(args):
+    done = phalanx(*args)
+    assert done.returncode == 0 and "phalanx run" in done.stdout
+
+
+def test_the_supervisor_imports_neither_torch_nor_anything_heavy():
+    code = "import sys, phalanx.cli; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr

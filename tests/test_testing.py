@@ -1,0 +1,231 @@
+"""The harness itself, on Gloo, so that it stands without the backend it tests."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.testing import RankError, await_release, kill_rank, reached, spawn_ranks
+
+
+def sum_of_ranks(rank, world_size, num_elems):
+    tensor = torch.full((num_elems,), float(rank))
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def describe_process(rank, world_size):
+    return {
+        "pid": os.getpid(),
+        "threads": torch.get_num_threads(),
+        "initialised": dist.is_initialized(),
+        "env": {key: os.environ.get(key) for key in ("RANK", "WORLD_SIZE", "GIVEN", "PATCHED")},
+    }
+
+
+def init_from_environment(rank, world_size):
+    dist.init_process_group("gloo")
+    return dist.get_rank()
+
+
+def rank_one_raises(rank, world_size):
+    if rank == 1:
+        raise ValueError("bad learning rate")
+    dist.barrier()
+
+
+def rank_one_dies(rank, world_size, how):
+    if rank == 1:
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), getattr(signal, how))
+    dist.barrier()
+
+
+def rank_zero_hangs(rank, world_size):
+    if rank == 0:
+        threading.Event().wait()
+
+
+def print_rank(rank, world_size):
+    print(f"hello from {rank}")
+    print(f"trouble on {rank}", file=sys.stderr)
+
+
+def step_through(rank, world_size):
+    reached("up", os.getpid())
+    return await_release("go")
+
+
+def return_something_unpicklable(rank, world_size):
+    return threading.Lock()
+
+
+class OddError(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def raise_odd(rank, world_size):
+    raise OddError("one", "two")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_come_back_in_rank_order(run_ranks, world_size):
+    results = run_ranks(sum_of_ranks, world_size, 3, backend="gloo")
+    want = float(sum(range(world_size)))
+    assert [result.tolist() for result in results] == [[want] * 3] * world_size
+
+
+@pytest.mark.parametrize("init_method", ["file", "tcp", "env"])
+def test_every_rendezvous_brings_the_ranks_together(run_ranks, init_method):
+    results = run_ranks(sum_of_ranks, 2, 1, backend="gloo", init_method=init_method)
+    assert [result.item() for result in results] == [1.0, 1.0]
+
+
+def test_a_group_of_two_starts_in_well_under_a_second(run_ranks):
+    run_ranks(sum_of_ranks, 2, 1, backend="gloo")  # starts the server
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run_ranks(sum_of_ranks, 2, 1, backend="gloo")
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.5, took
+
+
+def test_ranks_are_processes_with_this_environment(run_ranks, monkeypatch):
+    monkeypatch.setenv("PATCHED", "here")
+    first, second = run_ranks(describe_process, 2, backend=None, env={"GIVEN": "yes"})
+    assert len({first["pid"], second["pid"], os.getpid()}) == 3
+    assert first["threads"] == 1 and not first["initialised"]
+    assert second["env"] == {"RANK": "1", "WORLD_SIZE": "2", "GIVEN": "yes", "PATCHED": "here"}
+
+
+def test_a_function_can_initialise_by_itself(run_ranks):
+    assert run_ranks(init_from_environment, 2, init=False) == [0, 1]
+
+
+def test_the_rank_that_raises_is_named_and_not_its_victims(run_ranks):
+    with pytest.raises(RankError, match=r"rank 1 .*ValueError: bad learning rate") as caught:
+        run_ranks(rank_one_raises, 2, backend="gloo")
+    assert caught.value.rank == 1 and isinstance(caught.value.error, ValueError)
+    assert "in rank_one_raises" in caught.value.traceback
+    assert len(caught.value.outcomes) == 2
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("SIGKILL", -9), ("SIGSEGV", -11)])
+def test_the_rank_that_dies_is_named_and_not_its_victims(run_ranks, how, code):
+    with pytest.raises(RankError) as caught:
+        run_ranks(rank_one_dies, 3, how, backend="gloo")
+    assert (caught.value.rank, caught.value.exitcode) == (1, code)
+    assert caught.value.outcomes[0].error is not None
+    if how == "SIGSEGV":
+        assert "rank_one_dies" in caught.value.traceback
+
+
+def test_a_rank_that_hangs_is_killed_at_the_limit_and_shows_where(run_ranks):
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"hung: ranks \[0\]") as caught:
+        run_ranks(rank_zero_hangs, 2, backend=None, timeout_s=0.5)
+    assert time.monotonic() - start < 10
+    assert caught.value.hung == [0]
+    assert "rank_zero_hangs" in caught.value.traceback
+    assert caught.value.outcomes[1].ok
+
+
+def test_expected_failures_come_back_as_outcomes(run_ranks):
+    first, second = run_ranks(rank_one_dies, 2, "SIGKILL", backend="gloo", expect_failures=True)
+    assert isinstance(first.error, RuntimeError) and first.exitcode == 1
+    assert second.signal is signal.SIGKILL and not second.ok
+
+
+def test_what_a_rank_prints_reaches_the_capture_of_this_test(run_ranks, capfd):
+    run_ranks(print_rank, 2, backend=None)
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["hello from 0", "hello from 1"]
+    assert sorted(err.splitlines()) == ["trouble on 0", "trouble on 1"]
+
+
+def test_ranks_are_stepped_and_released_from_the_test():
+    with spawn_ranks(step_through, 2, backend=None) as ranks:
+        assert ranks.wait_until_reached("up") == ranks.pids
+        ranks.release("go", "first", ranks=[0])
+        ranks.release("go", "second", ranks=[1])
+        assert [outcome.value for outcome in ranks.join(20)] == ["first", "second"]
+
+
+def test_a_stopped_rank_hangs_until_resumed_or_killed():
+    with spawn_ranks(step_through, 2, backend=None) as ranks:
+        ranks.wait_until_reached("up")
+        ranks.stop(0)
+        ranks.release("go", ranks=[0])
+        kill_rank(ranks, 1)
+        first, second = ranks.join(1)
+        assert first.hung and second.signal is signal.SIGKILL
+    with spawn_ranks(step_through, 1, backend=None) as ranks:
+        ranks.wait_until_reached("up")
+        ranks.stop(0)
+        ranks.release("go")
+        ranks.resume(0)
+        assert ranks.join(20)[0].ok
+
+
+def test_waiting_for_a_rank_that_ended_says_how_it_ended():
+    with (
+        pytest.raises(RankError, match=r"rank 0 .* killed by SIGKILL.* to reach 'never'"),
+        spawn_ranks(step_through, 1, backend=None) as ranks,
+    ):
+        ranks.wait_until_reached("up")
+        ranks.kill(0)
+        ranks.wait_until_reached("never")
+
+
+def test_leaving_the_block_kills_the_ranks():
+    with spawn_ranks(step_through, 2, backend=None) as ranks:
+        ranks.wait_until_reached("up")
+        pids = ranks.pids
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_values_that_cannot_travel_are_an_error_and_not_a_hang(run_ranks):
+    with pytest.raises(RankError, match="pickle"):
+        run_ranks(return_something_unpicklable, 1, backend=None)
+    with pytest.raises(RankError, match="OddError: one and two"):
+        run_ranks(raise_odd, 1, backend=None)
+
+
+def test_a_local_function_is_refused_with_advice(run_ranks):
+    with pytest.raises(TypeError, match="top level"):
+        run_ranks(lambda rank, world_size: None, 1)
+
+
+def test_a_killed_parent_takes_its_ranks_along(tmp_path):
+    script = (
+        "import test_testing as t\n"
+        "with t.spawn_ranks(t.step_through, 2, backend=None) as ranks:\n"
+        "    print(*ranks.wait_until_reached('up'), flush=True)\n"
+        "    ranks.join(60)\n"
+    )
+    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+    )
+    with parent:
+        pidfds = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(pidfds) == 2
+        parent.kill()
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], 10)[0], "the rank outlived its parent"
+        os.close(pidfd)
