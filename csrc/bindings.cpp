@@ -1,5 +1,6 @@
 // The core as a Python module. Takes addresses, counts and codes; keeps no Python object; waits without the GIL.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/chrono.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -162,6 +163,9 @@ void bind_handles(nb::module_& m) {
   nb::class_<Request, Pending>(m, "Request").def_prop_ro("source", &Request::source);
 }
 
+/// How torch gives it; zero or less stands for the group's.
+using Timeout = std::chrono::duration<double>;
+
 void bind_group(nb::module_& m) {
   nb::class_<Group> group(m, "Group");
   group.def_static(
@@ -176,6 +180,8 @@ void bind_group(nb::module_& m) {
   group.def_prop_ro("seq", [](Group& g) { return g.collectives().seq(); });
   group.def_prop_ro("spins", [](Group& g) { return g.board().spins(); });
   group.def_prop_ro("ended", [](Group& g) { return g.board().ended(); });
+  group.def_prop_rw("compares_calls", [](Group& g) { return g.collectives().compares_calls; },
+                    [](Group& g, bool compares) { g.collectives().compares_calls = compares; });
   group.def("tune", [](Group& g, std::size_t one_shot_bytes, std::size_t chunk_bytes) {
     g.collectives().tuning = Tuning{one_shot_bytes, chunk_bytes};
   }, nb::arg("one_shot_bytes"), nb::arg("chunk_bytes"));
@@ -185,77 +191,77 @@ void bind_group(nb::module_& m) {
   group.def("join", [](Group& g, double timeout_s) {
     start(g, std::nullopt, timeout_s, [](Collectives& c, const Context& x) { c.join(x); });
   });
-  group.def("barrier", [](Group& g, double timeout_s, Site site) {
-    return start(g, site, timeout_s, [](Collectives& c, const Context& x) { c.barrier(x); });
-  }, nb::arg("timeout_s"), nb::arg("site").none());
+  group.def("barrier", [](Group& g, Timeout timeout, Site site) {
+    return start(g, site, timeout.count(), [](Collectives& c, const Context& x) { c.barrier(x); });
+  }, nb::arg("timeout"), nb::arg("site").none());
   group.def("broadcast", [](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int root,
-                            double timeout_s, Site site) {
-    return start(g, site, timeout_s, [=, items = make_items(dtype, item, count)](Collectives& c, const Context& x) {
+                            Timeout timeout, Site site) {
+    return start(g, site, timeout.count(), [=, items = make_items(dtype, item, count)](Collectives& c, const Context& x) {
       c.broadcast(x, pointer(data), items, root);
     });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout_s"), nb::arg("site").none());
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("all_reduce", [](Group& g, Address in, Address out, int dtype, std::size_t item, std::size_t count, int op,
-                             int code, double timeout_s, Site site) {
-    return start(g, site, timeout_s, [=, items = make_items(dtype, item, count),
+                             int code, Timeout timeout, Site site) {
+    return start(g, site, timeout.count(), [=, items = make_items(dtype, item, count),
                                         reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
       c.all_reduce(x, pointer(in), pointer(out), items, reduction);
     });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout_s"),
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"),
      nb::arg("site").none());
   group.def("reduce", [](Group& g, Address in, Address out, int dtype, std::size_t item, std::size_t count, int op,
-                         int code, int root, double timeout_s, Site site) {
-    return start(g, site, timeout_s, [=, items = make_items(dtype, item, count),
+                         int code, int root, Timeout timeout, Site site) {
+    return start(g, site, timeout.count(), [=, items = make_items(dtype, item, count),
                                         reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
       c.reduce(x, pointer(in), pointer(out), items, reduction, root);
     });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout_s"),
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"),
      nb::arg("site").none());
   group.def("reduce_scatter", [](Group& g, Addresses ins, Address out, int dtype, std::size_t item, std::size_t count,
-                                 int op, int code, double timeout_s, Site site) {
-    return start(g, site, timeout_s,
+                                 int op, int code, Timeout timeout, Site site) {
+    return start(g, site, timeout.count(),
                  [=, ins = std::move(ins), items = make_items(dtype, item, count),
                   reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
       c.reduce_scatter(x, inputs(ins), pointer(out), items, reduction);
     });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout_s"),
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"),
      nb::arg("site").none());
   group.def("all_gather", [](Group& g, Address in, Addresses outs, int dtype, std::size_t item, std::size_t count,
-                             double timeout_s, Site site) {
-    return start(g, site, timeout_s, [=, outs = std::move(outs), items = make_items(dtype, item, count)](
+                             Timeout timeout, Site site) {
+    return start(g, site, timeout.count(), [=, outs = std::move(outs), items = make_items(dtype, item, count)](
                                            Collectives& c, const Context& x) {
       c.all_gather(x, pointer(in), outputs(outs), items);
     });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout_s"), nb::arg("site").none());
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("gather", [](Group& g, Address in, Addresses outs, int dtype, std::size_t item, std::size_t count, int root,
-                         double timeout_s, Site site) {
-    return start(g, site, timeout_s, [=, outs = std::move(outs), items = make_items(dtype, item, count)](
+                         Timeout timeout, Site site) {
+    return start(g, site, timeout.count(), [=, outs = std::move(outs), items = make_items(dtype, item, count)](
                                            Collectives& c, const Context& x) {
       c.gather(x, pointer(in), outputs(outs), items, root);
     });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout_s"), nb::arg("site").none());
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("scatter", [](Group& g, Addresses ins, Address out, int dtype, std::size_t item, std::size_t count, int root,
-                          double timeout_s, Site site) {
-    return start(g, site, timeout_s, [=, ins = std::move(ins), items = make_items(dtype, item, count)](
+                          Timeout timeout, Site site) {
+    return start(g, site, timeout.count(), [=, ins = std::move(ins), items = make_items(dtype, item, count)](
                                            Collectives& c, const Context& x) {
       c.scatter(x, inputs(ins), pointer(out), items, root);
     });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout_s"), nb::arg("site").none());
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("all_to_all", [](Group& g, Addresses ins, Addresses outs, int dtype, std::size_t item, std::size_t count,
-                             double timeout_s, Site site) {
-    return start(g, site, timeout_s, [=, ins = std::move(ins), outs = std::move(outs),
+                             Timeout timeout, Site site) {
+    return start(g, site, timeout.count(), [=, ins = std::move(ins), outs = std::move(outs),
                                         items = make_items(dtype, item, count)](Collectives& c, const Context& x) {
       c.all_to_all(x, inputs(ins), outputs(outs), items);
     });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout_s"), nb::arg("site").none());
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("all_to_all_split", [](Group& g, Addresses ins, std::vector<std::uint64_t> in_counts, Addresses outs,
                                    std::vector<std::uint64_t> out_counts, int dtype, std::size_t item,
-                                   double timeout_s, Site site) {
-    return start(g, site, timeout_s,
+                                   Timeout timeout, Site site) {
+    return start(g, site, timeout.count(),
                  [=, ins = std::move(ins), outs = std::move(outs), in_counts = std::move(in_counts),
                   out_counts = std::move(out_counts), items = make_items(dtype, item, 0)](Collectives& c, const Context& x) {
       c.all_to_all_split(x, inputs(ins), in_counts, outputs(outs), out_counts, items);
     });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout_s"), nb::arg("site").none());
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("wait_job", [](Group& g, const std::shared_ptr<Job>& job, double timeout_s) {
     PythonHooks hooks;
     nb::gil_scoped_release release;
@@ -286,6 +292,7 @@ void bind_group(nb::module_& m) {
 
 NB_MODULE(_core, m) {
   using namespace phalanx;
+  nb::set_leak_warnings(false);  // torch keeps groups until after the interpreter's end
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
     try {
       std::rethrow_exception(error);

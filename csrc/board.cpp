@@ -140,7 +140,8 @@ Board::Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig
       offset_(offset),
       config_(std::move(config)),
       made_after_forks_(g_forks.load(std::memory_order_relaxed)),
-      region_(segment_->map(offset, align_up(offsets_of(static_cast<std::size_t>(config_.size)).total, kPage))) {
+      region_(segment_->map(offset, align_up(offsets_of(static_cast<std::size_t>(config_.size)).total, kPage))),
+      watches_(static_cast<std::size_t>(config_.size)) {
   timeout_s_.store(config_.timeout_s, std::memory_order_relaxed);
   const Offsets o = offsets_of(static_cast<std::size_t>(config_.size));
   std::byte* base = region_.data();
@@ -156,7 +157,7 @@ Board::Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig
   Member& self = members_[config_.rank];
   describe_self(self);
   header_->attached.fetch_add(1, std::memory_order_relaxed);  // a count, nothing is published by it
-  self.state.store(MemberState::kJoined, std::memory_order_release);  // pairs with watch_peers()
+  self.state.store(MemberState::kJoined, std::memory_order_release);  // pairs with watch_of()
   std::lock_guard lock(g_boards_mutex);
   g_boards.insert(this);
 }
@@ -182,9 +183,16 @@ Board::~Board() {
 
 bool Board::forked() const { return g_forks.load(std::memory_order_relaxed) != made_after_forks_; }
 
+/// The watch of rank `r`, or none while it has not joined.
+const PeerWatch* Board::watch_of(int r) {
+  // ACQUIRE makes the identity readable; pairs with the constructor's store.
+  if (!watches_[r] && members_[r].state.load(std::memory_order_acquire) != MemberState::kAbsent)
+    watches_[r] = std::make_unique<PeerWatch>(members_[r]);
+  return watches_[r].get();
+}
+
 void Board::watch_peers() {
-  watches_.clear();
-  for (int r = 0; r < config_.size; ++r) watches_.push_back(std::make_unique<PeerWatch>(members_[r]));
+  for (int r = 0; r < config_.size; ++r) watch_of(r);
   spins_ = cpus_suffice(members_, static_cast<std::size_t>(config_.size));
 }
 
@@ -211,7 +219,7 @@ Wait Board::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double time
   wait.hooks = &hooks;
   wait.bell = &bell;
   wait.timeout_s = timeout_s > 0 ? timeout_s : timeout_s_.load(std::memory_order_relaxed);
-  if (spins_) wait.spin = std::chrono::nanoseconds(static_cast<std::int64_t>(config_.spin_us * 1e3));
+  wait.patience = std::chrono::nanoseconds(static_cast<std::int64_t>(config_.spin_us * 1e3));
   return wait;
 }
 
@@ -245,8 +253,13 @@ std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
   if (wait.arriving)
     for (int r = 0; r < config_.size; ++r)
       if (call_differs(r, wait.seq)) mismatch(wait, "");
-  if (auto dead = find_dead(wait, missing)) return dead;
+  // The first failure that anybody saw explains the rest: ranks that died of it are victims. A victim has published its
+  // verdict before it dies, so a verdict that was missing at first is there once the victim is seen dead.
   if (auto verdict = find_verdict(wait, missing)) return verdict;
+  if (auto dead = find_dead(wait, missing)) {
+    if (auto verdict = find_verdict(wait, missing)) return verdict;
+    return dead;
+  }
   if (seconds_since(wait.start) >= wait.timeout_s) return timed_out(wait, missing);
   if (!wait.quiet && Clock::now() >= wait.next_report) {
     wait.next_report = Clock::now() + std::chrono::duration_cast<Clock::duration>(
@@ -316,11 +329,6 @@ Failure Board::failure(FailureKind kind, const Wait& wait, std::string message, 
 }
 
 std::optional<Failure> Board::find_dead(const Wait& wait, const MissingFn& missing) {
-  if (watches_.empty()) return std::nullopt;
-  // A peer may have named the culprit already; those that died of it are victims.
-  const std::uint64_t verdict = header_->verdict.load(std::memory_order_acquire);
-  if (verdict_kind(verdict) == FailureKind::kRankFailed)
-    if (auto dead = is_dead(verdict_rank(verdict), wait)) return dead;
   for (int r = 0; r < config_.size; ++r)
     if (r != rank() && (wait.arriving || missing(r)))
       if (auto dead = is_dead(r, wait)) return dead;
@@ -329,8 +337,9 @@ std::optional<Failure> Board::find_dead(const Wait& wait, const MissingFn& missi
 
 std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
   const bool departed = members_[r].state.load(std::memory_order_acquire) == MemberState::kDeparted;
-  if (!departed && !watches_[r]->dead()) return std::nullopt;
-  const Ending ending = departed ? Ending{} : watches_[r]->ending();
+  const PeerWatch* watch = departed ? nullptr : watch_of(r);
+  if (!departed && (watch == nullptr || !watch->dead())) return std::nullopt;
+  const Ending ending = departed ? Ending{} : watch->ending();
   const std::string who = "rank " + std::to_string(global(r));
   Failure found = failure(FailureKind::kRankFailed, wait,
                           where(wait) + ": " + who + " (pid " + std::to_string(members_[r].pid) + ") " +
@@ -361,6 +370,7 @@ std::optional<Failure> Board::find_verdict(const Wait& wait, const MissingFn& mi
     case FailureKind::kNoMemory:
       return failure(kind, wait, where(wait) + ": " + who + " found no memory for the group's buffers", {global(r)});
     case FailureKind::kRankFailed:
+      if (auto dead = is_dead(r, wait)) return dead;
       return failure(kind, wait, where(wait) + ": " + who + " has failed, as a peer reports", {global(r)});
     default:
       return failure(FailureKind::kAborted, wait, where(wait) + ": " + who + " aborted the group (abort(), or a signal" +

@@ -1,6 +1,8 @@
 // A group's control block in shared memory: membership, arrival, liveness, and the wait that watches them all.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -64,7 +66,7 @@ struct Wait {
   bool arriving = false;  // before everybody has arrived, no rank can have finished: any death is fatal
   bool quiet = false;     // no stall report
   double timeout_s = 0;
-  std::chrono::nanoseconds spin{0};
+  std::chrono::nanoseconds patience{0};  // before it sleeps: spinning, or yielding where a peer may need this CPU
   Clock::time_point start{}, next_look{}, next_report{};
   bool announced = false;
 };
@@ -106,12 +108,32 @@ class Board {
       while (next < config_.size && !missing(next)) ++next;
       return next == config_.size;
     };
-    if (spin(wait.spin, done)) return;
+    if (done()) return;
+    if (wait.patience.count() > 0) {
+      const auto end = Clock::now() + wait.patience;
+      if (spins_ && spin(end, done, [&] { return shares_cpu(); })) return;
+      if (yield(end, done)) return;
+    }
     sleep(wait, done, missing);
   }
 
   /// Set the deadline of later operations that bring none.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
+
+  /// Tell the peers which CPU this thread runs on, if it has moved.
+  void publish_cpu() noexcept {
+    // RELAXED: a hint that orders nothing.
+    std::atomic<std::uint32_t>& cpu = progress_[rank()].cpu;
+    const auto now = static_cast<std::uint32_t>(sched_getcpu() + 1);
+    if (cpu.load(std::memory_order_relaxed) != now) cpu.store(now, std::memory_order_relaxed);
+  }
+  /// True if a peer was last seen on the CPU of this thread: it cannot run while this one spins.
+  bool shares_cpu() const noexcept {
+    const auto now = static_cast<std::uint32_t>(sched_getcpu() + 1);
+    for (int r = 0; r < config_.size; ++r)
+      if (r != rank() && progress_[r].cpu.load(std::memory_order_relaxed) == now) return true;
+    return false;
+  }
 
   /// Record that the group has ended, for this process and for the peers, and return the failure to throw.
   Failure end(Failure failure);
@@ -138,6 +160,7 @@ class Board {
   std::optional<Failure> look_up(Wait& wait, const MissingFn& missing);
   std::optional<Failure> find_dead(const Wait& wait, const MissingFn& missing);
   std::optional<Failure> is_dead(int r, const Wait& wait);
+  const PeerWatch* watch_of(int r);
   std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
   Failure timed_out(const Wait& wait, const MissingFn& missing);
   void announce(Wait& wait);
@@ -159,7 +182,7 @@ class Board {
   Bell* bells_ = nullptr;
   std::atomic<std::uint64_t>* channels_ = nullptr;
   std::byte* stages_ = nullptr;
-  std::vector<std::unique_ptr<PeerWatch>> watches_;
+  std::vector<std::unique_ptr<PeerWatch>> watches_;  // complete after watch_peers(), so threads may share it
   bool spins_ = false;
   std::atomic<double> timeout_s_;
   std::atomic<bool> ended_{false};

@@ -44,9 +44,12 @@ std::byte* Collectives::area(int r, std::size_t bytes) {
 std::byte* Collectives::own_area(std::size_t bytes) { return area(board_.rank(), bytes); }
 
 void Collectives::muster(Wait& wait) {
+  board_.publish_cpu();
   Line& mine = board_.line(board_.rank(), seq_);
-  mine.what = wait.call.what();
-  mine.detail = wait.call.detail();
+  if (compares_calls) {
+    mine.what = wait.call.what();
+    mine.detail = wait.call.detail();
+  }
   mine.seq.store(seq_, std::memory_order_release);  // publishes call, payload and stage; pairs with `missing` below
   auto missing = [&](int r) { return board_.line(r, seq_).seq.load(std::memory_order_acquire) != seq_; };
   if (has_sleepers(board_.header().bell)) {
@@ -58,7 +61,7 @@ void Collectives::muster(Wait& wait) {
   wait.arriving = true;
   board_.await(wait, missing);
   wait.arriving = false;
-  for (int r = 0; r < board_.size(); ++r)
+  for (int r = 0; compares_calls && r < board_.size(); ++r)
     if (board_.call_differs(r, seq_)) board_.mismatch(wait, "");
 }
 
@@ -84,9 +87,13 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   mailboxes_ = board_.segment().map(offset.load(std::memory_order_acquire), bytes);
 }
 
-void Collectives::publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value) {
+/// Where everybody waits for everybody, only the last to publish wakes the sleepers; else each publisher does.
+void Collectives::publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all) {
   (board_.progress(board_.rank()).*counter).store(value, std::memory_order_release);  // pairs with await_all()
-  if (has_sleepers(board_.header().bell)) ring(board_.header().bell);
+  if (!has_sleepers(board_.header().bell)) return;
+  for (int r = 0; all_wait_for_all && r < board_.size(); ++r)
+    if ((board_.progress(r).*counter).load(std::memory_order_acquire) < value) return;
+  ring(board_.header().bell);
 }
 
 void Collectives::await_all(Wait& wait, std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value) {
@@ -127,7 +134,7 @@ void Collectives::exchange_chunks(Wait& wait, Flow flow, std::size_t num_blocks,
   auto stage_one = [&](std::uint64_t c) {
     if (c >= kRing) await_all(wait, &Progress::consumed, base + c - kRing + 1);  // the slot's last readers are done
     stage(slot(board_.rank(), (base + c) % kRing), c * most, length(c));
-    publish(&Progress::staged, base + c + 1);
+    publish(&Progress::staged, base + c + 1, flow == Flow::kEverybody);
   };
   stage_one(0);
   for (std::uint64_t c = 0; c < num_chunks; ++c) {
@@ -137,7 +144,7 @@ void Collectives::exchange_chunks(Wait& wait, Flow flow, std::size_t num_blocks,
       return needed && board_.progress(r).staged.load(std::memory_order_acquire) < base + c + 1;
     });
     consume([&](int r) { return slot(r, (base + c) % kRing); }, c * most, length(c));
-    publish(&Progress::consumed, base + c + 1);
+    publish(&Progress::consumed, base + c + 1, true);
   }
 }
 
@@ -212,7 +219,7 @@ void Collectives::all_reduce_chunks(Wait& wait, const std::byte* in, std::byte* 
     const std::size_t after = (own.first + own.count) * items.item_bytes;
     copy_bytes(staging(me, c), chunk, before);
     copy_bytes(staging(me, c) + after, chunk + after, items_of(c) * items.item_bytes - after);
-    publish(&Progress::staged, base + c + 1);
+    publish(&Progress::staged, base + c + 1, true);
   };
   auto reduce_one = [&](std::uint64_t c) {
     const Part own = part(c, me);
@@ -220,7 +227,7 @@ void Collectives::all_reduce_chunks(Wait& wait, const std::byte* in, std::byte* 
     const std::size_t in_message = c * chunk_items * items.item_bytes + offset;
     for (std::size_t r = 0; r < n; ++r) sources_[r] = r == me ? in + in_message : staging(r, c) + offset;
     reduce(result(me, c), sources_.data(), board_.size(), own.count);
-    publish(&Progress::consumed, base + c + 1);
+    publish(&Progress::consumed, base + c + 1, true);
     copy_bytes(out + in_message, result(me, c), own.count * items.item_bytes);
   };
   auto collect_one = [&](std::uint64_t c) {

@@ -30,7 +30,7 @@ struct Reduction {
 
 /// Message sizes from which the algorithms change; measured, see docs/design.md.
 struct Tuning {
-  std::size_t one_shot_bytes = 32 * 1024;  // all_reduce: everyone reads everyone up to here, at most kStageBytes
+  std::size_t one_shot_bytes = kStageBytes;  // all_reduce: everyone reads everyone up to here, at most kStageBytes
   std::size_t chunk_bytes = kSlotBytes;    // pipelined chunks, at most kSlotBytes
 };
 
@@ -39,6 +39,7 @@ class Collectives {
   explicit Collectives(Board& board) : board_(board) {}
 
   Tuning tuning;
+  bool compares_calls = true;  // false only to measure what the comparison costs; the same on every rank
   std::uint32_t seq() const { return seq_; }
 
   void join(const Context& context) { barrier(context, Op::kJoin); }
@@ -69,7 +70,7 @@ class Collectives {
   void muster(Wait& wait);
   void ensure_mailboxes(Wait& wait);
   std::byte* slot(int r, std::uint64_t index) { return mailboxes_.data() + (r * 2 * kSlots + index) * kSlotBytes; }
-  void publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
+  void publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all);
   void await_all(Wait& wait, std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
   void all_reduce_chunks(Wait& wait, const std::byte* in, std::byte* out, Items items, ReduceFn reduce);
 

@@ -30,7 +30,7 @@ inline constexpr std::size_t kMaxRanks = 1024;
 inline constexpr std::size_t kStageBytes = 64 * 1024;
 /// Slots of a mailbox: see Group::all_reduce_chunks for why three are enough.
 inline constexpr std::size_t kSlots = 3;
-inline constexpr std::size_t kSlotBytes = 128 * 1024;
+inline constexpr std::size_t kSlotBytes = 64 * 1024;
 /// Bytes of the ring between one sender and one receiver.
 inline constexpr std::size_t kChannelBytes = 256 * 1024;
 
@@ -71,10 +71,11 @@ struct alignas(kCacheLine) Line {
 };
 static_assert(sizeof(Line) == kCacheLine);
 
-/// How far a rank is within chunked collectives; both only grow, over the life of the group.
+/// How far a rank is within chunked collectives; both only grow, over the life of the group. And where it runs.
 struct Progress {
   alignas(kCacheLine) std::atomic<std::uint64_t> staged;    // chunks published in the mailbox
   alignas(kCacheLine) std::atomic<std::uint64_t> consumed;  // chunks read from every peer (all_reduce: reduced)
+  alignas(kCacheLine) std::atomic<std::uint32_t> cpu;       // last seen CPU + 1: spinning on the peer's own CPU is futile
 };
 
 /// Where sleepers sleep: a futex word and the number of those who (may) sleep on it.

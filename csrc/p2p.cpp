@@ -335,7 +335,7 @@ void PointToPoint::run() {
       Call call;
       call.op = oldest->op_;
       Wait wait = board_.begin(call, 0, no_hooks, 0, board_.p2p_bell(board_.rank()));
-      wait.spin = std::chrono::nanoseconds(0);  // the core belongs to the computing thread
+      wait.patience = std::chrono::nanoseconds(0);  // the core belongs to the computing thread
       wait.quiet = true;                         // nobody waits for it yet
       lock.unlock();
       await_request(wait, *oldest, [&] { return stopping_ || num_waiters_.load() > 0 || oldest->done(); });

@@ -52,22 +52,38 @@ std::uint64_t own_pid_namespace() {
   return stat("/proc/self/ns/pid", &info) == 0 ? info.st_ino : 0;
 }
 
+/// The least quota, in CPUs, at any level from the cgroup `path` up to `root`. `read` gets a folder, tells quota/period.
+template <class Read>
+double least_quota(const std::string& root, std::string path, Read&& read) {
+  double least = 1e9;
+  for (;; path.resize(path.rfind('/'))) {
+    double quota = -1, period = 0;
+    if (read(root + path, quota, period) && quota > 0 && period > 0) least = std::min(least, quota / period);
+    if (path.find('/') == std::string::npos) return least;
+  }
+}
+
 /// CPUs that the cgroup's quota (v2, else v1) pays for, rounded down; a large number without a quota.
 std::uint32_t quota_cpus() {
-  double quota = -1, period = 0;
-  std::string path = "/sys/fs/cgroup";
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);)
-    if (line.rfind("0::", 0) == 0) path += line.substr(3);
+  auto read_v2 = [](const std::string& folder, double& quota, double& period) {
+    return bool(std::ifstream(folder + "/cpu.max") >> quota >> period);  // "max" is no number: no quota
+  };
+  auto read_v1 = [](const std::string& folder, double& quota, double& period) {
+    return std::ifstream(folder + "/cpu.cfs_quota_us") >> quota && std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+  };
   double least = 1e9;
-  // A quota may be set at any level above ours.
-  for (; path.size() >= std::strlen("/sys/fs/cgroup"); path = path.substr(0, path.rfind('/'))) {
-    std::ifstream file(path + "/cpu.max");
-    std::string first;
-    if (file >> first >> period && first != "max" && period > 0) least = std::min(least, std::stod(first) / period);
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {  // "4:cpu,cpuacct:/path", "0::/path"
+    const std::size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const std::string path = line.substr(second + 1);
+    // In a container the path may be the host's, while the mount shows our group as the root: the walk ends there.
+    if (controllers == ",,") least = std::min(least, least_quota("/sys/fs/cgroup", path, read_v2));
+    if (controllers.find(",cpu,") != std::string::npos)
+      for (const char* root : {"/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"})
+        least = std::min(least, least_quota(root, path, read_v1));
   }
-  std::ifstream v1_quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), v1_period("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-  if (v1_quota >> quota && v1_period >> period && quota > 0 && period > 0) least = std::min(least, quota / period);
   return static_cast<std::uint32_t>(std::max(1.0, std::floor(least)));
 }
 

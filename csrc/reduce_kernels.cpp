@@ -241,17 +241,18 @@ template <class T>
 void average_complex(void* dst, const void* const* srcs, int n, std::size_t count) {
   reduce_all<Complex<T>, Sum>(dst, srcs, n, count, OnParts<T, Divide>(n));
 }
+template <bool Signed> struct Widest { using type = std::int64_t; };
+template <> struct Widest<false> { using type = u64; };
 /// The sum of narrow integers is taken in 64 bits, so the average cannot overflow on the way.
 template <class T>
 void average_integer(void* dst_raw, const void* const* srcs, int n, std::size_t count) {
   T* dst = static_cast<T*>(dst_raw);
-  using W = decltype(T(-1) < T(0) ? std::int64_t{} : u64{});
-  using Acc = W;
+  using Acc = typename Widest<(T(-1) < T(0))>::type;
   PHALANX_INDEPENDENT
   for (std::size_t i = 0; i < count; ++i) {
-    Acc acc = 0;
-    for (int k = 0; k < n; ++k) acc += static_cast<Acc>(static_cast<const T*>(srcs[k])[i]);
-    dst[i] = static_cast<T>(acc / static_cast<Acc>(n));
+    u64 sum = 0;  // signed overflow would be undefined
+    for (int k = 0; k < n; ++k) sum += static_cast<u64>(static_cast<const T*>(srcs[k])[i]);
+    dst[i] = static_cast<T>(static_cast<Acc>(sum) / static_cast<Acc>(n));
   }
 }
 /// Any non-zero byte is true; results are 0 or 1.

@@ -109,7 +109,8 @@ void reserve(int fd, std::uint64_t offset, std::size_t bytes) {
     rc = fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
   } while (rc != 0 && errno == EINTR);
   if (rc == 0) return;
-  if (errno == ENOSPC || errno == ENOMEM || errno == EDQUOT) throw std::bad_alloc();
+  // EFBIG: RLIMIT_FSIZE (ulimit -f) counts for a memfd too.
+  if (errno == ENOSPC || errno == ENOMEM || errno == EDQUOT || errno == EFBIG) throw std::bad_alloc();
   fail("fallocate of the shared segment");
 }
 

@@ -39,7 +39,7 @@ std::shared_ptr<Job> Worker::submit(std::function<void(Hooks&)> work, std::strin
   return job;
 }
 
-bool Worker::wait(const std::shared_ptr<Job>& job, Hooks& hooks, std::chrono::nanoseconds spin_budget,
+bool Worker::wait(const std::shared_ptr<Job>& job, Hooks& hooks, std::chrono::nanoseconds spin_time,
                   double timeout_s) {
   std::unique_lock lock(mutex_);
   if (!running_ && !queue_.empty() && queue_.front() == job) {
@@ -51,7 +51,7 @@ bool Worker::wait(const std::shared_ptr<Job>& job, Hooks& hooks, std::chrono::na
     return true;
   }
   lock.unlock();
-  if (spin(spin_budget, [&] { return job->done(); })) return true;
+  if (spin(Clock::now() + spin_time, [&] { return job->done(); }, [] { return false; })) return true;
   const auto end = Clock::now() + from_seconds(timeout_s);
   lock.lock();
   while (!finished_.wait_for(lock, 50ms, [&] { return job->done(); })) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import sys
 from datetime import timedelta
 
@@ -12,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _plugin
 from phalanx._errors import from_core
-from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, PhalanxGroup, keep
+from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, PhalanxGroup, keep, kept_groups
 from phalanx.backend._hosts import join_group
 from phalanx.backend._ops import Operations
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
@@ -21,6 +23,16 @@ from phalanx.backend._work import call_site
 __all__ = ["PhalanxGroup", "install_as_default"]
 
 _core.configure(DTYPE_NAMES, REDUCE_NAMES, call_site, from_core)
+
+
+@atexit.register
+def _end_as_member() -> None:
+    """Keep groups that nobody destroyed from leaving in order while the interpreter ends.
+
+    A script that raises or exits early then looks like what it is: its peers are told the exit code.
+    """
+    for group in kept_groups():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._operations._core))
 
 
 def install_as_default() -> None:

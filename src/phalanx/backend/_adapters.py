@@ -85,6 +85,12 @@ def _listed(op: str, args: tuple[object, ...]) -> tuple[object, ...]:
     return args
 
 
+def _asked_for_flight_recorder() -> bool:
+    """True if the user set a buffer size; torch's default of 2,000 entries is not worth 8 us on every operation."""
+    sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
+    return next((int(size) > 0 for size in sizes if size), False)
+
+
 class PhalanxGroup(ProcessGroup):
     """The process group that Python callers see.
 
@@ -118,7 +124,7 @@ class PhalanxGroup(ProcessGroup):
         if self._direct is None:
             self._direct = not (
                 self._listened
-                or c10d._world.pg_flight_recorder_hooks.get(self) is not None
+                or _asked_for_flight_recorder()
                 or os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
                 or c10d.get_debug_level() == c10d.DebugLevel.DETAIL
             )
@@ -251,6 +257,11 @@ _kept: set[PhalanxGroup] = set()
 
 def keep(group: PhalanxGroup) -> None:
     _kept.add(group)
+
+
+def kept_groups() -> list[PhalanxGroup]:
+    """Return the groups of this process that were not shut down."""
+    return list(_kept)
 
 
 if HAS_PYTHON_BACKENDS:

@@ -13,7 +13,7 @@ from torch.distributed import Store
 
 from phalanx import _core
 from phalanx._env import read_settings
-from phalanx._errors import CollectiveTimeout, PhalanxError
+from phalanx._errors import CollectiveTimeout, OutOfSharedMemory, PhalanxError
 
 # Segments that this process maps, by nonce: groups made later live in the one that their members already share.
 _segments: weakref.WeakValueDictionary[str, _core.Segment] = weakref.WeakValueDictionary()
@@ -68,7 +68,12 @@ def join_group(
             json.loads(_get(store, f"hello/{r}", deadline, f"rank {global_ranks[r]} did not come", me, (global_ranks[r],)))
             for r in range(size)
         ]
-        segment, offer, server = _offer(hellos)
+        try:
+            segment, offer, server = _offer(hellos)
+        except (MemoryError, PhalanxError) as error:
+            offer = {"no_memory": isinstance(error, MemoryError), "refused": str(error)}
+            store.set("offer", json.dumps(offer))  # the peers wait for it: they must fail now, not at the timeout
+            raise _refusal(offer, me, global_ranks) from error
         store.set("offer", json.dumps(offer))
         if server is not None:
             served = server.serve(size - 1, max(deadline - time.monotonic(), 0))
@@ -80,6 +85,8 @@ def join_group(
     else:
         leader = (global_ranks[0],)
         offer = json.loads(_get(store, "offer", deadline, f"rank {leader[0]} offered no shared segment", me, leader))
+        if "refused" in offer:
+            raise _refusal(offer, me, global_ranks)
         segment = _accept(offer, me, max(deadline - time.monotonic(), 0))
     group = _core.Group.make(
         segment,
@@ -95,6 +102,18 @@ def join_group(
     group.tune(settings.one_shot_bytes, settings.chunk_bytes)
     group.join(max(deadline - time.monotonic(), 0.001))
     return group, segment
+
+
+def _refusal(offer: dict, rank: int, global_ranks: list[int]) -> PhalanxError:
+    """Return the error of a group that rank 0 could not make; the same on every rank."""
+    if not offer["no_memory"]:
+        return PhalanxError(f"rank {rank}: init_process_group: {offer['refused']}", op="join")
+    return OutOfSharedMemory(
+        f"rank {rank}: init_process_group: rank {global_ranks[0]} found no shared memory for a group of "
+        f"{len(global_ranks)} ranks; raise the memory limit of the job or container",
+        op="join",
+        ranks=(global_ranks[0],),
+    )
 
 
 def _offer(hellos: list[dict]) -> tuple[_core.Segment, dict, _core.SegmentServer | None]:

@@ -18,11 +18,12 @@ from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType, premul_
 from phalanx.backend._work import PhalanxWork, call_site, finished
 
 Tensors = list[torch.Tensor]
+_SUM = REDUCE_CODES[RedOpType.SUM][0]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True if the core can work on the tensor's memory as it is."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,6 +134,8 @@ class Operations:
 
     def _reduction(self, op: str, reduce_op: object, dtype: torch.dtype) -> tuple[int, int]:
         """Return the kernel and the code of a reduce operation that has a meaning for the dtype."""
+        if reduce_op == RedOpType.SUM and _has_kernel(dtype, _SUM):
+            return _SUM, _SUM  # the usual case: asking for the operation's name costs more than a small all_reduce
         kind = reduce_op.op
         kernel, code = REDUCE_CODES[kind]
         if not _has_kernel(dtype, kernel) or (kind == RedOpType.PREMUL_SUM and not _is_inexact(dtype)):
@@ -151,14 +154,14 @@ class Operations:
         settle: Callable[[], None] | None = None,
     ) -> PhalanxWork | None:
         """Run a collective of the core: in this thread, or on the native one when the call is asynchronous."""
-        timeout_s = opts.timeout.total_seconds()
+        timeout = opts.timeout
         if not opts.asyncOp:
-            method(*args, timeout_s, None)
+            method(*args, timeout, None)
             if settle is not None:
                 settle()
             self.last_work = None
             return None
-        job = method(*args, timeout_s, call_site())
+        job = method(*args, timeout, call_site())
         return self._track(PhalanxWork(job, self._core.wait_job, result, settle), job, keep)
 
     def _track(self, work: PhalanxWork, handle: _core.Pending, keep: object) -> PhalanxWork:
@@ -188,7 +191,7 @@ class Operations:
 
     def allreduce(self, tensors: Tensors, opts: object) -> PhalanxWork | None:
         tensor = self._one("all_reduce", tensors)
-        if tensor.is_sparse:
+        if tensor.layout is torch.sparse_coo:
             return self._allreduce_sparse(tensor, opts)
         code, item = self._check("all_reduce", tensor)
         kernel, agreed = self._reduction("all_reduce", opts.reduceOp, tensor.dtype)
@@ -451,7 +454,7 @@ class Operations:
     def monitored_barrier(self, opts: object, wait_all_ranks: bool = False) -> None:
         """Block until every rank came; name those that did not, one or (`wait_all_ranks`) all."""
         try:
-            self._core.barrier(opts.timeout.total_seconds(), None)
+            self._core.barrier(opts.timeout, None)
         except CollectiveTimeout as error:
             named = error.ranks if wait_all_ranks else error.ranks[:1]
             raise CollectiveTimeout(

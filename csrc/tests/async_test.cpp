@@ -1,0 +1,136 @@
+// Operations on the native thread of a group, and their order.
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "ranks.h"
+
+namespace phalanx::tests {
+namespace {
+
+/// A flag that a thread can wait for.
+class Gate {
+ public:
+  void open() {
+    std::lock_guard lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+  bool wait(double timeout_s = 60) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return open_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = false;
+};
+
+/// The sum over the ranks of `count` values `first`, `first` + 1, ..., as a job of its own.
+struct SumJob {
+  std::vector<std::int64_t> data;
+  std::shared_ptr<Job> job;
+
+  SumJob(Rank& self, std::size_t count, std::int64_t first) : data(count) {
+    std::iota(data.begin(), data.end(), first);
+    job = self.group->submit([&self, this](Hooks& hooks) { run(self.collectives(), hooks); }, "async.py:7");
+  }
+  SumJob(const SumJob&) = delete;
+  SumJob& operator=(const SumJob&) = delete;
+  void run(Collectives& collectives, Hooks& hooks) {
+    collectives.all_reduce(Context{&hooks}, data.data(), data.data(),
+                           Items{static_cast<std::uint8_t>(Dtype::kInt64), 8, data.size()},
+                           Reduction{1, find_reduce(Dtype::kInt64, ReduceOp::kSum)});
+  }
+  void check(int size, std::int64_t first) const {
+    for (std::size_t i = 0; i < data.size(); ++i)
+      CHECK_EQ(data[i], size * (first + static_cast<std::int64_t>(i)));
+  }
+};
+
+CASE(jobs_run_in_the_order_of_their_calls_and_blocking_calls_behind_them) {
+  for (const int n : {1, 2, 3})
+    run_ranks(n, [](Rank& self) {
+      std::vector<std::unique_ptr<SumJob>> jobs;
+      std::vector<int> finished;
+      std::mutex mutex;
+      for (int i = 0; i < 20; ++i) {
+        jobs.push_back(std::make_unique<SumJob>(self, i % 4 == 3 ? 12'000 : 3, i));
+        jobs.back()->job->notify([&, i] {
+          std::lock_guard lock(mutex);
+          finished.push_back(i);
+        });
+      }
+      self.group->run(self.hooks, [&](Hooks& hooks) { self.collectives().barrier(Context{&hooks}); });
+      // All ranks call the same in the same order, so the barrier came last: everything before it is done.
+      CHECK(self.group->worker().drain(60));
+      std::lock_guard lock(mutex);
+      CHECK_EQ(finished.size(), jobs.size());
+      for (int i = 0; i < 20; ++i) {
+        CHECK_EQ(finished[static_cast<std::size_t>(i)], i);
+        CHECK(jobs[static_cast<std::size_t>(i)]->job->done() && !jobs[static_cast<std::size_t>(i)]->job->error());
+        jobs[static_cast<std::size_t>(i)]->check(self.size, i);
+      }
+    });
+}
+
+CASE(waiting_for_a_job_runs_it_or_waits_until_it_has_run) {
+  run_ranks(2, [](Rank& self) {
+    for (int i = 0; i < 200; ++i) {
+      SumJob sum(self, 4, i);
+      CHECK(self.group->worker().wait(sum.job, self.hooks, self.group->spin(), 0));
+      sum.check(2, i);
+    }
+  });
+}
+
+CASE(waiting_for_a_job_gives_up_at_its_limit) {
+  Gate late;
+  run_ranks(2, [&](Rank& self) {
+    if (self.rank == 0) {
+      SumJob sum(self, 4, 0);
+      SumJob next(self, 4, 0);  // the second waits in the queue: nobody but the native thread may run it
+      CHECK(!self.group->worker().wait(next.job, self.hooks, std::chrono::nanoseconds(0), 0.05));
+      late.open();
+      CHECK(self.group->worker().wait(next.job, self.hooks, std::chrono::nanoseconds(0), 0));
+      sum.check(2, 0);
+    } else {
+      CHECK(late.wait());
+      for (int i = 0; i < 2; ++i) {
+        SumJob sum(self, 4, 0);
+        CHECK(self.group->worker().wait(sum.job, self.hooks, std::chrono::nanoseconds(0), 0));
+      }
+    }
+  });
+}
+
+CASE(a_failed_job_keeps_its_failure_and_those_behind_it_fail_too) {
+  run_ranks(2, [](Rank& self) {
+    SumJob wrong(self, self.rank == 0 ? 3 : 4, 0);
+    SumJob behind(self, 3, 0);
+    for (const auto& job : {wrong.job, behind.job}) {
+      CHECK(self.group->worker().wait(job, self.hooks, std::chrono::nanoseconds(0), 0));
+      CHECK(job->error() != nullptr);
+    }
+    const Failure first = failure_of([&] { std::rethrow_exception(wrong.job->error()); });
+    CHECK_EQ(static_cast<int>(first.kind), static_cast<int>(FailureKind::kMismatch));
+    CHECK_CONTAINS(first.message, "at async.py:7");
+    const Failure second = failure_of([&] { std::rethrow_exception(behind.job->error()); });
+    CHECK_EQ(static_cast<int>(second.kind), static_cast<int>(FailureKind::kUnusable));
+  });
+}
+
+CASE(leaving_with_a_job_that_cannot_finish_ends_it) {
+  run_ranks(2, [](Rank& self) {
+    if (self.rank == 1) return;  // leaves
+    SumJob sum(self, 4, 0);
+    self.group->leave();
+    CHECK(sum.job->done() && sum.job->error() != nullptr);
+  });
+}
+
+}  // namespace
+}  // namespace phalanx::tests

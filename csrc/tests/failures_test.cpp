@@ -1,0 +1,316 @@
+// What ends a collective: disagreement, deadline, abort, a peer that leaves; and the segment's own promises.
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ranks.h"
+
+namespace phalanx::tests {
+namespace {
+
+constexpr double kPromptS = 1.0;  // within a second, whatever ends the wait
+
+/// Threads that wait for each other, beside the core under test.
+class Rendezvous {
+ public:
+  explicit Rendezvous(int num) : missing_(num) {}
+  void arrive_and_wait() {
+    std::unique_lock lock(mutex_);
+    if (--missing_ == 0) changed_.notify_all();
+    CHECK(changed_.wait_for(lock, std::chrono::seconds(60), [&] { return missing_ <= 0; }));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int missing_;
+};
+
+std::string text(FailureKind kind) { return std::to_string(static_cast<int>(kind)); }
+void check_kind(const Failure& failure, FailureKind kind) {
+  CHECK_EQ(text(failure.kind), text(kind), failure.message);
+}
+template <class T>
+std::string joined(const std::vector<T>& items) {
+  std::string all;
+  for (const T& item : items) all += std::to_string(item) + " ";
+  return all;
+}
+
+constexpr auto kFloat = static_cast<std::uint8_t>(Dtype::kFloat32);
+constexpr auto kInt = static_cast<std::uint8_t>(Dtype::kInt32);
+Reduction sum_floats() { return Reduction{1, find_reduce(Dtype::kFloat32, ReduceOp::kSum)}; }
+Reduction max_floats() { return Reduction{5, find_reduce(Dtype::kFloat32, ReduceOp::kMax)}; }
+
+/// Ranks 0 and 1 of three call `usual`, rank 2 calls `other`: every rank must see the table.
+template <class Usual, class Other>
+void expect_mismatch(Usual usual, Other other, const std::string& usual_row, const std::string& other_row) {
+  run_ranks(3, [&](Rank& self) {
+    float data[5] = {};
+    const double seconds = seconds_of([&] {
+      const Failure failure = failure_of([&] {
+        if (self.rank == 2) return other(self, data);
+        usual(self, data);
+      });
+      check_kind(failure, FailureKind::kMismatch);
+      CHECK_CONTAINS(failure.message, "rank 0: " + usual_row + "\n");
+      CHECK_CONTAINS(failure.message, "rank 1: " + usual_row + "\n");
+      CHECK_CONTAINS(failure.message, "rank 2: " + other_row + "\n");
+      CHECK_EQ(joined(failure.ranks), self.rank == 2 ? "0 1 " : "2 ");
+      CHECK_EQ(failure.seq, 2u);
+    });
+    CHECK(seconds < kPromptS);
+    const Failure after = failure_of([&] { self.collectives().barrier(self.context()); });
+    check_kind(after, FailureKind::kUnusable);
+    CHECK_CONTAINS(after.message, "can no longer be used");
+  });
+}
+
+auto all_reduce(std::uint8_t dtype, std::size_t count, Reduction reduction) {
+  return [=](Rank& self, float* data) {
+    self.collectives().all_reduce(self.context(), data, data, Items{dtype, 4, count}, reduction);
+  };
+}
+auto broadcast_from(int root) {
+  return [=](Rank& self, float* data) { self.collectives().broadcast(self.context(), data, Items{kFloat, 4, 5}, root); };
+}
+
+CASE(different_counts_are_a_mismatch_on_every_rank) {
+  expect_mismatch(all_reduce(kFloat, 4, sum_floats()), all_reduce(kFloat, 5, sum_floats()),
+                  "all_reduce(float32, count=4, op=SUM)", "all_reduce(float32, count=5, op=SUM)");
+}
+CASE(different_dtypes_are_a_mismatch_on_every_rank) {
+  expect_mismatch(all_reduce(kFloat, 4, sum_floats()), all_reduce(kInt, 4, sum_floats()),
+                  "all_reduce(float32, count=4, op=SUM)", "all_reduce(int32, count=4, op=SUM)");
+}
+CASE(different_reduce_operations_are_a_mismatch_on_every_rank) {
+  expect_mismatch(all_reduce(kFloat, 4, sum_floats()), all_reduce(kFloat, 4, max_floats()),
+                  "all_reduce(float32, count=4, op=SUM)", "all_reduce(float32, count=4, op=MAX)");
+}
+CASE(different_roots_are_a_mismatch_on_every_rank) {
+  expect_mismatch(broadcast_from(0), broadcast_from(1), "broadcast(float32, count=5, src=0)",
+                  "broadcast(float32, count=5, src=1)");
+}
+CASE(different_operations_are_a_mismatch_on_every_rank) {
+  expect_mismatch(broadcast_from(2), [](Rank& self, float*) { self.collectives().barrier(self.context()); },
+                  "broadcast(float32, count=5, src=2)", "barrier()");
+}
+
+CASE(a_mismatch_is_found_before_the_last_rank_arrives) {
+  Rendezvous both_failed(3);
+  run_ranks(3, [&](Rank& self) {
+    float data[5] = {};
+    if (self.rank == 2) return both_failed.arrive_and_wait();
+    check_kind(failure_of([&] { all_reduce(kFloat, static_cast<std::size_t>(4 + self.rank), sum_floats())(self, data); }),
+               FailureKind::kMismatch);
+    both_failed.arrive_and_wait();
+  });
+}
+
+CASE(split_sizes_that_do_not_fit_are_a_mismatch_on_every_rank) {
+  run_ranks(3, [](Rank& self) {
+    std::vector<float> data(64);
+    const std::vector<const void*> ins(3, data.data());
+    const std::vector<void*> outs(3, data.data() + 32);
+    std::vector<std::uint64_t> in_counts(3, 2), out_counts(3, 2);
+    if (self.rank == 1) out_counts[2] = 3;
+    const Failure failure = failure_of([&] {
+      self.collectives().all_to_all_split(self.context(), ins, in_counts, outs, out_counts, Items{kFloat, 4, 0});
+    });
+    check_kind(failure, FailureKind::kMismatch);
+    CHECK_CONTAINS(failure.message, "rank 2 sends 2 elements to rank 1, which expects 3");
+  });
+}
+
+CASE(a_timeout_names_the_missing_ranks_by_their_number_in_the_world) {
+  Options options;
+  options.timeout_s = 0.2;
+  options.global_ranks = {10, 11, 12};
+  Rendezvous done(3);
+  // The deadline is the operation's own: joining under a sanitizer may take longer.
+  Options patient = options;
+  patient.timeout_s = 60;
+  run_ranks(
+      3,
+      [&](Rank& self) {
+        if (self.rank == 1) return done.arrive_and_wait();
+        const Failure failure =
+            failure_of([&] { self.collectives().barrier(Context{&self.hooks, options.timeout_s}); });
+        check_kind(failure, FailureKind::kTimeout);
+        CHECK_EQ(joined(failure.ranks), "11 ");
+        CHECK_EQ(failure.op, "barrier");
+        CHECK_CONTAINS(failure.message, "waiting for rank 11\n");
+        done.arrive_and_wait();
+      },
+      patient);
+}
+
+CASE(a_receive_that_nobody_serves_times_out) {
+  Rendezvous done(2);
+  run_ranks(2, [&](Rank& self) {
+    std::uint8_t byte = 0;
+    if (self.rank == 0) {
+      const Failure failure = failure_of([&] {
+        self.group->p2p().wait(self.post(Op::kRecv, &byte, 1, 1, 0), self.hooks, 0.2);
+      });
+      check_kind(failure, FailureKind::kTimeout);
+      CHECK_EQ(joined(failure.ranks), "1 ");
+    }
+    done.arrive_and_wait();
+  });
+}
+
+CASE(abort_ends_the_waits_of_every_rank_promptly) {
+  Rendezvous waiting(4), done(3);
+  run_ranks(3, [&](Rank& self) {
+    if (self.rank == 2) {
+      waiting.arrive_and_wait();
+      self.group->abort("the test says so");
+      done.arrive_and_wait();
+      return;
+    }
+    std::jthread other;
+    if (self.rank == 0)
+      other = std::jthread([&] {  // a second thread of the rank waits for a message
+        std::uint8_t byte = 0;
+        Hooks hooks;
+        waiting.arrive_and_wait();
+        check_kind(failure_of([&] { self.group->p2p().wait(self.post(Op::kRecv, &byte, 1, 2, 0), hooks, 0); }),
+                   FailureKind::kAborted);
+      });
+    waiting.arrive_and_wait();
+    const double seconds = seconds_of([&] {
+      const Failure failure = failure_of([&] { self.collectives().barrier(self.context()); });
+      check_kind(failure, FailureKind::kAborted);
+      CHECK_CONTAINS(failure.message, "rank 2 aborted the group");
+    });
+    if (other.joinable()) other.join();
+    CHECK(seconds < kPromptS);
+    done.arrive_and_wait();
+  });
+}
+
+CASE(abort_ends_a_wait_in_another_thread_of_the_same_rank) {
+  Rendezvous done(2);
+  run_ranks(2, [&](Rank& self) {
+    if (self.rank == 0) {
+      std::jthread other([&] { self.group->abort("shutting down"); });
+      check_kind(failure_of([&] { self.collectives().barrier(self.context()); }), FailureKind::kAborted);
+      other.join();
+    }
+    done.arrive_and_wait();
+  });
+}
+
+/// A signal handler that raises, such as that of Ctrl-C.
+class Interrupt : public Hooks {
+ public:
+  void tick() override { throw std::runtime_error("KeyboardInterrupt"); }
+};
+
+CASE(an_interrupted_rank_ends_the_group) {
+  Rendezvous done(2);
+  run_ranks(2, [&](Rank& self) {
+    if (self.rank == 0) {
+      Interrupt interrupt;
+      std::string what;
+      try {
+        self.collectives().barrier(Context{&interrupt});
+      } catch (const std::runtime_error& error) {
+        what = error.what();
+      }
+      CHECK_EQ(what, "KeyboardInterrupt");
+      done.arrive_and_wait();
+      return;
+    }
+    done.arrive_and_wait();
+    check_kind(failure_of([&] { self.collectives().barrier(self.context()); }), FailureKind::kAborted);
+  });
+}
+
+CASE(a_rank_that_leaves_fails_the_collective_of_its_peers) {
+  Rendezvous met(3);
+  run_ranks(3, [&](Rank& self) {
+    met.arrive_and_wait();
+    if (self.rank == 1) return self.group->leave();
+    const double seconds = seconds_of([&] {
+      const Failure failure = failure_of([&] { self.collectives().barrier(self.context()); });
+      check_kind(failure, FailureKind::kRankFailed);
+      CHECK_EQ(joined(failure.ranks), "1 ");
+      CHECK_CONTAINS(failure.message, "has left the group");
+    });
+    CHECK(seconds < kPromptS);
+  });
+}
+
+CASE(a_rank_that_leaves_fails_the_receive_of_its_peer_but_not_what_it_sent) {
+  run_ranks(2, [](Rank& self) {
+    std::uint8_t byte = 7;
+    if (self.rank == 1) return self.send(&byte, 1, 0, 0);
+    byte = 0;
+    self.recv(&byte, 1, 1, 0);
+    CHECK_EQ(byte, 7);
+    const Failure failure = failure_of([&] { self.recv(&byte, 1, 1, 1); });
+    check_kind(failure, FailureKind::kRankFailed);
+    CHECK_EQ(joined(failure.ranks), "1 ");
+  });
+}
+
+CASE(a_group_that_was_left_says_so) {
+  run_ranks(2, [](Rank& self) {
+    self.collectives().barrier(self.context());
+    self.group->leave();
+    self.group->leave();  // again changes nothing
+    const Failure failure = failure_of([&] { self.collectives().barrier(self.context()); });
+    check_kind(failure, FailureKind::kUnusable);
+    CHECK_CONTAINS(failure.message, "it was destroyed on this rank");
+    check_kind(failure_of([&] { self.group->submit([](Hooks&) {}, ""); }), FailureKind::kUnusable);
+    std::uint8_t byte = 0;
+    check_kind(failure_of([&] { self.recv(&byte, 1, 1 - self.rank, 0); }), FailureKind::kUnusable);
+  });
+}
+
+CASE(groups_that_follow_each_other_reuse_the_memory) {
+  const auto segment = Segment::create();
+  const long empty = blocks_of(*segment);
+  long most = 0;
+  for (int round = 0; round < 5; ++round) {
+    const std::uint64_t offset = Board::create(*segment, 2);
+    in_threads(2, [&](int r) {
+      Rank self{r, 2, segment, make_group(segment, offset, r, 2, {})};
+      std::vector<float> data(100'000);
+      all_reduce(kFloat, data.size(), sum_floats())(self, data.data());  // mailboxes
+      if (r == 0) self.send(data.data(), 400'000, 1, 0);                 // a channel
+      if (r == 1) self.recv(data.data(), 400'000, 0, 0);
+      self.collectives().barrier(self.context());
+      if (r == 0) most = blocks_of(*segment);
+      self.collectives().barrier(self.context());
+    });
+    CHECK_EQ(blocks_of(*segment), empty);
+    CHECK(most > empty);
+  }
+}
+
+CASE(a_segment_is_handed_over_and_proved_by_its_nonce) {
+  const auto segment = Segment::create();
+  SegmentServer server(segment);
+  std::string refused;
+  std::jthread peers([&] {
+    const auto attached = Segment::attach(server.name(), segment->nonce(), 60, nullptr);
+    CHECK_EQ(attached->nonce(), segment->nonce());
+    try {
+      Segment::attach(server.name(), std::string(32, '0'), 60, nullptr);
+    } catch (const std::runtime_error& error) {
+      refused = error.what();
+    }
+  });
+  CHECK_EQ(server.serve(2, 60, nullptr), 2);
+  peers.join();
+  CHECK_CONTAINS(refused, "not the one that was announced");
+  CHECK_EQ(server.serve(1, 0.01, nullptr), 0);
+}
+
+}  // namespace
+}  // namespace phalanx::tests
