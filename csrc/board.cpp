@@ -260,6 +260,8 @@ std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
     if (auto verdict = find_verdict(wait, missing)) return verdict;
     return dead;
   }
+  if (ended())
+    return failure(FailureKind::kAborted, wait, where(wait) + ": this rank left the group meanwhile", {global(rank())});
   if (seconds_since(wait.start) >= wait.timeout_s) return timed_out(wait, missing);
   if (!wait.quiet && Clock::now() >= wait.next_report) {
     wait.next_report = Clock::now() + std::chrono::duration_cast<Clock::duration>(

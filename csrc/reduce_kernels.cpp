@@ -60,7 +60,7 @@ inline void narrow(float x, f16& out) {
   const u32 normal = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
   const u32 small = bits<u32>(bits<float>(a) + 0.5f) - 0x3f000000;  // the addition rounds to the half's last bit
   const u32 finite = a < 0x38800000 ? small : normal;
-  const u32 special = a > 0x7f800000 ? 0x7e00u : 0x7c00u;
+  const u32 special = a > 0x7f800000 ? 0x7e00u | ((a >> 13) & 0x3ff) : 0x7c00u;  // NaN: quiet, as the hardware does
   out.raw = static_cast<u16>(sign | (a >= 0x47800000 ? special : finite));
 }
 
@@ -78,6 +78,17 @@ inline float load(f16 x) { return widen(x); }
 template <class T> inline void store(T x, T& out) { out = x; }
 inline void store(float x, bf16& out) { narrow(x, out); }
 inline void store(float x, f16& out) { narrow(x, out); }
+
+/// Keeps a product apart from the sum it goes into: GCC 12 vectorises a complex product with fused multiply-adds, which
+/// -ffp-contract=off does not prevent.
+template <class T> inline T rounded(T x) {
+#if defined(__x86_64__)
+  asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
 
 template <class T> inline constexpr bool is_integer = false;
 template <> inline constexpr bool is_integer<signed char> = true;
@@ -116,7 +127,7 @@ struct Product {
     }
   }
   template <class T> static Complex<T> apply(Complex<T> a, Complex<T> b) {
-    return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+    return {a.re * b.re - rounded(a.im * b.im), a.re * b.im + rounded(a.im * b.re)};
   }
 };
 // NaN wins, as in torch.minimum and torch.maximum.

@@ -9,14 +9,18 @@ namespace {
 
 using namespace std::chrono_literals;
 
-/// A job knows its call site since it was queued, and no signal interrupts it.
+/// A job knows its call site since it was queued. Signals interrupt it only in the thread of a caller who waits for it.
 class JobHooks : public Hooks {
  public:
-  explicit JobHooks(const std::string& site) : site_(site) {}
+  explicit JobHooks(const std::string& site, Hooks* caller = nullptr) : site_(site), caller_(caller) {}
+  void tick() override {
+    if (caller_ != nullptr) caller_->tick();
+  }
   std::string site() override { return site_; }
 
  private:
   const std::string& site_;
+  Hooks* caller_;
 };
 
 std::chrono::nanoseconds from_seconds(double seconds) {
@@ -47,7 +51,8 @@ bool Worker::wait(const std::shared_ptr<Job>& job, Hooks& hooks, std::chrono::na
     queue_.pop_front();
     running_ = true;
     lock.unlock();
-    execute(*job, hooks);
+    JobHooks job_hooks(job->site_, &hooks);
+    execute(*job, job_hooks);
     return true;
   }
   lock.unlock();

@@ -45,8 +45,9 @@ class _Outputs:
         return buffer
 
     def settle(self) -> None:
-        for tensor, buffer in self.copies:
-            tensor.copy_(buffer)
+        with torch.no_grad():  # a parameter may be written, as it is when the core does it
+            for tensor, buffer in self.copies:
+                tensor.copy_(buffer)
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,8 +75,7 @@ class Operations:
         self._size = size
         self._name = name
         self._global_ranks = global_ranks
-        # Tensors of asynchronous operations must outlive them, whatever the caller does with the handle.
-        self._in_flight: list[tuple[_core.Pending, PhalanxWork, object]] = []
+        self._in_flight: set[PhalanxWork] = set()
         self._coalescing: list[PhalanxWork] | None = None
         self.last_work: PhalanxWork | None = None
 
@@ -162,13 +162,15 @@ class Operations:
             self.last_work = None
             return None
         job = method(*args, timeout, call_site())
-        return self._track(PhalanxWork(job, self._core.wait_job, result, settle), job, keep)
+        return self._track(PhalanxWork(job, self._core.wait_job, result, settle, keep, self._in_flight.discard))
 
-    def _track(self, work: PhalanxWork, handle: _core.Pending, keep: object) -> PhalanxWork:
+    def _track(self, work: PhalanxWork) -> PhalanxWork:
+        """Keep a started operation and its tensors until it is over, whatever the caller does with the handle."""
         in_flight = self._in_flight
-        while in_flight and in_flight[0][0].done:
-            in_flight.pop(0)
-        in_flight.append((handle, work, keep))
+        for other in list(in_flight):
+            if other.over:
+                in_flight.discard(other)
+        in_flight.add(work)
         if self._coalescing is not None:
             self._coalescing.append(work)
         self.last_work = work
@@ -483,7 +485,8 @@ class Operations:
         buffer = out.buffer(tensor) if op == "recv" else _plain(tensor)
         post = self._core.recv if op == "recv" else self._core.send
         request = post(buffer.data_ptr(), code, item, buffer.numel(), peer, tag, call_site())
-        return self._track(PhalanxWork(request, self._core.wait_request, tensors, out.settle), request, buffer)
+        release = self._in_flight.discard
+        return self._track(PhalanxWork(request, self._core.wait_request, tensors, out.settle, buffer, release))
 
     def start_coalescing(self) -> None:
         """Collect the operations that follow into one handle."""

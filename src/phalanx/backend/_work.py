@@ -68,9 +68,14 @@ class Completer:
 _completer = Completer()
 
 
+_left_in_parent: list[Completer] = []
+
+
 def _new_completer() -> None:
+    """In a forked child: the thread stayed in the parent, and destroying the queue that it waits on would hang."""
     global _completer
-    _completer = Completer()  # the thread stayed in the parent
+    _left_in_parent.append(_completer)
+    _completer = Completer()
 
 
 os.register_at_fork(after_in_child=_new_completer)
@@ -84,7 +89,8 @@ class PhalanxWork(Work):
         handle: The core's handle, or None when the operation is over.
         result: Tensors of the operation, the value of the future.
         settle: Runs once after success, before anyone sees the result: copies into tensors that are not contiguous.
-        source_rank: Rank of the group that a receive came from.
+        keep: Whatever the core reads or writes; let go of when the operation is over.
+        release: Called with this work when the operation is over.
     """
 
     def __init__(
@@ -93,12 +99,16 @@ class PhalanxWork(Work):
         wait: Callable[[_core.Pending, float], bool] | None,
         result: list[torch.Tensor],
         settle: Callable[[], None] | None = None,
+        keep: object = None,
+        release: Callable[[PhalanxWork], None] | None = None,
     ) -> None:
         super().__init__()
         self._handle = handle
         self._wait = wait
         self._result = result
         self._settle = settle
+        self._keep = keep
+        self._release = release
         self._future: torch.futures.Future | None = None
         self._lock = threading.Lock()
 
@@ -107,6 +117,14 @@ class PhalanxWork(Work):
             settle, self._settle = self._settle, None
             if settle is not None:
                 settle()
+            self._keep = None
+        if self._release is not None:
+            self._release(self)
+
+    @property
+    def over(self) -> bool:
+        """True if the core is done with the operation, successfully or not."""
+        return self._handle is None or self._handle.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is over; raise what it failed with."""
