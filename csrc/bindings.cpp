@@ -282,7 +282,8 @@ void bind_group(nb::module_& m) {
   group.def("wait_request", [](Group& g, const std::shared_ptr<Request>& request, double timeout_s) {
     PythonHooks hooks;
     nb::gil_scoped_release release;
-    g.p2p().wait(request, hooks, timeout_s);
+    if (timeout_s > 0) return g.p2p().wait_briefly(request, hooks, timeout_s);
+    g.p2p().wait(request, hooks, 0);
     return true;
   });
 }

@@ -220,7 +220,15 @@ Wait Board::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double time
   wait.bell = &bell;
   wait.timeout_s = timeout_s > 0 ? timeout_s : timeout_s_.load(std::memory_order_relaxed);
   wait.patience = std::chrono::nanoseconds(static_cast<std::int64_t>(config_.spin_us * 1e3));
+  if (header_->verdict.load(std::memory_order_acquire) != 0) come_late(wait);
   return wait;
+}
+
+/// A peer has ended the group: a call that comes later must fail too, though all data may lie there.
+void Board::come_late(Wait& wait) {
+  // After a mismatch the call goes on as far as its own comparison, which adds this rank's row to the table.
+  if (verdict_kind(header_->verdict.load(std::memory_order_acquire)) == FailureKind::kMismatch && wait.seq != 0) return;
+  throw end(*find_verdict(wait, [](int) { return false; }));
 }
 
 void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
@@ -365,6 +373,9 @@ std::optional<Failure> Board::find_verdict(const Wait& wait, const MissingFn& mi
       return failure(kind, wait, where(wait) + ": the ranks of this group called different collectives, as " + who +
                                      " reports; see its message for the table", {global(r)});
     case FailureKind::kTimeout: {
+      if (missing_ranks(missing).empty())
+        return failure(kind, wait, where(wait) + " comes too late: " + who + " has reached its deadline and ended the " +
+                                       "group; see its message", {global(rank())});
       Failure late = timed_out(wait, missing);
       late.message = who + " has reached its deadline and ended the group.\n" + late.message;
       return late;

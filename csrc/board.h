@@ -161,6 +161,7 @@ class Board {
   std::optional<Failure> find_dead(const Wait& wait, const MissingFn& missing);
   std::optional<Failure> is_dead(int r, const Wait& wait);
   const PeerWatch* watch_of(int r);
+  void come_late(Wait& wait);
   std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
   Failure timed_out(const Wait& wait, const MissingFn& missing);
   void announce(Wait& wait);

@@ -82,7 +82,8 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   if (offset.load(std::memory_order_acquire) == kNoMemory)
     throw board_.end(board_.failure(
         FailureKind::kNoMemory, wait,
-        std::string(op_name(wait.call.op)) + " of group '" + board_.config().name + "': no memory for " +
+        "rank " + std::to_string(board_.global(board_.rank())) + ": " + op_name(wait.call.op) + " of group '" +
+            board_.config().name + "': no memory for " +
             std::to_string(bytes >> 10) + " KiB of shared buffers; raise the memory limit of the job or container", {}));
   mailboxes_ = board_.segment().map(offset.load(std::memory_order_acquire), bytes);
 }

@@ -121,9 +121,14 @@ Channel* PointToPoint::open(int src, int dst, bool create) {
     try {
       offset = board_.segment().allocate(sizeof(Channel));
     } catch (const std::bad_alloc&) {
-      throw Failure(FailureKind::kNoMemory, "send: no memory for a channel of " +
-                    std::to_string(sizeof(Channel) >> 10) + " KiB to rank " + std::to_string(board_.global(dst)) +
-                    "; raise the memory limit of the job or container", {});
+      Failure failure(FailureKind::kNoMemory,
+                      "rank " + std::to_string(board_.global(src)) + ": send to rank " +
+                          std::to_string(board_.global(dst)) + ": no memory for a channel of " +
+                          std::to_string(sizeof(Channel) >> 10) +
+                          " KiB; raise the memory limit of the job or container",
+                      {board_.global(src)});
+      failure.op = "send";
+      throw board_.end(std::move(failure));  // the receiver waits: it must be told
     }
     cell.store(offset, std::memory_order_release);  // only the sender writes its cells; pairs with the load above
   }
@@ -301,12 +306,34 @@ void PointToPoint::wait(const std::shared_ptr<Request>& request, Hooks& hooks, d
   if (request->error()) std::rethrow_exception(request->error());
 }
 
+bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s) {
+  constexpr auto kTick = 50ms;
+  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  auto done = [&] { return request->done(); };
+  // The background thread makes the progress and rings, as if nobody waited.
+  for (auto now = Clock::now(); !done() && now < end; now = Clock::now()) {
+    if (!sleep_on(board_.p2p_bell(board_.rank()), std::min<std::chrono::nanoseconds>(end - now, kTick), done)) hooks.tick();
+  }
+  if (done() && request->error()) std::rethrow_exception(request->error());
+  return done();
+}
+
 /// Make progress until `done`. What is missing is the request's peer, or anybody.
 template <class Done>
 void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done) {
   const int peer = request.peer_;
+  // From any source: peers that have left in order are not waited for, unless nobody else is there.
+  auto gone = [&](int r) {
+    return r == board_.rank() || board_.member(r).state.load(std::memory_order_acquire) == MemberState::kDeparted;
+  };
+  auto all_gone = [&] {
+    for (int r = 0; r < board_.size(); ++r)
+      if (!gone(r)) return false;
+    return true;
+  };
   board_.await(wait, [&](int r) {
-    if (peer >= 0 ? r != peer : r == board_.rank() && board_.size() > 1) return false;
+    if (peer >= 0 && r != peer) return false;
+    if (peer < 0 && board_.size() > 1 && (r == board_.rank() || (gone(r) && !all_gone()))) return false;
     if (done()) return false;
     std::lock_guard lock(mutex_);
     progress();

@@ -46,6 +46,8 @@ class PointToPoint {
   std::shared_ptr<Request> post(Op op, void* data, Items items, int peer, std::int64_t tag, std::string site);
   /// Wait for the request, making progress meanwhile; throws what it failed with.
   void wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
+  /// Wait for `timeout_s` at most, after which the request goes on; false if it is not done. Throws what it failed with.
+  bool wait_briefly(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
   /// Stop the background thread. Unfinished requests fail.
   void stop();
 

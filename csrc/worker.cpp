@@ -46,8 +46,9 @@ std::shared_ptr<Job> Worker::submit(std::function<void(Hooks&)> work, std::strin
 bool Worker::wait(const std::shared_ptr<Job>& job, Hooks& hooks, std::chrono::nanoseconds spin_time,
                   double timeout_s) {
   std::unique_lock lock(mutex_);
-  if (!running_ && !queue_.empty() && queue_.front() == job) {
-    // The native thread is not awake yet: waking it would cost more than most operations.
+  if (timeout_s <= 0 && !running_ && !queue_.empty() && queue_.front() == job) {
+    // The native thread is not awake yet: waking it would cost more than most operations. A bounded wait leaves it to
+    // that thread, since an operation that has begun has to be finished.
     queue_.pop_front();
     running_ = true;
     lock.unlock();

@@ -30,7 +30,7 @@ class Worker {
 
   std::shared_ptr<Job> submit(std::function<void(Hooks&)> work, std::string site);
   /// Wait for a job, at most `timeout_s` (0: for ever; the operation has its own deadline). False if it is not done.
-  /// Runs it in the calling thread if it is next and has not begun. Does not throw what the job failed with.
+  /// Without a timeout, runs it in the calling thread if it is next and has not begun. Does not throw what it failed with.
   bool wait(const std::shared_ptr<Job>& job, Hooks& hooks, std::chrono::nanoseconds spin_time, double timeout_s);
   /// True if no job is queued or runs.
   bool idle() const { return num_pending_.load(std::memory_order_acquire) == 0; }

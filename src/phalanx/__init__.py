@@ -5,6 +5,7 @@ Names below are loaded on first use, so that importing :mod:`phalanx` costs noth
 """
 
 import importlib
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -22,7 +23,7 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ def read_settings() -> Settings:
     unknown = sorted(set(ours).difference(known))
     if unknown:
         raise ValueError(f"unknown environment variable {unknown[0]}; known are {', '.join(sorted(known))}")
-    values = {}
+    values: dict[str, Any] = {}
     for name, field in known.items():
         text = os.environ.get(name)
         if text is None:

@@ -28,8 +28,7 @@ class PhalanxError(RuntimeError):
 
 
 def _rebuild(cls: type[PhalanxError], message: str, facts: dict[str, object]) -> PhalanxError:
-    error = cls.__new__(cls)
-    RuntimeError.__init__(error, message)
+    error = cls(message)
     error.__dict__.update(facts)
     return error
 

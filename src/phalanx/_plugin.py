@@ -1,9 +1,11 @@
 """Makes ``init_process_group("phalanx")`` work in a script that never imports phalanx.
 
-torch finds :func:`register` (2.14 and newer, when the name is first used) or :func:`autoload` (every version, at the end
-of ``import torch``) through the entry points of the installed package. Nothing heavy is imported before a group is made,
-and nothing that goes wrong here may stop ``import torch``.
+torch finds :func:`register` (2.14 and newer, when the name is first used) or :func:`autoload` (every version, at the
+end of ``import torch``) through the entry points of the installed package. Nothing heavy is imported before a group is
+made, and nothing that goes wrong here may stop ``import torch``.
 """
+
+from typing import Any
 
 
 def register() -> None:
@@ -24,7 +26,7 @@ def autoload() -> None:
         warnings.warn(f"the phalanx backend could not be registered: {error!r}", RuntimeWarning, stacklevel=2)
 
 
-def _create_group(options: object, backend_options: object) -> object:
+def _create_group(options: Any, backend_options: Any) -> Any:
     from phalanx.backend import create_group
 
     return create_group(options, backend_options)

@@ -137,9 +137,7 @@ def _candidates(program: str) -> list[str]:
     return [os.path.join(folder, program) for folder in os.get_exec_path()]
 
 
-def _number(
-    kind: Callable[[str], float], least: float, what: str, most: float = math.inf
-) -> Callable[[str], float]:
+def _number(kind: Callable[[str], float], least: float, what: str, most: float = math.inf) -> Callable[[str], float]:
     """Return a parser of one argument that lies in [least, most]."""
 
     def parse(text: str) -> float:

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from . import expectations
 from ._runner import DEFAULT_LIMIT_S, Result, Runner, die_with_parent
@@ -29,7 +30,7 @@ _MARGIN_S = 30.0
 
 
 class Exam:
-    """A process that has loaded the exam and runs tests by name.
+    """A process that has loaded the exam and runs tests by name; a context manager.
 
     Args:
         backend: Name under which torch knows the backend.
@@ -54,6 +55,12 @@ class Exam:
             self.close()
             raise
 
+    def __enter__(self) -> "Exam":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def run(self, name: str) -> Result:
         """Run one test and return its result."""
         assert self._process.stdin is not None
@@ -63,7 +70,8 @@ class Exam:
 
     def close(self) -> None:
         """End the process and its ranks."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         try:
             self._process.wait(timeout=_MARGIN_S)
@@ -72,7 +80,7 @@ class Exam:
             self._process.wait()
         self._process.stdout.close()
 
-    def _answer(self):  # type: ignore[no-untyped-def]
+    def _answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -161,7 +169,8 @@ def main(argv: list[str] | None = None) -> int:
     with Runner(exam, args.limit_s) as runner:
         if args.serve:
             _serve(runner)
-            return 0
+            runner.close()
+            os._exit(0)  # taking the interpreter down with torch in it takes seconds
         start = time.perf_counter()
         names = [name for name in runner.test_names() if args.pattern in name]
         results = _report(runner, names, verbose=not (args.quiet or args.check))

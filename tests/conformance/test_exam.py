@@ -6,6 +6,7 @@ world size. The tests that the exam skips on Gloo, and world size 4, are left to
     python -m tests.conformance.exam --backend phalanx --world-size 4 --check
 """
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -28,15 +29,17 @@ def _cases() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def exam(request: pytest.FixtureRequest) -> Iterator[Exam]:
-    """One process per world size that has loaded the exam and forks each test's ranks."""
-    started = Exam(BACKEND, request.param)
-    yield started
-    started.close()
+def exams() -> Iterator[dict[int, Exam]]:
+    """Per world size, a process that has loaded the exam and forks each test's ranks."""
+    with contextlib.ExitStack() as stack:
+        yield {size: stack.enter_context(Exam(BACKEND, size)) for size in WORLD_SIZES}
 
 
-@pytest.mark.parametrize(("exam", "name", "expected"), list(_cases()), indirect=["exam"])
-def test_phalanx_passes_where_gloo_passes(exam: Exam, name: str, expected: str) -> None:
+@pytest.mark.parametrize(("world_size", "name", "expected"), list(_cases()))
+def test_phalanx_passes_where_gloo_passes(
+    exams: dict[int, Exam], world_size: int, name: str, expected: str
+) -> None:
+    exam = exams[world_size]
     assert name in exam.names, f"the exam of torch {torch_release()} has no test {name}"
     problem = complaint(exam.run(name), expected)
     assert problem is None, problem

@@ -10,6 +10,8 @@ import pytest
 
 from . import _load
 
+Sat = tuple[dict[str, dict[str, str]], list[bool]]
+
 # Sits tests that are added to the exam's own class, so that the real machinery judges them.
 _PROGRAM = """
 import dataclasses, json, os, subprocess, sys, tempfile, time
@@ -48,7 +50,8 @@ os.dup2(2, 1)
 with Runner(exam, limit_s=5) as runner:
     results = [dataclasses.asdict(runner.run(test.__name__)) for test in tests]
     directory = tempfile.gettempdir()
-left = [os.path.exists(directory), subprocess.run(["pgrep", "-P", str(os.getpid())]).returncode == 0]
+children = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout
+left = [os.path.exists(directory), children != ""]
 if os.path.exists("/dev/shm/exam-harness"):
     os.unlink("/dev/shm/exam-harness")
 json.dump([results, left], answers)
@@ -56,7 +59,7 @@ json.dump([results, left], answers)
 
 
 @pytest.fixture(scope="module")
-def sat() -> tuple[dict[str, dict[str, str]], list[bool]]:
+def sat() -> Sat:
     """Results by name of the tests in `_PROGRAM`, and whether files or children were left."""
     package = __package__ or ""
     done = subprocess.run(
@@ -84,13 +87,13 @@ def sat() -> tuple[dict[str, dict[str, str]], list[bool]]:
         ("test_forgets_shared_memory", "failed", "/dev/shm/exam-harness"),
     ],
 )
-def test_what_must_fail_fails_and_says_why(sat, name, outcome, detail):
+def test_what_must_fail_fails_and_says_why(sat: Sat, name: str, outcome: str, detail: str) -> None:
     result = sat[0][name]
     assert result["outcome"] == outcome, result["detail"]
     assert detail in result["detail"]
 
 
-def test_nothing_is_left_behind(sat):
+def test_nothing_is_left_behind(sat: Sat) -> None:
     assert sat[1] == [False, False]
 
 
@@ -109,14 +112,14 @@ def test_nothing_is_left_behind(sat):
         ("BACKEND == 'nccl'", "BACKEND == 'nccl'"),
     ],
 )
-def test_gates_that_name_gloo_name_the_backend(source, want):
+def test_gates_that_name_gloo_name_the_backend(source: str, want: str) -> None:
     rename = _load._Rename("other")
     assert ast.unparse(rename.visit(ast.parse(source))) == want
     assert not rename.unknown
 
 
 @pytest.mark.parametrize("source", ["if backend == 'gloo': pass", "start('gloo')"])
-def test_a_mention_of_gloo_that_is_new_is_noticed(source):
+def test_a_mention_of_gloo_that_is_new_is_noticed(source: str) -> None:
     rename = _load._Rename("other")
     rename.visit(ast.parse(source))
     assert rename.unknown == ["line 1"]

@@ -6,6 +6,8 @@ import atexit
 import ctypes
 import sys
 from datetime import timedelta
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _plugin
 from phalanx._errors import from_core
-from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, PhalanxGroup, keep, kept_groups
+from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, GroupName, PhalanxGroup, keep, kept_groups
 from phalanx.backend._hosts import join_group
 from phalanx.backend._ops import Operations
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
@@ -44,7 +46,7 @@ def install_as_default() -> None:
     dist.Backend.default_device_backend_map["cpu"] = "phalanx"
 
 
-def create_group(options: object, backend_options: object) -> ProcessGroup:
+def create_group(options: Any, backend_options: Any) -> ProcessGroup:
     """Make the group that ``init_process_group`` or ``new_group`` asks for; torch calls this.
 
     Args:
@@ -71,7 +73,7 @@ def build_group(
     if HAS_PYTHON_BACKENDS:
         from phalanx.backend._adapters import PhalanxBackend
 
-        backend = operations.backend = PhalanxBackend(operations, timeout)
+        backend: Any = PhalanxBackend(operations, timeout)
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
             backend = c10d._create_process_group_wrapper(backend, name, store, rank, size, timeout)
         kind = ProcessGroup.BackendType.CUSTOM
@@ -87,10 +89,10 @@ def build_group(
 def _other_devices() -> dict[str, str]:
     """Return the other devices of a ``"cpu:phalanx,cuda:nccl"`` and their backends.
 
-    A creator that returns a ProcessGroup ends torch's loop over the devices, and torch does not tell it the others: they
-    are read from the frame of that loop.
+    A creator that returns a ProcessGroup ends torch's loop over the devices, and torch does not tell it the others:
+    they are read from the frame of that loop.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
         frame = frame.f_back
     config = frame.f_locals.get("backend_config") if frame is not None else None
@@ -98,7 +100,7 @@ def _other_devices() -> dict[str, str]:
     return {device: backend for device, backend in devices.items() if backend != "phalanx"}
 
 
-def _add_devices(group: PhalanxGroup, others: dict[str, str], options: object, backend_options: object) -> None:
+def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, backend_options: Any) -> None:
     """Let torch make the backends of the other devices, in a group of its own, and register them here."""
     config = ",".join(f"{device}:{backend}" for device, backend in others.items())
     ranks = list(options.global_ranks_in_group)
@@ -108,10 +110,11 @@ def _add_devices(group: PhalanxGroup, others: dict[str, str], options: object, b
         ranks,
         config,
         c10d.PrefixStore("beside", options.store),
-        f"{options.group_id}:{config}",
+        GroupName(f"{options.group_id}:{config}"),
         backend_options,
         timeout=options.timeout,
     )
+    assert isinstance(beside, ProcessGroup)  # this rank is a member
     for device in others:
         backend = beside._get_backend(torch.device(device))
         group._register_backend(torch.device(device), c10d.Backend.backend_type_map[others[device]], backend)

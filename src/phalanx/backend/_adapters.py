@@ -1,11 +1,11 @@
 """How torch reaches the operations.
 
-torch looks in two places. Python callers (``dist.all_reduce``) go to the ``ProcessGroup``; C++ callers (the dispatcher,
-and with it profilers, hooks and the Flight Recorder) go to the ``Backend`` that is registered on it.
+torch looks in two places. Python callers (``dist.all_reduce``) go to the ``ProcessGroup``; C++ callers (the
+dispatcher, and with it profilers, hooks and the Flight Recorder) go to the ``Backend`` that is registered on it.
 
-torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands before it only because torch wraps the
-Work that a Python backend returns in one that answers neither ``is_completed()`` nor ``_source_rank()``: it hands out
-the real one, and takes a shorter way where nobody listens.
+torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands before it only because torch wraps
+the Work that a Python backend returns in one that answers neither ``is_completed()`` nor ``_source_rank()``: it hands
+out the real one, and takes a shorter way where nobody listens.
 Older torch: a Python class can only be a ``ProcessGroup``. :class:`PhalanxGroup` runs the operations itself, and an inner
 Gloo backend stands for those who ask for one (FSDP2, DCP) and for the few C++ calls that cannot reach Python.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, Store
@@ -24,6 +25,7 @@ from phalanx.backend._ops import Operations
 
 C10dBackend = torch._C._distributed_c10d.Backend
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+GroupName: Any = getattr(c10d, "GroupName", str)  # a NewType of str in newer torch
 HAS_PYTHON_BACKENDS = TORCH_VERSION >= (2, 14)
 
 # Name in torch -> (method of Operations, class of its options, how many arguments come before them).
@@ -74,7 +76,7 @@ def _options(cls: type, extra: tuple[object, ...], named: dict[str, object]) -> 
     return opts
 
 
-def _listed(op: str, args: tuple[object, ...]) -> tuple[object, ...]:
+def _listed(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """torch's shorthand ``group.allreduce(tensor)`` stands for ``group.allreduce([tensor])``."""
     if op in ("broadcast", "allreduce", "reduce") and isinstance(args[0], torch.Tensor):
         return ([args[0]],)
@@ -134,11 +136,11 @@ class PhalanxGroup(ProcessGroup):
             torch._C._len_torch_dispatch_stack() == 0 and not torch.autograd._profiler_enabled()
         )
 
-    def register_pre_hook(self, *args: object) -> None:
+    def register_pre_hook(self, *args: Any) -> None:
         self._listened, self._direct = True, None
         super().register_pre_hook(*args)
 
-    def register_post_hook(self, *args: object) -> None:
+    def register_post_hook(self, *args: Any) -> None:
         self._listened, self._direct = True, None
         super().register_post_hook(*args)
 
@@ -174,7 +176,7 @@ class PhalanxGroup(ProcessGroup):
             [self._global_ranks[r] for r in ranks],
             timeout or self._timeout,
         )
-        group._set_group_name(name)
+        group._set_group_name(GroupName(name))
         group._set_group_desc(group_desc or f"{self.group_desc}:split")
         return group
 
@@ -201,24 +203,24 @@ class PhalanxGroup(ProcessGroup):
         def _start_coalescing(self, device: torch.device | None = None) -> None:
             self._operations.start_coalescing()
 
-        def _end_coalescing(self, device: torch.device | None = None) -> object:
+        def _end_coalescing(self, device: torch.device | None = None) -> Any:
             return self._operations.end_coalescing()
 
 
-def _named(function: Callable, name: str) -> Callable:
-    """Rename a function for tracebacks and for pybind11, which knows a call of the base method by the name of its frame."""
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Rename a function, for tracebacks and for pybind11: it knows a call of the base method by its frame's name."""
     function.__code__ = function.__code__.replace(co_name=name)
     function.__name__ = name
     function.__qualname__ = f"PhalanxGroup.{name}"
     return function
 
 
-def _collective(name: str) -> Callable:
+def _collective(name: str) -> Callable[..., Any]:
     method, options, num_args = _COLLECTIVES[name]
     base = getattr(ProcessGroup, name, None)
     run = getattr(Operations, method)
 
-    def call(self: PhalanxGroup, *args: object, **named: object) -> object:
+    def call(self: PhalanxGroup, *args: Any, **named: Any) -> object:
         operations = self._operations
         if base is None or self._goes_direct():
             if len(args) != num_args + 1 or not isinstance(args[-1], options):
@@ -231,11 +233,11 @@ def _collective(name: str) -> Callable:
     return _named(call, name)
 
 
-def _message(name: str) -> Callable:
+def _message(name: str) -> Callable[..., Any]:
     base = getattr(ProcessGroup, name)
     run = getattr(Operations, _MESSAGES[name])
 
-    def call(self: PhalanxGroup, *args: object) -> object:
+    def call(self: PhalanxGroup, *args: Any) -> object:
         operations = self._operations
         if self._goes_direct():
             return run(operations, *args)
@@ -313,10 +315,10 @@ if HAS_PYTHON_BACKENDS:
         def shutdown(self) -> None:
             self._operations.shutdown()
 
-    def _operation(method: str) -> Callable:
+    def _operation(method: str) -> Callable[..., Any]:
         run = getattr(Operations, method)
 
-        def call(self: PhalanxBackend, *args: object) -> object:
+        def call(self: PhalanxBackend, *args: Any) -> object:
             return run(self._operations, *args)
 
         return _named(call, method)

@@ -65,8 +65,8 @@ def join_group(
     store.set(f"hello/{rank}", json.dumps(_hello()))
     if rank == 0:
         hellos = [
-            json.loads(_get(store, f"hello/{r}", deadline, f"rank {global_ranks[r]} did not come", me, (global_ranks[r],)))
-            for r in range(size)
+            json.loads(_get(store, f"hello/{r}", deadline, f"rank {other} did not come", me, (other,)))
+            for r, other in enumerate(global_ranks)
         ]
         try:
             segment, offer, server = _offer(hellos)

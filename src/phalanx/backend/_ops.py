@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -18,6 +19,8 @@ from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType, premul_
 from phalanx.backend._work import PhalanxWork, call_site, finished
 
 Tensors = list[torch.Tensor]
+Options = Any
+"""One of torch's options classes: `asyncOp`, `timeout`, and `rootRank` or `reduceOp` where they apply."""
 _SUM = REDUCE_CODES[RedOpType.SUM][0]
 
 
@@ -132,7 +135,7 @@ class Operations:
             )
         return block.numel()
 
-    def _reduction(self, op: str, reduce_op: object, dtype: torch.dtype) -> tuple[int, int]:
+    def _reduction(self, op: str, reduce_op: Any, dtype: torch.dtype) -> tuple[int, int]:
         """Return the kernel and the code of a reduce operation that has a meaning for the dtype."""
         if reduce_op == RedOpType.SUM and _has_kernel(dtype, _SUM):
             return _SUM, _SUM  # the usual case: asking for the operation's name costs more than a small all_reduce
@@ -148,7 +151,7 @@ class Operations:
         self,
         method: Callable[..., object],
         args: tuple[object, ...],
-        opts: object,
+        opts: Options,
         result: Tensors,
         keep: object = None,
         settle: Callable[[], None] | None = None,
@@ -176,13 +179,13 @@ class Operations:
         self.last_work = work
         return work
 
-    def _done(self, opts: object, result: Tensors) -> PhalanxWork | None:
+    def _done(self, opts: Options, result: Tensors) -> PhalanxWork | None:
         self.last_work = finished(result) if opts.asyncOp else None
         return self.last_work
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Tensors, opts: object) -> PhalanxWork | None:
+    def broadcast(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         tensor = self._one("broadcast", tensors)
         code, item = self._check("broadcast", tensor)
         root = self._root("broadcast", opts.rootRank)
@@ -191,7 +194,7 @@ class Operations:
         args = (buffer.data_ptr(), code, item, buffer.numel(), root)
         return self._run(self._core.broadcast, args, opts, tensors, buffer, out.settle)
 
-    def allreduce(self, tensors: Tensors, opts: object) -> PhalanxWork | None:
+    def allreduce(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         tensor = self._one("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:
             return self._allreduce_sparse(tensor, opts)
@@ -207,14 +210,14 @@ class Operations:
         args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed)
         return self._run(self._core.all_reduce, args, opts, tensors, (source, buffer), out.settle)
 
-    def _premultiplied(self, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:
+    def _premultiplied(self, tensor: torch.Tensor, reduce_op: Any) -> torch.Tensor:
         """Return the contiguous input of a reduction, multiplied by the factor of a PREMUL_SUM."""
         if reduce_op.op != RedOpType.PREMUL_SUM:
             return _plain(tensor)
         return torch.mul(tensor, premul_factor(reduce_op)).to(tensor.dtype).contiguous()
 
-    def _allreduce_sparse(self, tensor: torch.Tensor, opts: object) -> PhalanxWork | None:
-        """Sum sparse COO tensors: gather every rank's entries, then coalesce. Blocking; the result is the same on all."""
+    def _allreduce_sparse(self, tensor: torch.Tensor, opts: Options) -> PhalanxWork | None:
+        """Sum sparse COO tensors: gather every rank's entries, then coalesce. Blocking; the same result on all ranks."""
         if opts.reduceOp.op != RedOpType.SUM:
             raise ValueError(f"{self._where('all_reduce')}: sparse tensors can only be summed, got {opts.reduceOp.op}")
         local = tensor.coalesce()
@@ -234,17 +237,17 @@ class Operations:
         tensor.copy_(total)
         return self._done(opts, [tensor])
 
-    def _gather_padded(self, rows: torch.Tensor, most: int, opts: object) -> Tensors:
+    def _gather_padded(self, rows: torch.Tensor, most: int, opts: Options) -> Tensors:
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
         gathered = [torch.empty_like(padded) for _ in range(self._size)]
         self.allgather([gathered], [padded], opts)
         return gathered
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: object) -> PhalanxWork | None:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         return self._coalesced([functools.partial(self.allreduce, [t]) for t in tensors], opts, tensors)
 
-    def _coalesced(self, calls: Sequence[Callable], opts: object, result: Tensors) -> PhalanxWork | None:
+    def _coalesced(self, calls: Sequence[Callable], opts: Options, result: Tensors) -> PhalanxWork | None:
         """Run several operations as one. The group keeps their order, so the last one speaks for all."""
         works = [work for call in calls if (work := call(opts)) is not None]
         if not works:
@@ -252,7 +255,7 @@ class Operations:
         self.last_work = _Joined(works, result)
         return self.last_work
 
-    def reduce(self, tensors: Tensors, opts: object) -> PhalanxWork | None:
+    def reduce(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         tensor = self._one("reduce", tensors)
         code, item = self._check("reduce", tensor)
         root = self._root("reduce", opts.rootRank)
@@ -263,7 +266,7 @@ class Operations:
         args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed, root)
         return self._run(self._core.reduce, args, opts, tensors, (source, buffer), out.settle)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: object) -> PhalanxWork | None:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         source = self._one("all_gather", inputs)
         if len(outputs) != 1:
             raise ValueError(f"{self._where('all_gather')} takes one list of outputs, got {len(outputs)}")
@@ -272,7 +275,7 @@ class Operations:
         return self._all_gather("all_gather", outputs[0], source, opts, outputs[0])
 
     def _all_gather(
-        self, op: str, blocks: Tensors, source: torch.Tensor, opts: object, result: Tensors
+        self, op: str, blocks: Tensors, source: torch.Tensor, opts: Options, result: Tensors
     ) -> PhalanxWork | None:
         code, item = self._check(op, source)
         out = _Outputs()
@@ -281,7 +284,7 @@ class Operations:
         args = (plain.data_ptr(), [b.data_ptr() for b in buffers], code, item, plain.numel())
         return self._run(self._core.all_gather, args, opts, result, (plain, buffers), out.settle)
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: object) -> PhalanxWork | None:
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         count = self._blocks("all_gather_into_tensor", output, source, "output_tensor")
         code, item = self._check("all_gather_into_tensor", source)
         out = _Outputs()
@@ -290,18 +293,18 @@ class Operations:
         args = (plain.data_ptr(), _addresses(buffer, count * item, self._size), code, item, count)
         return self._run(self._core.all_gather, args, opts, [output], (plain, buffer), out.settle)
 
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: object) -> PhalanxWork | None:
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         # torch's lists are by rank, then by tensor
         calls = [
             functools.partial(self.allgather, [[by_rank[i] for by_rank in outputs]], [t]) for i, t in enumerate(inputs)
         ]
         return self._coalesced(calls, opts, [t for by_rank in outputs for t in by_rank])
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: object) -> PhalanxWork | None:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
         calls = [functools.partial(self.all_gather_single, o, i) for o, i in zip(outputs, inputs, strict=True)]
         return self._coalesced(calls, opts, outputs)
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: object) -> PhalanxWork | None:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         source = self._one("gather", inputs)
         code, item = self._check("gather", source)
         root = self._root("gather", opts.rootRank)
@@ -317,7 +320,7 @@ class Operations:
         args = (plain.data_ptr(), [b.data_ptr() for b in buffers], code, item, plain.numel(), root)
         return self._run(self._core.gather, args, opts, blocks, (plain, buffers), out.settle)
 
-    def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: object) -> PhalanxWork | None:
+    def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         if self._rank != opts.rootRank:
             return self.gather([], [source], opts)
         self._blocks("gather", output, source, "output")
@@ -326,7 +329,7 @@ class Operations:
         work = self.gather([list(buffer.reshape(self._size, -1))], [source.reshape(-1)], opts)
         return self._after(work, out, [output])
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: object) -> PhalanxWork | None:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> PhalanxWork | None:
         target = self._one("scatter", outputs)
         code, item = self._check("scatter", target)
         root = self._root("scatter", opts.rootRank)
@@ -342,7 +345,7 @@ class Operations:
         args = ([b.data_ptr() for b in plain], buffer.data_ptr(), code, item, buffer.numel(), root)
         return self._run(self._core.scatter, args, opts, outputs, (plain, buffer), out.settle)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: object) -> PhalanxWork | None:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> PhalanxWork | None:
         target = self._one("reduce_scatter", outputs)
         if len(inputs) != 1:
             raise ValueError(f"{self._where('reduce_scatter')} takes one list of inputs, got {len(inputs)}")
@@ -350,12 +353,12 @@ class Operations:
         self._list("reduce_scatter", "input_list", inputs[0], target)
         return self._reduce_scatter(target, inputs[0], None, opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: object) -> PhalanxWork | None:
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         self._blocks("reduce_scatter_tensor", source, output, "input")
         return self._reduce_scatter(output, [], source, opts)
 
     def _reduce_scatter(
-        self, target: torch.Tensor, blocks: Tensors, whole: torch.Tensor | None, opts: object
+        self, target: torch.Tensor, blocks: Tensors, whole: torch.Tensor | None, opts: Options
     ) -> PhalanxWork | None:
         code, item = self._check("reduce_scatter", target)
         kernel, agreed = self._reduction("reduce_scatter", opts.reduceOp, target.dtype)
@@ -363,7 +366,7 @@ class Operations:
         buffer = out.buffer(target)
         count = buffer.numel()
         if whole is not None:
-            plain: object = self._premultiplied(whole, opts.reduceOp)
+            plain: Any = self._premultiplied(whole, opts.reduceOp)
             addresses = _addresses(plain, count * item, self._size)
         else:
             plain = [self._premultiplied(block, opts.reduceOp) for block in blocks]
@@ -371,11 +374,11 @@ class Operations:
         args = (addresses, buffer.data_ptr(), code, item, count, kernel, agreed)
         return self._run(self._core.reduce_scatter, args, opts, [target], (plain, buffer), out.settle)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: object) -> PhalanxWork | None:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
         calls = [functools.partial(self.reduce_scatter_single, o, i) for o, i in zip(outputs, inputs, strict=True)]
         return self._coalesced(calls, opts, outputs)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: object) -> PhalanxWork | None:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
         for name, tensors in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
             if len(tensors) != self._size:
                 raise ValueError(
@@ -405,7 +408,7 @@ class Operations:
         source: torch.Tensor,
         output_split_sizes: list[int],
         input_split_sizes: list[int],
-        opts: object,
+        opts: Options,
     ) -> PhalanxWork | None:
         op = "all_to_all_single"
         code, item = self._check(op, source)
@@ -420,8 +423,7 @@ class Operations:
             count = self._even(op, source)
             step = count * item
             ins, outs = _addresses(plain, step, self._size), _addresses(buffer, step, self._size)
-            args = (ins, outs, code, item, count)
-            return self._run(self._core.all_to_all, args, opts, [output], keep, out.settle)
+            return self._run(self._core.all_to_all, (ins, outs, code, item, count), opts, [output], keep, out.settle)
         in_counts = self._splits(op, "input_split_sizes", source, input_split_sizes)
         out_counts = self._splits(op, "output_split_sizes", output, output_split_sizes)
         ins, outs = _offsets(plain, in_counts, item), _offsets(buffer, out_counts, item)
@@ -450,10 +452,10 @@ class Operations:
         row = tensor.numel() // rows if rows else 0
         return [size * row for size in sizes]
 
-    def barrier(self, opts: object) -> PhalanxWork | None:
+    def barrier(self, opts: Options) -> PhalanxWork | None:
         return self._run(self._core.barrier, (), opts, [])
 
-    def monitored_barrier(self, opts: object, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
         """Block until every rank came; name those that did not, one or (`wait_all_ranks`) all."""
         try:
             self._core.barrier(opts.timeout, None)
@@ -552,7 +554,7 @@ class _Joined(PhalanxWork):
         return True
 
     def is_completed(self) -> bool:
-        if not all([work.is_completed() for work in self._works]):
+        if not all(work.is_completed() for work in self._works):
             return False
         if self.exception() is None:
             self._finish()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed import ReduceOp
 
-RedOpType = ReduceOp.RedOpType
+RedOpType: Any = ReduceOp.RedOpType
 
 # In the order of Dtype in csrc/reduce.h; the dtypes after these are only copied.
 _ARITHMETIC = (
@@ -52,6 +54,6 @@ REDUCE_CODES[RedOpType.PREMUL_SUM] = (REDUCE_CODES[RedOpType.SUM][0], len(_REDUC
 REDUCE_NAMES = [op.name for op in (*_REDUCE_OPS, RedOpType.PREMUL_SUM)]
 
 
-def premul_factor(op: ReduceOp) -> float | torch.Tensor:
+def premul_factor(op: Any) -> float | torch.Tensor:
     """Return the factor of a PREMUL_SUM operation."""
     return op.__getstate__()[1]

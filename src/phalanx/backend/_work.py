@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -20,8 +22,8 @@ _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
 def call_site() -> str:
-    """Return "file.py:line" of the caller's code: the innermost frame outside torch, phalanx and Python's own library."""
-    frame = sys._getframe(1)
+    """Return "file.py:line" of the caller: the innermost frame outside torch, phalanx and Python's own library."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith((*_SKIPPED, "<frozen")) and (not path.startswith(_PYTHON) or "site-packages" in path):
@@ -95,7 +97,7 @@ class PhalanxWork(Work):
 
     def __init__(
         self,
-        handle: _core.Pending | None,
+        handle: Any,
         wait: Callable[[_core.Pending, float], bool] | None,
         result: list[torch.Tensor],
         settle: Callable[[], None] | None = None,
@@ -131,7 +133,7 @@ class PhalanxWork(Work):
         if self._handle is not None and self._wait is not None:
             seconds = timeout.total_seconds() if timeout is not None else 0.0
             if not self._wait(self._handle, max(seconds, 0.0)):
-                raise TimeoutError(f"the operation is not done after {seconds} s; it goes on and can be waited for again")
+                raise TimeoutError(f"the operation is not done after {seconds} s; it goes on, wait for it again")
             self._finish()
         return True
 
@@ -166,18 +168,18 @@ class PhalanxWork(Work):
     def get_future(self) -> torch.futures.Future:
         """Return the future of the result, the list of tensors."""
         with self._lock:
-            future, created = self._future, self._future is None
-            if created:
-                future = self._future = torch.futures.Future()
-        if created:
-            if self._handle is None:
-                future.set_result(self._result)
-            else:
-                _completer.expect(self, self._handle)
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+        if self._handle is None:
+            future.set_result(self._result)
+        else:
+            _completer.expect(self, self._handle)
         return future
 
     def fulfil(self) -> None:
         """Give the future its value; called once, when the handle is done."""
+        assert self._future is not None
         error = self._handle.error()
         if error is not None:
             self._future.set_exception(error)

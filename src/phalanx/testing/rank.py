@@ -124,9 +124,7 @@ def _parent() -> connection.Connection:
     return _to_parent
 
 
-def rank_main(
-    rank: int, plan: Plan, pipe: connection.Connection, _stdout: object, _stderr: object
-) -> None:
+def rank_main(rank: int, plan: Plan, pipe: connection.Connection, _stdout: object, _stderr: object) -> None:
     global _to_parent
     _to_parent = pipe
     _settle(rank, plan)

@@ -139,9 +139,7 @@ class Ranks:
         """Let a stopped `rank` run again."""
         self.kill(rank, signal.SIGCONT)
 
-    def wait_until_reached(
-        self, point: str, ranks: Sequence[int] | None = None, timeout_s: float = 30.0
-    ) -> list[Any]:
+    def wait_until_reached(self, point: str, ranks: Sequence[int] | None = None, timeout_s: float = 30.0) -> list[Any]:
         """Return the payloads with which `ranks` (all by default) called ``reached(point)``.
 
         Raises:
@@ -155,8 +153,7 @@ class Ranks:
                 late = (ended or missing[0]).outcome
                 why = str(late) if ended else f"rank {late.rank} (pid {late.pid}) is elsewhere"
                 raise RankError(
-                    f"{why}; the test waited {timeout_s:g} s at most for it to reach {point!r}"
-                    f"\n{late.traceback}",
+                    f"{why}; the test waited {timeout_s:g} s at most for it to reach {point!r}\n{late.traceback}",
                     late,
                     [handle.outcome for handle in self._handles],
                 )
@@ -201,9 +198,7 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         for rank in range(self._plan.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=rank_main, args=(rank, self._plan, theirs, Inherited(1), Inherited(2))
-            )
+            process = context.Process(target=rank_main, args=(rank, self._plan, theirs, Inherited(1), Inherited(2)))
             try:
                 process.start()
             except BaseException:

@@ -1,0 +1,215 @@
+"""The operations of each engine, on the same kind of buffers. Imported by the ranks only."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+Run = Callable[[], object]
+
+_ITEM_BYTES = 4  # float32
+_SUMS = ("all_reduce", "reduce", "reduce_scatter")
+_IN_PLACE = ("all_reduce", "broadcast", "reduce", "send_recv", "barrier")
+_ROOT = 0
+_TIMEOUT_S = 300.0
+
+
+class Buffers:
+    """The buffers of one operation on one rank, shared by all engines.
+
+    `a` goes in, and is the result too where the operation works in place; `b` comes out elsewhere. `out` is where this
+    rank finds the result, or None.
+    """
+
+    def __init__(self, op: str, size_bytes: int, rank: int, world_size: int) -> None:
+        on_root = rank == _ROOT
+        self._name = f"rank {rank}: {op} of {size_bytes} bytes"
+        self._expected = float(world_size) if op in _SUMS else 1.0
+        # A value that the others lack where only the root gives.
+        self._given = 1.0 if on_root or op not in ("broadcast", "send_recv") else 0.0
+        block = max(size_bytes // _ITEM_BYTES // world_size, 1)
+        whole = block * world_size
+        if op in _IN_PLACE:
+            self.a = torch.empty(max(size_bytes // _ITEM_BYTES, 1))
+            self.b = None
+            has_result = {"reduce": on_root, "send_recv": rank < 2, "barrier": False}.get(op, True)
+            self.out = self.a if has_result else None
+            return
+        num_in, num_out = {
+            "reduce_scatter": (whole, block),
+            "all_gather": (block, whole),
+            "gather": (block, whole if on_root else 0),
+            "scatter": (whole if on_root else 0, block),
+            "all_to_all": (whole, whole),
+        }[op]
+        self.a, self.b = torch.empty(num_in), torch.empty(num_out)
+        self.out = self.b
+
+    def fill(self) -> None:
+        """Set the values that `check` counts on."""
+        self.a.fill_(self._given)
+        if self.b is not None:
+            self.b.zero_()
+
+    def check(self, engine: str) -> None:
+        """Raise if one operation after `fill` left a wrong result."""
+        if self.out is not None and not torch.all(self.out == self._expected):
+            raise AssertionError(f"{self._name} by {engine} left {self.out}, expected {self._expected} everywhere")
+        self.a.zero_()  # repeated sums in place do not grow
+
+
+class Engine(Protocol):
+    def barrier(self) -> None:
+        """Let all ranks begin together."""
+
+    def operation(self, op: str, buffers: Buffers) -> Run:
+        """Return a function that runs `op` once on these buffers."""
+
+    def finish(self) -> None:
+        """Leave everything as the next engine expects it."""
+
+
+class TorchEngine:
+    """A backend through ``torch.distributed``."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+    def finish(self) -> None:
+        pass
+
+    def operation(self, op: str, buffers: Buffers) -> Run:
+        a, b, group, on_root = buffers.a, buffers.b, self._group, self._rank == _ROOT
+        if op == "gather":
+            outs = list(b.chunk(self._world_size)) if on_root else None
+            return lambda: dist.gather(a, outs, dst=_ROOT, group=group)
+        if op == "scatter":
+            ins = list(a.chunk(self._world_size)) if on_root else None
+            return lambda: dist.scatter(b, ins, src=_ROOT, group=group)
+        if op == "send_recv":
+            return self._ping_pong(a)
+        return {
+            "all_reduce": lambda: dist.all_reduce(a, group=group),
+            "broadcast": lambda: dist.broadcast(a, src=_ROOT, group=group),
+            "reduce": lambda: dist.reduce(a, dst=_ROOT, group=group),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(b, a, group=group),
+            "all_gather": lambda: dist.all_gather_into_tensor(b, a, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(b, a, group=group),
+            "barrier": lambda: dist.barrier(group=group),
+        }[op]
+
+    def _ping_pong(self, tensor: torch.Tensor) -> Run:
+        """There and back between ranks 0 and 1; the others have nothing to do."""
+        group, peer = self._group, 1 - self._rank
+
+        def first() -> None:
+            dist.send(tensor, peer, group=group)
+            dist.recv(tensor, peer, group=group)
+
+        def second() -> None:
+            dist.recv(tensor, peer, group=group)
+            dist.send(tensor, peer, group=group)
+
+        return (first, second)[self._rank] if self._rank < 2 else lambda: None
+
+
+class CoreEngine:
+    """all_reduce of the core, called from Python without torch in between."""
+
+    def __init__(self, group: dist.ProcessGroup, *, compares_calls: bool = True) -> None:
+        self._core = group._operations._core
+        self._compares_calls = compares_calls
+
+    def barrier(self) -> None:
+        self._core.barrier(_TIMEOUT_S, None)
+        self._core.compares_calls = self._compares_calls
+
+    def finish(self) -> None:
+        self._core.compares_calls = True
+
+    def operation(self, op: str, buffers: Buffers) -> Run:
+        from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
+
+        run, address = self._core.all_reduce, buffers.a.data_ptr()
+        args = (address, address, *DTYPE_CODES[torch.float32], buffers.a.numel(), *REDUCE_CODES[RedOpType.SUM])
+        return lambda: run(*args, _TIMEOUT_S, None)
+
+
+class MemcpyEngine:
+    """Every rank copies a buffer of that size at once: what the memory of this machine gives."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+    def finish(self) -> None:
+        pass
+
+    def operation(self, op: str, buffers: Buffers) -> Run:
+        copy = torch.full_like(buffers.a, 0.0)
+        num_bytes = copy.numel() * _ITEM_BYTES
+        memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+            ("memmove", ctypes.CDLL(None))
+        )
+        to, source = ctypes.c_void_p(copy.data_ptr()), ctypes.c_void_p(buffers.a.data_ptr())
+
+        def run(kept: torch.Tensor = copy) -> None:
+            memmove(to, source, num_bytes)
+
+        return run
+
+
+class MpiEngine:
+    """Open MPI through mpi4py, with buffers described once."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._comm = MPI, MPI.COMM_WORLD
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+    def finish(self) -> None:
+        pass
+
+    def operation(self, op: str, buffers: Buffers) -> Run:
+        comm, in_place, rank = self._comm, self._mpi.IN_PLACE, self._comm.rank
+        a, b = ([t.numpy(), self._mpi.FLOAT] if t is not None else None for t in (buffers.a, buffers.b))
+        on_root = rank == _ROOT
+        if op == "send_recv":
+            return self._ping_pong(a)
+        return {
+            "all_reduce": lambda: comm.Allreduce(in_place, a),
+            "broadcast": lambda: comm.Bcast(a, _ROOT),
+            "reduce": lambda: comm.Reduce(in_place, a, root=_ROOT) if on_root else comm.Reduce(a, None, root=_ROOT),
+            "reduce_scatter": lambda: comm.Reduce_scatter_block(a, b),
+            "all_gather": lambda: comm.Allgather(a, b),
+            "gather": lambda: comm.Gather(a, b if on_root else None, _ROOT),
+            "scatter": lambda: comm.Scatter(a if on_root else None, b, _ROOT),
+            "all_to_all": lambda: comm.Alltoall(a, b),
+            "barrier": lambda: comm.Barrier(),
+        }[op]
+
+    def _ping_pong(self, buffer: list[object]) -> Run:
+        comm, peer = self._comm, 1 - self._comm.rank
+
+        def first() -> None:
+            comm.Send(buffer, peer)
+            comm.Recv(buffer, peer)
+
+        def second() -> None:
+            comm.Recv(buffer, peer)
+            comm.Send(buffer, peer)
+
+        return (first, second)[comm.rank] if comm.rank < 2 else lambda: None

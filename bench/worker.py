@@ -1,0 +1,117 @@
+"""One rank: ``python -m bench.worker KIND SOCKET RANK WORLD_SIZE FILE``. It measures when told to and sleeps else.
+
+The parent's commands come as lines of JSON over a socket, so a rank that waits for its turn uses no CPU. The rank ends
+with the socket, whatever became of the parent.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+import sys
+import time
+from datetime import timedelta
+from itertools import repeat
+
+import torch
+import torch.distributed as dist
+
+from bench import plan
+from bench.engines import Buffers, CoreEngine, Engine, MemcpyEngine, MpiEngine, Run, TorchEngine
+
+_TIMEOUT = timedelta(seconds=300)
+_WARM_SHARE = 8  # an eighth of the iterations, before each measurement
+
+
+def torch_engines(rank: int, world_size: int, meeting_file: str) -> dict[str, Engine]:
+    """Return all engines that live in one set of processes: two groups, side by side."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=world_size, timeout=_TIMEOUT
+    )
+    phalanx = dist.new_group(backend="phalanx", timeout=_TIMEOUT)
+    through_torch = TorchEngine(phalanx)
+    return {
+        "phalanx": through_torch,
+        "phalanx_no_recorder": through_torch,
+        "gloo": TorchEngine(dist.group.WORLD),
+        "core": CoreEngine(phalanx),
+        "core_unchecked": CoreEngine(phalanx, compares_calls=False),
+        "memcpy": MemcpyEngine(phalanx),
+    }
+
+
+class Worker:
+    """Prepares one point at a time and measures the engines on it."""
+
+    def __init__(self, engines: dict[str, Engine], rank: int, world_size: int) -> None:
+        self._engines, self._rank, self._world_size = engines, rank, world_size
+        self._runs: dict[str, Run] = {}
+        self._op = ""
+        self._buffers: Buffers | None = None
+
+    def prepare(self, op: str, size_bytes: int) -> None:
+        """Forget the buffers of the point before, and make those of this one."""
+        self._runs.clear()
+        self._buffers = None
+        self._op = "all_reduce" if op == plan.CALL_CHECK else op
+        self._buffers = Buffers(self._op, size_bytes, self._rank, self._world_size)
+
+    def measure(self, engine: str, iterations: int) -> float:
+        """Return the seconds that one operation takes on this rank."""
+        runner = self._engines[engine]
+        run = self._runs.get(engine)
+        if run is None:
+            run = self._runs[engine] = self._first(engine)
+        for _ in repeat(None, iterations // _WARM_SHARE):
+            run()
+        runner.barrier()
+        start = time.perf_counter()
+        for _ in repeat(None, iterations):
+            run()
+        elapsed = time.perf_counter() - start
+        runner.finish()
+        ways = 2 if self._op == "send_recv" else 1  # there and back
+        return elapsed / iterations / ways
+
+    def _first(self, engine: str) -> Run:
+        """Run an engine once, before it is timed, and check its result."""
+        run = self._engines[engine].operation(self._op, self._buffers)
+        self._buffers.fill()
+        run()
+        if engine != "memcpy":
+            self._buffers.check(engine)
+        return run
+
+
+def main() -> None:
+    kind, socket_path, rank_text, size_text, meeting_file = sys.argv[1:]
+    torch.set_num_threads(1)
+    if kind == "mpi":
+        from mpi4py import MPI
+
+        rank, world_size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+        engines: dict[str, Engine] = {"mpi": MpiEngine()}
+    else:
+        rank, world_size = int(rank_text), int(size_text)
+        engines = torch_engines(rank, world_size, meeting_file)
+    worker = Worker(engines, rank, world_size)
+    gc.collect()
+    gc.disable()
+    with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rw") as lines:
+        connection.connect(socket_path)
+
+        def answer(**facts: object) -> None:
+            lines.write(json.dumps(facts) + "\n")
+            lines.flush()
+
+        answer(rank=rank)
+        for line in lines:
+            command, *args = json.loads(line)
+            answer(value=getattr(worker, command)(*args))
+    if kind != "mpi":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
