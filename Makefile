@@ -37,7 +37,7 @@ bench: $(VENV)/built
 	$(BIN)/python -m bench
 
 conformance: $(VENV)/built
-	$(BIN)/python -m tests.conformance.exam --compare
+	for n in 2 3 4; do $(BIN)/python -m tests.conformance.exam --backend phalanx --world-size $$n --check || exit 1; done
 
 stress: $(VENV)/built
 	PHALANX_TEST_LONG=1 $(BIN)/python -m pytest tests/stress -p no:cacheprovider

@@ -205,7 +205,7 @@ void Board::require_usable(Op op) {
   if (!ended()) return;
   std::lock_guard lock(ended_mutex_);
   throw Failure(FailureKind::kUnusable,
-                "rank " + std::to_string(global(rank())) + ": " + op_name(op) + " on group '" + config_.name +
+                "rank " + std::to_string(global(rank())) + ": " + (op == Op::kNone ? "operation" : op_name(op)) + " on group '" + config_.name +
                     "', which can no longer be used: " + why_ended_ +
                     "\nDestroy the group and make a new one: destroy_process_group(), then init_process_group().",
                 {});
@@ -247,7 +247,7 @@ void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
   }
   if (!wait.announced) return;
   wait.announced = false;
-  write_text(members_[rank()].site, "");
+  say_everywhere("");
 }
 
 std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
@@ -282,13 +282,17 @@ std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
   return std::nullopt;
 }
 
-/// Write on the boards of all groups of this process where this rank stands.
 void Board::announce(Wait& wait) {
   wait.announced = true;
   const std::string site = wait.hooks->site();
   std::string text = op_name(wait.call.op);
   if (wait.seq != 0) text += " #" + std::to_string(wait.seq);
   text += " of group '" + config_.name + "'" + (site.empty() ? "" : " at " + site);
+  say_everywhere(text);
+}
+
+/// Write on the boards of all groups of this process where this rank stands.
+void Board::say_everywhere(const std::string& text) {
   std::lock_guard lock(g_boards_mutex);
   for (Board* board : g_boards)
     if (!board->forked() && board->segment_ == segment_)
@@ -408,7 +412,11 @@ bool Board::call_differs(int r, std::uint32_t seq) {
 }
 
 void Board::mismatch(Wait& wait, const std::string& headline) {
-  write_text(members_[rank()].site, wait.hooks->site());
+  const std::string own_site = wait.hooks->site();
+  {
+    std::lock_guard lock(g_boards_mutex);  // other threads of this rank may write there too
+    write_text(members_[rank()].site, own_site);
+  }
   members_[rank()].site_seq.store(wait.seq, std::memory_order_release);
   const auto grace_end = Clock::now() + kMismatchGrace;
   auto all_said = [&] {
@@ -446,7 +454,10 @@ void Board::mismatch(Wait& wait, const std::string& headline) {
 Failure Board::end(Failure failure) {
   {
     std::lock_guard lock(ended_mutex_);
-    if (!ended()) why_ended_ = failure.message;
+    if (!ended()) {
+      why_ended_ = failure.message;
+      ended_by_ = failure;
+    }
     ended_.store(true, std::memory_order_release);
   }
   // Peers that follow name the same culprit; without one, they name this rank.
@@ -459,6 +470,11 @@ Failure Board::end(Failure failure) {
   header_->verdict.compare_exchange_strong(none, verdict, std::memory_order_acq_rel);
   ring_all();
   return failure;
+}
+
+std::optional<Failure> Board::ended_by() {
+  std::lock_guard lock(ended_mutex_);
+  return ended_by_;
 }
 
 void Board::abort(const std::string& why) {

@@ -145,6 +145,8 @@ class Board {
   bool forked() const;
   bool ended() const { return ended_.load(std::memory_order_acquire); }
   void require_usable(Op op);
+  /// What ended the group, for operations that were queued before it did; none if it was left in order.
+  std::optional<Failure> ended_by();
 
   /// Raise CollectiveMismatch with the table of what each rank called. Gives late ranks a moment to say where they are.
   [[noreturn]] void mismatch(Wait& wait, const std::string& headline);
@@ -165,6 +167,7 @@ class Board {
   std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
   Failure timed_out(const Wait& wait, const MissingFn& missing);
   void announce(Wait& wait);
+  void say_everywhere(const std::string& text);
   std::string stand_of(int r, const Wait& wait);
   std::string where(const Wait& wait) const;
   std::vector<int> missing_ranks(const MissingFn& missing) const;
@@ -189,6 +192,7 @@ class Board {
   std::atomic<bool> ended_{false};
   std::mutex ended_mutex_;
   std::string why_ended_;
+  std::optional<Failure> ended_by_;
 };
 
 }  // namespace phalanx

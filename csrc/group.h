@@ -43,7 +43,8 @@ class Group {
       work(hooks);
       return;
     }
-    const auto job = worker_.submit([&](Hooks&) { std::lock_guard lock(order_); work(hooks); }, hooks.site());
+    board_.require_usable(Op::kNone);
+    const auto job = worker_.submit([&](Hooks&) { run_queued(work, hooks); }, hooks.site());
     try {
       worker_.wait(job, hooks, spin(), 0);
     } catch (...) {
@@ -59,10 +60,7 @@ class Group {
   std::shared_ptr<Job> submit(std::function<void(Hooks&)> work, std::string site) {
     board_.require_usable(Op::kNone);
     return worker_.submit(
-        [this, work = std::move(work)](Hooks& hooks) {
-          std::lock_guard lock(order_);
-          work(hooks);
-        },
+        [this, work = std::move(work)](Hooks& hooks) { run_queued(work, hooks); },
         std::move(site));
   }
 
@@ -81,6 +79,19 @@ class Group {
  private:
   Group(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config)
       : board_(std::move(segment), offset, std::move(config)), collectives_(board_), p2p_(board_) {}
+
+  /// What was queued before the group ended fails with what ended it: the caller made no mistake.
+  template <class Work>
+  void run_queued(Work& work, Hooks& hooks) {
+    std::lock_guard lock(order_);
+    try {
+      work(hooks);
+    } catch (const Failure& failure) {
+      if (failure.kind != FailureKind::kUnusable) throw;
+      if (const std::optional<Failure> cause = board_.ended_by()) throw Failure(*cause);
+      throw;
+    }
+  }
 
   Board board_;
   Collectives collectives_;

@@ -79,7 +79,7 @@ std::shared_ptr<Request> PointToPoint::post(Op op, void* data, Items items, int 
 /// Take a message that has arrived already, or queue the receive.
 void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
   for (int i = 0; i < board_.size(); ++i) {
-    const int src = request->peer_ >= 0 ? request->peer_ : i;
+    const int src = request->peer_ >= 0 ? request->peer_.load() : i;
     auto& waiting = incoming_[src].unexpected;
     const auto found = std::find_if(waiting.begin(), waiting.end(),
                                     [&](const auto& message) { return message->head.tag == request->tag_; });

@@ -28,7 +28,7 @@ class Request : public Pending {
  private:
   friend class PointToPoint;
   Op op_ = Op::kNone;
-  int peer_ = -1;  // -1: receive from any source
+  std::atomic<int> peer_{-1};  // -1: receive from any source, until matched, perhaps by another thread
   std::int64_t tag_ = 0;
   Items items_{};
   std::byte* data_ = nullptr;

@@ -76,7 +76,8 @@ std::uint32_t quota_cpus() {
   for (std::string line; std::getline(groups, line);) {  // "4:cpu,cpuacct:/path", "0::/path"
     const std::size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    std::string controllers(1, ',');
+    controllers.append(line, first + 1, second - first - 1).push_back(',');
     const std::string path = line.substr(second + 1);
     // In a container the path may be the host's, while the mount shows our group as the root: the walk ends there.
     if (controllers == ",,") least = std::min(least, least_quota("/sys/fs/cgroup", path, read_v2));

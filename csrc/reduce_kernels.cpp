@@ -79,8 +79,8 @@ template <class T> inline void store(T x, T& out) { out = x; }
 inline void store(float x, bf16& out) { narrow(x, out); }
 inline void store(float x, f16& out) { narrow(x, out); }
 
-/// Keeps a product apart from the sum it goes into: GCC 12 vectorises a complex product with fused multiply-adds, which
-/// -ffp-contract=off does not prevent.
+/// Keeps a product apart from the sum it goes into: GCC 12 vectorises complex products with fused multiply-adds, even
+/// under -ffp-contract=off.
 template <class T> inline T rounded(T x) {
 #if defined(__x86_64__)
   asm("" : "+x"(x));
@@ -127,7 +127,7 @@ struct Product {
     }
   }
   template <class T> static Complex<T> apply(Complex<T> a, Complex<T> b) {
-    return {a.re * b.re - rounded(a.im * b.im), a.re * b.im + rounded(a.im * b.re)};
+    return {rounded(a.re * b.re) - rounded(a.im * b.im), rounded(a.re * b.im) + rounded(a.im * b.re)};
   }
 };
 // NaN wins, as in torch.minimum and torch.maximum.

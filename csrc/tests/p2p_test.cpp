@@ -1,5 +1,6 @@
 // Messages between two ranks: matching, order, sizes beyond the ring, progress without a waiter.
 #include <algorithm>
+#include <condition_variable>
 #include <mutex>
 #include <set>
 #include <string>
@@ -80,6 +81,49 @@ CASE(a_receive_from_any_source_names_who_sent) {
       want.insert(1 + i % 4);
     }
     CHECK(seen == want);
+  });
+}
+
+CASE(a_receive_from_any_source_waits_for_those_who_have_not_left) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool left = false;
+  run_ranks(3, [&](Rank& self) {
+    if (self.rank == 2) {
+      self.group->leave();
+      std::lock_guard lock(mutex);
+      left = true;
+      changed.notify_all();
+      return;
+    }
+    if (self.rank == 1) {
+      std::unique_lock lock(mutex);
+      CHECK(changed.wait_for(lock, std::chrono::seconds(60), [&] { return left; }));
+      lock.unlock();
+      self.send(&self.rank, sizeof self.rank, 0, 0);
+      return;
+    }
+    int who = -1;
+    CHECK_EQ(self.recv(&who, sizeof who, -1, 0), 1);
+    // Now that both have left, nobody can send.
+    const Failure failure = failure_of([&] { self.recv(&who, sizeof who, -1, 0); });
+    CHECK_EQ(static_cast<int>(failure.kind), static_cast<int>(FailureKind::kRankFailed));
+  });
+}
+
+CASE(a_brief_wait_leaves_the_message_on_its_way) {
+  run_ranks(2, [](Rank& self) {
+    Bytes data = patterned(0, 0, kLarge), got(kLarge);
+    if (self.rank == 1) {
+      const auto request = self.post(Op::kRecv, got.data(), kLarge, 0, 0);
+      CHECK(!self.group->p2p().wait_briefly(request, self.hooks, 0.02));
+      self.collectives().barrier(self.context());
+      CHECK(self.group->p2p().wait_briefly(request, self.hooks, 60));
+      CHECK(got == data);
+    } else {
+      self.collectives().barrier(self.context());
+      self.send(data.data(), kLarge, 1, 0);
+    }
   });
 }
 

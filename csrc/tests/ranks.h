@@ -12,6 +12,7 @@
 
 #include "group.h"
 #include "harness.h"
+#include "numbers.h"
 
 namespace phalanx::tests {
 
@@ -135,14 +136,17 @@ inline double seconds_of(const std::function<void()>& call) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-/// Bytes that tell who wrote them, in which step, at which place.
-inline std::uint8_t pattern(int rank, int step, std::size_t i) {
-  return static_cast<std::uint8_t>(i * 7 + i / 251 + static_cast<std::size_t>(rank * 131 + step * 17));
-}
+/// Bytes that tell who wrote them, in which step, at which place: a stretch of one pool of random bytes.
 inline std::vector<std::uint8_t> patterned(int rank, int step, std::size_t bytes) {
-  std::vector<std::uint8_t> data(bytes);
-  for (std::size_t i = 0; i < bytes; ++i) data[i] = pattern(rank, step, i);
-  return data;
+  constexpr std::size_t kPool = std::size_t{2} << 20, kStarts = 65'521;
+  static const std::vector<std::uint8_t> pool = [] {
+    std::vector<std::uint8_t> random(kPool);
+    for (std::size_t i = 0; i < kPool; ++i) random[i] = static_cast<std::uint8_t>(mix(i));
+    return random;
+  }();
+  const std::size_t start = mix(static_cast<std::size_t>(step) * 64 + static_cast<std::size_t>(rank)) % kStarts;
+  CHECK(start + bytes <= kPool);
+  return {pool.data() + start, pool.data() + start + bytes};
 }
 
 }  // namespace phalanx::tests

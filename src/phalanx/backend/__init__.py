@@ -37,6 +37,24 @@ def _end_as_member() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._operations._core))
 
 
+if not HAS_PYTHON_BACKENDS:
+    _torchs_monitored_barrier = c10d.monitored_barrier
+
+    def _monitored_barrier(
+        group: ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """torch's function, which before 2.14 refuses every backend whose name is not gloo."""
+        target = group or c10d._get_default_group()
+        if isinstance(timeout, float):
+            timeout = timedelta(seconds=timeout)
+        if isinstance(target, PhalanxGroup):
+            target.monitored_barrier(timeout, wait_all_ranks)
+        elif not c10d._rank_not_in_group(target):
+            _torchs_monitored_barrier(group, timeout, wait_all_ranks)
+
+    c10d.monitored_barrier = dist.monitored_barrier = _monitored_barrier
+
+
 def install_as_default() -> None:
     """Make phalanx what torch picks for CPU tensors when no backend is named, in the place of gloo.
 
@@ -73,7 +91,9 @@ def build_group(
     if HAS_PYTHON_BACKENDS:
         from phalanx.backend._adapters import PhalanxBackend
 
-        backend: Any = PhalanxBackend(operations, timeout)
+        # The debug wrapper holds the C++ half alone: without its Python half the backend has no operations.
+        group.backend = PhalanxBackend(operations, timeout)
+        backend: Any = group.backend
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
             backend = c10d._create_process_group_wrapper(backend, name, store, rank, size, timeout)
         kind = ProcessGroup.BackendType.CUSTOM

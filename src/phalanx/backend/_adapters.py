@@ -3,11 +3,11 @@
 torch looks in two places. Python callers (``dist.all_reduce``) go to the ``ProcessGroup``; C++ callers (the
 dispatcher, and with it profilers, hooks and the Flight Recorder) go to the ``Backend`` that is registered on it.
 
-torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands before it only because torch wraps
-the Work that a Python backend returns in one that answers neither ``is_completed()`` nor ``_source_rank()``: it hands
+torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands before it because torch wraps the
+Work that a Python backend returns in one that answers neither ``is_completed()`` nor ``_source_rank()``: it hands
 out the real one, and takes a shorter way where nobody listens.
-Older torch: a Python class can only be a ``ProcessGroup``. :class:`PhalanxGroup` runs the operations itself, and an inner
-Gloo backend stands for those who ask for one (FSDP2, DCP) and for the few C++ calls that cannot reach Python.
+Older torch: a Python class can only be a ``ProcessGroup``. :class:`PhalanxGroup` runs the operations itself, and an
+inner Gloo backend stands for those who ask for one (FSDP2, DCP) and for the few C++ calls that cannot reach Python.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class PhalanxGroup(ProcessGroup):
         self._operations = operations
         self._timeout = timeout
         self._global_ranks = global_ranks
+        self.backend: Any = None
         self._num_splits = 0
         self._listened = False
         self._direct: bool | None = None if HAS_PYTHON_BACKENDS else True
@@ -148,7 +149,7 @@ class PhalanxGroup(ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         opts = c10d.BarrierOptions()
-        opts.timeout = timeout or self._timeout
+        opts.timeout = self._timeout if timeout is None else timeout
         self._operations.monitored_barrier(opts, wait_all_ranks)
 
     def split_group(
@@ -158,7 +159,7 @@ class PhalanxGroup(ProcessGroup):
         opts: object = None,
         group_name: str | None = None,
         group_desc: str | None = None,
-        *_: object,
+        device_types: object = None,  # phalanx has one
     ) -> ProcessGroup | None:
         """Return the group of `ranks` (numbers in this group), or None on ranks outside it."""
         from phalanx.backend import build_group

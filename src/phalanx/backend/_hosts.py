@@ -28,12 +28,23 @@ def _hello() -> dict[str, object]:
     }
 
 
-def _get(store: Store, key: str, deadline: float, what: str, rank: int, ranks: tuple[int, ...]) -> bytes:
-    """Return `key` of the store; a missing one is a timeout that names the ranks that should have written it."""
+def _absent(store: Store, global_ranks: list[int]) -> tuple[int, ...]:
+    """Return the ranks that have not said hello, none if the store cannot tell."""
+    try:
+        return tuple(other for r, other in enumerate(global_ranks) if not store.check([f"hello/{r}"]))
+    except Exception:  # it may have gone with the rank that served it
+        return ()
+
+
+def _get(store: Store, key: str, deadline: float, what: str, rank: int, global_ranks: list[int]) -> bytes:
+    """Return `key` of the store; a missing one is a timeout that names the ranks that did not come."""
     try:
         store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         return store.get(key)
     except Exception as error:
+        ranks = _absent(store, global_ranks)
+        if ranks:
+            what = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} did not come"
         raise CollectiveTimeout(
             f"rank {rank}: init_process_group: {what} within the timeout. "
             "Start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE (or init_method).",
@@ -65,7 +76,7 @@ def join_group(
     store.set(f"hello/{rank}", json.dumps(_hello()))
     if rank == 0:
         hellos = [
-            json.loads(_get(store, f"hello/{r}", deadline, f"rank {other} did not come", me, (other,)))
+            json.loads(_get(store, f"hello/{r}", deadline, f"rank {other} did not answer", me, global_ranks))
             for r, other in enumerate(global_ranks)
         ]
         try:
@@ -83,8 +94,8 @@ def join_group(
                     op="join",
                 )
     else:
-        leader = (global_ranks[0],)
-        offer = json.loads(_get(store, "offer", deadline, f"rank {leader[0]} offered no shared segment", me, leader))
+        what = f"rank {global_ranks[0]} offered no shared segment"
+        offer = json.loads(_get(store, "offer", deadline, what, me, global_ranks))
         if "refused" in offer:
             raise _refusal(offer, me, global_ranks)
         segment = _accept(offer, me, max(deadline - time.monotonic(), 0))

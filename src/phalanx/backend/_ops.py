@@ -7,6 +7,7 @@ returns None; any other returns a :class:`PhalanxWork`. Ranks are those of the g
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx._errors import CollectiveTimeout, GroupUnusable
+from phalanx._errors import CollectiveTimeout, GroupUnusable, PhalanxError
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType, premul_factor
 from phalanx.backend._work import PhalanxWork, call_site, finished
 
@@ -80,6 +81,7 @@ class Operations:
         self._global_ranks = global_ranks
         self._in_flight: set[PhalanxWork] = set()
         self._coalescing: list[PhalanxWork] | None = None
+        self._in_event = False
         self.last_work: PhalanxWork | None = None
 
     # ---- arguments -------------------------------------------------------------------------------------------------
@@ -155,8 +157,11 @@ class Operations:
         result: Tensors,
         keep: object = None,
         settle: Callable[[], None] | None = None,
+        inputs: Tensors | None = None,
     ) -> PhalanxWork | None:
         """Run a collective of the core: in this thread, or on the native one when the call is asynchronous."""
+        if torch.autograd._profiler_enabled():
+            settle = self._profiled(method.__name__, result if inputs is None else inputs, settle)
         timeout = opts.timeout
         if not opts.asyncOp:
             method(*args, timeout, None)
@@ -166,6 +171,23 @@ class Operations:
             return None
         job = method(*args, timeout, call_site())
         return self._track(PhalanxWork(job, self._core.wait_job, result, settle, keep, self._in_flight.discard))
+
+    def _profiled(self, op: str, inputs: Tensors, settle: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Open a profiler event ``phalanx:<op>`` with the shapes of the inputs, which `settle` closes."""
+        if self._in_event:
+            return settle
+        name = {"all_to_all_split": "all_to_all"}.get(op, op)
+        event = torch.autograd._record_function_with_args_enter(f"phalanx:{name}", *inputs)
+
+        def close() -> None:
+            if settle is not None:
+                settle()
+            # On a thread of its own: the profiler takes an event that ends on another thread for an asynchronous one.
+            closer = threading.Thread(target=torch.autograd._record_function_with_args_exit, args=(event,))
+            closer.start()
+            closer.join()
+
+        return close
 
     def _track(self, work: PhalanxWork) -> PhalanxWork:
         """Keep a started operation and its tensors until it is over, whatever the caller does with the handle."""
@@ -217,7 +239,7 @@ class Operations:
         return torch.mul(tensor, premul_factor(reduce_op)).to(tensor.dtype).contiguous()
 
     def _allreduce_sparse(self, tensor: torch.Tensor, opts: Options) -> PhalanxWork | None:
-        """Sum sparse COO tensors: gather every rank's entries, then coalesce. Blocking; the same result on all ranks."""
+        """Sum sparse COO tensors: gather every rank's entries, then coalesce. Blocking; equal on all ranks."""
         if opts.reduceOp.op != RedOpType.SUM:
             raise ValueError(f"{self._where('all_reduce')}: sparse tensors can only be summed, got {opts.reduceOp.op}")
         local = tensor.coalesce()
@@ -245,15 +267,25 @@ class Operations:
         return gathered
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
-        return self._coalesced([functools.partial(self.allreduce, [t]) for t in tensors], opts, tensors)
+        calls = [functools.partial(self.allreduce, [t]) for t in tensors]
+        return self._coalesced("all_reduce", calls, opts, tensors, tensors)
 
-    def _coalesced(self, calls: Sequence[Callable], opts: Options, result: Tensors) -> PhalanxWork | None:
+    def _coalesced(
+        self, op: str, calls: Sequence[Callable], opts: Options, result: Tensors, inputs: Tensors
+    ) -> PhalanxWork | None:
         """Run several operations as one. The group keeps their order, so the last one speaks for all."""
-        works = [work for call in calls if (work := call(opts)) is not None]
-        if not works:
-            return self._done(opts, result)
-        self.last_work = _Joined(works, result)
-        return self.last_work
+        settle = self._profiled(op, inputs, None) if torch.autograd._profiler_enabled() else None
+        self._in_event = True
+        try:
+            works = [work for call in calls if (work := call(opts)) is not None]
+        finally:
+            self._in_event = False
+        if works:
+            self.last_work = _Joined(works, result, settle)
+            return self.last_work
+        if settle is not None:
+            settle()
+        return self._done(opts, result)
 
     def reduce(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         tensor = self._one("reduce", tensors)
@@ -282,7 +314,7 @@ class Operations:
         buffers = [out.buffer(block) for block in blocks]
         plain = _plain(source)
         args = (plain.data_ptr(), [b.data_ptr() for b in buffers], code, item, plain.numel())
-        return self._run(self._core.all_gather, args, opts, result, (plain, buffers), out.settle)
+        return self._run(self._core.all_gather, args, opts, result, (plain, buffers), out.settle, [source])
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         count = self._blocks("all_gather_into_tensor", output, source, "output_tensor")
@@ -291,18 +323,18 @@ class Operations:
         buffer = out.buffer(output)
         plain = _plain(source)
         args = (plain.data_ptr(), _addresses(buffer, count * item, self._size), code, item, count)
-        return self._run(self._core.all_gather, args, opts, [output], (plain, buffer), out.settle)
+        return self._run(self._core.all_gather, args, opts, [output], (plain, buffer), out.settle, [source])
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         # torch's lists are by rank, then by tensor
         calls = [
             functools.partial(self.allgather, [[by_rank[i] for by_rank in outputs]], [t]) for i, t in enumerate(inputs)
         ]
-        return self._coalesced(calls, opts, [t for by_rank in outputs for t in by_rank])
+        return self._coalesced("all_gather", calls, opts, [t for by_rank in outputs for t in by_rank], inputs)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
         calls = [functools.partial(self.all_gather_single, o, i) for o, i in zip(outputs, inputs, strict=True)]
-        return self._coalesced(calls, opts, outputs)
+        return self._coalesced("all_gather", calls, opts, outputs, inputs)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         source = self._one("gather", inputs)
@@ -318,7 +350,7 @@ class Operations:
         buffers = [out.buffer(block) for block in blocks]
         plain = _plain(source)
         args = (plain.data_ptr(), [b.data_ptr() for b in buffers], code, item, plain.numel(), root)
-        return self._run(self._core.gather, args, opts, blocks, (plain, buffers), out.settle)
+        return self._run(self._core.gather, args, opts, blocks, (plain, buffers), out.settle, [source])
 
     def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         if self._rank != opts.rootRank:
@@ -343,7 +375,7 @@ class Operations:
         blocks = self._list("scatter", "scatter_list", inputs[0], target) if self._rank == root else []
         plain = [_plain(block) for block in blocks]
         args = ([b.data_ptr() for b in plain], buffer.data_ptr(), code, item, buffer.numel(), root)
-        return self._run(self._core.scatter, args, opts, outputs, (plain, buffer), out.settle)
+        return self._run(self._core.scatter, args, opts, outputs, (plain, buffer), out.settle, blocks)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> PhalanxWork | None:
         target = self._one("reduce_scatter", outputs)
@@ -365,6 +397,7 @@ class Operations:
         out = _Outputs()
         buffer = out.buffer(target)
         count = buffer.numel()
+        inputs = blocks if whole is None else [whole]
         if whole is not None:
             plain: Any = self._premultiplied(whole, opts.reduceOp)
             addresses = _addresses(plain, count * item, self._size)
@@ -372,11 +405,11 @@ class Operations:
             plain = [self._premultiplied(block, opts.reduceOp) for block in blocks]
             addresses = [block.data_ptr() for block in plain]
         args = (addresses, buffer.data_ptr(), code, item, count, kernel, agreed)
-        return self._run(self._core.reduce_scatter, args, opts, [target], (plain, buffer), out.settle)
+        return self._run(self._core.reduce_scatter, args, opts, [target], (plain, buffer), out.settle, inputs)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
         calls = [functools.partial(self.reduce_scatter_single, o, i) for o, i in zip(outputs, inputs, strict=True)]
-        return self._coalesced(calls, opts, outputs)
+        return self._coalesced("reduce_scatter", calls, opts, outputs, inputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
         for name, tensors in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
@@ -400,7 +433,7 @@ class Operations:
             code,
             item,
         )
-        return self._run(self._core.all_to_all_split, args, opts, outputs, (plain, buffers), out.settle)
+        return self._run(self._core.all_to_all_split, args, opts, outputs, (plain, buffers), out.settle, inputs)
 
     def all_to_all_single(
         self,
@@ -423,12 +456,14 @@ class Operations:
             count = self._even(op, source)
             step = count * item
             ins, outs = _addresses(plain, step, self._size), _addresses(buffer, step, self._size)
-            return self._run(self._core.all_to_all, (ins, outs, code, item, count), opts, [output], keep, out.settle)
+            return self._run(
+                self._core.all_to_all, (ins, outs, code, item, count), opts, [output], keep, out.settle, [source]
+            )
         in_counts = self._splits(op, "input_split_sizes", source, input_split_sizes)
         out_counts = self._splits(op, "output_split_sizes", output, output_split_sizes)
         ins, outs = _offsets(plain, in_counts, item), _offsets(buffer, out_counts, item)
         args = (ins, in_counts, outs, out_counts, code, item)
-        return self._run(self._core.all_to_all_split, args, opts, [output], keep, out.settle)
+        return self._run(self._core.all_to_all_split, args, opts, [output], keep, out.settle, [source])
 
     def _even(self, op: str, tensor: torch.Tensor) -> int:
         first = tensor.shape[0] if tensor.dim() else 1
@@ -456,18 +491,28 @@ class Operations:
         return self._run(self._core.barrier, (), opts, [])
 
     def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
-        """Block until every rank came; name those that did not, one or (`wait_all_ranks`) all."""
+        """Block until every rank came. Rank 0 names those that did not: the first, or (`wait_all_ranks`) all."""
+        me = self._global_ranks[self._rank]
+        timeout_ms = int(opts.timeout.total_seconds() * 1000)
+        if timeout_ms == 0:
+            self._core.abort("monitored_barrier was given no time")
+            raise CollectiveTimeout(f"Rank {me} timed out in monitoredBarrier after 0 ms", op="monitored_barrier")
         try:
             self._core.barrier(opts.timeout, None)
-        except CollectiveTimeout as error:
-            named = error.ranks if wait_all_ranks else error.ranks[:1]
-            raise CollectiveTimeout(
-                f"rank(s) {', '.join(map(str, named))} failed to pass monitoredBarrier in "
-                f"{int(opts.timeout.total_seconds() * 1000)} ms\n{error}",
-                op="monitored_barrier",
-                seq=error.seq,
-                ranks=named,
-            ) from None
+        except PhalanxError as error:
+            ranks = error.ranks
+            if self._rank != 0:
+                text = (
+                    f"Rank {me} successfully reached monitoredBarrier, but received errors while waiting for "
+                    f"send/recv from rank {self._global_ranks[0]}"
+                )
+            elif wait_all_ranks and len(ranks) > 1:
+                text = f"Ranks {', '.join(map(str, ranks))} failed to pass monitoredBarrier in {timeout_ms} ms"
+            else:
+                ranks = ranks[:1]
+                text = f"Rank {ranks[0] if ranks else '?'} failed to pass monitoredBarrier in {timeout_ms} ms"
+            kind = type(error)
+            raise kind(f"{text}\n{error}", op="monitored_barrier", seq=error.seq, ranks=ranks) from error
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
@@ -487,8 +532,11 @@ class Operations:
         buffer = out.buffer(tensor) if op == "recv" else _plain(tensor)
         post = self._core.recv if op == "recv" else self._core.send
         request = post(buffer.data_ptr(), code, item, buffer.numel(), peer, tag, call_site())
+        settle: Callable[[], None] | None = out.settle
+        if torch.autograd._profiler_enabled():
+            settle = self._profiled("recvAnySource" if peer < 0 else op, tensors, settle)
         release = self._in_flight.discard
-        return self._track(PhalanxWork(request, self._core.wait_request, tensors, out.settle, buffer, release))
+        return self._track(PhalanxWork(request, self._core.wait_request, tensors, settle, buffer, release))
 
     def start_coalescing(self) -> None:
         """Collect the operations that follow into one handle."""
@@ -522,6 +570,7 @@ class Operations:
         core, self._core = self._core, _Destroyed(self._name)
         core.leave()
         self._in_flight.clear()
+        self.last_work = self._coalescing = None  # a work holds the core, and so the memory of the group
         self._segment = None
 
 

@@ -1,0 +1,55 @@
+/* Collectives::exchange_chunks(): every rank stages chunks in a ring of RING slots, one ahead of what it consumes.
+ * FLOW tells whose data a rank needs: 0 everybody's, 1 the root's (rank 0), 2 everybody's, on the root alone. */
+#include "memory.pml"
+
+#ifndef RING
+#define RING 6  /* 2 * kSlots */
+#endif
+#ifndef LAG
+#define LAG RING  /* a slot is written when the chunk this far back has been consumed by all */
+#endif
+#ifndef CHUNKS
+#define CHUNKS 8
+#endif
+#ifndef FLOW
+#define FLOW 0
+#endif
+
+byte slots[RING * N];
+
+/* Chunks count from 1: chunk k is published by the counter value k. */
+#define SLOT(r, k)       (r * RING + (k) % RING)
+#define NEEDED(r)        (FLOW == 0 || (FLOW == 1 && r == 0) || (FLOW == 2 && me == 0))
+#define HAS_STAGED(r)    (seen(STAGED(r)) >= wanted)
+#define READY(r)         (!NEEDED(r) || HAS_STAGED(r))
+#define HAS_CONSUMED(r)  (seen(CONSUMED(r)) >= wanted)
+#define INTACT(r)        (!NEEDED(r) || slots[SLOT(r, k)] == k)
+
+#define STAGE_ONE(next) \
+  if \
+  :: next > LAG -> wanted = next - LAG; AWAIT(EVERY(HAS_CONSUMED)) \
+  :: else \
+  fi; \
+  slots[SLOT(me, next)] = DIRTY; \
+  slots[SLOT(me, next)] = next; \
+  wanted = next; \
+  PUBLISH(STAGED(me), next, (FLOW != 0 || EVERY(HAS_STAGED)))
+
+active [N] proctype rank() {
+  byte me = _pid - N, heard, wanted, k = 1;
+  STAGE_ONE(k);
+  do
+  :: k <= CHUNKS ->
+     if
+     :: k < CHUNKS -> STAGE_ONE((k + 1))
+     :: else
+     fi;
+     wanted = k;
+     AWAIT(EVERY(READY));
+     assert(EVERY(INTACT));
+     assert(EVERY(INTACT));
+     PUBLISH(CONSUMED(me), k, EVERY(HAS_CONSUMED));
+     k++
+  :: else -> break
+  od
+}

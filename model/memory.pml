@@ -1,0 +1,94 @@
+/* What the models share: flags that reach memory late, the bell that sleepers sleep on, and the muster.
+ *
+ * SPIN interleaves as if memory were sequentially consistent. What the protocol must survive is that a flag is stored,
+ * something else is loaded, and the store becomes visible only then. So a rank's flag store lies in a buffer of one
+ * entry until `memory` writes it out, at any moment; the rank itself sees it at once. Data is written directly: it may
+ * become visible before a flag that was stored earlier, but never after one that is stored later (RELEASE).
+ */
+#ifndef N
+#define N 2      /* ranks */
+#endif
+#ifndef LINES
+#define LINES 2  /* lines and stages of a rank, alternating by the sequence number */
+#endif
+#define DIRTY 255  /* what a slot holds while it is being written */
+
+byte flag[(LINES + 2) * N];
+#define LINE(r, seq)  (r * LINES + (seq) % LINES)
+#define STAGED(r)     (LINES * N + r)
+#define CONSUMED(r)   (LINES * N + N + r)
+
+byte buffered_at[N];  /* flag + 1, 0: nothing is buffered */
+byte buffered[N];
+byte rings, sleepers;
+
+active [N] proctype memory() {
+end:
+  do
+  :: d_step {
+       buffered_at[_pid] != 0 -> flag[buffered_at[_pid] - 1] = buffered[_pid]; buffered_at[_pid] = 0; buffered[_pid] = 0
+     }
+  od
+}
+
+/* A flag as rank `me` sees it. */
+#define seen(i)  (buffered_at[me] == (i) + 1 -> buffered[me] : flag[i])
+/* An atomic read-modify-write and a sequentially consistent fence both wait for the buffer. */
+#define DRAINED  (buffered_at[me] == 0)
+
+#if N == 1
+#define EVERY(condition)  (condition(0))
+#elif N == 2
+#define EVERY(condition)  (condition(0) && condition(1))
+#else
+#define EVERY(condition)  (condition(0) && condition(1) && condition(2))
+#endif
+
+#define RING_BELL  atomic { DRAINED; rings++ }
+#ifdef NO_FENCE
+#define FENCE  skip
+#else
+#define FENCE  DRAINED
+#endif
+
+#ifdef SPINNING
+/* Nobody sleeps: a smaller model, for the slots alone. */
+#define PUBLISH(index, value, all) \
+  d_step { DRAINED -> buffered_at[me] = index + 1; buffered[me] = value }
+#define AWAIT(all)  (all)
+#else
+/* Collectives::publish() and the first half of muster(): store the flag, then look for sleepers. `all` is true if the
+ * rank finds that everybody has published as much as it did. A condition that has come true stays true, so reading the
+ * flags one by one, as the code does, sees what reading them in the one step of the last read sees. */
+#define PUBLISH(index, value, all) \
+  d_step { DRAINED -> buffered_at[me] = index + 1; buffered[me] = value }; \
+  FENCE; \
+  if \
+  :: sleepers != 0 -> \
+     if \
+     :: all -> RING_BELL \
+     :: else \
+     fi \
+  :: else \
+  fi
+
+/* Board::await() with sleep_on(), whose sleep ends by the bell alone: a wake-up that is lost is a deadlock here. */
+#define AWAIT(all) \
+  do \
+  :: all -> break \
+  :: else -> \
+     atomic { DRAINED; sleepers++ }; \
+     heard = rings; \
+     if \
+     :: all \
+     :: else -> rings != heard \
+     fi; \
+     d_step { sleepers--; heard = 0 } \
+  od
+#endif
+
+/* Collectives::muster() */
+#define HERE(r)  (seen(LINE(r, seq)) == seq)
+#define MUSTER \
+  PUBLISH(LINE(me, seq), seq, EVERY(HERE)); \
+  AWAIT(EVERY(HERE))
