@@ -16,7 +16,6 @@ namespace {
 using namespace std::chrono_literals;
 constexpr auto kLook = 50ms;               // how often a sleeping rank looks at peers, signals and the clock
 constexpr auto kMismatchGrace = 300ms;     // how long a mismatch waits for the other ranks' rows of its table
-constexpr std::uint32_t kCountBits = 48;    // Call::detail: count below, root + 1 above
 
 struct Offsets {
   std::size_t members, lines, progress, bells, channels, stages, total;
@@ -92,15 +91,6 @@ const char* op_name(Op op) {
                                            "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all",
                                            "send", "recv"};
   return kNames[static_cast<std::size_t>(op)];
-}
-
-std::uint32_t Call::what() const {
-  return static_cast<std::uint32_t>(op) | static_cast<std::uint32_t>(dtype) << 8 |
-         static_cast<std::uint32_t>(reduce_op) << 16 | static_cast<std::uint32_t>(flags) << 24;
-}
-
-std::uint64_t Call::detail() const {
-  return (count & ((std::uint64_t{1} << kCountBits) - 1)) | static_cast<std::uint64_t>(root + 1) << kCountBits;
 }
 
 Call Call::unpack(std::uint32_t what, std::uint64_t detail) {

@@ -35,8 +35,14 @@ struct Call {
   std::uint64_t count = 0;     // elements a rank (a block)
   std::int32_t root = -1;      // rank in the group, -1: none
 
-  std::uint32_t what() const;
-  std::uint64_t detail() const;
+  static constexpr int kCountBits = 48;  // of detail(); root + 1 above
+  std::uint32_t what() const {
+    return static_cast<std::uint32_t>(op) | static_cast<std::uint32_t>(dtype) << 8 |
+           static_cast<std::uint32_t>(reduce_op) << 16 | static_cast<std::uint32_t>(flags) << 24;
+  }
+  std::uint64_t detail() const {
+    return (count & ((std::uint64_t{1} << kCountBits) - 1)) | static_cast<std::uint64_t>(root + 1) << kCountBits;
+  }
   static Call unpack(std::uint32_t what, std::uint64_t detail);
   std::string text() const;  // "all_reduce(float32, count=4, op=SUM)"
 };

@@ -27,6 +27,9 @@ Call make_call(Op op, const Items& items, int root = -1, std::uint8_t reduce_op 
 const std::byte* at(const void* base, std::size_t offset) { return static_cast<const std::byte*>(base) + offset; }
 std::byte* at(void* base, std::size_t offset) { return static_cast<std::byte*>(base) + offset; }
 
+/// Where the block for `to` lies in the area of `from`, which holds none for itself.
+std::size_t place(std::size_t from, std::size_t to) { return to < from ? to : to - 1; }
+
 void copy_bytes(void* to, const void* from, std::size_t bytes) {
   if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
 }
@@ -46,9 +49,11 @@ std::byte* Collectives::own_area(std::size_t bytes) { return area(board_.rank(),
 void Collectives::muster(Wait& wait) {
   board_.publish_cpu();
   Line& mine = board_.line(board_.rank(), seq_);
+  const std::uint32_t what = wait.call.what();
+  const std::uint64_t detail = wait.call.detail();
   if (compares_calls) {
-    mine.what = wait.call.what();
-    mine.detail = wait.call.detail();
+    mine.what = what;
+    mine.detail = detail;
   }
   mine.seq.store(seq_, std::memory_order_release);  // publishes call, payload and stage; pairs with `missing` below
   auto missing = [&](int r) { return board_.line(r, seq_).seq.load(std::memory_order_acquire) != seq_; };
@@ -61,8 +66,10 @@ void Collectives::muster(Wait& wait) {
   wait.arriving = true;
   board_.await(wait, missing);
   wait.arriving = false;
-  for (int r = 0; compares_calls && r < board_.size(); ++r)
-    if (board_.call_differs(r, seq_)) board_.mismatch(wait, "");
+  for (int r = 0; compares_calls && r < board_.size(); ++r) {
+    const Line& theirs = board_.line(r, seq_);  // in the cache already: its `seq` was just read
+    if (theirs.what != what || theirs.detail != detail) board_.mismatch(wait, "");
+  }
 }
 
 void Collectives::ensure_mailboxes(Wait& wait) {
@@ -273,15 +280,15 @@ void Collectives::reduce_scatter(const Context& context, std::span<const void* c
   const auto me = static_cast<std::size_t>(board_.rank());
   sources_.resize(n);
   exchange(
-      context, make_call(Op::kReduceScatter, items, -1, reduction.code), Flow::kEverybody, n, items.bytes(),
+      context, make_call(Op::kReduceScatter, items, -1, reduction.code), Flow::kEverybody, n - 1, items.bytes(),
       items.item_bytes,
       [&](std::byte* area, std::size_t lo, std::size_t len) {
         for (std::size_t j = 0; j < n; ++j)
-          if (j != me) copy_bytes(area + j * len, at(ins[j], lo), len);
+          if (j != me) copy_bytes(area + place(me, j) * len, at(ins[j], lo), len);
       },
       [&](auto area_of, std::size_t lo, std::size_t len) {
         for (std::size_t r = 0; r < n; ++r)
-          sources_[r] = r == me ? at(ins[me], lo) : area_of(static_cast<int>(r)) + me * len;
+          sources_[r] = r == me ? at(ins[me], lo) : area_of(static_cast<int>(r)) + place(r, me) * len;
         reduction.apply(at(out, lo), sources_.data(), board_.size(), len / items.item_bytes);
       });
 }
@@ -311,14 +318,17 @@ void Collectives::gather(const Context& context, const void* in, std::span<void*
 void Collectives::scatter(const Context& context, std::span<const void* const> ins, void* out, Items items, int root) {
   const auto n = static_cast<std::size_t>(board_.size());
   exchange(
-      context, make_call(Op::kScatter, items, root), Flow::kFromRoot, n, items.bytes(), items.item_bytes,
+      context, make_call(Op::kScatter, items, root), Flow::kFromRoot, n - 1, items.bytes(), items.item_bytes,
       [&](std::byte* area, std::size_t lo, std::size_t len) {
         for (std::size_t j = 0; board_.rank() == root && j < n; ++j)
-          if (static_cast<int>(j) != root) copy_bytes(area + j * len, at(ins[j], lo), len);
+          if (static_cast<int>(j) != root)
+            copy_bytes(area + place(static_cast<std::size_t>(root), j) * len, at(ins[j], lo), len);
       },
       [&](auto area_of, std::size_t lo, std::size_t len) {
+        const auto me = static_cast<std::size_t>(board_.rank());
         const bool own = board_.rank() == root;
-        copy_bytes(at(out, lo), own ? at(ins[root], lo) : area_of(root) + static_cast<std::size_t>(board_.rank()) * len, len);
+        copy_bytes(at(out, lo),
+                   own ? at(ins[root], lo) : area_of(root) + place(static_cast<std::size_t>(root), me) * len, len);
       });
 }
 
@@ -327,14 +337,14 @@ void Collectives::all_to_all(const Context& context, std::span<const void* const
   const auto n = static_cast<std::size_t>(board_.size());
   const auto me = static_cast<std::size_t>(board_.rank());
   exchange(
-      context, make_call(Op::kAllToAll, items), Flow::kEverybody, n, items.bytes(), items.item_bytes,
+      context, make_call(Op::kAllToAll, items), Flow::kEverybody, n - 1, items.bytes(), items.item_bytes,
       [&](std::byte* area, std::size_t lo, std::size_t len) {
         for (std::size_t j = 0; j < n; ++j)
-          if (j != me) copy_bytes(area + j * len, at(ins[j], lo), len);
+          if (j != me) copy_bytes(area + place(me, j) * len, at(ins[j], lo), len);
       },
       [&](auto area_of, std::size_t lo, std::size_t len) {
         for (std::size_t r = 0; r < n; ++r)
-          copy_bytes(at(outs[r], lo), r == me ? at(ins[me], lo) : area_of(static_cast<int>(r)) + me * len, len);
+          copy_bytes(at(outs[r], lo), r == me ? at(ins[me], lo) : area_of(static_cast<int>(r)) + place(r, me) * len, len);
       });
 }
 
@@ -373,14 +383,15 @@ void Collectives::all_to_all_split(const Context& context, std::span<const void*
     return lo >= bytes ? std::size_t{0} : std::min(len, bytes - lo);
   };
   exchange_chunks(
-      wait, Flow::kEverybody, n, most * items.item_bytes, items.item_bytes,
+      wait, Flow::kEverybody, n - 1, most * items.item_bytes, items.item_bytes,
       [&](std::byte* area, std::size_t lo, std::size_t len) {
         for (std::size_t j = 0; j < n; ++j)
-          if (j != me) copy_bytes(area + j * len, at(ins[j], lo), clip(in_counts[j], lo, len));
+          if (j != me) copy_bytes(area + place(me, j) * len, at(ins[j], lo), clip(in_counts[j], lo, len));
       },
       [&](auto area_of, std::size_t lo, std::size_t len) {
         for (std::size_t r = 0; r < n; ++r)
-          if (r != me) copy_bytes(at(outs[r], lo), area_of(static_cast<int>(r)) + me * len, clip(out_counts[r], lo, len));
+          if (r != me)
+            copy_bytes(at(outs[r], lo), area_of(static_cast<int>(r)) + place(r, me) * len, clip(out_counts[r], lo, len));
       });
 }
 

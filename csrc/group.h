@@ -65,10 +65,13 @@ class Group {
   }
 
   /// End every wait of this group on all ranks, with an error.
-  void abort(const std::string& why) { board_.abort(why); }
+  void abort(const std::string& why) {
+    if (!board_.forked()) board_.abort(why);
+  }
 
   /// Leave the group: finish what is queued (briefly), say goodbye, stop the threads. Idempotent.
   void leave() {
+    if (board_.forked()) return;  // the parent is the rank, and has the threads
     constexpr double kDrainSeconds = 1;
     if (!board_.ended() && !worker_.drain(kDrainSeconds)) abort("the group was destroyed with operations unfinished");
     board_.depart();

@@ -14,7 +14,11 @@ using namespace std::chrono_literals;
 /// Bytes of one fragment: small enough that sender and receiver overlap, large enough to amortise the flags.
 constexpr std::size_t kFragmentBytes = kChannelBytes / 4;
 /// How long the background thread leaves a new request to a caller who is about to wait for it.
-constexpr auto kLeaveToCaller = 100us;
+constexpr auto kLeaveToCaller = 500us;
+/// How often it looks up while callers wait, who make the progress themselves.
+constexpr auto kCallerWaits = 50ms;
+/// Looks without a request before it sleeps until it is called.
+constexpr int kVainLooks = 100;
 
 void to_ring(Channel& channel, std::uint64_t position, const std::byte* from, std::size_t bytes) {
   const std::size_t at = position % kChannelBytes;
@@ -71,7 +75,7 @@ std::shared_ptr<Request> PointToPoint::post(Op op, void* data, Items items, int 
   }
   if (!request->done()) {
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-    changed_.notify_one();
+    if (idle_) changed_.notify_one();
   }
   return request;
 }
@@ -344,13 +348,23 @@ void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done
 void PointToPoint::run() {
   pthread_setname_np(pthread_self(), "phalanx-p2p");
   Hooks no_hooks;
+  int num_vain_looks = 0;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    if (num_waiters_ > 0 || !pending()) {
-      changed_.wait(lock, [&] { return stopping_ || (num_waiters_ == 0 && pending()); });
+    // Look now and then while there is traffic: being woken for each message would take a CPU from its ranks.
+    if (num_waiters_ > 0) {
+      changed_.wait_for(lock, kCallerWaits, [&] { return stopping_ || num_waiters_ == 0; });
+    } else if (num_vain_looks < kVainLooks) {
       changed_.wait_for(lock, kLeaveToCaller, [&] { return stopping_.load(); });
+    } else {
+      idle_ = true;
+      changed_.wait(lock, [&] { return stopping_ || pending(); });
+      idle_ = false;
+      num_vain_looks = 0;
       continue;
     }
+    num_vain_looks = pending() ? 0 : num_vain_looks + 1;
+    if (stopping_ || num_waiters_ > 0 || num_vain_looks > 0) continue;
     try {
       // The oldest request speaks for all: its peer's death or its deadline is what ends the wait.
       std::shared_ptr<Request> oldest = posted_.empty() ? nullptr : posted_.front();
@@ -363,7 +377,7 @@ void PointToPoint::run() {
       call.op = oldest->op_;
       Wait wait = board_.begin(call, 0, no_hooks, 0, board_.p2p_bell(board_.rank()));
       wait.patience = std::chrono::nanoseconds(0);  // the core belongs to the computing thread
-      wait.quiet = true;                         // nobody waits for it yet
+      wait.quiet = true;                            // nobody waits for it yet
       lock.unlock();
       await_request(wait, *oldest, [&] { return stopping_ || num_waiters_.load() > 0 || oldest->done(); });
       lock.lock();

@@ -100,6 +100,7 @@ class PointToPoint {
   std::condition_variable changed_;
   std::atomic<int> num_waiters_{0};
   std::atomic<bool> stopping_{false};
+  bool idle_ = false;  // the background thread sleeps until it is called
 };
 
 }  // namespace phalanx

@@ -13,6 +13,7 @@ inner Gloo backend stands for those who ask for one (FSDP2, DCP) and for the few
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.backend._ops import Operations
+from phalanx.backend._work import finished
 
 C10dBackend = torch._C._distributed_c10d.Backend
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -93,6 +95,10 @@ def _asked_for_flight_recorder() -> bool:
     return next((int(size) > 0 for size in sizes if size), False)
 
 
+_issued = threading.local()
+"""The Work that the backend returned last in this thread: what comes out of the dispatcher is a wrapper of it."""
+
+
 class PhalanxGroup(ProcessGroup):
     """The process group that Python callers see.
 
@@ -113,6 +119,7 @@ class PhalanxGroup(ProcessGroup):
         self._timeout = timeout
         self._global_ranks = global_ranks
         self.backend: Any = None
+        self._pid = os.getpid()
         self._num_splits = 0
         self._listened = False
         self._direct: bool | None = None if HAS_PYTHON_BACKENDS else True
@@ -131,11 +138,9 @@ class PhalanxGroup(ProcessGroup):
                 or os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
                 or c10d.get_debug_level() == c10d.DebugLevel.DETAIL
             )
-        if not self._direct:
-            return False
-        return not HAS_PYTHON_BACKENDS or (
-            torch._C._len_torch_dispatch_stack() == 0 and not torch.autograd._profiler_enabled()
-        )
+        if not self._direct or not HAS_PYTHON_BACKENDS:
+            return self._direct
+        return not torch._C._len_torch_dispatch_stack() and not torch.autograd._profiler_enabled()
 
     def register_pre_hook(self, *args: Any) -> None:
         self._listened, self._direct = True, None
@@ -195,6 +200,8 @@ class PhalanxGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         self._operations.shutdown()
+        if os.getpid() != self._pid:
+            return  # forked: the threads of the inner backend stayed in the parent, and destroying it would not end
         super().shutdown()
         _kept.discard(self)
 
@@ -227,9 +234,9 @@ def _collective(name: str) -> Callable[..., Any]:
             if len(args) != num_args + 1 or not isinstance(args[-1], options):
                 args = (*_listed(method, args[:num_args]), _options(options, args[num_args:], named))
             return run(operations, *args)
-        operations.last_work = None
+        _issued.work = None
         work = base(self, *args, **named)
-        return operations.last_work or work
+        return _issued.work or work
 
     return _named(call, name)
 
@@ -242,9 +249,9 @@ def _message(name: str) -> Callable[..., Any]:
         operations = self._operations
         if self._goes_direct():
             return run(operations, *args)
-        operations.last_work = None
+        _issued.work = None
         work = base(self, *args)
-        return operations.last_work or work
+        return _issued.work or work
 
     return _named(call, name)
 
@@ -320,7 +327,8 @@ if HAS_PYTHON_BACKENDS:
         run = getattr(Operations, method)
 
         def call(self: PhalanxBackend, *args: Any) -> object:
-            return run(self._operations, *args)
+            # A blocking operation has no work, but the Flight Recorder learns from one that it is over.
+            return run(self._operations, *args) or finished([])
 
         return _named(call, method)
 

@@ -23,6 +23,7 @@ Tensors = list[torch.Tensor]
 Options = Any
 """One of torch's options classes: `asyncOp`, `timeout`, and `rootRank` or `reduceOp` where they apply."""
 _SUM = REDUCE_CODES[RedOpType.SUM][0]
+_SUMMABLE = frozenset(dtype for dtype, (code, _) in DTYPE_CODES.items() if _core.reduces(code, _SUM))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -82,7 +83,6 @@ class Operations:
         self._in_flight: set[PhalanxWork] = set()
         self._coalescing: list[PhalanxWork] | None = None
         self._in_event = False
-        self.last_work: PhalanxWork | None = None
 
     # ---- arguments -------------------------------------------------------------------------------------------------
 
@@ -139,8 +139,8 @@ class Operations:
 
     def _reduction(self, op: str, reduce_op: Any, dtype: torch.dtype) -> tuple[int, int]:
         """Return the kernel and the code of a reduce operation that has a meaning for the dtype."""
-        if reduce_op == RedOpType.SUM and _has_kernel(dtype, _SUM):
-            return _SUM, _SUM  # the usual case: asking for the operation's name costs more than a small all_reduce
+        if reduce_op == RedOpType.SUM and dtype in _SUMMABLE:
+            return _SUM, _SUM  # asking for the operation's name costs as much as a small message
         kind = reduce_op.op
         kernel, code = REDUCE_CODES[kind]
         if not _has_kernel(dtype, kernel) or (kind == RedOpType.PREMUL_SUM and not _is_inexact(dtype)):
@@ -167,7 +167,6 @@ class Operations:
             method(*args, timeout, None)
             if settle is not None:
                 settle()
-            self.last_work = None
             return None
         job = method(*args, timeout, call_site())
         return self._track(PhalanxWork(job, self._core.wait_job, result, settle, keep, self._in_flight.discard))
@@ -198,12 +197,10 @@ class Operations:
         in_flight.add(work)
         if self._coalescing is not None:
             self._coalescing.append(work)
-        self.last_work = work
         return work
 
     def _done(self, opts: Options, result: Tensors) -> PhalanxWork | None:
-        self.last_work = finished(result) if opts.asyncOp else None
-        return self.last_work
+        return finished(result) if opts.asyncOp else None
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
@@ -217,20 +214,36 @@ class Operations:
         return self._run(self._core.broadcast, args, opts, tensors, buffer, out.settle)
 
     def allreduce(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
+        if len(tensors) == 1 and self._is_simple(tensors[0], opts):
+            # The usual case, spelled out: each call of a helper costs as much as the core's part of a small message.
+            tensor = tensors[0]
+            address = tensor.data_ptr()
+            code, item = DTYPE_CODES[tensor.dtype]
+            self._core.all_reduce(address, address, code, item, tensor.numel(), _SUM, _SUM, opts.timeout, None)
+            return None
         tensor = self._one("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:
             return self._allreduce_sparse(tensor, opts)
         code, item = self._check("all_reduce", tensor)
         kernel, agreed = self._reduction("all_reduce", opts.reduceOp, tensor.dtype)
-        if agreed == kernel and _is_plain(tensor):
-            address = tensor.data_ptr()
-            args = (address, address, code, item, tensor.numel(), kernel, agreed)
-            return self._run(self._core.all_reduce, args, opts, tensors, tensor)
         out = _Outputs()
         buffer = out.buffer(tensor, filled=True)
         source = self._premultiplied(buffer, opts.reduceOp)
         args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed)
         return self._run(self._core.all_reduce, args, opts, tensors, (source, buffer), out.settle)
+
+    @staticmethod
+    def _is_simple(tensor: torch.Tensor, opts: Options) -> bool:
+        """True for the blocking sum of one plain CPU tensor, unprofiled."""
+        return (
+            not opts.asyncOp
+            and opts.reduceOp == RedOpType.SUM
+            and tensor.layout is torch.strided
+            and tensor.is_cpu
+            and tensor.dtype in _SUMMABLE
+            and _is_plain(tensor)
+            and not torch.autograd._profiler_enabled()
+        )
 
     def _premultiplied(self, tensor: torch.Tensor, reduce_op: Any) -> torch.Tensor:
         """Return the contiguous input of a reduction, multiplied by the factor of a PREMUL_SUM."""
@@ -281,8 +294,7 @@ class Operations:
         finally:
             self._in_event = False
         if works:
-            self.last_work = _Joined(works, result, settle)
-            return self.last_work
+            return _Joined(works, result, settle)
         if settle is not None:
             settle()
         return self._done(opts, result)
@@ -544,8 +556,7 @@ class Operations:
 
     def end_coalescing(self) -> PhalanxWork:
         works, self._coalescing = self._coalescing or [], None
-        self.last_work = _Joined(works, [t for work in works for t in work._result]) if works else finished([])
-        return self.last_work
+        return _Joined(works, [t for work in works for t in work._result]) if works else finished([])
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -554,8 +565,7 @@ class Operations:
         if work is None:
             out.settle()
             return None
-        self.last_work = _Joined([work], result, out.settle)
-        return self.last_work
+        return _Joined([work], result, out.settle)
 
     def abort(self) -> None:
         """End every wait of this group, on all ranks, with an error. The group cannot be used again."""
@@ -570,7 +580,7 @@ class Operations:
         core, self._core = self._core, _Destroyed(self._name)
         core.leave()
         self._in_flight.clear()
-        self.last_work = self._coalescing = None  # a work holds the core, and so the memory of the group
+        self._coalescing = None  # a work holds the core, and so the memory of the group
         self._segment = None
 
 

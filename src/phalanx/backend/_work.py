@@ -9,40 +9,60 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import typing_extensions
 from torch._C._distributed_c10d import Work
 
 from phalanx import _core
 
-_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_SKIPPED = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    typing_extensions.__file__,  # wraps what torch deprecates
+)
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
+_shown: dict[CodeType, str] = {}  # how the file of a function is shown, "" for those that are passed over
+
+
+def _show(code: CodeType) -> str:
+    path = code.co_filename
+    if path.startswith((*_SKIPPED, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path):
+        return ""
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+
+
 def call_site() -> str:
-    """Return "file.py:line" of the caller: the innermost frame outside torch, phalanx and Python's own library."""
+    """Return "file.py:line" of the caller: the innermost frame outside torch, phalanx and the standard library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((*_SKIPPED, "<frozen")) and (not path.startswith(_PYTHON) or "site-packages" in path):
-            return f"{os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path}:{frame.f_lineno}"
+        code = frame.f_code
+        shown = _shown.get(code)
+        if shown is None:
+            shown = _shown[code] = _show(code)
+        if shown:
+            return f"{shown}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
 class Completer:
-    """Fulfils the futures of finished operations, in one thread that exists once somebody asked for a future.
+    """Fulfils the futures of finished operations, in threads that exist once somebody asked for a future.
 
-    The native threads never take the GIL: they leave the number of a finished operation here.
+    The native threads never take the GIL: they leave the number of a finished operation here. A callback of a future
+    may wait for another future (PowerSGD's does), so there is always one more thread than callbacks that run.
     """
 
     def __init__(self) -> None:
         self._queue = _core.Completions()
         self._works: dict[int, PhalanxWork] = {}
         self._numbers = itertools.count()
-        self._thread: threading.Thread | None = None
+        self._threads: set[threading.Thread] = set()
+        self._num_idle = 0
         self._lock = threading.Lock()
 
     def expect(self, work: PhalanxWork, handle: _core.Pending) -> None:
@@ -50,21 +70,35 @@ class Completer:
         number = next(self._numbers)
         self._works[number] = work
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="phalanx-futures", daemon=True)
-                self._thread.start()
+            if not self._threads:
+                self._start_thread()
                 atexit.register(self.close)
         handle.notify(self._queue, number)
 
     def close(self) -> None:
-        """End the thread before the interpreter goes away under it."""
+        """End the threads before the interpreter goes away under them."""
         self._queue.close()
-        if self._thread is not None:
-            self._thread.join(timeout=1)
+        for thread in list(self._threads):
+            thread.join(timeout=1)
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="phalanx-futures", daemon=True)
+        self._threads.add(thread)
+        self._num_idle += 1
+        thread.start()
 
     def _run(self) -> None:
         while (number := self._queue.pop()) >= 0:
+            with self._lock:
+                self._num_idle -= 1
+                if self._num_idle == 0:
+                    self._start_thread()
             self._works.pop(number).fulfil()
+            with self._lock:
+                if self._num_idle > 1:  # others were started for callbacks that waited
+                    self._threads.discard(threading.current_thread())
+                    return
+                self._num_idle += 1
 
 
 _completer = Completer()
