@@ -177,7 +177,7 @@ void bind_group(nb::module_& m) {
       },
       nb::arg("segment"), nb::arg("offset"), nb::arg("rank"), nb::arg("size"), nb::arg("name"),
       nb::arg("global_ranks"), nb::arg("timeout_s"), nb::arg("stall_s"), nb::arg("spin_us"));
-  group.def_prop_ro("seq", [](Group& g) { return g.collectives().seq(); });
+  group.def_prop_ro("seq", [](Group& g) { return g.collectives().seq() - 1; });  // the join is none
   group.def_prop_ro("spins", [](Group& g) { return g.board().spins(); });
   group.def_prop_ro("ended", [](Group& g) { return g.board().ended(); });
   group.def_prop_rw("compares_calls", [](Group& g) { return g.collectives().compares_calls; },

@@ -75,6 +75,9 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 FailureKind verdict_kind(std::uint64_t verdict) { return static_cast<FailureKind>(verdict >> 32); }
 int verdict_rank(std::uint64_t verdict) { return static_cast<int>(verdict & 0xffffffff) - 1; }
 
+/// How people count: the join of the group comes before the first collective.
+std::string number(std::uint32_t seq) { return std::to_string(seq - 1); }
+
 std::string decimal(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.1f", value);
@@ -276,7 +279,7 @@ void Board::announce(Wait& wait) {
   wait.announced = true;
   const std::string site = wait.hooks->site();
   std::string text = op_name(wait.call.op);
-  if (wait.seq != 0) text += " #" + std::to_string(wait.seq);
+  if (wait.seq != 0) text += " #" + number(wait.seq);
   text += " of group '" + config_.name + "'" + (site.empty() ? "" : " at " + site);
   say_everywhere(text);
 }
@@ -291,7 +294,7 @@ void Board::say_everywhere(const std::string& text) {
 
 std::string Board::where(const Wait& wait) const {
   std::string text = "rank " + std::to_string(global(rank())) + ": " + op_name(wait.call.op);
-  if (wait.seq != 0) text += " #" + std::to_string(wait.seq);
+  if (wait.seq != 0) text += " #" + number(wait.seq);
   text += " of group '" + config_.name + "'";
   const std::string site = wait.hooks->site();
   return site.empty() ? text : text + " at " + site;
@@ -306,9 +309,9 @@ std::string Board::stand_of(int r, const Wait& wait) {
   if (wait.seq == 0) return head + pid + "has not made the matching call\n";
   const std::uint32_t last = std::max(line(r, 0).seq.load(std::memory_order_acquire),
                                       line(r, 1).seq.load(std::memory_order_acquire));
-  if (last >= wait.seq) return head + pid + "is in #" + std::to_string(last) + " but makes no progress\n";
-  return head + pid + "has not called #" + std::to_string(wait.seq) + "; its last collective here was #" +
-         std::to_string(last) + "\n";
+  if (last >= wait.seq) return head + pid + "is in #" + number(last) + " but makes no progress\n";
+  return head + pid + "has not called #" + number(wait.seq) + "; " +
+         (last <= 1 ? "it has made no collective here yet" : "its last collective here was #" + number(last)) + "\n";
 }
 
 std::string Board::standings(const Wait& wait, const std::vector<int>& ranks) {
@@ -328,7 +331,7 @@ std::vector<int> Board::missing_ranks(const MissingFn& missing) const {
 Failure Board::failure(FailureKind kind, const Wait& wait, std::string message, std::vector<int> ranks) const {
   Failure failure(kind, std::move(message), std::move(ranks));
   failure.op = op_name(wait.call.op);
-  failure.seq = wait.seq;
+  failure.seq = wait.seq == 0 ? 0 : wait.seq - 1;
   return failure;
 }
 

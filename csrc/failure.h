@@ -30,7 +30,7 @@ class Failure : public std::exception {
   std::string message;     // complete, for people
   std::vector<int> ranks;  // global ranks at fault: missing, dead or in disagreement
   std::string op;          // "all_reduce"
-  std::uint64_t seq = 0;   // number of the collective in its group; 0 for point-to-point
+  std::uint64_t seq = 0;   // number of the collective in its group, from 1; 0 for point-to-point
   int pid = 0;             // of the dead rank
   int exit_code = -1;      // of the dead rank, -1 when unknown
   int signal = 0;          // that killed it, 0 when none or unknown

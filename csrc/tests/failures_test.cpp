@@ -315,6 +315,13 @@ CASE(groups_that_follow_each_other_reuse_the_memory) {
   }
 }
 
+CASE(ranks_share_one_mapping_so_that_sanitizers_see_their_races) {
+  const auto segment = Segment::create();
+  const std::uint64_t offset = segment->allocate(kPage);
+  const Mapping one = segment->map(offset, kPage), other = segment->map(offset, kPage);
+  CHECK_EQ(one.data(), other.data());
+}
+
 CASE(a_segment_is_handed_over_and_proved_by_its_nonce) {
   const auto segment = Segment::create();
   SegmentServer server(segment);

@@ -26,7 +26,7 @@ struct Variant {
 /// The kernels that this processor can run.
 std::vector<Variant> variants() {
   std::vector<Variant> all{{"baseline", baseline::find}};
-#if defined(__x86_64__)
+#if defined(PHALANX_X86_VARIANTS)
   const std::string best = simd_level();
   if (best != "baseline") all.push_back({"x86-64-v3", v3::find});
   if (best == "x86-64-v4") all.push_back({"x86-64-v4", v4::find});

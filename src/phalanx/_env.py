@@ -6,6 +6,7 @@ begin with ``PHALANX_TEST_`` belong to the project's own tests.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields
 from typing import Any
@@ -45,7 +46,7 @@ def read_settings() -> Settings:
             value = (int if field.type == "int" else float)(text)
         except ValueError:
             value = -1
-        if value < 0:
+        if not 0 <= value < math.inf:  # nor not-a-number
             raise ValueError(f"{name} must be a number, at least 0, got {text!r}")
         values[field.name] = value
     return Settings(**values)

@@ -83,6 +83,10 @@ _KINDS: tuple[type[PhalanxError], ...] = (
 )
 
 
+for _kind in _KINDS:
+    _kind.__module__ = "phalanx"  # where users import them from
+
+
 def from_core(
     kind: int, message: str, ranks: list[int], op: str, seq: int, pid: int, exit_code: int, signal: int
 ) -> PhalanxError:

@@ -73,7 +73,7 @@ def create_group(options: Any, backend_options: Any) -> ProcessGroup:
     """
     size = options.group_size
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
-    name = options.group_id or "default_pg"
+    name = options.group_id if options.global_ranks_in_group else "default"
     others = _other_devices()
     group = build_group(options.store, options.group_rank, size, name, global_ranks, options.timeout)
     if others:

@@ -327,8 +327,9 @@ if HAS_PYTHON_BACKENDS:
         run = getattr(Operations, method)
 
         def call(self: PhalanxBackend, *args: Any) -> object:
+            work = _issued.work = run(self._operations, *args)
             # A blocking operation has no work, but the Flight Recorder learns from one that it is over.
-            return run(self._operations, *args) or finished([])
+            return work or finished([])
 
         return _named(call, method)
 

@@ -1,0 +1,142 @@
+"""How torch finds the backend: by its name, without an import, as the default; and that it cannot break torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import phalanx
+
+ALONE = """
+import torch.distributed as dist
+import torch, sys
+dist.init_process_group({backend}store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+print(dist.get_backend(), tensor.tolist(), type(dist.group.WORLD).__name__)
+dist.destroy_process_group()
+"""
+
+# Stands for an installation that is broken: importing the named module raises.
+SABOTAGE = """
+import sys
+class Saboteur:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise {error}
+sys.meta_path.insert(0, Saboteur())
+"""
+
+
+def run_python(script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `script` in a fresh interpreter, away from the repository."""
+    return subprocess.run(
+        [sys.executable, "-W", "always", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd="/",
+        env={**os.environ, **env},
+    )
+
+
+def test_init_works_without_importing_phalanx_and_ends_silently():
+    ended = run_python(ALONE.format(backend="'phalanx', "))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("\n")[0] == "phalanx [1.0, 1.0, 1.0] PhalanxGroup"
+    assert ended.stderr == ""
+
+
+def test_importing_torch_imports_nothing_heavy_of_phalanx():
+    script = "import sys, torch.distributed; print(sorted(name for name in sys.modules if name.startswith('phalanx')))"
+    ended = run_python(script)
+    assert ended.stdout.strip() in ("[]", "['phalanx', 'phalanx._plugin']")
+    assert ended.stderr == ""
+
+
+def test_install_as_default_takes_the_place_of_gloo():
+    lines = "import phalanx\nphalanx.install_as_default()\n" + ALONE.format(backend="")
+    ended = run_python(lines)
+    assert ended.returncode == 0, ended.stderr
+    assert "[1.0, 1.0, 1.0] PhalanxGroup" in ended.stdout
+    assert ended.stderr == ""
+
+
+def test_without_it_gloo_stays_the_default():
+    ended = run_python(ALONE.format(backend=""))
+    assert ended.returncode == 0, ended.stderr
+    assert "PhalanxGroup" not in ended.stdout
+
+
+def test_install_as_default_holds_for_groups_and_devices():
+    script = """
+import phalanx, torch, torch.distributed as dist
+phalanx.install_as_default()
+phalanx.install_as_default()
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+inner = dist.new_group([0])
+work = dist.all_reduce(torch.ones(2), group=inner, async_op=True)
+work.wait()
+dist.destroy_process_group()
+print(type(inner).__name__, type(work).__name__)
+"""
+    ended = run_python(script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "PhalanxGroup PhalanxWork"
+
+
+@pytest.mark.parametrize("error", ["ImportError('broken')", "RuntimeError('broken')", "SyntaxError('broken')"])
+def test_a_broken_plugin_cannot_break_torch(error):
+    """The entry point's own module fails: torch imports, perhaps with a warning, and other backends work."""
+    script = SABOTAGE.format(module="phalanx.backend", error=error)
+    script += "import torch.distributed as dist\ndist.init_process_group("
+    script += "'gloo', store=dist.HashStore(), rank=0, world_size=1)\nprint('gloo works')\n"
+    script += "dist.destroy_process_group()\n"
+    script += "try:\n    dist.init_process_group('phalanx', store=dist.HashStore(), rank=0, world_size=1)\n"
+    script += "except Exception as error:\n    print('told:', error)\n"
+    ended = run_python(script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["gloo works", "told: broken"]
+
+
+def test_a_plugin_that_cannot_register_warns_and_lets_torch_be():
+    script = """
+import torch.distributed as dist
+real = dist.Backend.register_backend
+def refuse(*args, **options):
+    raise RuntimeError("no more backends")
+dist.Backend.register_backend = refuse
+dist.Backend._plugins.pop("PHALANX", None)
+from phalanx import _plugin
+_plugin.autoload()
+dist.Backend.register_backend = real
+_plugin.autoload()
+print("PHALANX" in dist.Backend._plugins)
+"""
+    ended = run_python(script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "True"
+    assert "RuntimeWarning: the phalanx backend could not be registered" in ended.stderr
+    assert "no more backends" in ended.stderr
+
+
+def test_a_job_that_destroys_nothing_ends_silently():
+    script = ALONE.format(backend="'phalanx', ").replace("dist.destroy_process_group()", "")
+    script += "work = dist.all_reduce(tensor, async_op=True)\nprint(work.get_future().wait()[0].tolist())\n"
+    ended = run_python(script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "[1.0, 1.0, 1.0]"
+    # torch itself may remind of destroy_process_group; nothing of ours may say anything.
+    assert "nanobind" not in ended.stderr
+    assert "phalanx" not in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_phalanx_lists_what_it_exports():
+    script = "import phalanx; print([n for n in dir(phalanx) if not hasattr(phalanx, n)], len(dir(phalanx)))"
+    assert run_python(script).stdout.strip() == f"[] {len(phalanx.__all__)}"
+    failed = run_python("import phalanx; phalanx.nothing")
+    assert "module 'phalanx' has no attribute 'nothing'" in failed.stderr

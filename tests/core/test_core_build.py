@@ -1,0 +1,111 @@
+"""The core's own tests (`csrc/tests`): ranks as threads over one mapping, plain and under the sanitizers.
+
+The builds stay in `build/test_core`, so only the first run compiles everything.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+BUILDS = REPO / "build" / "test_core"
+BUILD_LIMIT_S = 600
+RUN_LIMIT_S = 300  # a hang; sanitized, a run takes some ten seconds
+
+pytestmark = pytest.mark.skipif(not (REPO / "csrc" / "tests").is_dir(), reason="needs the source tree")
+
+
+def tool(name: str) -> str:
+    """A build tool of this virtual environment, else of the system."""
+    path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    assert path is not None, f"{name} is missing; pip install -r requirements-dev.txt"
+    return path
+
+
+def run(command: list[str], limit_s: float, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=limit_s,
+        env={**os.environ, **env},
+        check=False,
+    )
+
+
+@contextmanager
+def locked(folder: Path):
+    """Two test runs may share the checkout; they take turns in a build folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def build(variant: str, target: str, *settings: str) -> Path:
+    """Build `target` of the core with PHALANX_TESTS in its own folder, as far as it is out of date; return the folder."""
+    folder = BUILDS / variant
+    with locked(folder):
+        configure = [tool("cmake"), "-S", str(REPO), "-B", str(folder), "-G", "Ninja", "-DPHALANX_TESTS=ON"]
+        configure += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DCMAKE_BUILD_TYPE=None", *settings]
+        for command in (configure, [tool("cmake"), "--build", str(folder), "--target", target]):
+            done = run(command, BUILD_LIMIT_S)
+            assert done.returncode == 0, done.stdout[-6000:]
+    return folder
+
+
+def require_sanitizer(name: str, folder: Path) -> None:
+    """Skip where the compiler comes without the sanitizer's runtime library."""
+    folder.mkdir(exist_ok=True)
+    (folder / "probe.cpp").write_text("int main() { return 0; }\n")
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    assert compiler is not None, "a C++ compiler is missing"
+    probe = run([compiler, f"-fsanitize={name}", "-o", str(folder / "probe"), str(folder / "probe.cpp")], 60)
+    if probe.returncode != 0:
+        pytest.skip(f"{compiler} cannot link with -fsanitize={name}: {probe.stdout[-200:]}")
+
+
+@functools.cache
+def without_randomization() -> list[str]:
+    """Prefix that runs a program at fixed addresses: GCC's thread sanitizer fails on kernels that randomize more bits
+    than it knows. Empty where that is not permitted, as in some containers."""
+    setarch = shutil.which("setarch")
+    if setarch is None or run([setarch, "-R", "true"], 10).returncode != 0:
+        return []
+    return [setarch, "-R"]
+
+
+@pytest.mark.parametrize("variant", ["plain", "thread", "address"])
+def test_the_core_passes_its_own_tests(variant, tmp_path):
+    if variant != "plain":
+        require_sanitizer(variant, tmp_path)
+    settings = [] if variant == "plain" else [f"-DPHALANX_SANITIZE={variant}"]
+    binary = build(variant, "test_core", *settings) / "test_core"
+    done = run([*without_randomization(), str(binary)], RUN_LIMIT_S, UBSAN_OPTIONS="print_stacktrace=1")
+    assert done.returncode == 0, done.stdout[-10_000:]
+    assert " cases, 0 failed" in done.stdout, done.stdout[-10_000:]
+
+
+@pytest.mark.skipif(
+    shutil.which("aarch64-linux-gnu-g++") is None,
+    reason="needs the cross compiler aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)",
+)
+def test_the_core_compiles_for_aarch64():
+    folder = build(
+        "aarch64",
+        "core",
+        "-DCMAKE_SYSTEM_NAME=Linux",
+        "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
+        "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++",
+    )
+    assert (folder / "libcore.a").exists()

@@ -1,0 +1,175 @@
+"""A rank that ends is named, with its process, its end and the operation, by every survivor within a second."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx import RankFailed
+from phalanx.testing import await_release, reached
+from tests.faults._watch import NAMED_WITHIN_S, TELLS_ENDING, wait_until_asleep
+
+# Name in messages, and how a rank waits in it for `victim`.
+OPERATIONS = {
+    "all_reduce": ("all_reduce", lambda victim: dist.all_reduce(torch.ones(4))),
+    "large all_gather": (
+        "all_gather",
+        lambda victim: dist.all_gather(list(torch.empty(2, 1 << 18)), torch.ones(1 << 18)),
+    ),
+    "barrier": ("barrier", lambda victim: dist.barrier()),
+    "recv": ("recv", lambda victim: dist.recv(torch.empty(4), src=victim)),
+    "recv from any": ("recv", lambda victim: dist.recv(torch.empty(4))),
+    "large send": ("send", lambda victim: dist.send(torch.ones(1 << 20), dst=victim)),
+    "irecv wait": ("recv", lambda victim: dist.irecv(torch.empty(4), src=victim).wait()),
+    "async wait": ("all_reduce", lambda victim: dist.all_reduce(torch.ones(4), async_op=True).wait()),
+    "future": ("all_reduce", lambda victim: dist.all_reduce(torch.ones(4), async_op=True).get_future().wait()),
+}
+
+
+def stay_away(rank, world_size, operation, victim):
+    """All but `victim` wait in the operation; it never comes."""
+    reached("up")
+    if rank == victim:
+        threading.Event().wait()
+    OPERATIONS[operation][1](victim)
+
+
+def end_while_peers_wait(rank, world_size, how, victim):
+    reached("up")
+    if rank != victim:
+        dist.all_reduce(torch.ones(4))
+        return
+    await_release("end")
+    if how == "exit 7":
+        os._exit(7)
+    if how == "exit 0":
+        sys.exit(0)
+    if how == "raise":
+        raise ValueError("bad learning rate")
+    dist.destroy_process_group()
+    reached("gone")
+    await_release("peers are done")
+
+
+def die_in_the_middle(rank, world_size, victim):
+    tensor = torch.ones(1 << 26)
+    dist.barrier()
+    if rank == victim:  # SIGALRM ends a process, at a moment when it is deep in the operation
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+    while True:
+        dist.all_reduce(tensor)
+
+
+def check_names(outcome, victim, killed_by=None, exit_code=None):
+    error = outcome.error
+    assert isinstance(error, RankFailed), outcome
+    assert error.ranks == (victim.rank,)
+    assert error.pid == victim.pid
+    assert f"rank {victim.rank} (pid {victim.pid})" in str(error)
+    assert f"rank {outcome.rank}: " in str(error)
+    known = ((killed_by, exit_code),) if TELLS_ENDING else ((killed_by, exit_code), (None, None))
+    assert (error.signal, error.exit_code) in known, error
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_who_waits_for_a_killed_rank_names_it_within_a_second(spawn_ranks, operation):
+    with spawn_ranks(stay_away, 2, operation, 1, group_timeout_s=30) as ranks:
+        ranks.wait_until_reached("up")
+        wait_until_asleep(ranks.pids[0])
+        killed_at = time.monotonic()
+        ranks.kill(1)
+        survivor, victim = ranks.join(20)
+    check_names(survivor, victim, killed_by=signal.SIGKILL)
+    assert survivor.error.op == OPERATIONS[operation][0]
+    assert "test_dead_peers.py:" in str(survivor.error)
+    assert survivor.when_s - killed_at < NAMED_WITHIN_S
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "async wait"])
+def test_all_survivors_name_the_true_culprit_though_its_victims_exit_too(spawn_ranks, operation):
+    with spawn_ranks(stay_away, 4, operation, 2, group_timeout_s=30) as ranks:
+        ranks.wait_until_reached("up")
+        for rank in (0, 1, 3):
+            wait_until_asleep(ranks.pids[rank])
+        killed_at = time.monotonic()
+        ranks.kill(2)
+        outcomes = ranks.join(20)
+    for rank in (0, 1, 3):
+        check_names(outcomes[rank], outcomes[2], killed_by=signal.SIGKILL)
+        assert outcomes[rank].when_s - killed_at < NAMED_WITHIN_S
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (2, 0), (4, 1)])
+def test_a_rank_that_dies_in_the_middle_of_256_mib_is_named(run_ranks, world_size, victim):
+    outcomes = run_ranks(die_in_the_middle, world_size, victim, group_timeout_s=30, timeout_s=30, expect_failures=True)
+    for outcome in outcomes:
+        if outcome.rank == victim:
+            assert outcome.exitcode == -signal.SIGALRM, outcome
+            continue
+        check_names(outcome, outcomes[victim], killed_by=signal.SIGALRM)
+        assert outcome.error.op == "all_reduce"
+        assert outcome.when_s - outcomes[victim].when_s < NAMED_WITHIN_S
+
+
+@pytest.mark.parametrize(("how", "exit_code"), [("exit 7", 7), ("exit 0", 0), ("raise", 1)])
+def test_a_rank_that_exits_is_named_with_its_exit_code(spawn_ranks, how, exit_code):
+    with spawn_ranks(end_while_peers_wait, 3, how, 1, group_timeout_s=30) as ranks:
+        ranks.wait_until_reached("up")
+        ended_at = time.monotonic()
+        ranks.release("end", ranks=[1])
+        outcomes = ranks.join(20)
+    assert outcomes[1].exitcode == exit_code
+    for rank in (0, 2):
+        check_names(outcomes[rank], outcomes[1], exit_code=exit_code)
+        assert outcomes[rank].when_s - ended_at < NAMED_WITHIN_S
+
+
+def test_a_rank_that_destroys_the_group_early_has_left_it(spawn_ranks):
+    with spawn_ranks(end_while_peers_wait, 3, "destroy", 1, group_timeout_s=30) as ranks:
+        ranks.wait_until_reached("up")
+        left_at = time.monotonic()
+        ranks.release("end", ranks=[1])
+        ranks.wait_until_reached("gone", ranks=[1])
+        ranks.release("peers are done", ranks=[1])
+        outcomes = ranks.join(20)
+    assert outcomes[1].ok
+    for rank in (0, 2):
+        check_names(outcomes[rank], outcomes[1])
+        assert "has left the group" in str(outcomes[rank].error)
+        assert outcomes[rank].when_s - left_at < NAMED_WITHIN_S
+
+
+SCRIPT = """
+import os, sys, torch.distributed as dist
+dist.init_process_group("phalanx", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+if dist.get_rank() == 1:
+    END
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(("end", "exit_code"), [("sys.exit(0)", 0), ("raise ValueError('bad')", 1)])
+def test_a_script_that_ends_without_destroying_its_group_is_named_with_its_exit_code(tmp_path, end, exit_code):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("END", end))
+    command = [sys.executable, str(script), f"file://{tmp_path}/rendezvous"]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        printed = [process.communicate(timeout=60)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert ranks[1].returncode == exit_code, printed[1]
+    assert "RankFailed" in printed[0], printed[0]
+    assert f"rank 1 (pid {ranks[1].pid})" in printed[0]
+    if TELLS_ENDING:
+        assert f"exited with code {exit_code}" in printed[0]
