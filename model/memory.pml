@@ -57,6 +57,12 @@ end:
   d_step { DRAINED -> buffered_at[me] = index + 1; buffered[me] = value }
 #define AWAIT(all)  (all)
 #else
+#ifdef NO_LAST
+#define RINGS(all)  (me == 0)  /* broken: one and the same rank wakes the others */
+#else
+#define RINGS(all)  (all)
+#endif
+
 /* Collectives::publish() and the first half of muster(): store the flag, then look for sleepers. `all` is true if the
  * rank finds that everybody has published as much as it did. A condition that has come true stays true, so reading the
  * flags one by one, as the code does, sees what reading them in the one step of the last read sees. */
@@ -66,7 +72,7 @@ end:
   if \
   :: sleepers != 0 -> \
      if \
-     :: all -> RING_BELL \
+     :: RINGS(all) -> RING_BELL \
      :: else \
      fi \
   :: else \

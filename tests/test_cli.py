@@ -33,8 +33,10 @@ def phalanx(*args, **options):
 )
 def test_a_mistake_is_one_line_that_shows_the_right_call(args, said):
     done = phalanx(*args)
-    assert done.returncode == 2 and done.stdout == ""
-    assert said in done.stderr and "phalanx run --nproc-per-node 2 train.py" in done.stderr
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert said in done.stderr
+    assert "phalanx run --nproc-per-node 2 train.py" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -59,7 +61,8 @@ def test_a_module_and_a_program_can_be_run(tmp_path):
 @pytest.mark.parametrize("args", [["--help"], ["run", "--help"]])
 def test_help_is_no_mistake(args):
     done = phalanx(*args)
-    assert done.returncode == 0 and "phalanx run" in done.stdout
+    assert done.returncode == 0
+    assert "phalanx run" in done.stdout
 
 
 def test_the_supervisor_imports_neither_torch_nor_anything_heavy():

@@ -106,7 +106,8 @@ def test_ranks_are_processes_with_this_environment(run_ranks, monkeypatch):
     monkeypatch.setenv("PATCHED", "here")
     first, second = run_ranks(describe_process, 2, backend=None, env={"GIVEN": "yes"})
     assert len({first["pid"], second["pid"], os.getpid()}) == 3
-    assert first["threads"] == 1 and not first["initialised"]
+    assert first["threads"] == 1
+    assert not first["initialised"]
     assert second["env"] == {"RANK": "1", "WORLD_SIZE": "2", "GIVEN": "yes", "PATCHED": "here"}
 
 
@@ -117,7 +118,8 @@ def test_a_function_can_initialise_by_itself(run_ranks):
 def test_the_rank_that_raises_is_named_and_not_its_victims(run_ranks):
     with pytest.raises(RankError, match=r"rank 1 .*ValueError: bad learning rate") as caught:
         run_ranks(rank_one_raises, 2, backend="gloo")
-    assert caught.value.rank == 1 and isinstance(caught.value.error, ValueError)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.error, ValueError)
     assert "in rank_one_raises" in caught.value.traceback
     assert len(caught.value.outcomes) == 2
 
@@ -144,8 +146,10 @@ def test_a_rank_that_hangs_is_killed_at_the_limit_and_shows_where(run_ranks):
 
 def test_expected_failures_come_back_as_outcomes(run_ranks):
     first, second = run_ranks(rank_one_dies, 2, "SIGKILL", backend="gloo", expect_failures=True)
-    assert isinstance(first.error, RuntimeError) and first.exitcode == 1
-    assert second.signal is signal.SIGKILL and not second.ok
+    assert isinstance(first.error, RuntimeError)
+    assert first.exitcode == 1
+    assert second.signal is signal.SIGKILL
+    assert not second.ok
 
 
 def test_what_a_rank_prints_reaches_the_capture_of_this_test(run_ranks, capfd):
@@ -170,7 +174,8 @@ def test_a_stopped_rank_hangs_until_resumed_or_killed():
         ranks.release("go", ranks=[0])
         kill_rank(ranks, 1)
         first, second = ranks.join(1)
-        assert first.hung and second.signal is signal.SIGKILL
+        assert first.hung
+        assert second.signal is signal.SIGKILL
     with spawn_ranks(step_through, 1, backend=None) as ranks:
         ranks.wait_until_reached("up")
         ranks.stop(0)

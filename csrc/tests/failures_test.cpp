@@ -218,9 +218,13 @@ CASE(abort_ends_a_wait_in_another_thread_of_the_same_rank) {
   Rendezvous done(2);
   run_ranks(2, [&](Rank& self) {
     if (self.rank == 0) {
-      std::jthread other([&] { self.group->abort("shutting down"); });
+      const std::uint32_t seq = self.collectives().seq() + 1;
+      std::jthread other([&] {
+        const Line& line = self.group->board().line(0, seq);
+        while (line.seq.load(std::memory_order_acquire) != seq) std::this_thread::yield();  // it has arrived
+        self.group->abort("shutting down");
+      });
       check_kind(failure_of([&] { self.collectives().barrier(self.context()); }), FailureKind::kAborted);
-      other.join();
     }
     done.arrive_and_wait();
   });

@@ -57,7 +57,7 @@ LEFT_ALONE = {
 }
 
 
-class ExamChanged(RuntimeError):  # noqa: N818 - reads as what happened
+class ExamChanged(RuntimeError):
     """This torch words its exam in a way that the rewriting does not know."""
 
 

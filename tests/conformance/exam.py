@@ -46,9 +46,7 @@ class Exam:
         root = Path(__file__).resolve().parents[package.count(".") + 1]
         command = [sys.executable, "-m", f"{package}.exam", "--serve", "--backend", backend]
         command += ["--world-size", str(world_size), "--limit-s", str(limit_s)]
-        self._process = subprocess.Popen(
-            command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             self.names: list[str] = self._answer()
         except BaseException:

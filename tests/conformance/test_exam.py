@@ -36,9 +36,7 @@ def exams() -> Iterator[dict[int, Exam]]:
 
 
 @pytest.mark.parametrize(("world_size", "name", "expected"), list(_cases()))
-def test_phalanx_passes_where_gloo_passes(
-    exams: dict[int, Exam], world_size: int, name: str, expected: str
-) -> None:
+def test_phalanx_passes_where_gloo_passes(exams: dict[int, Exam], world_size: int, name: str, expected: str) -> None:
     exam = exams[world_size]
     assert name in exam.names, f"the exam of torch {torch_release()} has no test {name}"
     problem = complaint(exam.run(name), expected)

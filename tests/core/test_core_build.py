@@ -53,7 +53,7 @@ def locked(folder: Path):
 
 
 def build(variant: str, target: str, *settings: str) -> Path:
-    """Build `target` of the core with PHALANX_TESTS in its own folder, as far as it is out of date; return the folder."""
+    """Bring `target` of the core up to date in a folder of the variant's own; return the folder."""
     folder = BUILDS / variant
     with locked(folder):
         configure = [tool("cmake"), "-S", str(REPO), "-B", str(folder), "-G", "Ninja", "-DPHALANX_TESTS=ON"]

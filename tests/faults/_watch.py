@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from pathlib import Path
@@ -18,11 +17,12 @@ NAMED_WITHIN_S = 1.0
 
 
 def wait_until_asleep(pid: int, timeout_s: float = 20.0) -> None:
-    """Return once a thread of the process sleeps on a futex, as one does that waits in an operation."""
+    """Return once the main thread of the process sleeps on a futex and stays there, as one does in a long wait."""
     deadline = time.monotonic() + timeout_s
+    num_seen = 0
     while time.monotonic() < deadline:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            if (task / "syscall").read_text().split()[0] == _FUTEX:
-                return
-        os.sched_yield()
+        num_seen = num_seen + 1 if Path(f"/proc/{pid}/syscall").read_text().split()[0] == _FUTEX else 0
+        if num_seen == 3:
+            return
+        time.sleep(0.002)  # a waiting thread makes no event
     raise TimeoutError(f"process {pid} did not begin to wait within {timeout_s:g} s")

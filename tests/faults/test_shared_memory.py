@@ -1,4 +1,4 @@
-"""The shared segment: nothing of it outlives the ranks, /dev/shm does not matter, a shortage is an error on all ranks."""
+"""The shared segment: nothing of it outlives the ranks, /dev/shm does not matter, a shortage is an error everywhere."""
 
 from __future__ import annotations
 

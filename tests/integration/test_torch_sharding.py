@@ -74,7 +74,9 @@ def train_fsdp2(rank, world_size, kind):
     again = make_model()
     shard(again, mesh, **options)
     set_model_state_dict(
-        again, dict(state) if rank == 0 else {}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        again,
+        dict(state) if rank == 0 else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
     x, target = batch(NUM_STEPS, rank)
     after = [nn.functional.mse_loss(m(x), target).item() for m in (model, again)]
