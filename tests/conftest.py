@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import phalanx.testing
+from tests import shm
 
 _SETTLE_S = 3.0  # a process that was told to end needs a moment; a leak stays
 
@@ -66,7 +67,7 @@ def _holdings() -> dict[str, set[str]]:
         "process": {f"{pid} {_process_name(pid)}" for pid in processes},
         "descriptor": descriptors,
         "thread": threads,
-        "/dev/shm entry": set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set(),
+        "/dev/shm entry": shm.files(),
     }
 
 
@@ -80,6 +81,7 @@ def leaves_nothing_behind():
     deadline = time.monotonic() + _SETTLE_S
     while True:
         after = _holdings()
+        after["/dev/shm entry"] = shm.unmapped(after["/dev/shm entry"] - before["/dev/shm entry"])
         left = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
         if not left:
             return

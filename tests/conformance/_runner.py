@@ -27,6 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from tests import shm
+
 Outcome = Literal["passed", "failed", "skipped"]
 
 DEFAULT_LIMIT_S = 120.0
@@ -99,7 +101,7 @@ class Runner:
 
     def run(self, name: str) -> Result:
         """Run test `name` and return its result; never raises for what the test does."""
-        before = _shm_files()
+        before = shm.files()
         start = time.perf_counter()
         report = _Report()
         with _environment_kept():
@@ -256,23 +258,10 @@ def _children() -> list[int]:
     return children
 
 
-def _shm_files() -> set[str]:
-    return {str(path) for path in Path("/dev/shm").glob("*")}
-
-
 def _orphaned_files(before: set[str]) -> set[str]:
-    """Return the files in /dev/shm that came up since and that no living process maps.
-
-    Other jobs on the machine make files there too; theirs are mapped, or soon gone.
-    """
+    """Return the files in /dev/shm that came up since and that no living process maps, after a moment to settle."""
     deadline = time.monotonic() + _ORPHAN_S
-    while new := _shm_files() - before:
-        for maps in Path("/proc").glob("[0-9]*/maps"):
-            with contextlib.suppress(OSError):
-                mapped = maps.read_text(errors="replace")
-                new = {file for file in new if file not in mapped}
-        if not new or time.monotonic() > deadline:
-            break
+    while (new := shm.unmapped(shm.files() - before)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return new
 

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -21,22 +22,23 @@ LONG = os.environ.get("PHALANX_TEST_LONG") == "1"
 NUM_FAULTS = 300 if LONG else 10
 WORLD_SIZES = (2, 3, 4)
 NAMED_WITHIN_S = 1.0
+KILL_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 1.0
 LATE_BY_S = 1.5  # a loaded machine looks at its clock late
 
 
-def operate_until_a_fault(rank, world_size, seed):
+def operate_until_a_fault(rank, world_size, seed, timeout_s):
     try:
-        operate_for_ever(rank, world_size, seed)
+        operate_for_ever(rank, world_size, seed, timeout_s)
     except PhalanxError:
         reached("raised")
         raise
 
 
-def operate_for_ever(rank, world_size, seed):
+def operate_for_ever(rank, world_size, seed, timeout_s):
     """Run the same random operations on every rank, in two groups, some of them asynchronous."""
     generator = random.Random(seed)  # not by rank: the ranks must agree
-    pair = dist.new_group([0, world_size - 1])
+    pair = dist.new_group([0, world_size - 1], timeout=timedelta(seconds=timeout_s))
     reached("running")
     while True:
         num_elems = generator.choice([1, 100, 10_000, 100_000, 1_000_000])
@@ -82,7 +84,7 @@ def kill_one(seed):
     generator = random.Random(seed)
     world_size = generator.choice(WORLD_SIZES)
     victim = generator.randrange(world_size)
-    with spawn_ranks(operate_until_a_fault, world_size, seed, group_timeout_s=20) as ranks:
+    with spawn_ranks(operate_until_a_fault, world_size, seed, KILL_TIMEOUT_S, group_timeout_s=KILL_TIMEOUT_S) as ranks:
         ranks.wait_until_reached("running")
         time.sleep(generator.random() * 0.05)  # the random moment
         killed_at = time.monotonic()
@@ -100,7 +102,7 @@ def stop_one(seed):
     generator = random.Random(seed)
     world_size = generator.choice(WORLD_SIZES)
     victim = generator.randrange(world_size)
-    with spawn_ranks(operate_until_a_fault, world_size, seed, group_timeout_s=STOP_TIMEOUT_S) as ranks:
+    with spawn_ranks(operate_until_a_fault, world_size, seed, STOP_TIMEOUT_S, group_timeout_s=STOP_TIMEOUT_S) as ranks:
         ranks.wait_until_reached("running")
         time.sleep(generator.random() * 0.05)  # the random moment
         stopped_at = time.monotonic()
