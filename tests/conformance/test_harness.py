@@ -61,10 +61,9 @@ json.dump([results, left], answers)
 @pytest.fixture(scope="module")
 def sat() -> Sat:
     """Results by name of the tests in `_PROGRAM`, and whether files or children were left."""
-    package = __package__ or ""
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(package=package)],
-        cwd=Path(__file__).resolve().parents[package.count(".") + 1],
+        [sys.executable, "-c", _PROGRAM.format(package="tests.conformance")],
+        cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
         timeout=120,
