@@ -68,6 +68,25 @@ def die_in_the_middle(rank, world_size, victim):
         dist.all_reduce(tensor)
 
 
+def receive_from_any_after_one_has_left(rank, world_size):
+    if rank == 1:
+        dist.send(torch.tensor([1.0]), dst=0)
+        return None
+    if rank == 2:
+        await_release("rank 0 waits")
+        dist.send(torch.tensor([2.0]), dst=0)
+        return None
+    received = torch.empty(1)
+    values = []
+    for _ in range(2):
+        reached(f"waiting for message {len(values)}")
+        dist.recv(received)
+        values.append(received.item())
+    with pytest.raises(RankFailed, match="has left the group"):  # now all have
+        dist.recv(received)
+    return values
+
+
 def check_names(outcome, victim, killed_by=None, exit_code=None):
     error = outcome.error
     assert isinstance(error, RankFailed), outcome
@@ -145,6 +164,16 @@ def test_a_rank_that_destroys_the_group_early_has_left_it(spawn_ranks):
         check_names(outcomes[rank], outcomes[1])
         assert "has left the group" in str(outcomes[rank].error)
         assert outcomes[rank].when_s - left_at < NAMED_WITHIN_S
+
+
+def test_a_receive_from_any_goes_on_while_somebody_is_left_to_send(spawn_ranks):
+    with spawn_ranks(receive_from_any_after_one_has_left, 3, group_timeout_s=20) as ranks:
+        ranks.wait_until_reached("waiting for message 1", ranks=[0])
+        wait_until_asleep(ranks.pids[0])
+        ranks.release("rank 0 waits", ranks=[2])
+        outcomes = ranks.join(20)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    assert outcomes[0].value == [1.0, 2.0]
 
 
 SCRIPT = """
