@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,12 @@ import phalanx.testing
 from tests import shm
 
 _SETTLE_S = 3.0  # a process that was told to end needs a moment; a leak stays
+
+# A shell starts its background jobs with these ignored, and so would every process be that a test starts: tests of
+# Ctrl-C would wait for ever.
+for _sig in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(_sig) == signal.SIG_IGN:
+        signal.signal(_sig, signal.default_int_handler if _sig == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
