@@ -26,6 +26,11 @@ class Settings:
     """Size of the chunks in which larger messages are pipelined, at most 65536."""
 
 
+def environment() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
 def read_settings() -> Settings:
     """Return the settings of this process.
 

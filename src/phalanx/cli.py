@@ -14,8 +14,14 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from typing import NoReturn
 
-from phalanx.launch import Job, run
-from phalanx.launch.environment import num_usable_cpus
+from phalanx.launch.cpus import Share
+from phalanx.launch.job import Job
+from phalanx.launch.supervisor import run
+
+
+def num_usable_cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
 
 _RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"
 
@@ -63,6 +69,9 @@ def _run_parser() -> tuple[_Parser, list[argparse.Action]]:
         ),
         flag("--nnodes", type=_one_node, default=1, metavar="1", help="only 1 for now"),
         flag("--node-rank", type=_number(int, 0, "0", 0), default=0, metavar="0", help="only 0"),
+        flag("--no-preload", action="store_true"),
+        flag("--no-use-env", action="store_true"),
+        flag("--max-restarts", type=int, default=0),
         flag("--standalone", action="store_true", help="accepted; a job of one node always is"),
         flag("--master-addr", default="127.0.0.1", help="where rank 0 listens"),
         flag(
@@ -103,8 +112,15 @@ def _parse_run(argv: list[str]) -> Job:
     if target[:1] == ["--"]:
         target = target[1:]
     return Job(
-        command=_command(parser, target, module=flags.module, no_python=flags.no_python),
-        num_ranks=flags.nproc_per_node,
+        command=tuple(_command(parser, target, module=flags.module, no_python=flags.no_python)),
+        preload=not (flags.no_python or flags.no_preload),
+        local_rank_argument=flags.no_use_env,
+        max_restarts=flags.max_restarts,
+        num_local_ranks=flags.nproc_per_node,
+        shares=tuple(
+            Share(num_threads=max(1, num_usable_cpus() // flags.nproc_per_node)) for _ in range(flags.nproc_per_node)
+        ),
+        shares_note=f"{flags.nproc_per_node} ranks",
         master_addr=flags.master_addr,
         master_port=flags.master_port,
         run_id=flags.rdzv_id,

@@ -29,7 +29,7 @@ def start(tmp_path):
             file.write(textwrap.dedent(source))
         command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(num_ranks)]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-        options["env"] = {**os.environ, "TMPDIR": str(tmp_path)}  # SIGKILL leaves its files
+        options = {"cwd": tmp_path, **options}
         jobs.append(subprocess.Popen([*command, *flags, str(script)], **options))
         return jobs[-1]
 
@@ -43,8 +43,12 @@ def start(tmp_path):
 
 
 def finish(job):
+    """Return exit code, stdout, and stderr without the line that opens it."""
     out, err = job.communicate(timeout=LIMIT_S)
-    return job.returncode, out.decode(), err.decode()
+    opening, _, rest = err.decode().partition("\n")
+    assert opening.startswith("phalanx run: "), err
+    assert "; logs in " in opening
+    return job.returncode, out.decode(), rest
 
 
 def read_pids(job, num_ranks):
@@ -109,7 +113,7 @@ def test_every_rank_finds_torchruns_environment(start, monkeypatch):
     assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"] != "0"
     error_files = {found[rank]["TORCHELASTIC_ERROR_FILE"] for rank in range(2)}
     assert len(error_files) == 2
-    assert not any(os.path.exists(os.path.dirname(path)) for path in error_files)
+    assert not any(os.path.exists(path) for path in error_files)
 
 
 def test_the_users_thread_count_and_address_are_kept(start, monkeypatch):
@@ -162,7 +166,7 @@ def test_stdout_and_stderr_stay_apart_and_a_bar_is_one_line_in_a_pipe(start):
     ("end", "code", "said"),
     [
         ("os._exit(7)", 7, "exited with code 7"),
-        ("raise ValueError('bad batch')", 1, "exited with code 1"),
+        ("raise ValueError('bad batch')", 1, "raised ValueError and exited with code 1"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
     ],
@@ -173,11 +177,12 @@ def test_a_failing_rank_ends_the_others_and_is_named(start, end, code, said):
     os.kill(pids[1], signal.SIGUSR1)
     got, _, err = finish(job)
     assert got == code
-    last = err.splitlines()[-1]
-    assert f"rank 1 (pid {pids[1]}) {said}" in last
-    assert f"exit code {code}" in last
-    assert "Supervisor" not in err
+    assert "phalanx run: then ended ranks 0, 2\n" in err
+    last_words = err[err.rindex("phalanx run: ") :].splitlines()
+    assert last_words[0] == f"phalanx run: rank 1 (pid {pids[1]}) {said}; exit code {code}"
+    assert any(line.startswith("  log: ") and line.endswith("rank_1/stderr.log") for line in last_words)
     assert "supervisor.py" not in err
+    assert "sitecustomize" not in err
     wait_for_end(pids)
 
 

@@ -2,64 +2,73 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import dataclasses
 from collections.abc import Mapping
 
+# Read by the pools of OpenMP, MKL, OpenBLAS and numexpr.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
-def rank_environment(
-    inherited: Mapping[str, str],
-    *,
-    rank: int,
-    world_size: int,
-    master_addr: str,
-    master_port: int,
-    run_id: str,
-    error_file: str,
-) -> dict[str, str]:
-    """Return the environment of one rank of a job on one node.
+
+def shared_environment(inherited: Mapping[str, str], *, num_threads: int) -> dict[str, str]:
+    """Return what all ranks of a node have in common; what the user has set is kept.
+
+    A rank writes into a pipe, so its streams are unbuffered: its last words are not lost with it. A crash in native
+    code leaves the stacks of Python's threads.
+    """
+    threads = {} if "OMP_NUM_THREADS" in inherited else dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
+    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    return {**defaults, **threads, **inherited}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of the group, seen from one node: what the ranks are told of it.
+
+    Attributes:
+        first_rank: Rank of this node's local rank 0.
+        node_rank: This node among ``num_nodes``.
+        restart_count: 0 for the first attempt.
+    """
+
+    world_size: int
+    num_local_ranks: int
+    first_rank: int = 0
+    node_rank: int = 0
+    num_nodes: int = 1
+    role: str = "default"
+    master_addr: str = "127.0.0.1"
+    master_port: int
+    run_id: str = "none"
+    restart_count: int = 0
+    max_restarts: int = 0
+
+
+def rank_environment(attempt: Attempt, local_rank: int, error_file: str) -> dict[str, str]:
+    """Return what one rank finds beside the shared environment.
 
     Args:
-        inherited: The environment of the supervisor; its OMP_NUM_THREADS is kept.
         error_file: Where ``torch.distributed.elastic``'s ``@record`` writes an exception.
 
     Source: ``torch/distributed/elastic/agent/server/local_elastic_agent.py``.
     """
-    size = str(world_size)
+    rank, size = str(attempt.first_rank + local_rank), str(attempt.world_size)
     return {
-        # A rank writes into a pipe: unbuffered, so that its last words are not lost with it.
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(max(1, num_usable_cpus() // world_size)),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        **inherited,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "NODE_RANK": "0",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(attempt.num_local_ranks),
+        "GROUP_RANK": str(attempt.node_rank),
+        "GROUP_WORLD_SIZE": str(attempt.num_nodes),
+        "NODE_RANK": str(attempt.node_rank),
+        "ROLE_NAME": attempt.role,
+        "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_ERROR_FILE": error_file,
-        # Rank 0 serves the store itself; the supervisor holds none.
+        "MASTER_ADDR": attempt.master_addr,
+        "MASTER_PORT": str(attempt.master_port),
+        "TORCHELASTIC_RUN_ID": attempt.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(attempt.max_restarts),
+        # Rank 0 serves the store itself: it is new in each attempt.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": error_file,
     }
-
-
-def num_usable_cpus() -> int:
-    """Return the number of CPUs that this process may run on, at least 1."""
-    return len(os.sched_getaffinity(0)) or 1
-
-
-def free_port() -> int:
-    """Return a TCP port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -17,6 +17,11 @@ _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 _LIVE_TOKEN = re.compile(rb"\n|\r|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[]?|[^\n\r\x1b]+")
 _ERASE_LINE = b"\r\x1b[2K"
 
+_STYLE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+_TRACEBACK = re.compile(rb"(\[rank\d+\]: ?)?Traceback \(most recent call last\):")
+_WITHIN_TRACEBACK = re.compile(rb"(\[rank\d+\]: ?)?(\s|$|During handling of|The above exception|Traceback \()")
+_INTERRUPT = re.compile(rb"(\[rank\d+\]: ?)?KeyboardInterrupt")
+
 
 def prefix(rank: int, *, colour: bool) -> bytes:
     """Return what stands before each line of `rank`."""
@@ -32,37 +37,39 @@ class Screen:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.is_terminal = os.isatty(fd)
-        self._open_line = b""  # of the live rank: on the terminal, not yet ended
+        # Of the live rank, whose two outputs share the cursor as they would without us.
+        self.open_line = b""  # on the terminal, not yet ended
+        self.style = b""  # set before the line has begun
 
     def write_line(self, line: bytes) -> None:
         """Write `line`, ending included, above the line that is still being written."""
-        if self._open_line:
-            line = _ERASE_LINE + line + self._open_line
-        self._write(line)
-
-    def write_live(self, data: bytes, open_line: bytes) -> None:
-        """Write `data` as it is; `open_line` is what then stands on the unfinished line."""
-        self._open_line = open_line
-        self._write(data)
+        self.write(_ERASE_LINE + line + self.open_line if self.open_line else line)
 
     def end_line(self) -> None:
         """Go to the start of a line, if the cursor is not there."""
-        if self._open_line:
-            self.write_live(b"\n", b"")
+        if self.open_line:
+            self.open_line = b""
+            self.write(b"\n")
 
-    def _write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
             view = view[os.write(self.fd, view) :]
 
 
 class LineStream:
-    """Output of a rank, given on in whole lines; a rewritten line only in its last state."""
+    """Output of a rank, given on in whole lines; a rewritten line only in its last state.
 
-    def __init__(self, screen: Screen, line_prefix: bytes) -> None:
+    Args:
+        hide_interrupts: Leave out tracebacks of KeyboardInterrupt, for after Ctrl-C: every rank has one.
+    """
+
+    def __init__(self, screen: Screen, line_prefix: bytes, *, hide_interrupts: bool = False) -> None:
         self._screen = screen
         self._prefix = line_prefix
         self._pending = b""
+        self._hide_interrupts = hide_interrupts
+        self._held: list[bytes] = []  # of a traceback whose last line has not come
 
     def feed(self, data: bytes) -> None:
         *lines, self._pending = (self._pending + data).split(b"\n")
@@ -76,11 +83,31 @@ class LineStream:
         if self._pending:
             self._emit(self._pending)
             self._pending = b""
+        self._release()
 
     def _emit(self, line: bytes) -> None:
         # A progress bar returns and overwrites: what a terminal would show is what follows.
         shown = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
+        if self._hide_interrupts and self._belongs_to_interrupt(shown):
+            return
         self._screen.write_line(self._prefix + shown + b"\n")
+
+    def _belongs_to_interrupt(self, line: bytes) -> bool:
+        """Hold `line` back if it is part of a traceback that may end in KeyboardInterrupt."""
+        plain = _STYLE.sub(b"", line)
+        if _TRACEBACK.match(plain) or (self._held and _WITHIN_TRACEBACK.match(plain)):
+            self._held.append(line)
+            return True
+        if self._held and _INTERRUPT.match(plain):
+            self._held.clear()
+            return True
+        self._release()
+        return False
+
+    def _release(self) -> None:
+        for line in self._held:
+            self._screen.write_line(self._prefix + line + b"\n")
+        self._held.clear()
 
 
 class LiveStream:
@@ -93,8 +120,6 @@ class LiveStream:
     def __init__(self, screen: Screen, line_prefix: bytes) -> None:
         self._screen = screen
         self._prefix = line_prefix
-        self._line = b""
-        self._style = b""
         self._pending = b""
 
     def feed(self, data: bytes) -> None:
@@ -102,26 +127,24 @@ class LiveStream:
         cut = data.rfind(b"\x1b")
         torn = cut >= 0 and re.fullmatch(rb"\x1b(\[[0-?]*[ -/]*)?", data[cut:]) is not None
         data, self._pending = (data[:cut], data[cut:]) if torn else (data, b"")
-        out = bytearray()
-        for token in _LIVE_TOKEN.findall(data):
-            out += self._step(token)
-        self._screen.write_live(bytes(out), self._line)
+        self._screen.write(b"".join([self._step(token) for token in _LIVE_TOKEN.findall(data)]))
 
     def finish(self) -> None:
         self._screen.end_line()
-        self._line = self._style = b""
+        self._screen.style = b""
 
     def _step(self, token: bytes) -> bytes:
+        screen = self._screen
         if token in (b"\n", b"\r"):
-            self._line = b""
+            screen.open_line = b""
             return token
-        if not self._line:
+        if not screen.open_line:
             if token.startswith(b"\x1b["):
                 if not token.endswith(b"m"):
                     return token
-                self._style += token
+                screen.style += token
                 return b""
-            token = self._prefix + self._style + token
-            self._style = b""
-        self._line += token
+            token = self._prefix + screen.style + token
+            screen.style = b""
+        screen.open_line += token
         return token

@@ -1,318 +1,391 @@
 """Start the ranks, carry their output, and end them all when one fails.
 
-One thread and one loop. The loop wakes for output, for a signal, for the end of
-a rank, or for the end of a grace period; nothing in it blocks. Each rank leads a
-process group, so that what it has started ends with it, and dies with the
-supervisor (PR_SET_PDEATHSIG), however that ends.
+One thread and one loop. The loop wakes for output, for a signal, for news of a rank from the warden, or for the end of
+a grace period; nothing in it blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import dataclasses
-import fcntl
 import os
+import resource
 import selectors
 import signal
-import struct
-import subprocess
-import tempfile
-import termios
+import sys
 import time
-import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
-from phalanx.launch.environment import free_port, rank_environment
-from phalanx.launch.output import LineStream, LiveStream, Screen, prefix
+from phalanx import _env
+from phalanx.launch.environment import Attempt, rank_environment, shared_environment
+from phalanx.launch.failure import RankEnd, count_oom_kills, find_culprit, hint_for, report
+from phalanx.launch.job import Job
+from phalanx.launch.output import Screen, prefix
+from phalanx.launch.ports import ReservedPort, port_problem
+from phalanx.launch.ranks import Output, Rank
+from phalanx.launch.run_folder import RunFolder
+from phalanx.launch.warden import adopt_orphans
+from phalanx.launch.warden_client import Warden
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _KILL_WAIT_S = 5.0  # after SIGKILL: only the kernel can make this pass
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)  # loaded before any fork
+_CAUSE_WAIT_S = 3.0  # for the cause of a victim's failure: a rank may take that long from its exception to its end
+_ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+_STDOUT, _STDERR = 1, 2
 
-
-@dataclasses.dataclass(kw_only=True)
-class Job:
-    """What to run: `command` on each of `num_ranks` ranks of this machine."""
-
-    command: Sequence[str]
-    num_ranks: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0  # 0: a free one
-    run_id: str = "none"  # torchrun's default
-    grace_s: float = 30.0  # between SIGTERM and SIGKILL
+Event = Callable[[], None]
 
 
 def run(job: Job) -> int:
     """Run `job` and return the exit code for the shell.
 
-    0 if every rank exits with 0. Otherwise the code of the rank that failed first, 128
-    plus the signal if one ended it. When the supervisor itself is told to end: 128 plus
-    that signal. No rank lives when this returns.
+    0 if every rank exits with 0. Otherwise the code of the rank that was the cause, 128 plus the signal if one ended
+    it. When the supervisor itself is told to end: 128 plus that signal. Nothing that the job has started lives when
+    this returns.
     """
-    with tempfile.TemporaryDirectory(prefix="phalanx-run-") as folder, _Supervisor() as supervisor:
+    if job.master_port and job.node_rank == 0 and (problem := port_problem(job.master_port)):
+        print(f"phalanx run: {problem}; leave --master-port out, and a free one is used", file=sys.stderr)
+        return 1
+    with Supervisor(job) as supervisor:
         try:
-            supervisor.start(job, folder)
-            return supervisor.watch(job.grace_s)
+            return supervisor.run()
         except BrokenPipeError:  # whoever read our output has gone
             return 128 + signal.SIGPIPE
 
 
-class _Rank:
-    """One process and its two outputs."""
+class Supervisor:
+    """Owns the warden, the ranks' streams and, while it stands, this process's signals."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self.rank = rank
-        self.process = process
-        self.streams: dict[int, LineStream | LiveStream] = {}  # by the descriptor we read
-
-    @property
-    def running(self) -> bool:
-        return self.process.returncode is None
-
-    def signal_group(self, sig: int) -> None:
-        # Safe from reuse of the number: only reap() frees it, and then we do not come here.
-        if self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, sig)
-
-    def reap(self) -> bool:
-        """Return whether the rank has just ended; what it had started ends then too."""
-        pid = self.process.pid
-        # WNOWAIT keeps the number taken until its group is gone.
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return False
-        self.signal_group(signal.SIGKILL)
-        self.process.wait()
-        return True
-
-    @property
-    def exit_code(self) -> int:
-        code = self.process.returncode
-        return 128 - code if code < 0 else code
-
-    def describe_end(self) -> str:
-        code = self.process.returncode
-        if code >= 0:
-            return f"rank {self.rank} (pid {self.process.pid}) exited with code {code}"
-        name = signal.Signals(-code).name
-        return f"rank {self.rank} (pid {self.process.pid}) was killed by {name}"
-
-
-class _Supervisor:
-    """Owns the ranks, the descriptors and, while it stands, this process's signals."""
-
-    def __init__(self) -> None:
-        self._ranks: list[_Rank] = []
-        self._selector = selectors.DefaultSelector()
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._folder = RunFolder(job.log_dir, job.command)
         self._out, self._err = Screen(1), Screen(2)
         if self._out.is_terminal and self._err.is_terminal:
             self._err = self._out  # one cursor, so one account of where it stands
-        self._signals: list[int] = []
+        self._selector = selectors.DefaultSelector()
+        self._ranks: list[Rank] = []
+        self._num_attempts = 0
+        self._unhandled: list[int] = []  # signals
+        self.received: int | None = None  # the one that ends the job
+        self._ending_by: int | None = None  # the signal that ranks are being ended with
+        self._deadline: float | None = None  # of the present grace period
+        self._first_failure_s: float | None = None
         self._previous: dict[int, object] = {}
+        self._num_oom_kills = count_oom_kills()
 
-    def __enter__(self) -> _Supervisor:
+    def __enter__(self) -> Supervisor:
+        adopt_orphans()  # of a warden that is killed
+        self._catch_signals()
+        self._warden_ready = False
+        self._warden_output = Output(
+            self._err,
+            b"phalanx run: ",
+            os.path.join(self._folder.path, "launch.log"),
+            live=False,
+            shown=True,
+        )
+        environ = shared_environment(_env.environment(), num_threads=min(s.num_threads for s in self._job.shares))
+        self._warden = Warden(
+            self._job.command, environ, preload=self._job.preload, output_fd=self._warden_output.rank_fd
+        )
+        self._warden_output.hand_over()
+        self._watch_output(self._warden_output)
+        self.watch(self._warden.channel.fileno(), self._hear_warden)
+        _raise_descriptor_limit()
+        self._previous[signal.SIGTTIN] = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._warden_ready:
+            self._warden.kill()
+        self._warden.close()
+        for output in [self._warden_output, *(output for rank in self._ranks for output in rank.outputs)]:
+            output.close()
+        self._selector.close()
+        signal.set_wakeup_fd(-1)
+        for sig, handler in self._previous.items():
+            signal.signal(sig, handler)  # type: ignore[arg-type]
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # ------------------------------------------------------------ attempts
+
+    def run(self) -> int:
+        job = self._job
+        self.say(f"{job.shares_note}; logs in {self._folder.path}{self._folder.note}")
+        if job.max_nodes > 1:
+            from phalanx.launch.nodes import run_with_other_nodes
+
+            culprit = run_with_other_nodes(self, job)
+        else:
+            culprit = self._run_alone()
+        if self.received is not None:
+            return 128 + self.received
+        if culprit is None:
+            return 0
+        self._report(culprit)
+        return culprit.exit_code
+
+    def _run_alone(self) -> RankEnd | None:
+        job = self._job
+        culprit = None
+        for restart_count in range(job.max_restarts + 1):
+            with contextlib.closing(ReservedPort(job.master_port)) as reserved:
+                attempt = Attempt(
+                    world_size=job.num_local_ranks,
+                    num_local_ranks=job.num_local_ranks,
+                    role=job.role,
+                    master_addr=job.master_addr,
+                    master_port=reserved.port,
+                    run_id=job.run_id,
+                    restart_count=restart_count,
+                    max_restarts=job.max_restarts,
+                )
+                culprit = self.run_attempt(attempt)
+            if culprit is None or self.received is not None:
+                return None
+            if restart_count < job.max_restarts:
+                self.say_restart(culprit, restart_count + 1)
+        return culprit
+
+    def say_restart(self, culprit: RankEnd, number: int) -> None:
+        why = culprit.last_words.summary
+        self.say(f"{culprit.describe()}{': ' if why else ''}{why}")
+        self.say(f"restart {number} of {self._job.max_restarts}")
+
+    def run_attempt(self, attempt: Attempt) -> RankEnd | None:
+        """Start the group once and return the cause of its failure; None if every rank ended with 0."""
+        self._ending_by = self._first_failure_s = None
+        self._open_ranks(attempt)
+        while self.received is None and not self._warden_ready and self._warden.channel.alive:
+            self.wait()
+        if self.received is not None:
+            return None
+        for local_rank, rank in enumerate(self._ranks):
+            environ = rank_environment(attempt, local_rank, os.path.join(rank.folder, "error.json"))
+            self._start_rank(rank, local_rank, environ)
+        while any(rank.end is None for rank in self._ranks):
+            self.wait()
+            self._judge()
+            self._keep_deadline()
+        self._deadline = None
+        return find_culprit([rank.end for rank in self._ranks if rank.end])
+
+    def _open_ranks(self, attempt: Attempt) -> None:
+        job = self._job
+        live_rank = job.shown_ranks[0] if job.shown_ranks else 0
+        for rank in self._ranks:
+            for output in rank.outputs:
+                self._close_output(output)
+        self._ranks = []
+        for local_rank in range(attempt.num_local_ranks):
+            rank_number = attempt.first_rank + local_rank
+            folder = self._folder.rank_folder(self._num_attempts, rank_number)
+            outputs = []
+            for stream, name, screen in ((_STDOUT, "stdout", self._out), (_STDERR, "stderr", self._err)):
+                shown = job.shown_ranks is None or local_rank in job.shown_ranks
+                kept_off = _bits(job.redirects, local_rank) & ~_bits(job.tees, local_rank) & stream
+                output = Output(
+                    screen,
+                    prefix(rank_number, colour=screen.is_terminal),
+                    os.path.join(folder, f"{name}.log"),
+                    live=screen.is_terminal and local_rank == live_rank,
+                    shown=shown and not kept_off,
+                )
+                self._watch_output(output)
+                outputs.append(output)
+            self._ranks.append(Rank(rank_number, folder, *outputs))
+        self._num_attempts += 1
+
+    def _start_rank(self, rank: Rank, local_rank: int, environ: dict[str, str]) -> None:
+        job = self._job
+        stdin = self._stdin_of(rank) if local_rank == 0 else os.open(os.devnull, os.O_RDONLY)
+        self._warden.start_rank(
+            rank.rank,
+            environ,
+            (stdin, rank.stdout.rank_fd, rank.stderr.rank_fd),
+            job.shares[local_rank].cpus,
+            f"--local-rank={local_rank}" if job.local_rank_argument else "",
+        )
+        os.close(stdin)
+        for output in rank.outputs:
+            output.hand_over()
+
+    def _stdin_of(self, rank: Rank) -> int:
+        """Return what the first rank reads: our own input, or its terminal, to which ours is passed on."""
+        if not os.isatty(0):
+            with contextlib.suppress(OSError):  # closed
+                return os.dup(0)
+        elif os.isatty(rank.stdout.rank_fd):
+            if 0 not in self._selector.get_map():
+                self.watch(0, self._pass_input_on)
+            return os.dup(rank.stdout.rank_fd)
+        return os.open(os.devnull, os.O_RDONLY)
+
+    def _pass_input_on(self) -> None:
+        typed = b""
+        with contextlib.suppress(OSError):  # EIO: we are in the background
+            typed = os.read(0, 4096)
+        if not typed:
+            self.unwatch(0)
+        with contextlib.suppress(BlockingIOError):  # it does not read: so much for typing ahead
+            os.write(self._ranks[0].stdout.fd, typed)
+
+    # ------------------------------------------------------------ events
+
+    def watch(self, fd: int, callback: Event) -> None:
+        """Call `callback` from `wait` whenever `fd` can be read."""
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def unwatch(self, fd: int) -> None:
+        self._selector.unregister(fd)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Take in what has happened, signals too; return after the first news, `timeout_s` or at the deadline."""
+        timeout = timeout_s if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            if key.fd in self._selector.get_map():  # one callback may close what another waits for
+                key.data()
+        self._obey_signals()
+
+    def _watch_output(self, output: Output) -> None:
+        def carry() -> None:
+            output.carry()
+            if output.ended:
+                self.unwatch(output.fd)
+
+        self.watch(output.fd, carry)
+
+    def _close_output(self, output: Output) -> None:
+        if output.fd in self._selector.get_map():
+            self.unwatch(output.fd)
+        output.close()
+
+    def _hear_warden(self) -> None:
+        for packet in self._warden.channel.receive():
+            if "ready" in packet:
+                self._warden_ready = True
+            elif "started" in packet:
+                self._rank_started(packet["rank"], packet["started"])
+            else:
+                self._rank_ended(packet["ended"], packet["status"])
+        if not self._warden.channel.alive:
+            self.unwatch(self._warden.channel.fileno())
+            self._lose_ranks()
+
+    def _rank_started(self, number: int, pid: int) -> None:
+        rank = next(rank for rank in self._ranks if rank.rank == number)
+        rank.pid = pid
+        if self._ending_by is not None:
+            self._warden.signal(self._ending_by, [pid])
+
+    def _rank_ended(self, pid: int, status: int) -> None:
+        rank = next(rank for rank in self._ranks if rank.pid == pid)
+        end = rank.record_end(status)
+        if end.failed and self._first_failure_s is None:
+            self._first_failure_s = end.when_s
+
+    def _lose_ranks(self) -> None:
+        """The warden has gone, and the ranks with it."""
+        self.say(f"the process that holds the ranks (pid {self._warden.pid}) was killed: so are the ranks")
+        for rank in self._ranks:
+            if rank.end is None:
+                rank.record_end(signal.SIGKILL)
+
+    # ------------------------------------------------------------ decisions
+
+    def _judge(self) -> None:
+        """End the others once the cause of a failure is known, or has had time enough to show."""
+        if self._first_failure_s is None or self._ending_by is not None:
+            return
+        culprit = find_culprit([rank.end for rank in self._ranks if rank.end])
+        assert culprit is not None
+        if culprit.is_victim:
+            awaited = any(rank.end is None for rank in self._ranks)
+        else:  # it names no reason, and another is just dying of one
+            silent = culprit.returncode > 0 and not culprit.last_words.kind
+            awaited = silent and any(rank.end is None and rank.said_why for rank in self._ranks)
+        give_up_s = self._first_failure_s + _CAUSE_WAIT_S
+        if awaited and time.monotonic() < give_up_s:
+            self._deadline = give_up_s
+        else:
+            self._end_ranks(signal.SIGTERM)
+
+    def stop_attempt(self) -> None:
+        """End the ranks although none of them failed."""
+        if self._ending_by is None:
+            self._end_ranks(signal.SIGTERM)
+
+    def _end_ranks(self, sig: int) -> None:
+        """Tell every rank that lives to end; SIGKILL follows after the grace period."""
+        living = [rank for rank in self._ranks if rank.end is None]
+        for rank in living:
+            rank.asked_to_end = True
+        self._ending_by = sig
+        wait_s = _KILL_WAIT_S if sig == signal.SIGKILL else self._job.grace_s
+        self._deadline = time.monotonic() + wait_s
+        self._warden.signal(sig, [rank.pid for rank in living if rank.pid])
+
+    def _keep_deadline(self) -> None:
+        if self._deadline is not None and self._ending_by is not None and time.monotonic() >= self._deadline:
+            if self._ending_by == signal.SIGKILL:
+                self._warden.kill()
+            self._end_ranks(signal.SIGKILL)
+
+    def _obey_signals(self) -> None:
+        while self._unhandled:
+            sig = self._unhandled.pop(0)
+            if sig == signal.SIGWINCH:
+                for rank in self._ranks:
+                    for output in rank.outputs:
+                        output.resize()
+            elif sig in _ONLY_FORWARDED:
+                self._warden.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.end is None])
+            elif self.received is not None:  # asked a second time: at once
+                self._end_ranks(signal.SIGKILL)
+            else:
+                self.received = sig
+                living = sum(rank.end is None for rank in self._ranks)
+                self.say(f"{signal.Signals(sig).name}: ending {living} rank{'s' * (living != 1)}")
+                if sig == signal.SIGINT:
+                    for rank in self._ranks:
+                        rank.stderr.hide_interrupts()
+                self._end_ranks(sig)
+
+    def _catch_signals(self) -> None:
         # Handlers only note the signal; the byte that Python writes to the pipe wakes the loop.
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):
             os.set_blocking(fd, False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        for sig in _FORWARDED:
+        self.watch(self._wake_read, self._drain_wakes)
+        for sig in (*self._job.signals, signal.SIGWINCH):
             if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup stays nohup
-                self._previous[sig] = signal.signal(sig, lambda got, _: self._signals.append(got))
-        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+                self._previous[sig] = signal.signal(sig, lambda got, _: self._unhandled.append(got))
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for rank in self._ranks:
-            rank.signal_group(signal.SIGKILL)
-        for rank in self._ranks:
-            if rank.running:
-                rank.process.wait()
-            for fd in list(rank.streams):
-                self._close(rank, fd)
-        signal.set_wakeup_fd(-1)
-        for sig, handler in self._previous.items():
-            signal.signal(sig, handler)  # type: ignore[arg-type]
-        self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
 
-    # ------------------------------------------------------------ start
+    # ------------------------------------------------------------ words
 
-    def start(self, job: Job, folder: str) -> None:
-        port = job.master_port or free_port()
-        for rank in range(job.num_ranks):
-            environ = rank_environment(
-                os.environ,
-                rank=rank,
-                world_size=job.num_ranks,
-                master_addr=job.master_addr,
-                master_port=port,
-                run_id=job.run_id,
-                error_file=os.path.join(folder, "attempt_0", str(rank), "error.json"),
-            )
-            os.makedirs(os.path.dirname(environ["TORCHELASTIC_ERROR_FILE"]))
-            self._start_rank(rank, job.command, environ)
-
-    def _start_rank(self, rank: int, command: Sequence[str], environ: dict[str, str]) -> None:
-        screens = list(dict.fromkeys((self._out, self._err)))
-        if not _is_live(rank, self._out):
-            screens = [self._out, self._err]
-        ends = [_output_ends(rank, screen) for screen in screens]
-        try:
-            process = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=ends[0].rank_fd,
-                stderr=ends[-1].rank_fd,
-                preexec_fn=_bind_to(os.getpid()),
-            )
-        except BaseException:
-            for end in ends:
-                os.close(end.our_fd)
-            raise
-        finally:
-            for end in ends:
-                os.close(end.rank_fd)
-        started = _Rank(rank, process)
-        self._ranks.append(started)
-        for end, screen in zip(ends, screens, strict=True):
-            kind = LiveStream if end.live else LineStream
-            started.streams[end.our_fd] = kind(screen, prefix(rank, colour=screen.is_terminal))
-            os.set_blocking(end.our_fd, False)
-            self._selector.register(end.our_fd, selectors.EVENT_READ, started)
-
-    # ------------------------------------------------------------ watch
-
-    def watch(self, grace_s: float) -> int:
-        """Return the job's exit code once every rank has ended."""
-        culprit: _Rank | None = None
-        received: int | None = None
-        deadline: float | None = None  # of the present grace period
-        ended = 0
-        while any(rank.running for rank in self._ranks):
-            self._wait(deadline)
-            for sig in self._take_signals():
-                if received is not None:
-                    deadline = time.monotonic()  # asked a second time: at once
-                else:
-                    received, deadline = sig, time.monotonic() + grace_s
-                    self._say(f"{signal.Signals(sig).name}: ending {self._count(ended)}")
-                    self._signal_all(sig)
-            just_ended = [rank for rank in self._ranks if rank.running and rank.reap()]
-            ended += len(just_ended)
-            for rank in just_ended:
-                self._drain(rank)
-            failed = [rank for rank in just_ended if rank.process.returncode != 0]
-            if failed and culprit is None and received is None:
-                # Several at one look: a signal is a cause more often than a code.
-                culprit = min(failed, key=lambda rank: (rank.process.returncode > 0, rank.rank))
-                num_others = sum(rank.running for rank in self._ranks)
-                deadline = time.monotonic() + grace_s
-                self._signal_all(signal.SIGTERM)
-            if deadline is not None and time.monotonic() >= deadline:
-                self._signal_all(signal.SIGKILL)
-                deadline = time.monotonic() + _KILL_WAIT_S
-        if received is not None:
-            return 128 + received
-        if culprit is None:
-            return 0
-        others = f"; {num_others} other rank{'s' * (num_others != 1)} ended" if num_others else ""
-        self._say(f"{culprit.describe_end()}{others}; exit code {culprit.exit_code}")
-        return culprit.exit_code
-
-    def _count(self, ended: int) -> str:
-        left = len(self._ranks) - ended
-        return f"{left} rank{'s' * (left != 1)}"
-
-    def _wait(self, deadline: float | None) -> None:
-        """Carry output until something else may have happened."""
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        for key, _ in self._selector.select(timeout):
-            if key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
-            else:
-                self._carry(key.data, key.fd)
-
-    def _carry(self, rank: _Rank, fd: int) -> bool:
-        """Give on what lies in one pipe, at most one buffer; return whether there may be more."""
-        try:
-            data = os.read(fd, 65536)
-        except BlockingIOError:
-            return False
-        except OSError:  # EIO: the last holder of a terminal's other side has gone
-            data = b""
-        if data:
-            rank.streams[fd].feed(data)
-        else:
-            self._close(rank, fd)
-        return bool(data)
-
-    def _drain(self, rank: _Rank) -> None:
-        """Give on the last words of a rank that has ended, and close its pipes."""
-        for fd in list(rank.streams):
-            while fd in rank.streams and self._carry(rank, fd):
-                pass
-            if fd in rank.streams:
-                self._close(rank, fd)
-
-    def _close(self, rank: _Rank, fd: int) -> None:
-        stream = rank.streams.pop(fd)
-        self._selector.unregister(fd)
-        os.close(fd)
-        with contextlib.suppress(BrokenPipeError):
-            stream.finish()
-
-    def _take_signals(self) -> Iterator[int]:
-        while self._signals:
-            yield self._signals.pop(0)
-
-    def _signal_all(self, sig: int) -> None:
-        for rank in self._ranks:
-            rank.signal_group(sig)
-            rank.signal_group(signal.SIGCONT)  # a stopped rank could not obey
-
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         self._out.end_line()
         self._err.end_line()
         self._err.write_line(f"phalanx run: {text}\n".encode())
 
-
-@dataclasses.dataclass
-class _OutputEnds:
-    our_fd: int
-    rank_fd: int
-    live: bool
-
-
-def _is_live(rank: int, screen: Screen) -> bool:
-    return rank == 0 and screen.is_terminal
+    def _report(self, culprit: RankEnd) -> None:
+        """Write the last words of the job: the victims in a line, then the cause."""
+        hint = hint_for(culprit, num_oom_kills=count_oom_kills() - self._num_oom_kills, python=sys.executable)
+        self._out.end_line()
+        self._err.end_line()
+        self._err.write(report(culprit, [rank.end for rank in self._ranks if rank.end], hint=hint).encode())
 
 
-def _output_ends(rank: int, screen: Screen) -> _OutputEnds:
-    """Return a pipe, or for rank 0 on a terminal a terminal, so that its progress bar shows."""
-    if not _is_live(rank, screen):
-        return _OutputEnds(*os.pipe(), live=False)
-    ours, theirs = os.openpty()
-    tty.setraw(theirs)  # line ends are translated once, by the real terminal
-    columns, lines = os.get_terminal_size(screen.fd)
-    room = max(20, columns - len(prefix(rank, colour=False)))
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, room, 0, 0))
-    return _OutputEnds(ours, theirs, live=True)
+def _bits(streams: tuple[int, ...], local_rank: int) -> int:
+    return streams[local_rank] if streams else 0
 
 
-def _bind_to(supervisor_pid: int) -> Callable[[], None]:
-    """Return what a rank does between fork and exec: lead a group, die with the supervisor."""
-
-    def bind() -> None:
-        os.setpgid(0, 0)
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != supervisor_pid:  # it died before the line above
-            os._exit(128 + signal.SIGKILL)
-
-    return bind
+def _raise_descriptor_limit() -> None:
+    """Make room for the streams of many ranks; the ranks keep the limit that the user gave them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,209 @@
+"""One node's seat among several: torch's elastic agent, with the supervisor's ranks for its workers.
+
+Runs as a process of its own, since it needs torch, threads and a store, none of which the supervisor or the warden may
+have. Rendezvous, ranks of the nodes and changes of membership are torch's. What is added here: a failure on one node is
+announced to all in the store, so that every node restarts or ends in the same attempt and names the same cause; and the
+ranks of each attempt meet in a store of their own, on a port that their rank 0's node holds for them: the agents' store
+still has the addresses of earlier attempts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any, cast
+
+from torch.distributed import PrefixStore, Store
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from phalanx.launch.channel import Channel
+
+_CAUSE_WAIT_S = 3.0  # for another node to announce the cause of a victim's failure
+_NUM_FAILURES = "phalanx/failures"
+_NUM_DONE = "phalanx/done"
+_MASTER_PORT = "phalanx/master_port"
+
+
+class NodeAgent(SimpleElasticAgent):
+    """Asks the supervisor to start and stop ranks, and tells it how the job ended.
+
+    Attributes:
+        cause: What any node announced as the cause of the last failure, as `nodes.cause_of` wrote it.
+    """
+
+    def __init__(self, spec: WorkerSpec, channel: Channel) -> None:
+        super().__init__(spec, exit_barrier_timeout=30)
+        self._channel = channel
+        self._ended: dict[str, Any] | None = None  # how the supervisor says that this node's ranks ended
+        self._done = False
+        self.cause: dict[str, Any] | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        first, spec = worker_group.workers[0], worker_group.spec
+        self._ended, self._done = None, False
+        self._channel.send(
+            {
+                "start": {
+                    "world_size": first.world_size,
+                    "num_local_ranks": spec.local_world_size,
+                    "first_rank": first.global_rank,
+                    "node_rank": worker_group.group_rank,
+                    "num_nodes": worker_group.group_world_size,
+                    "role": spec.role,
+                    "master_addr": worker_group.master_addr,
+                    "master_port": self._agree_on_port(worker_group),
+                    "run_id": spec.rdzv_handler.get_run_id(),
+                    "restart_count": spec.max_restarts - self._remaining_restarts,
+                    "max_restarts": spec.max_restarts,
+                }
+            }
+        )
+        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+
+    def _agree_on_port(self, worker_group: WorkerGroup) -> int:
+        """Return a port that is free on the node of rank 0, and held for it by that node's supervisor."""
+        if worker_group.group_rank == 0:
+            self._channel.send({"reserve": True})
+            while (packet := self._channel.wait()) is not None and "reserved" not in packet:
+                pass
+            if packet is None:
+                sys.exit(1)
+            self._attempt_store.set(_MASTER_PORT, str(packet["reserved"]))
+        return int(self._attempt_store.get(_MASTER_PORT))
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        if self._ended is not None or not worker_group.workers:
+            return
+        self._channel.send({"stop": True})
+        while (packet := self._channel.wait()) is not None and "ended" not in packet:
+            pass
+        self._ended = packet or {"ended": "stopped"}
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, is_restart: bool = False
+    ) -> None:
+        self._stop_workers(self._worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        for packet in self._channel.receive():
+            if "ended" in packet:
+                self._ended = packet
+        if not self._channel.alive:
+            os._exit(1)
+        how = self._ended["ended"] if self._ended else ""
+        if how == "failed":
+            self._announce(self._ended["cause"])  # type: ignore[index]
+        if how == "failed" or self._num(_NUM_FAILURES):
+            return self._failure(worker_group)
+        if how == "succeeded" and not self._done:
+            self._done = True
+            self._attempt_store.add(_NUM_DONE, 1)
+        # Until all are done, this node still belongs to the group: another may fail yet.
+        if self._done and self._num(_NUM_DONE) >= cast(int, worker_group.group_world_size):
+            return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
+        return RunResult(WorkerState.HEALTHY)
+
+    @property
+    def _attempt_store(self) -> Store:
+        return cast(Store, self._store)  # there is one since the nodes have met
+
+    def _num(self, key: str) -> int:
+        return int(self._attempt_store.add(key, 0))
+
+    def _announce(self, cause: dict[str, Any]) -> None:
+        number = self._attempt_store.add(f"{_NUM_FAILURES}/next", 1)
+        self._attempt_store.set(f"{_NUM_FAILURES}/{number}", json.dumps(cause))
+        self._attempt_store.add(_NUM_FAILURES, 1)
+
+    def _failure(self, worker_group: WorkerGroup) -> RunResult:
+        deadline = time.monotonic() + _CAUSE_WAIT_S
+        while True:
+            numbers = range(1, self._num(_NUM_FAILURES) + 1)
+            causes = [json.loads(self._attempt_store.get(f"{_NUM_FAILURES}/{n}")) for n in numbers]
+            self.cause = min(causes, key=lambda cause: (cause["is_victim"], cause["returncode"] > 0))
+            if not self.cause["is_victim"] or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if self._remaining_restarts > 0:
+            self._channel.send({"restart": self.cause})
+        rank = self.cause["rank"]
+        failure = ProcessFailure(rank, self.cause["pid"], self.cause["returncode"], error_file="")
+        return RunResult(WorkerState.FAILED, failures={rank: failure})
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        """Leave torch's event log out: it looks for the failed rank among this node's own."""
+
+
+class _FreshStaticRendezvous(StaticTCPRendezvous):
+    """The static rendezvous, with keys of its own in each attempt."""
+
+    _round = 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        info = super().next_rendezvous()
+        self._round += 1
+        store = PrefixStore(f"round_{self._round}", info.store)
+        assert info.bootstrap_store_info is not None  # the static rendezvous always has it
+        return RendezvousInfo(store, info.rank, info.world_size, info.bootstrap_store_info)
+
+
+def _rendezvous_handler(job: dict[str, Any]) -> RendezvousHandler:
+    config = dict(job["rdzv_conf"])
+    if job["rdzv_backend"] == "static":
+        host, _, port = job["rdzv_endpoint"].rpartition(":")
+        limit_s = int(config.get("timeout", 600))
+        return _FreshStaticRendezvous(host, int(port), job["node_rank"], job["max_nodes"], job["run_id"], limit_s)
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            backend=job["rdzv_backend"],
+            endpoint=job["rdzv_endpoint"],
+            run_id=job["run_id"],
+            min_nodes=job["min_nodes"],
+            max_nodes=job["max_nodes"],
+            local_addr=job["local_addr"] or None,
+            **config,
+        )
+    )
+
+
+def main() -> None:
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    job = json.loads(sys.argv[2])
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    try:
+        handler = _rendezvous_handler(job)
+        spec = WorkerSpec(
+            role=job["role"],
+            local_world_size=job["num_local_ranks"],
+            rdzv_handler=handler,
+            entrypoint="phalanx run",
+            max_restarts=job["max_restarts"],
+            monitor_interval=job["monitor_interval_s"],
+        )
+        agent = NodeAgent(spec, channel)
+        result = agent.run()
+        channel.send({"finish": agent.cause if result is None or result.is_failed() else None})
+        handler.shutdown()
+    except Exception as error:
+        channel.send({"give_up": f"{type(error).__name__}: {error}"})
+    # Not by the interpreter's end: threads of the store may hold it.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""A job on several nodes: the supervisor of each obeys an agent of torch's, which agrees with those of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from phalanx.launch.channel import Channel
+from phalanx.launch.environment import Attempt
+from phalanx.launch.failure import LastWords, RankEnd
+from phalanx.launch.job import Job
+from phalanx.launch.ports import ReservedPort
+from phalanx.launch.warden import die_with_parent
+
+_PATIENCE_S = 10.0  # before we say that we still wait for other nodes
+
+
+class Ranks(Protocol):
+    """What the agent's orders need of the supervisor."""
+
+    received: int | None
+
+    def run_attempt(self, attempt: Attempt) -> RankEnd | None: ...
+    def stop_attempt(self) -> None: ...
+    def wait(self, timeout_s: float | None = None) -> None: ...
+    def watch(self, fd: int, callback: Callable[[], None]) -> None: ...
+    def unwatch(self, fd: int) -> None: ...
+    def say(self, text: str) -> None: ...
+    def say_restart(self, culprit: RankEnd, number: int) -> None: ...
+
+
+def run_with_other_nodes(ranks: Ranks, job: Job) -> RankEnd | None:
+    """Take this node's part in `job` and return the cause of its failure, on whichever node; None if all went well.
+
+    Raises:
+        SystemExit: The nodes did not meet; what to look at has been said.
+    """
+    with _Orders(ranks, job) as orders:
+        while ranks.received is None:
+            order = orders.next()
+            if order is None:
+                return None
+            if "start" in order:
+                culprit = ranks.run_attempt(Attempt(**order["start"]))
+                orders.report(culprit)
+            elif "restart" in order:
+                orders.num_restarts += 1
+                ranks.say_restart(_end_of(order["restart"]), orders.num_restarts)
+            elif "give_up" in order:
+                ranks.say(f"the nodes of {job.run_id!r} lost each other at {_endpoint(job)}: {order['give_up']}")
+                ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
+                raise SystemExit(1)
+            elif "finish" in order:
+                return _end_of(order["finish"]) if order["finish"] else None
+        return None
+
+
+class _Orders:
+    """The agent's process, and what it has ordered and we have not done yet."""
+
+    def __init__(self, ranks: Ranks, job: Job) -> None:
+        self._ranks = ranks
+        self._job = job
+        self._pending: list[dict[str, Any]] = []
+        self._reserved: ReservedPort | None = None
+        self._running = self._stopped = False
+        self.num_restarts = 0
+
+    def __enter__(self) -> _Orders:
+        self._channel, theirs = Channel.pair()
+        supervisor_pid = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                die_with_parent(supervisor_pid)
+                os.setpgid(0, 0)
+                os.set_inheritable(theirs.fileno(), True)
+                settings = json.dumps({**_settings(self._job)})
+                os.execv(sys.executable, [sys.executable, "-m", "phalanx.launch.agent", str(theirs.fileno()), settings])
+            finally:
+                os._exit(1)
+        theirs.close()
+        self._ranks.watch(self._channel.fileno(), self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(KeyError):
+            self._ranks.unwatch(self._channel.fileno())
+        self._channel.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, 9)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+        if self._reserved is not None:
+            self._reserved.close()
+
+    def next(self) -> dict[str, Any] | None:
+        """Return the next order; None when we are told to end."""
+        patience_ends_s = time.monotonic() + _PATIENCE_S
+        said = False
+        while not self._pending:
+            if self._ranks.received is not None:
+                return None
+            if not self._channel.alive:
+                return {"give_up": "the agent of this node has ended"}
+            self._ranks.wait(None if said else max(0.0, patience_ends_s - time.monotonic()))
+            if not self._pending and not said and time.monotonic() >= patience_ends_s:
+                said = True
+                self._ranks.say(f"waiting for the other nodes at {_endpoint(self._job)}")
+        order = self._pending.pop(0)
+        self._running = "start" in order
+        self._stopped = False
+        return order
+
+    def report(self, culprit: RankEnd | None) -> None:
+        """Tell the agent how this node's ranks ended."""
+        self._running = False
+        how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
+        self._channel.send({"ended": how, "cause": cause_of(culprit) if culprit else None})
+
+    def _take(self) -> None:
+        for packet in self._channel.receive():
+            if "reserve" in packet:
+                if self._reserved is not None:
+                    self._reserved.close()
+                self._reserved = ReservedPort()
+                self._channel.send({"reserved": self._reserved.port})
+            elif "stop" in packet:
+                self._stopped = True
+                if self._running:
+                    self._ranks.stop_attempt()
+                else:
+                    self._channel.send({"ended": "stopped", "cause": None})
+            else:
+                self._pending.append(packet)
+        if not self._channel.alive:
+            self._ranks.unwatch(self._channel.fileno())
+            if self._running:
+                self._ranks.stop_attempt()
+
+
+def cause_of(end: RankEnd) -> dict[str, Any]:
+    """Return what other nodes need to name `end` as the cause."""
+    return {
+        "rank": end.rank,
+        "pid": end.pid,
+        "returncode": end.returncode,
+        "is_victim": end.is_victim,
+        "kind": end.last_words.kind,
+        "message": end.last_words.message[:1000],
+        "lines": [line[:500] for line in end.last_words.lines],
+        "folder": end.folder,
+        "host": end.host or socket.gethostname(),
+    }
+
+
+def _end_of(cause: dict[str, Any]) -> RankEnd:
+    words = LastWords(cause["kind"], cause["message"], tuple(cause["lines"]))
+    here = cause["host"] == socket.gethostname()
+    return RankEnd(
+        cause["rank"],
+        cause["pid"],
+        cause["returncode"],
+        False,
+        words,
+        cause["folder"],
+        when_s=0.0,
+        host="" if here else cause["host"],
+    )
+
+
+def _endpoint(job: Job) -> str:
+    return job.rdzv_endpoint or f"{job.master_addr}:{job.master_port}"
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    return {
+        "rdzv_backend": job.rdzv_backend,
+        "rdzv_endpoint": _endpoint(job),
+        "rdzv_conf": dict(job.rdzv_conf),
+        "run_id": job.run_id,
+        "role": job.role,
+        "min_nodes": job.min_nodes,
+        "max_nodes": job.max_nodes,
+        "node_rank": job.node_rank,
+        "local_addr": job.local_addr,
+        "num_local_ranks": job.num_local_ranks,
+        "max_restarts": job.max_restarts,
+        "monitor_interval_s": job.monitor_interval_s,
+    }

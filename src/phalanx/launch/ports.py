@@ -1,0 +1,95 @@
+"""The port on which rank 0 will listen: reserved without listening, and its owner named when it is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+
+
+class ReservedPort:
+    """A TCP port bound but not listened on, so that no other job is given it.
+
+    SO_REUSEADDR on both sides lets rank 0 bind and listen on it although we hold it; the kernel gives it to nobody who
+    asks for any free port, nor to an outgoing connection (``inet_csk_get_port``).
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self._socket = _bound_socket(port)
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def port_problem(port: int) -> str | None:
+    """Return why rank 0 could not listen on `port` of this machine, with the owner's name; None if it could."""
+    try:
+        reserved = ReservedPort(port)
+    except PermissionError:
+        return f"port {port} needs root"
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return f"port {port}: {error.strerror}"
+        return f"port {port} is taken by {_owner(port) or 'a process of another user'}"
+    try:
+        # Binding is allowed beside a listener that has SO_REUSEADDR in some kernels; listening never is.
+        reserved._socket.listen(1)
+    except OSError:
+        return f"port {port} is taken by {_owner(port) or 'a process of another user'}"
+    finally:
+        reserved.close()
+    return None
+
+
+def _bound_socket(port: int) -> socket.socket:
+    try:
+        bound = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        address: tuple[str, int] = ("::", port)
+    except OSError:  # no IPv6
+        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        address = ("0.0.0.0", port)
+    try:
+        if bound.family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        if bound.family == socket.AF_INET6 and not os.path.exists("/proc/net/if_inet6"):
+            return _bound_v4_socket(port)
+        raise
+    return bound
+
+
+def _bound_v4_socket(port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("0.0.0.0", port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _owner(port: int) -> str:
+    """Return ``pid 4242 (python train.py)`` of the process that listens on `port`; empty if it can't be seen."""
+    inodes = {inode for table in ("tcp", "tcp6") for inode in _listeners(table, port)}
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                if os.readlink(f"/proc/{pid}/fd/{fd}") in wanted:
+                    with open(f"/proc/{pid}/cmdline") as file:
+                        return f"pid {pid} ({file.read().replace(chr(0), ' ').strip()})"
+    return ""
+
+
+def _listeners(table: str, port: int) -> list[str]:
+    """Return the inodes of the sockets that listen on `port`, from ``/proc/net``."""
+    with contextlib.suppress(OSError), open(f"/proc/net/{table}") as file:
+        rows = [line.split() for line in file.readlines()[1:]]
+        return [row[9] for row in rows if row[3] == "0A" and int(row[1].rsplit(":", 1)[1], 16) == port]
+    return []

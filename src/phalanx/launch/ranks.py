@@ -1,0 +1,143 @@
+"""One rank as the supervisor sees it: a process, two streams, and where they go."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import termios
+import time
+import tty
+
+from phalanx.launch.failure import LastWords, RankEnd, write_error_file
+from phalanx.launch.output import LineStream, LiveStream, Screen, prefix
+
+_TAIL_BYTES = 64 * 1024  # of stderr: enough for the longest traceback that anybody reads
+
+
+class Output:
+    """A stream of a rank: read here, kept in a log, shown on a screen.
+
+    Attributes:
+        fd: Our end, to be read without blocking.
+        rank_fd: The rank's end, until it has been handed over.
+        tail: What came last, for the search for a cause.
+        ended: Nobody can write to it any more.
+    """
+
+    def __init__(self, screen: Screen, line_prefix: bytes, log_path: str, *, live: bool, shown: bool) -> None:
+        self._screen = screen
+        self._prefix = line_prefix
+        self._live = live
+        self.tail = b""
+        self.ended = False
+        self.fd, self.rank_fd = _open_terminal(screen) if live else os.pipe()
+        os.set_blocking(self.fd, False)
+        try:
+            self._log = open(log_path, "wb", buffering=0)  # noqa: SIM115 closed with the stream
+        except OSError:
+            os.close(self.fd)
+            os.close(self.rank_fd)
+            raise
+        kind = LiveStream if live else LineStream
+        self._view = kind(screen, line_prefix) if shown else None
+
+    def carry(self) -> bool:
+        """Give on what has come, at most one buffer; return whether there may be more."""
+        try:
+            data = os.read(self.fd, 65536)
+        except BlockingIOError:
+            return False
+        except OSError:  # EIO: the last holder of a terminal's other side has gone
+            data = b""
+        self.ended = not data
+        if data:
+            self.tail = (self.tail + data)[-_TAIL_BYTES:]
+            with contextlib.suppress(OSError):  # the disk is full: training may go on
+                self._log.write(data)
+            if self._view is not None:
+                self._view.feed(data)
+        return bool(data)
+
+    def drain(self) -> None:
+        """Give on all that has come, the unfinished line too: the rank has ended."""
+        while self.carry():
+            pass
+        if self._view is not None:
+            self._view.finish()
+
+    def hide_interrupts(self) -> None:
+        """From now on leave out tracebacks of KeyboardInterrupt."""
+        if self._view is not None:
+            self._view.finish()
+            self._view = LineStream(self._screen, self._prefix, hide_interrupts=True)
+
+    def resize(self) -> None:
+        if self._live:
+            _copy_size(self._screen, self.fd)
+
+    def close(self) -> None:
+        if self.rank_fd >= 0:
+            self.hand_over()
+        os.close(self.fd)
+        self._log.close()
+        if self._view is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._view.finish()
+
+    def hand_over(self) -> None:
+        """Close the rank's end: it has its own copy now."""
+        os.close(self.rank_fd)
+        self.rank_fd = -1
+
+
+class Rank:
+    """A rank from the moment it is asked for until its end has been reported."""
+
+    def __init__(self, rank: int, folder: str, stdout: Output, stderr: Output) -> None:
+        self.rank = rank
+        self.folder = folder
+        self.stdout = stdout
+        self.stderr = stderr
+        self.pid = 0  # until the warden has forked it
+        self.asked_to_end = False
+        self.end: RankEnd | None = None
+
+    @property
+    def outputs(self) -> tuple[Output, Output]:
+        return self.stdout, self.stderr
+
+    @property
+    def said_why(self) -> bool:
+        """Whether an exception that is not a victim's stands on its stderr: it is about to end, or has."""
+        words = LastWords.of(self.stderr.tail)
+        return bool(words.kind) and not RankEnd(self.rank, self.pid, 1, False, words, "", 0.0).is_victim
+
+    def record_end(self, status: int) -> RankEnd:
+        """Take in its wait status, with all that it had still to say."""
+        for output in self.outputs:
+            output.drain()
+        returncode = os.waitstatus_to_exitcode(status)
+        words = LastWords.of(self.stderr.tail) if returncode else LastWords()
+        self.end = RankEnd(
+            self.rank, self.pid, returncode, self.asked_to_end, words, self.folder, when_s=time.monotonic()
+        )
+        if self.end.failed:
+            write_error_file(self.end)
+        return self.end
+
+
+def _open_terminal(screen: Screen) -> tuple[int, int]:
+    """Return our side and the rank's of a terminal of the screen's size, so that a progress bar shows."""
+    ours, theirs = os.openpty()
+    tty.setraw(theirs)  # line ends are translated once, by the real terminal
+    _copy_size(screen, theirs)
+    return ours, theirs
+
+
+def _copy_size(screen: Screen, fd: int) -> None:
+    with contextlib.suppress(OSError):
+        columns, lines = os.get_terminal_size(screen.fd)
+        room = max(20, columns - len(prefix(0, colour=False)))
+        fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, room, 0, 0))

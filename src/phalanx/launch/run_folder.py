@@ -1,0 +1,53 @@
+"""Where a run leaves its logs: ``runs/<script>/<id>/logs/attempt_0/rank_0/{stdout.log,stderr.log,error.json}``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        log_dir: Holds the folder; empty: ``runs/<name>``, named after the script.
+        command: Of a rank; gives the name.
+
+    Attributes:
+        path: Relative where `log_dir` is, so that it reads well.
+        note: Why the logs are not where they were wanted; empty when they are.
+    """
+
+    def __init__(self, log_dir: str, command: Sequence[str]) -> None:
+        self.note = ""
+        base = log_dir or os.path.join("runs", _name(command))
+        run = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.path = os.path.join(base, run)
+        try:
+            os.makedirs(self.path)
+        except OSError as error:
+            if log_dir:
+                raise
+            import tempfile
+
+            self.path = tempfile.mkdtemp(prefix="phalanx-run-")
+            self.note = f"can't write to {base} ({error.strerror})"
+
+    def rank_folder(self, attempt: int, rank: int) -> str:
+        """Return the folder of one rank's logs, made now."""
+        path = os.path.join(self.path, "logs", f"attempt_{attempt}", f"rank_{rank}")
+        os.makedirs(path, exist_ok=True)
+        return path
+
+
+def _name(command: Sequence[str]) -> str:
+    """Return ``train`` for ``python train.py``, ``python -m pkg.train`` and ``./train``."""
+    import sys
+
+    words = list(command)
+    if words[0] == sys.executable:
+        if "-m" in words[1:2]:
+            return words[2].rsplit(".", 1)[-1]
+        words = words[1:]
+    return os.path.splitext(os.path.basename(os.path.normpath(words[0])))[0] or "run"

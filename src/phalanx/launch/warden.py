@@ -1,0 +1,200 @@
+"""The parent of the ranks: forks them, hears of their end, and lets nothing outlive the supervisor.
+
+One process, one thread, no signal handlers and no output of its own: what it forks is as clean as a new process. It
+is told what to do over a socket by the supervisor, which owns the terminal; when that socket closes, however the
+supervisor ended, it kills the ranks and all that they have started, and goes. It is a child subreaper: a process whose
+parent has died becomes its child, so that no daemon of a rank escapes.
+
+Two kinds of warden differ in what a rank does after the fork. One executes the command. The other is the command
+itself, stopped in :mod:`phalanx.launch.preload.sitecustomize` with torch imported: its forks just go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from phalanx.launch.channel import MAX_PACKET_BYTES
+
+FD_VARIABLE = "PHALANX_WARDEN_FD"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None)  # loaded before any fork
+
+# What ranks share, imported once. None of it may start a thread or touch a device.
+_PRELOADED_MODULES = ("torch", "torch.distributed", "phalanx.backend")
+
+Begin = Callable[[Mapping[str, Any]], None]
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before the line above
+        os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children(limit_s: float = 5.0) -> None:
+    """Kill every child of this process, and theirs, and theirs; return when none is left."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for pid in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            # Blocks until one has ended: SIGKILL is on its way to all of them.
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    me = os.getpid()
+    try:
+        with open(f"/proc/self/task/{me}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == me]
+
+
+def _parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rsplit(")", 1)[1].split()[1])
+    return 0
+
+
+# ---------------------------------------------------------------- the warden's side
+
+
+def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
+    """Obey the supervisor until it closes `channel`; return only in a forked rank, after `begin`.
+
+    Packets from the supervisor are JSON objects: ``{"start": rank, "environ": ...}`` with the three descriptors of a
+    rank, or ``{"signal": number, "pids": [...]}``. Packets to it: ``{"ready": true}``, ``{"started": pid, "rank": r}``
+    and ``{"ended": pid, "status": s}`` with `s` as from ``os.waitpid``.
+    """
+    adopt_orphans()
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on we have something to do when the supervisor ends
+    living: dict[int, int] = {}  # pidfd of each rank, by its pid
+    _send(channel, {"ready": True, **hello})
+    while True:
+        poll = select.poll()
+        for fd in (channel.fileno(), *living.values()):
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        for pid in [pid for pid, fd in living.items() if fd in ready]:
+            _bury(channel, living, pid)
+        if channel.fileno() not in ready:
+            continue
+        data, fds, _, _ = socket.recv_fds(channel, MAX_PACKET_BYTES, 3)
+        if not data:
+            end_children()
+            os._exit(0)
+        packet = json.loads(data)
+        if "start" in packet:
+            pid = os.fork()
+            if pid == 0:
+                for fd in (channel.detach(), *living.values()):
+                    os.close(fd)
+                _become_rank(packet, fds)
+                return begin(packet)
+            for fd in fds:
+                os.close(fd)
+            with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+                os.setpgid(pid, pid)
+            living[pid] = os.pidfd_open(pid)
+            _send(channel, {"started": pid, "rank": packet["start"]})
+        else:
+            for pid in living.keys() & set(packet["pids"]):
+                os.killpg(pid, packet["signal"])
+                os.killpg(pid, signal.SIGCONT)  # a stopped rank could not obey
+
+
+def _bury(channel: socket.socket, living: dict[int, int], pid: int) -> None:
+    """Reap a rank that has ended, with whatever it has left behind."""
+    # The number stays taken until waitpid, so its group is still its own.
+    os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    os.close(living.pop(pid))
+    if not living:
+        end_children()  # what had left its rank's group
+    _send(channel, {"ended": pid, "status": status})
+
+
+def _send(channel: socket.socket, packet: Mapping[str, object]) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the loop finds it closed
+        channel.send(json.dumps(packet).encode())
+
+
+def _become_rank(packet: Mapping[str, Any], fds: Sequence[int]) -> None:
+    """Make the forked process a rank: group, streams, CPUs, environment."""
+    die_with_parent(packet["warden"])
+    os.setpgid(0, 0)
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+    for fd in fds:
+        if fd > 2:
+            os.close(fd)
+    if packet["cpus"]:
+        with contextlib.suppress(OSError):  # the cpuset has changed since: unpinned is slower, not wrong
+            os.sched_setaffinity(0, packet["cpus"])
+    os.environ.update(packet["environ"])
+
+
+def execute(command: Sequence[str]) -> Begin:
+    """Return what makes a forked rank run `command`."""
+
+    def begin(packet: Mapping[str, Any]) -> None:
+        argv = list(command)
+        if packet["argument"]:  # right behind the script or the module
+            argv.insert(3 if command[1] == "-m" else 2, packet["argument"])
+        try:
+            os.execvp(command[0], argv)
+        except OSError as error:
+            print(f"phalanx run: can't execute {command[0]!r}: {error.strerror}", file=sys.stderr)
+            os._exit(127 if error.errno == errno.ENOENT else 126)
+
+    return begin
+
+
+def serve_preloaded() -> None:
+    """Import what ranks share and serve; return in each rank, ready to go on into its script."""
+    channel = socket.socket(fileno=int(os.environ.pop(FD_VARIABLE)))
+    trouble = ""
+    gc.disable()  # what an import leaves is not worth looking for: a sixth of the time
+    for name in _PRELOADED_MODULES:
+        try:
+            __import__(name)
+        except BaseException as error:  # the script will meet it itself, and tell it as it would without us
+            trouble = f"{type(error).__name__}: {error}"
+            break
+    gc.freeze()  # pages that the collector does not touch stay shared
+    gc.enable()
+    serve(channel, _go_on, trouble=trouble)
+
+
+def _go_on(packet: Mapping[str, Any]) -> None:
+    """Undo what a rank shares with its siblings only because it was forked."""
+    if packet["argument"]:
+        sys.argv.insert(1, packet["argument"])
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and stream.isatty():
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if "numpy.random" in sys.modules:  # seeded at import, by now the same in all ranks
+        sys.modules["numpy.random"].seed()
