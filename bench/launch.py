@@ -1,0 +1,141 @@
+"""``python -m bench.launch``: whole jobs, command to exit, of phalanx run, torchrun and plain python in turns.
+
+The job is one all_reduce on two ranks; plain python is one rank of it. Also measured: how long it takes from the death
+of a rank to the end of the command, and from there to the first all_reduce of the next attempt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_JOB = """
+import os, torch, torch.distributed as dist
+dist.init_process_group(os.environ.get("BACKEND", "phalanx"))
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+_DYING = """
+import os, signal, time, torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+dist.all_reduce(torch.ones(1))
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if os.environ["RANK"] == "0":
+    print("up", attempt, time.time(), flush=True)
+if os.environ["RANK"] == "1":
+    print("dead", attempt, time.time(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    dist.all_reduce(torch.ones(1))
+"""
+
+# Ratio to another engine's median, or seconds above it, that the launcher is to stay within.
+_MOST_OF_TORCHRUN = 0.45
+_MOST_ABOVE_PYTHON_S = 0.25
+_MOST_TO_REPORT_S = 0.3
+_MOST_TO_RESTART_S = 0.5
+
+
+def _commands(script: str) -> dict[str, list[str]]:
+    program = os.path.join(os.path.dirname(sys.executable), "torchrun")
+    return {
+        "phalanx run": [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", script],
+        "phalanx run --no-preload": [
+            *(sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--no-preload", script)
+        ],
+        "torchrun": [
+            program if os.path.exists(program) else shutil.which("torchrun") or program,
+            "--nproc-per-node",
+            "2",
+            script,
+        ],
+        "python, one rank": [sys.executable, script],
+    }
+
+
+def _time_of(command: list[str], folder: str) -> float:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"}
+    environ = {**os.environ, **(alone if command[1].endswith(".py") else {})}
+    begin = time.perf_counter()
+    subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True)
+    return time.perf_counter() - begin
+
+
+def _failures(folder: str, restarts: int) -> tuple[float, list[float]]:
+    """Return the seconds from the last death to the end of the command, and from each death to the next attempt."""
+    script = Path(folder, "dying.py")
+    script.write_text(_DYING)
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    done = subprocess.run([*command, str(script)], cwd=folder, capture_output=True, text=True, check=False)
+    ended = time.time()
+    moments: dict[tuple[str, int], float] = {}
+    for line in done.stdout.splitlines():
+        what, attempt, moment = line.split()[-3:]
+        moments[what, int(attempt)] = float(moment)
+    assert done.returncode == 137, done.stderr
+    took = [moments["up", number + 1] - moments["dead", number] for number in range(restarts)]
+    return ended - moments["dead", restarts], took
+
+
+def measure(rounds: int, restarts: int) -> dict[str, list[float]]:
+    """Return the seconds of every run, by what ran."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
+        script = Path(folder, "job.py")
+        script.write_text(_JOB)
+        commands = _commands(str(script))
+        samples: dict[str, list[float]] = {name: [] for name in commands}
+        samples.update({"death to end of command": [], "death to next all_reduce": []})
+        for number in range(-1, rounds):  # one turn first that does not count: files get into the cache
+            for name in list(commands)[:: 1 if number % 2 else -1]:
+                took = _time_of(commands[name], folder)
+                if number >= 0:
+                    samples[name].append(took)
+            end_s, restart_s = _failures(folder, restarts)
+            if number >= 0:
+                samples["death to end of command"].append(end_s)
+                samples["death to next all_reduce"] += restart_s
+    return samples
+
+
+def verdicts(samples: dict[str, list[float]]) -> dict[str, bool]:
+    """Return each target, worded with what was measured, and whether it was reached."""
+    median = {name: statistics.median(values) for name, values in samples.items()}
+    ratio = median["phalanx run"] / median["torchrun"]
+    above = median["phalanx run"] - median["python, one rank"]
+    end, restart = median["death to end of command"], median["death to next all_reduce"]
+    return {
+        f"{ratio:.2f} of torchrun's time (at most {_MOST_OF_TORCHRUN})": ratio <= _MOST_OF_TORCHRUN,
+        f"{above:+.2f} s against python, one rank (at most +{_MOST_ABOVE_PYTHON_S})": above <= _MOST_ABOVE_PYTHON_S,
+        f"{end:.2f} s from a rank's death to the end of the command (at most {_MOST_TO_REPORT_S})": end
+        <= _MOST_TO_REPORT_S,
+        f"{restart:.2f} s from a rank's death to the next all_reduce (at most {_MOST_TO_RESTART_S})": restart
+        <= _MOST_TO_RESTART_S,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.launch", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each command (default 7)")
+    parser.add_argument("--restarts", type=int, default=5, help="restarts of each failing job (default 5)")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for launch.json")
+    given = parser.parse_args()
+    samples = measure(given.rounds, given.restarts)
+    for name, values in samples.items():
+        print(f"{name:28} median {statistics.median(values):6.3f} s   {min(values):6.3f} to {max(values):6.3f}")
+    for target, reached in verdicts(samples).items():
+        print(f"{'reached' if reached else 'missed ':8} {target}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "launch.json").write_text(json.dumps(samples, indent=1))
+
+
+if __name__ == "__main__":
+    main()
