@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,25 +27,35 @@ class Settings:
     """Size of the chunks in which larger messages are pipelined, at most 65536."""
 
 
+# Flags of ``phalanx run``, which reads them itself.
+_FLAGS = """
+    DRY_RUN LOCAL_ADDR LOCAL_RANKS_FILTER LOG_DIR MASTER_ADDR MASTER_PORT MAX_RESTARTS MODULE MONITOR_INTERVAL NNODES
+    NODE_RANK NO_PIN NO_PRELOAD NO_PYTHON NO_USE_ENV NPROC_PER_NODE RDZV_BACKEND RDZV_CONF RDZV_ENDPOINT RDZV_ID
+    REDIRECTS ROLE SHUTDOWN_TIMEOUT SIGNALS_TO_HANDLE STANDALONE START_METHOD TEE USE_ENV
+"""
+LAUNCH_VARIABLES = frozenset(f"PHALANX_{flag}" for flag in _FLAGS.split())
+
+
 def environment() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
-def read_settings() -> Settings:
-    """Return the settings of this process.
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings that `environ` gives, by default this process's environment.
 
     Raises:
         ValueError: A ``PHALANX_*`` variable is unknown, not a number, or negative.
     """
+    environ = os.environ if environ is None else environ
     known = {f"PHALANX_{field.name.upper()}": field for field in fields(Settings)}
-    ours = [name for name in os.environ if name.startswith("PHALANX_") and not name.startswith("PHALANX_TEST_")]
-    unknown = sorted(set(ours).difference(known))
-    if unknown:
-        raise ValueError(f"unknown environment variable {unknown[0]}; known are {', '.join(sorted(known))}")
+    for name in sorted(environ):
+        is_ours = name.startswith("PHALANX_") and not name.startswith("PHALANX_TEST_")
+        if is_ours and name not in known and name not in LAUNCH_VARIABLES:
+            raise ValueError(f"unknown environment variable {name}{did_you_mean(name, {*known, *LAUNCH_VARIABLES})}")
     values: dict[str, Any] = {}
     for name, field in known.items():
-        text = os.environ.get(name)
+        text = environ.get(name)
         if text is None:
             continue
         try:
@@ -55,3 +66,12 @@ def read_settings() -> Settings:
             raise ValueError(f"{name} must be a number, at least 0, got {text!r}")
         values[field.name] = value
     return Settings(**values)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``, did you mean X?`` for the known name nearest to a misspelt one; empty if none is near."""
+    import difflib  # only on the way to an error
+
+    known = sorted(known)
+    near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, 1)
+    return f", did you mean {near[0]}?" if near else ""

@@ -14,6 +14,8 @@ import time
 
 import pytest
 
+from phalanx.launch.cpus import read_machine
+
 LIMIT_S = 30
 
 
@@ -82,6 +84,22 @@ def on_cue(action):
     """
 
 
+@pytest.mark.skipif(read_machine().num_cores < 2, reason="one core: nothing to divide")
+def test_ranks_are_pinned_to_cores_of_their_own_unless_told_not_to(start):
+    script = "print(sorted(os.sched_getaffinity(0)))\n"
+    whole = sorted(os.sched_getaffinity(0))
+    code, out, err = finish(start(2, script))
+    assert code == 0, err
+    first, second = (set(json.loads(line.split("] ", 1)[1])) for line in out.splitlines())
+    assert first
+    assert second
+    assert first | second == set(whole)
+    assert not first & second
+    code, out, err = finish(start(2, script, "--no-pin"))
+    assert code == 0, err
+    assert [json.loads(line.split("] ", 1)[1]) for line in out.splitlines()] == [whole, whole]
+
+
 def test_every_rank_finds_torchruns_environment(start, monkeypatch):
     for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
@@ -104,13 +122,13 @@ def test_every_rank_finds_torchruns_environment(start, monkeypatch):
             "GROUP_WORLD_SIZE": "1",
             "NODE_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "TORCHELASTIC_RUN_ID": "none",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
         }
         assert {key: found[rank].get(key) for key in want} == want
     assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"] != "0"
+    assert found[0]["TORCHELASTIC_RUN_ID"] == found[1]["TORCHELASTIC_RUN_ID"] != ""
     error_files = {found[rank]["TORCHELASTIC_ERROR_FILE"] for rank in range(2)}
     assert len(error_files) == 2
     assert not any(os.path.exists(path) for path in error_files)
@@ -177,7 +195,7 @@ def test_a_failing_rank_ends_the_others_and_is_named(start, end, code, said):
     os.kill(pids[1], signal.SIGUSR1)
     got, _, err = finish(job)
     assert got == code
-    assert "phalanx run: then ended ranks 0, 2\n" in err
+    assert "phalanx run: then ended ranks 0,2\n" in err
     last_words = err[err.rindex("phalanx run: ") :].splitlines()
     assert last_words[0] == f"phalanx run: rank 1 (pid {pids[1]}) {said}; exit code {code}"
     assert any(line.startswith("  log: ") and line.endswith("rank_1/stderr.log") for line in last_words)

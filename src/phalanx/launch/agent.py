@@ -165,7 +165,7 @@ def _rendezvous_handler(job: dict[str, Any]) -> RendezvousHandler:
     config = dict(job["rdzv_conf"])
     if job["rdzv_backend"] == "static":
         host, _, port = job["rdzv_endpoint"].rpartition(":")
-        limit_s = int(config.get("timeout", 600))
+        limit_s = int(config.get("timeout", 900))
         return _FreshStaticRendezvous(host, int(port), job["node_rank"], job["max_nodes"], job["run_id"], limit_s)
     return get_rendezvous_handler(
         RendezvousParameters(

@@ -1,8 +1,20 @@
-"""Which CPUs, cores and GPUs this machine gives us, and how the ranks share them."""
+"""Which CPUs, cores and GPUs this machine gives us, and how the ranks share them.
+
+Read from ``/proc``, ``/sys`` and ``/dev``: no program is run and no library is loaded. The tests lay a machine of their
+own out in a folder and pass it as `root`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,3 +28,221 @@ class Share:
 
     num_threads: int = 1
     cpus: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What this process may use of the machine.
+
+    Attributes:
+        cores: CPUs of each physical core, in the order of their NUMA nodes.
+        numa_nodes: Node of each core.
+        quota_cpus: CPUs' worth of time that the cgroups grant; None: no limit.
+    """
+
+    cores: tuple[tuple[int, ...], ...]
+    numa_nodes: tuple[int, ...]
+    quota_cpus: float | None = None
+
+    @property
+    def num_cpus(self) -> int:
+        return sum(map(len, self.cores))
+
+    @property
+    def has_short_quota(self) -> bool:
+        """Whether the quota is less than the CPUs: others are meant to run on them too."""
+        return self.quota_cpus is not None and self.quota_cpus < self.num_cpus
+
+    @property
+    def num_cores(self) -> int:
+        """Physical cores, or as many as the quota pays for, at least 1."""
+        return max(1, min(len(self.cores), int(self.quota_cpus or len(self.cores))))
+
+    def describe(self) -> str:
+        quota = f", quota {self.quota_cpus:g} CPUs" if self.has_short_quota else ""
+        return f"{_count(len(self.cores), 'physical core')}{quota}"
+
+
+def read_machine(root: str = "/", usable: Sequence[int] | None = None) -> Machine:
+    """Return the machine as this process's affinity and cgroups leave it.
+
+    Args:
+        usable: CPUs of the affinity mask; default: this process's own.
+    """
+    cpus = sorted(os.sched_getaffinity(0) if usable is None else usable)
+    numa_node = _numa_nodes(root)
+    cores: dict[tuple[int, ...], list[int]] = {}
+    for cpu in cpus:
+        siblings = _read(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.setdefault(tuple(_parse_cpus(siblings)) or (cpu,), []).append(cpu)
+    ordered = sorted(cores.values(), key=lambda core: (numa_node.get(core[0], 0), core))
+    return Machine(
+        cores=tuple(map(tuple, ordered)),
+        numa_nodes=tuple(numa_node.get(core[0], 0) for core in ordered),
+        quota_cpus=_quota_cpus(root),
+    )
+
+
+def _numa_nodes(root: str) -> dict[int, int]:
+    """Return the NUMA node of each CPU."""
+    folder = os.path.join(root, "sys/devices/system/node")
+    numbers = [int(found[1]) for name in _names(folder) if (found := re.fullmatch(r"node(\d+)", name))]
+    return {cpu: node for node in numbers for cpu in _parse_cpus(_read(folder, f"node{node}/cpulist"))}
+
+
+def _quota_cpus(root: str) -> float | None:
+    """Return the least quota on the way up from our cgroup, of version 2 or 1."""
+    quotas = []
+    for line in _read(root, "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = os.path.join(root, "sys/fs/cgroup", *([controllers] if controllers else []))
+        if not os.path.isdir(mount):
+            mount = os.path.join(root, "sys/fs/cgroup/cpu")
+        while True:
+            quotas.append(_quota_of(os.path.join(mount, path.lstrip("/"))))
+            if path in ("", "/"):
+                break
+            path = os.path.dirname(path)  # in a container our path may be the host's: what is not there counts not
+    return min((quota for quota in quotas if quota), default=None)
+
+
+def _quota_of(cgroup: str) -> float | None:
+    fields = _read(cgroup, "cpu.max").split() or [
+        _read(cgroup, "cpu.cfs_quota_us").strip(),
+        _read(cgroup, "cpu.cfs_period_us").strip(),
+    ]
+    with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or not there
+        quota = int(fields[0]) / int(fields[1])
+        return quota if quota > 0 else None
+    return None
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
+    """Return how many GPUs this process may use, 0 without a driver."""
+    num_nvidia = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in _names(os.path.join(root, "dev")))
+    topology = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
+    num_amd = sum(_read(topology, f"{node}/gpu_id").strip() not in ("", "0") for node in _names(topology))
+    for there, variables in (
+        (num_nvidia, ("CUDA_VISIBLE_DEVICES",)),
+        (num_amd, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+    ):
+        if there:
+            chosen = next((environ[name] for name in variables if name in environ), None)
+            return there if chosen is None else _count_visible(chosen, there)
+    return 0
+
+
+def _count_visible(chosen: str, there: int) -> int:
+    """Return the length of a list of devices: it ends at the first one that is none."""
+    count = 0
+    for name in chosen.split(","):
+        name = name.strip()
+        if not name or name.startswith("-") or (name.isdigit() and int(name) >= there):
+            break
+        count += 1
+    return count
+
+
+def torch_uses_gpus() -> bool:
+    """Whether the installed torch is one for GPUs, told by its files."""
+    spec = PathFinder.find_spec("torch")
+    folder = os.path.join(os.path.dirname(spec.origin), "lib") if spec and spec.origin else ""
+    return any(os.path.exists(os.path.join(folder, f"libtorch_{kind}.so")) for kind in ("cuda", "hip"))
+
+
+# ---------------------------------------------------------------- sharing
+
+
+def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str = "") -> tuple[tuple[Share, ...], str]:
+    """Return each rank's share, and one line that says how the cores were divided.
+
+    Every rank has as many threads as the others. Ranks are pinned to whole cores of their own, within one NUMA node
+    where that divides evenly enough, unless there are fewer cores than ranks, or a quota is less than the CPUs: then
+    other processes run on them too, and a pinned rank could not step aside.
+
+    Args:
+        omp_num_threads: OMP_NUM_THREADS as the user has set it; it stays.
+    """
+    why_not = ""
+    if not pin:
+        why_not = ", not pinned"
+    elif num_ranks > len(machine.cores):
+        why_not = f", not pinned: {_count(len(machine.cores), 'core')}"
+    elif machine.has_short_quota:
+        why_not = f", not pinned: quota of {machine.quota_cpus:g} CPUs"
+    elif omp_num_threads.isdigit() and int(omp_num_threads) * num_ranks > machine.num_cpus:
+        why_not = ", not pinned: more threads than CPUs"
+    is_pinned = num_ranks > 1 and not why_not
+    parts = _divide_cores(num_ranks, machine) if is_pinned else []
+    num_threads = min(map(len, parts)) if is_pinned else max(1, machine.num_cores // num_ranks)
+    cpus = [tuple(sorted(cpu for core in cores for cpu in core)) for cores in parts] or [()] * num_ranks
+    threads = (
+        f"OMP_NUM_THREADS={omp_num_threads} as set" if omp_num_threads else _count(num_threads, "thread") + " each"
+    )
+    shown = [format_ranges(of_rank) for of_rank in cpus]
+    if len(shown) > 8:
+        shown = [*shown[:3], "...", shown[-1]]
+    where = f", pinned to CPUs {' | '.join(shown)}" if is_pinned else why_not
+    shares = tuple(Share(num_threads=num_threads, cpus=of_rank) for of_rank in cpus)
+    return shares, f"{_count(num_ranks, 'rank')}, {threads}{where}"
+
+
+def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, ...]]]:
+    """Return the cores of each rank; all are given away.
+
+    Within a NUMA node, or in whole nodes, if ranks and nodes divide each other; else in ranges of equal length.
+    """
+    nodes = sorted(set(machine.numa_nodes))
+    by_node = [[c for c, at in zip(machine.cores, machine.numa_nodes, strict=True) if at == node] for node in nodes]
+    if len(nodes) % num_ranks == 0:
+        return [[core for cores in some for core in cores] for some in _split(by_node, num_ranks)]
+    if num_ranks % len(nodes) == 0:
+        parts = [part for cores in by_node for part in _split(cores, num_ranks // len(nodes))]
+        if all(parts):  # else the affinity leaves too little of one node
+            return parts
+    return _split(machine.cores, num_ranks)
+
+
+def _split(items: Sequence[_Item], num_parts: int) -> list[Sequence[_Item]]:
+    return [items[p * len(items) // num_parts : (p + 1) * len(items) // num_parts] for p in range(num_parts)]
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Return ``0-2,5`` for 0, 1, 2, 5, as the kernel writes it."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def _parse_cpus(text: str) -> list[int]:
+    cpus: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus += range(int(first), int(last or first) + 1)
+    return cpus
+
+
+def _read(folder: str, name: str) -> str:
+    with contextlib.suppress(OSError), open(os.path.join(folder, name)) as file:
+        return file.read()
+    return ""
+
+
+def _names(folder: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return sorted(os.listdir(folder))
+    return []
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from phalanx.launch.causes import is_victim
+from phalanx.launch.cpus import format_ranges
 
 _MAX_SHOWN_LINES = 40
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -120,7 +121,7 @@ def report(culprit: RankEnd, ends: Sequence[RankEnd], *, hint: str) -> str:
         more = f" and {len(victims) - 4} more" if len(victims) > 4 else ""
         lines.append(f"phalanx run: failed after the cause: {said}{more}")
     if ended:
-        lines.append(f"phalanx run: then ended rank{'s' * (len(ended) != 1)} {_ranges(ended)}")
+        lines.append(f"phalanx run: then ended rank{'s' * (len(ended) != 1)} {format_ranges(ended)}")
     lines.append(f"phalanx run: {culprit.describe()}; exit code {culprit.exit_code}")
     lines += [f"  {line}" for line in culprit.last_words.lines]
     where = f"{culprit.host}:" if culprit.host else ""
@@ -134,17 +135,6 @@ def _end_in_brief(end: RankEnd) -> str:
     if end.last_words.kind:
         return end.last_words.kind.rsplit(".", 1)[-1]
     return _signal_name(-end.returncode) if end.returncode < 0 else f"exit code {end.returncode}"
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Return ``0-2, 5`` for 0, 1, 2, 5."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def _signal_name(number: int) -> str:

@@ -1,0 +1,302 @@
+"""The flags of ``phalanx run``: declared once, read from the command line, the environment or the scheduler.
+
+Names and meanings are torchrun's; the last group is our own. Each flag is also an environment variable, ours before
+torchrun's: ``--max-restarts``, ``PHALANX_MAX_RESTARTS``, ``PET_MAX_RESTARTS``. A parser of our own, because argparse
+can't tell where a value came from and takes as long to import as the rest of the supervisor's own modules.
+
+Source of the names: ``torch/distributed/run.py`` and ``torch/distributed/launch.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from phalanx._env import did_you_mean
+
+RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"
+_FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # nobody can handle them
+
+
+class UsageError(ValueError):
+    """The caller's mistake, in one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag; without a `placeholder` it is a switch."""
+
+    name: str
+    help: str
+    parse: Callable[[str], Any]
+    placeholder: str = ""
+    default: str = ""
+    short: str = ""
+
+    @property
+    def variables(self) -> tuple[str, str]:
+        """Its environment variables, ours first."""
+        word = self.name.upper().replace("-", "_")
+        return f"PHALANX_{word}", f"PET_{word}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The value of one flag and who gave it: ``--nnodes``, ``PET_NNODES``, ``Slurm`` or ``default``."""
+
+    value: Any
+    origin: str
+
+    @property
+    def is_given(self) -> bool:
+        return self.origin != "default"
+
+
+# ---------------------------------------------------------------- kinds of values
+
+
+def _number(
+    kind: Callable[[str], float], least: float, what: str, *, most: float = math.inf, words: Sequence[str] = ()
+) -> Callable[[str], Any]:
+    def parse(text: str) -> float | str:
+        if text in words:
+            return text
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or value == math.inf:
+            raise ValueError(f"must be {what}")
+        return value
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": False, "false": False}
+    if text.lower() not in {*known, "no", "off"}:
+        raise ValueError("must be 1 or 0")
+    return known.get(text.lower(), False)
+
+
+def _choice(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be {' or '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    """Return the least and the largest number of nodes."""
+    least, _, most = text.partition(":")
+    if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= int(most or least)):
+        raise ValueError("must be N or MIN:MAX with 1 <= MIN <= MAX")
+    return int(least), int(most or least)
+
+
+def _port_or_nothing(text: str) -> int:
+    return int(_number(int, 0, "a port from 0 to 65535", most=65535)(text)) if text else 0
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if not all(key and is_pair and value for key, is_pair, value in pairs):
+        raise ValueError("must be KEY=VALUE,KEY=VALUE")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _streams(text: str) -> int | dict[int, int]:
+    """Return the streams of every local rank, or those of some: 1 is stdout, 2 is stderr, 3 both."""
+    try:
+        pairs = [tuple(map(int, part.split(":"))) for part in text.split(",")]
+    except ValueError:
+        pairs = []
+    if len(pairs) == 1 and len(pairs[0]) == 1 and 0 <= pairs[0][0] <= 3:
+        return pairs[0][0]
+    if not pairs or not all(len(pair) == 2 and pair[0] >= 0 and 0 <= pair[1] <= 3 for pair in pairs):
+        raise ValueError("must be 0, 1 (stdout), 2 (stderr) or 3 (both), or RANK:STREAMS,RANK:STREAMS")
+    return {pair[0]: pair[1] for pair in pairs}
+
+
+def _local_ranks(text: str) -> tuple[int, ...]:
+    try:
+        ranks = tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        ranks = (-1,)
+    if any(rank < 0 for rank in ranks):
+        raise ValueError("must be local ranks like 0,2")
+    return ranks
+
+
+def _signals(text: str) -> tuple[int, ...]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    known = {sig.name: sig for sig in signal.Signals}
+    for name in names:
+        if name not in known or name in _FORBIDDEN_SIGNALS:
+            raise ValueError("must be names of signals that can be handled, like SIGTERM,SIGUSR1")
+    return tuple(known[name] for name in names)
+
+
+_at_least_0 = _number(int, 0, "a whole number of at least 0")
+_seconds = _number(float, 0, "seconds of at least 0")
+
+# ---------------------------------------------------------------- the table
+
+GROUPS: Mapping[str, tuple[Flag, ...]] = {
+    "Ranks": (
+        Flag(
+            "nproc-per-node",
+            "ranks to start on this node; auto: one per GPU, without GPUs one per physical core or CPU of the "
+            "cgroup's quota; cpu: one per CPU; gpu: one per GPU",
+            _number(int, 1, "a whole number of at least 1, auto, cpu or gpu", words=("auto", "cpu", "gpu")),
+            "N",
+            "auto",
+        ),
+        Flag("max-restarts", "starts all ranks again after a failure, so many times", _at_least_0, "N", "0"),
+        Flag("module", "run a module, as python -m does", _switch, short="-m"),
+        Flag("no-python", "run a program instead of a Python script", _switch),
+        Flag("no-use-env", "give the script --local-rank=N, as torch.distributed.launch did", _switch),
+        Flag("use-env", "the script reads LOCAL_RANK from the environment: the default", _switch),
+        Flag("role", "ROLE_NAME of the ranks", str, "NAME", "default"),
+        Flag(
+            "start-method",
+            "accepted; torchrun uses it for functions, not for scripts",
+            _choice("spawn", "fork", "forkserver"),
+            "NAME",
+            "spawn",
+        ),
+    ),
+    "Several nodes": (
+        Flag("nnodes", "nodes of the job, or the least and the most", _nodes, "N|MIN:MAX", "1:1"),
+        Flag("node-rank", "this node among them, for the static rendezvous", _at_least_0, "N", "0"),
+        Flag("master-addr", "host of node 0", str, "HOST", "127.0.0.1"),
+        Flag(
+            "master-port",
+            "its port; default: a free one, with several nodes 29500",
+            _port_or_nothing,
+            "PORT",
+        ),
+        Flag("local-addr", "this node's own address; default: found", str, "HOST"),
+        Flag("standalone", "one node, whatever the environment says of others", _switch),
+        Flag("rdzv-backend", "how nodes meet: static or c10d", _choice("static", "c10d"), "NAME", "static"),
+        Flag("rdzv-endpoint", "where they meet; default: the master", str, "HOST:PORT"),
+        Flag("rdzv-id", "the job's name, the same on all nodes", str, "NAME", "none"),
+        Flag("rdzv-conf", "further settings of torch's rendezvous", _pairs, "KEY=VALUE,..."),
+        Flag("monitor-interval", "seconds between looks at the other nodes", _seconds, "SECONDS", "0.1"),
+    ),
+    "Output": (
+        Flag("log-dir", "where the run's folder is made; default: runs/<script>", str, "FOLDER"),
+        Flag(
+            "redirects",
+            "keep streams off the screen: 1 stdout, 2 stderr, 3 both, of all or of some local ranks (0:1,1:3); the "
+            "logs have them in any case",
+            _streams,
+            "STREAMS",
+            "0",
+            "-r",
+        ),
+        Flag("tee", "show streams although redirected", _streams, "STREAMS", "0", "-t"),
+        Flag("local-ranks-filter", "show these local ranks only", _local_ranks, "N,N"),
+    ),
+    "Ending": (
+        Flag(
+            "signals-to-handle",
+            "signals given on to the ranks; SIGUSR1 and SIGUSR2 do not end the job",
+            _signals,
+            "NAMES",
+            "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        ),
+        Flag("shutdown-timeout", "seconds between SIGTERM and SIGKILL", _seconds, "SECONDS", "30"),
+    ),
+    "Beyond torchrun": (
+        Flag("no-preload", "import torch in each rank instead of once for all", _switch),
+        Flag("no-pin", "leave ranks to run on any CPU", _switch),
+        Flag("dry-run", "print what would be done, and where each value came from", _switch),
+    ),
+}
+
+FLAGS = {flag.name: flag for group in GROUPS.values() for flag in group}
+_SPELLINGS = {f"--{name}": flag for name, flag in FLAGS.items()} | {f.short: f for f in FLAGS.values() if f.short}
+
+# ---------------------------------------------------------------- reading them
+
+
+def read_flags(
+    argv: Sequence[str], environ: Mapping[str, str], scheduled: Mapping[str, str], scheduler: str
+) -> tuple[dict[str, Setting], list[str]]:
+    """Return every flag's setting, and the script with its arguments.
+
+    The command line wins over PHALANX_*, that over PET_*, that over the scheduler, that over the default.
+
+    Args:
+        scheduled: What the scheduler says, by flag.
+
+    Raises:
+        UsageError: A flag is unknown, lacks its value or has a wrong one.
+    """
+    given, target = _split(argv)
+    settings = {}
+    for name, flag in FLAGS.items():
+        sources = [(variable, environ.get(variable)) for variable in flag.variables]
+        if name in given:
+            sources.insert(0, given[name])
+        sources += [(scheduler, scheduled.get(name)), ("default", flag.default)]
+        origin, text = next((origin, text) for origin, text in sources if text is not None)
+        try:
+            settings[name] = Setting(flag.parse(text), origin)
+        except ValueError as error:
+            raise UsageError(f"{origin} {error}, got {text!r}") from None
+    return settings, target
+
+
+def _split(argv: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """Return how each flag given was spelt and its text, and what follows: the script and its arguments."""
+    given: dict[str, tuple[str, str]] = {}
+    rest = list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, has_value, text = word.partition("=")
+        if not word.startswith("--") and len(word) > 2:  # -r3
+            name, has_value, text = word[:2], "=", word[2:].removeprefix("=")
+        name = name.replace("_", "-")
+        flag = _SPELLINGS.get(name)
+        if flag is None:
+            raise UsageError(f"unknown flag {name}{did_you_mean(name, [s for s in _SPELLINGS if s.startswith('--')])}")
+        if not flag.placeholder:
+            if has_value:
+                raise UsageError(f"{name} takes no value, got {text!r}")
+            text = "1"
+        elif not has_value:
+            if not rest:
+                raise UsageError(f"{name} needs a value: {name} {flag.placeholder}")
+            text = rest.pop(0)
+        given[flag.name] = (name, text)
+    return given, rest
+
+
+def help_text() -> str:
+    """Return what ``phalanx run --help`` prints, for 80 columns."""
+    import textwrap
+
+    lines = ["usage: phalanx run [flags] script.py | -m module | --no-python program  [args]", ""]
+    about = (
+        "Run a script on several ranks of this machine, or of several, with torchrun's flags and environment. Flags "
+        "stand before the script, may be written with - or _, and can be set in the environment too: --max-restarts "
+        "is PHALANX_MAX_RESTARTS, or PET_MAX_RESTARTS as for torchrun."
+    )
+    lines += textwrap.wrap(about, 80)
+    for title, flags in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for flag in flags:
+            names = ", ".join(filter(None, (flag.short, f"--{flag.name}")))
+            default = f" (default: {flag.default})" if flag.placeholder and flag.default else ""
+            lines.append(f"  {names} {flag.placeholder}".rstrip())
+            lines += textwrap.wrap(flag.help + default, 80, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)

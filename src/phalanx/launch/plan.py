@@ -1,0 +1,249 @@
+"""From the flags, the scheduler and the machine to the job: every number found, every contradiction said up front."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from typing import Any
+
+from phalanx import _env
+from phalanx.launch.cpus import Machine, count_gpus, divide, format_ranges, read_machine, torch_uses_gpus
+from phalanx.launch.flags import Setting, UsageError, read_flags
+from phalanx.launch.job import Job
+from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
+
+_STATIC_PORT, _C10D_PORT = 29500, 29400  # torchrun's
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A job, and the flags that it came from."""
+
+    job: Job
+    settings: Mapping[str, Setting]
+    nproc_origin: str
+
+    @property
+    def is_dry(self) -> bool:
+        return bool(self.settings["dry-run"].value)
+
+    def describe(self) -> str:
+        """Return a table of name, value and origin, then what each rank would run and on which CPUs."""
+        job = self.job
+        rows = [("command", shlex.join(job.command), ""), ("nproc-per-node", job.num_local_ranks, self.nproc_origin)]
+        rows += [
+            (name, _shown(name, setting, job), setting.origin)
+            for name, setting in self.settings.items()
+            if name not in ("nproc-per-node", "dry-run")
+        ]
+        for rank, share in enumerate(job.shares):
+            where = f"CPUs {format_ranges(share.cpus)}" if share.cpus else "any CPU"
+            rows.append((f"local rank {rank}", f"{share.num_threads} thread{'s' * (share.num_threads != 1)}", where))
+        widths = [max(len(str(row[column])) for row in rows) for column in (0, 1)]
+        lines = [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {origin}".rstrip() for name, value, origin in rows]
+        return "\n".join([*lines, f"phalanx run: {job.shares_note}"])
+
+
+def make_plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """Return what ``phalanx run`` with these arguments is to do.
+
+    Raises:
+        UsageError: Something is wrong or contradicts something else.
+    """
+    try:
+        _env.read_settings(environ)
+        place = detect_node(environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    settings, target = read_flags(argv, environ, _scheduled(place), place.scheduler if place else "")
+    value = {name: setting.value for name, setting in settings.items()}
+    machine = read_machine()
+    num_ranks, why = _num_local_ranks(settings["nproc-per-node"], machine, environ)
+    _check(settings, place, num_ranks, environ)
+    shares, note = divide(
+        num_ranks, machine, pin=not value["no-pin"], omp_num_threads=environ.get("OMP_NUM_THREADS", "")
+    )
+    job = Job(
+        command=_command(target, module=value["module"], no_python=value["no-python"]),
+        preload=not (value["no-python"] or value["no-preload"]),
+        local_rank_argument=value["no-use-env"],
+        num_local_ranks=num_ranks,
+        shares=shares,
+        shares_note=note,
+        role=value["role"],
+        local_addr=value["local-addr"],
+        max_restarts=value["max-restarts"],
+        monitor_interval_s=value["monitor-interval"],
+        grace_s=value["shutdown-timeout"],
+        signals=value["signals-to-handle"],
+        log_dir=value["log-dir"],
+        redirects=_by_rank("redirects", value["redirects"], num_ranks),
+        tees=_by_rank("tee", value["tee"], num_ranks),
+        shown_ranks=_shown_ranks(value["local-ranks-filter"], num_ranks),
+        **_rendezvous(settings),
+    )
+    return Plan(job, settings, why)
+
+
+def _scheduled(place: Placement | None) -> dict[str, str]:
+    """Return what the scheduler says, as texts of flags."""
+    if place is None or place.num_nodes == 1:
+        return {}
+    found = {"nnodes": str(place.num_nodes), "node-rank": str(place.node_rank)}
+    if place.master_addr:
+        found["master-addr"] = place.master_addr
+    if place.master_port:
+        found["master-port"] = str(place.master_port)
+    return found
+
+
+def _num_local_ranks(asked: Setting, machine: Machine, environ: Mapping[str, str]) -> tuple[int, str]:
+    if asked.value not in ("auto", "cpu", "gpu"):
+        return asked.value, asked.origin
+    num_gpus = count_gpus(environ) if asked.value == "gpu" or (asked.value == "auto" and torch_uses_gpus()) else 0
+    if asked.value == "gpu" and not num_gpus:
+        raise UsageError(f"{asked.origin} gpu, and no GPU is visible here: name a number, or auto")
+    if num_gpus:
+        return num_gpus, f"{asked.origin}: {num_gpus} GPU{'s' * (num_gpus != 1)}"
+    if asked.value == "cpu":
+        return machine.num_cpus, f"{asked.origin}: {machine.num_cpus} CPUs"
+    return machine.num_cores, f"{asked.origin}: {machine.describe()}"
+
+
+def _check(
+    settings: Mapping[str, Setting], place: Placement | None, num_ranks: int, environ: Mapping[str, str]
+) -> None:
+    """Refuse what each flag alone allows and all together do not."""
+    nnodes, backend = settings["nnodes"], settings["rdzv-backend"].value
+    least, most = nnodes.value
+    if settings["module"].value and settings["no-python"].value:
+        raise UsageError("-m and --no-python exclude each other")
+    if settings["use-env"].value and settings["no-use-env"].value:
+        raise UsageError("--use-env and --no-use-env exclude each other")
+    if settings["standalone"].value:
+        if most > 1 and nnodes.origin.startswith("--"):
+            raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}")
+        return
+    if place is not None:
+        if problem := contradiction(place, num_ranks):
+            raise UsageError(problem)
+        if most > 1 and not least <= place.num_nodes <= most:
+            raise UsageError(f"{nnodes.origin} asks for {most} nodes, and {place.scheduler} started {place.num_nodes}")
+    if not nnodes.is_given and (unused := unused_nodes(environ)):
+        raise UsageError(
+            f"Slurm gave this job {unused} nodes, and phalanx run was started on one of them: use srun "
+            "--ntasks-per-node=1 phalanx run train.py, or --nnodes 1 for this node alone"
+        )
+    if most == 1:
+        return
+    if backend == "static":
+        if least != most:
+            raise UsageError(f"{nnodes.origin} {least}:{most} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT")
+        node_rank = settings["node-rank"]
+        if node_rank.value >= most:
+            raise UsageError(f"{node_rank.origin} must lie in [0, {most}), got {node_rank.value}")
+        given = [settings[name] for name in ("master-addr", "rdzv-endpoint")]
+        if not any(setting.is_given for setting in given):
+            raise UsageError(f"{most} nodes need --master-addr HOST, the same on all, where node 0 listens")
+    elif not settings["rdzv-endpoint"].value:
+        raise UsageError("--rdzv-backend c10d with several nodes needs --rdzv-endpoint HOST:PORT, the same on all")
+
+
+def _rendezvous(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return the job's fields that say how nodes and ranks meet."""
+    value = {name: setting.value for name, setting in settings.items()}
+    least, most = (1, 1) if value["standalone"] else value["nnodes"]
+    endpoint, backend = value["rdzv-endpoint"], value["rdzv-backend"]
+    host, port = value["master-addr"], value["master-port"]
+    run_id = value["rdzv-id"]
+    if most == 1:
+        if endpoint and backend == "static" and not value["standalone"]:
+            host, port = _host_and_port(endpoint, 0)
+        if not settings["rdzv-id"].is_given or value["standalone"]:
+            run_id = os.urandom(8).hex()
+        if value["standalone"]:
+            host, port = "127.0.0.1", 0
+        return {"master_addr": host, "master_port": port, "run_id": run_id}
+    if backend == "static":
+        host, port = _host_and_port(endpoint, _STATIC_PORT) if endpoint else (host, port or _STATIC_PORT)
+    else:
+        host, port = _host_and_port(endpoint, _C10D_PORT)
+    return {
+        "min_nodes": least,
+        "max_nodes": most,
+        "node_rank": value["node-rank"],
+        "rdzv_backend": backend,
+        "rdzv_endpoint": f"{host}:{port}",
+        "rdzv_conf": value["rdzv-conf"],
+        "run_id": run_id,
+    }
+
+
+def _host_and_port(endpoint: str, default_port: int) -> tuple[str, int]:
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or endpoint.endswith("]"):  # an IPv6 address without a port
+        return endpoint, default_port
+    if not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"--rdzv-endpoint must be HOST:PORT, got {endpoint!r}")
+    return host, int(port)
+
+
+def _by_rank(name: str, streams: int | dict[int, int], num_ranks: int) -> tuple[int, ...]:
+    if isinstance(streams, int):
+        return (streams,) * num_ranks
+    _require_ranks(name, streams, num_ranks)
+    return tuple(streams.get(rank, 0) for rank in range(num_ranks))
+
+
+def _shown_ranks(ranks: tuple[int, ...], num_ranks: int) -> tuple[int, ...] | None:
+    _require_ranks("local-ranks-filter", ranks, num_ranks)
+    return ranks or None
+
+
+def _require_ranks(name: str, ranks: Sequence[int] | Mapping[int, int], num_ranks: int) -> None:
+    for rank in ranks:
+        if rank >= num_ranks:
+            raise UsageError(f"--{name} names local rank {rank}, which must lie in [0, {num_ranks})")
+
+
+def _command(target: list[str], *, module: bool, no_python: bool) -> tuple[str, ...]:
+    if not target:
+        raise UsageError("no script given")
+    if no_python:
+        folders = [""] if os.sep in target[0] else os.get_exec_path()
+        if not any(os.access(os.path.join(folder, target[0]), os.X_OK) for folder in folders):
+            raise UsageError(f"no program {target[0]!r}")
+        return tuple(target)
+    if module:
+        package = target[0].split(".")[0]
+        if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+            raise UsageError(f"no module named {package!r}")
+        return (sys.executable, "-m", *target)
+    if not os.path.exists(target[0]):
+        raise UsageError(f"no script {target[0]!r}")
+    return (sys.executable, *target)
+
+
+def _shown(name: str, setting: Setting, job: Job) -> str:
+    value = setting.value
+    if name == "master-port" and not value:
+        return "a free one" if job.max_nodes == 1 else str(_STATIC_PORT)
+    if name == "rdzv-endpoint" and not value:
+        return job.rdzv_endpoint or "-"
+    if name == "rdzv-id":
+        return job.run_id
+    if name == "nnodes":
+        return f"{value[0]}:{value[1]}"
+    if name == "signals-to-handle":
+        return ",".join(sig.name for sig in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ",".join(f"{key}:{item}" for key, item in value.items()) or "-"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "-"
+    return str(value) if value != "" else "-"

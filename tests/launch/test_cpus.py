@@ -1,0 +1,186 @@
+"""The machine as read from its files, and how ranks share it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from phalanx.launch.cpus import Machine, count_gpus, divide, format_ranges, read_machine
+
+
+def machine(num_cores, *, num_nodes=1, threads=1, quota=None):
+    """A machine whose second hardware threads are numbered after all first ones, as Linux does."""
+    cores = tuple(tuple(core + num_cores * t for t in range(threads)) for core in range(num_cores))
+    return Machine(
+        cores=cores, numa_nodes=tuple(core * num_nodes // num_cores for core in range(num_cores)), quota_cpus=quota
+    )
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Lay out files under a root folder and return it."""
+
+    def write(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return str(tmp_path)
+
+    return write
+
+
+def topology(num_cpus, *, siblings, nodes):
+    files = {f"sys/devices/system/cpu/cpu{c}/topology/thread_siblings_list": siblings(c) for c in range(num_cpus)}
+    return files | {f"sys/devices/system/node/node{n}/cpulist": text for n, text in enumerate(nodes)}
+
+
+def test_cores_are_those_of_the_affinity_in_the_order_of_their_numa_nodes(root):
+    # Two nodes, and even CPUs are on node 1; CPU c and c + 4 are one core.
+    files = topology(8, siblings=lambda c: f"{c % 4},{c % 4 + 4}\n", nodes=["1,3,5,7\n", "0,2,4,6\n"])
+    found = read_machine(root(files), range(8))
+    assert found.cores == ((1, 5), (3, 7), (0, 4), (2, 6))
+    assert found.numa_nodes == (0, 0, 1, 1)
+    assert (found.num_cpus, found.num_cores, found.quota_cpus) == (8, 4, None)
+    some = read_machine(root(files), [0, 1, 2, 5])
+    assert some.cores == ((1, 5), (0,), (2,))
+
+
+def test_a_machine_without_topology_has_a_core_per_cpu(root):
+    assert read_machine(root({}), [2, 5]).cores == ((2,), (5,))
+
+
+def test_this_machine_has_the_cpus_of_our_affinity():
+    found = read_machine()
+    assert sorted(cpu for core in found.cores for cpu in core) == sorted(os.sched_getaffinity(0))
+
+
+V2 = "0::/user.slice/job\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": V2}, None),
+        ({"proc/self/cgroup": V2, "sys/fs/cgroup/user.slice/job/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": V2, "sys/fs/cgroup/user.slice/job/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": V2, "sys/fs/cgroup/user.slice/cpu.max": "300000 100000\n"}, 3.0),
+        # In a container the path is the host's, and the files of the container's root count.
+        ({"proc/self/cgroup": V2, "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 0.5),
+        (
+            {
+                "proc/self/cgroup": V2,
+                "sys/fs/cgroup/user.slice/job/cpu.max": "800000 100000\n",
+                "sys/fs/cgroup/user.slice/cpu.max": "200000 100000\n",
+            },
+            2.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/box\n3:memory:/box\n",
+                "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "250000\n",
+                "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "100000\n",
+            },
+            2.5,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/box\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_the_quota_is_the_least_on_the_way_up(root, files, quota):
+    assert read_machine(root(files), range(4)).quota_cpus == quota
+
+
+@pytest.mark.parametrize(("quota", "num_cores"), [(None, 8), (2.5, 2), (0.5, 1), (16.0, 8)])
+def test_a_quota_pays_for_so_many_cores(quota, num_cores):
+    assert machine(8, quota=quota).num_cores == num_cores
+
+
+@pytest.mark.parametrize(
+    ("names", "environ", "num_gpus"),
+    [
+        ((), {}, 0),
+        ((), {"CUDA_VISIBLE_DEVICES": "0,1"}, 0),
+        (("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"), {}, 2),
+        (("nvidia0", "nvidia1"), {"CUDA_VISIBLE_DEVICES": ""}, 0),
+        (("nvidia0", "nvidia1"), {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        (("nvidia0", "nvidia1"), {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        (("nvidia0", "nvidia1"), {"CUDA_VISIBLE_DEVICES": "1,7,0"}, 1),
+        (("nvidia0",), {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2),
+    ],
+)
+def test_gpus_are_the_devices_that_are_there_and_visible(root, names, environ, num_gpus):
+    assert count_gpus(environ, root({f"dev/{name}": "" for name in names})) == num_gpus
+
+
+def test_amd_gpus_are_the_nodes_of_the_driver_that_have_an_id(root):
+    nodes = "sys/class/kfd/kfd/topology/nodes"
+    there = root({f"{nodes}/0/gpu_id": "0\n", f"{nodes}/1/gpu_id": "4711\n", f"{nodes}/2/gpu_id": "4712\n"})
+    assert count_gpus({}, there) == 2
+    assert count_gpus({"HIP_VISIBLE_DEVICES": "1"}, there) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "on", "note"),
+    [
+        (1, machine(4), "1 rank, 4 threads each"),
+        (2, machine(2), "2 ranks, 1 thread each, pinned to CPUs 0 | 1"),
+        (2, machine(4, threads=2), "2 ranks, 2 threads each, pinned to CPUs 0-1,4-5 | 2-3,6-7"),
+        (3, machine(4, num_nodes=2), "3 ranks, 1 thread each, pinned to CPUs 0 | 1 | 2-3"),
+        (3, machine(2), "3 ranks, 1 thread each, not pinned: 2 cores"),
+        (2, machine(4, quota=3.0), "2 ranks, 1 thread each, not pinned: quota of 3 CPUs"),
+        (2, machine(4, quota=4.0), "2 ranks, 2 threads each, pinned to CPUs 0-1 | 2-3"),
+        (16, machine(16), "16 ranks, 1 thread each, pinned to CPUs 0 | 1 | 2 | ... | 15"),
+    ],
+)
+def test_cores_are_divided_and_the_line_says_how(num_ranks, on, note):
+    shares, said = divide(num_ranks, on, pin=True)
+    assert said == note
+    assert len(shares) == num_ranks
+    assert len({share.num_threads for share in shares}) == 1
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8, 16])
+def test_pinned_ranks_have_whole_cores_of_their_own_and_leave_none(num_ranks, num_nodes):
+    on = machine(16, num_nodes=num_nodes, threads=2)
+    shares, _ = divide(num_ranks, on, pin=True)
+    cpus = [cpu for share in shares for cpu in share.cpus]
+    assert sorted(cpus) == list(range(32))
+    core_of = {cpu: core for core in on.cores for cpu in core}
+    node_of = {cpu: node for core, node in zip(on.cores, on.numa_nodes, strict=True) for cpu in core}
+    for share in shares:
+        assert all(set(core_of[cpu]) <= set(share.cpus) for cpu in share.cpus)
+        assert 1 <= share.num_threads <= len(share.cpus) // 2
+        if num_ranks % num_nodes == 0:
+            assert len({node_of[cpu] for cpu in share.cpus}) == 1
+
+
+def test_nodes_that_are_too_unlike_are_divided_as_one():
+    uneven = Machine(cores=((0,), (1,), (2,), (3,)), numa_nodes=(0, 0, 0, 1))
+    shares, _ = divide(4, uneven, pin=True)
+    assert [share.cpus for share in shares] == [(0,), (1,), (2,), (3,)]
+
+
+def test_what_the_user_has_set_stays():
+    shares, note = divide(2, machine(4), pin=False)
+    assert (note, {share.cpus for share in shares}) == ("2 ranks, 2 threads each, not pinned", {()})
+    _, note = divide(2, machine(4), pin=True, omp_num_threads="2")
+    assert note == "2 ranks, OMP_NUM_THREADS=2 as set, pinned to CPUs 0-1 | 2-3"
+    shares, note = divide(2, machine(4), pin=True, omp_num_threads="8")
+    assert (note, {share.cpus for share in shares}) == (
+        "2 ranks, OMP_NUM_THREADS=8 as set, not pinned: more threads than CPUs",
+        {()},
+    )
+
+
+def test_ranges_are_written_as_the_kernel_does():
+    assert [format_ranges(n) for n in ([], [3], [0, 1, 2, 5], [1, 3])] == ["", "3", "0-2,5", "1,3"]

@@ -1,0 +1,219 @@
+"""Flags and plans: torchrun's own parser says what they mean, a table says what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing import Std
+
+from phalanx import _env
+from phalanx.launch.flags import FLAGS, UsageError, help_text
+from phalanx.launch.plan import make_plan
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    return "train.py"
+
+
+def job_of(line, environ=None):
+    return make_plan(line.split(), environ or {}).job
+
+
+def streams_of(setting, num_ranks):
+    """What torchrun makes of -r or -t, as our numbers."""
+    return tuple((setting.get(rank, 0) if isinstance(setting, dict) else setting) for rank in range(num_ranks))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train.py",
+        "--nproc-per-node 3 train.py --nproc-per-node 9 -m x",
+        "--nproc_per_node=3 --nnodes=1 train.py",
+        "--nproc-per-node cpu train.py",
+        "--nnodes 2 --node-rank 1 --master-addr host --master-port 123 train.py",
+        "--nnodes 2:2 --node_rank=0 --master_addr=host train.py",
+        "--nnodes 3 --rdzv-endpoint host:400 --rdzv-id here --node-rank 2 train.py",
+        "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint host:29400 --rdzv-id 7 --max-restarts 3 train.py",
+        "--nnodes 2:4 --rdzv_backend=c10d --rdzv_endpoint=host:1 --rdzv-conf timeout=5,join_timeout=9 train.py",
+        "--monitor-interval 2.5 --role trainer --max_restarts=2 --local-addr me train.py",
+        "--nproc-per-node 4 -r 3 train.py",
+        "--nproc-per-node 2 -r 0:1,1:2 -t 1:2 train.py",
+        "--nproc-per-node 2 --redirects=2 --tee 3 --log-dir logs train.py",
+        "--nproc-per-node 3 --local-ranks-filter 0,2 train.py",
+        "--signals-to-handle SIGTERM,SIGUSR1 --start-method fork train.py",
+        "-m train a b",
+        "--module train --module",
+        "--no-python echo hello",
+        "--standalone --nproc-per-node 2 train.py",
+    ],
+)
+def test_flags_mean_what_they_mean_to_torchrun(script, line, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun would set it in this process
+    args = torchrun.parse_args(line.split())
+    oracle_nproc = args.nproc_per_node
+    if args.master_port is None:
+        args.master_port = 29500
+    want, _, want_args = torchrun.config_from_args(args)
+    job = job_of(line)
+    if "--nproc" in line or oracle_nproc != "1":  # our default is auto
+        assert job.num_local_ranks == want.nproc_per_node
+    assert (job.min_nodes, job.max_nodes) == (want.min_nodes, want.max_nodes)
+    assert (job.max_restarts, job.monitor_interval_s, job.role) == (
+        want.max_restarts,
+        want.monitor_interval,
+        want.role,
+    )
+    assert job.local_addr == (want.local_addr or "")
+    assert ",".join(sig.name for sig in job.signals) == want.signals_to_handle
+    if want.max_nodes > 1:
+        assert (job.rdzv_backend, job.rdzv_endpoint, job.run_id) == (
+            want.rdzv_backend,
+            want.rdzv_endpoint,
+            want.run_id,
+        )
+        if want.rdzv_backend == "static":
+            assert job.node_rank == want.rdzv_configs.pop("rank")
+        assert {"timeout": 900, **job.rdzv_conf} == {"timeout": 900, **want.rdzv_configs}  # its default
+    logs = want.logs_specs
+    assert job.log_dir == (args.log_dir or "")
+    assert job.redirects == streams_of(Std.from_str(args.redirects), job.num_local_ranks)
+    assert job.tees == streams_of(Std.from_str(args.tee), job.num_local_ranks)
+    assert set(job.shown_ranks or ()) == set(logs._local_ranks_filter or ())
+    given = [arg for arg in want_args if arg != "-u"]
+    assert list(job.command[-len(given) :]) == given if given else True
+
+
+@pytest.mark.parametrize(
+    ("environ", "line", "restarts"),
+    [
+        ({}, "train.py", 0),
+        ({"PET_MAX_RESTARTS": "1"}, "train.py", 1),
+        ({"PET_MAX_RESTARTS": "1", "PHALANX_MAX_RESTARTS": "2"}, "train.py", 2),
+        ({"PET_MAX_RESTARTS": "1", "PHALANX_MAX_RESTARTS": "2"}, "--max-restarts=3 train.py", 3),
+    ],
+)
+def test_the_command_line_wins_over_our_variable_and_that_over_torchruns(script, environ, line, restarts):
+    assert job_of(line, environ).max_restarts == restarts
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES"])
+def test_a_switch_can_be_set_in_the_environment(script, text):
+    assert not job_of("train.py", {"PHALANX_NO_PRELOAD": text}).preload
+    assert job_of("train.py", {"PHALANX_NO_PRELOAD": "0"}).preload
+
+
+def test_a_slurm_step_of_one_task_per_node_is_this_jobs_nodes(script):
+    environ = {
+        "SLURM_JOB_ID": "12",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_NODEID": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+    }
+    plan = make_plan(["--nproc-per-node", "2", "train.py"], environ)
+    job = plan.job
+    assert (job.max_nodes, job.node_rank, job.rdzv_backend) == (2, 1, "static")
+    assert job.rdzv_endpoint.startswith("gpu07:2")
+    assert plan.settings["nnodes"].origin == "Slurm"
+    alone = job_of("--standalone train.py", environ)
+    assert alone.max_nodes == 1
+
+
+MPI = {f"OMPI_COMM_WORLD_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")} | {
+    f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "said"),
+    [
+        ("", {}, "no script given"),
+        ("--nproc 2 train.py", {}, "unknown flag --nproc, did you mean --nproc-per-node?"),
+        ("--max-restart 2 train.py", {}, "did you mean --max-restarts?"),
+        ("-x train.py", {}, "unknown flag -x"),
+        ("--nproc-per-node 0 train.py", {}, "--nproc-per-node must be a whole number of at least 1, auto, cpu or gpu"),
+        ("--nproc-per-node 2.5 train.py", {}, "got '2.5'"),
+        ("--nproc-per-node", {}, "--nproc-per-node needs a value: --nproc-per-node N"),
+        ("--standalone=1 train.py", {}, "--standalone takes no value, got '1'"),
+        ("--nnodes 3:2 train.py", {}, "--nnodes must be N or MIN:MAX"),
+        ("--nnodes 1:2:3 train.py", {}, "got '1:2:3'"),
+        ("--master-port 70000 train.py", {}, "a port from 0 to 65535, got '70000'"),
+        ("--max-restarts -1 train.py", {}, "got '-1'"),
+        ("--shutdown-timeout inf train.py", {}, "got 'inf'"),
+        ("--start-method thread train.py", {}, "spawn or fork or forkserver"),
+        ("-r 7 train.py", {}, "-r must be 0, 1 (stdout)"),
+        ("--nproc-per-node 2 -r 5:1 train.py", {}, "--redirects names local rank 5, which must lie in [0, 2)"),
+        ("--nproc-per-node 2 --local-ranks-filter 0,2 train.py", {}, "names local rank 2"),
+        ("--local-ranks-filter zero train.py", {}, "got 'zero'"),
+        ("--signals-to-handle SIGKILL train.py", {}, "SIGTERM,SIGUSR1, got 'SIGKILL'"),
+        ("--rdzv-backend etcd train.py", {}, "must be static or c10d, got 'etcd'"),
+        ("--rdzv-conf timeout train.py", {}, "KEY=VALUE"),
+        ("-m --no-python train", {}, "-m and --no-python exclude each other"),
+        ("--use-env --no-use-env train.py", {}, "exclude each other"),
+        ("--standalone --nnodes 2 train.py", {}, "a job of one node"),
+        ("--nnodes 2 train.py", {}, "2 nodes need --master-addr HOST"),
+        ("--nnodes 2 --master-addr h --node-rank 2 train.py", {}, "--node-rank must lie in [0, 2), got 2"),
+        ("--nnodes 1:2 --master-addr h train.py", {}, "1:2 needs --rdzv-backend c10d"),
+        ("--nnodes 1:2 --rdzv-backend c10d train.py", {}, "needs --rdzv-endpoint HOST:PORT"),
+        ("--nnodes 2 --rdzv-endpoint host:port train.py", {}, "HOST:PORT, got 'host:port'"),
+        ("--nproc-per-node gpu train.py", {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible"),
+        ("missing.py", {}, "no script 'missing.py'"),
+        ("-m no_such_package.part", {}, "no module named 'no_such_package'"),
+        ("--no-python no-such-program", {}, "no program 'no-such-program'"),
+        ("train.py", {"PHALANX_NPROC_PER_NODE": "two"}, "PHALANX_NPROC_PER_NODE must be a whole number"),
+        ("train.py", {"PET_NNODES": "x"}, "PET_NNODES must be"),
+        (
+            "train.py",
+            {"PHALANX_NPROC": "2"},
+            "unknown environment variable PHALANX_NPROC, did you mean PHALANX_NPROC_PER_NODE?",
+        ),
+        ("train.py", {"PHALANX_STALL_S": "soon"}, "PHALANX_STALL_S must be a number"),
+        ("train.py", {"PHALANX_NO_PIN": "maybe"}, "PHALANX_NO_PIN must be 1 or 0"),
+        ("--nproc-per-node 4 train.py", MPI, "Open MPI started phalanx run 4 times on this node"),
+        ("train.py", {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}, "srun --ntasks-per-node=1 phalanx run"),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line(script, line, environ, said):
+    with pytest.raises(UsageError) as error:
+        make_plan(line.split(), environ)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_flag_is_an_environment_variable_that_ranks_do_not_take_for_a_misspelling():
+    assert {flag.variables[0] for flag in FLAGS.values()} == _env.LAUNCH_VARIABLES
+    _env.read_settings(dict.fromkeys(_env.LAUNCH_VARIABLES, "1"))
+
+
+def test_the_help_names_every_flag_in_80_columns():
+    text = help_text()
+    assert all(f"--{name}" in text for name in FLAGS)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_one_node_has_a_run_id_of_its_own(script):
+    assert job_of("train.py").run_id != job_of("train.py").run_id
+    assert job_of("--rdzv-id mine train.py").run_id == "mine"
+
+
+def test_the_plan_tells_where_each_value_came_from(script):
+    plan = make_plan(
+        ["--dry-run", "--nproc-per-node", "2", "--no-pin", "-r3", "train.py", "a b"],
+        {"PHALANX_MAX_RESTARTS": "2", "PET_ROLE": "trainer", "OMP_NUM_THREADS": "1"},
+    )
+    assert plan.is_dry
+    rows = {line.split("  ")[0]: line.split() for line in plan.describe().splitlines()}
+    assert rows["nproc-per-node"][1:] == ["2", "--nproc-per-node"]
+    assert rows["redirects"][1:] == ["3", "-r"]
+    assert rows["max-restarts"][1:] == ["2", "PHALANX_MAX_RESTARTS"]
+    assert rows["role"][1:] == ["trainer", "PET_ROLE"]
+    assert rows["rdzv-backend"][1:] == ["static", "default"]
+    assert rows["local rank 1"][3:] == ["1", "thread", "any", "CPU"]
+    assert "train.py" in rows["command"]
