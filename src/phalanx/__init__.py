@@ -17,6 +17,8 @@ _EXPORTS = {
     "GroupUnusable": "phalanx._errors",
     "OutOfSharedMemory": "phalanx._errors",
     "RankFailed": "phalanx._errors",
+    "RankError": "phalanx.launch.outcome",
+    "spawn": "phalanx.launch.spawn",
     "install_as_default": "phalanx.backend",
 }
 

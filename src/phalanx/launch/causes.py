@@ -1,12 +1,39 @@
-"""Which errors are those of a victim: a rank that failed because a peer had gone."""
+"""Which errors are those of a victim: a rank that failed because a peer had gone, or did not come."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+_KINDS = {
+    # phalanx
+    "RankFailed",
+    "GroupAborted",
+    "GroupUnusable",
+    "CollectiveTimeout",
+    # torch's stores
+    "DistNetworkError",
+    # sockets
+    "ConnectionError",
+    "ConnectionResetError",
+    "ConnectionAbortedError",
+    "ConnectionRefusedError",
+    "BrokenPipeError",
+}
+
+# Where the kind is a bare RuntimeError or DistBackendError, the text tells.
+_TEXTS = re.compile(
+    r"closed by (?:remote )?peer|[Cc]onnection reset by peer|Broken pipe"  # Gloo and NCCL
+    r"|Timed out waiting \d+ ?ms for (?:recv|send) operation"  # Gloo
+    r"|failed to pass monitoredBarrier"
+    r"|ncclRemoteError|remote process (?:has )?exit|NCCL communicator was aborted"
+    r"|Watchdog caught collective operation timeout"
+    r"|Connection was likely closed\. Did the remote server"  # TCPStore
+    r"|wait timeout after \d+ ?ms, keys"
+    r"|MPI_ERR_PROC_FAILED|MPI_ERR_REVOKED"
+)
 
 
 def is_victim(kind_names: Iterable[str], message: str) -> bool:
-    """Whether an error of these classes with this text says that a peer was gone."""
-    if set(kind_names) & {"RankFailed", "GroupAborted", "GroupUnusable", "ConnectionError", "DistNetworkError"}:
-        return True
-    return any(clue in message for clue in ("closed by peer", "reset by peer", "Broken pipe"))
+    """Whether an error of these classes, with this text, says that a peer was gone or did not come."""
+    return not _KINDS.isdisjoint(kind_names) or _TEXTS.search(message) is not None

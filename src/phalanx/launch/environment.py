@@ -9,15 +9,20 @@ from collections.abc import Mapping
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
+def thread_environment(inherited: Mapping[str, str], *, num_threads: int) -> dict[str, str]:
+    """Return `inherited` with the sizes of thread pools, unless the user has set OMP_NUM_THREADS or one of them."""
+    threads = {} if "OMP_NUM_THREADS" in inherited else dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
+    return {**threads, **inherited}
+
+
 def shared_environment(inherited: Mapping[str, str], *, num_threads: int) -> dict[str, str]:
     """Return what all ranks of a node have in common; what the user has set is kept.
 
     A rank writes into a pipe, so its streams are unbuffered: its last words are not lost with it. A crash in native
     code leaves the stacks of Python's threads.
     """
-    threads = {} if "OMP_NUM_THREADS" in inherited else dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    return {**defaults, **threads, **inherited}
+    return {**defaults, **thread_environment(inherited, num_threads=num_threads)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ _MAX_SHOWN_LINES = 40
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's excepthook puts it before each line
 _TRACEBACK = re.compile(r"^(  \+ Exception Group )?Traceback \(most recent call last\):$")
+_TERMINATED = re.compile(r"terminate called after throwing an instance of '([\w:]+)'\s+what\(\):\s+(.*)")
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
 
 
@@ -38,7 +39,10 @@ class LastWords:
         starts = [number for number, line in enumerate(lines) if _TRACEBACK.match(line)]
         if crash := [number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")]:
             stacks = [line for line in lines[crash[-1] :] if not line.startswith("Extension modules: ")]
-            return cls(lines=tuple(stacks[:_MAX_SHOWN_LINES]))
+            # An exception that native code did not catch comes before.
+            kind, message = (found[1], found[2]) if (found := _TERMINATED.search(text)) else ("", "")
+            shown = [f"{kind}: {message}", *stacks] if kind else stacks
+            return cls(kind, message, tuple(shown[:_MAX_SHOWN_LINES]))
         if not starts:
             return cls(lines=tuple(lines[-_MAX_SHOWN_LINES // 2 :]))
         block = lines[starts[-1] :]
@@ -87,7 +91,7 @@ class RankEnd:
     def is_victim(self) -> bool:
         """Whether it failed because a peer had gone before it."""
         words = self.last_words
-        return bool(words.kind) and is_victim([words.kind.rsplit(".", 1)[-1]], words.message)
+        return bool(words.kind) and is_victim([_class_name(words.kind)], words.message)
 
     @property
     def exit_code(self) -> int:
@@ -98,7 +102,7 @@ class RankEnd:
         if self.returncode < 0:
             how = f"was killed by {_signal_name(-self.returncode)}"
         elif self.last_words.kind:
-            how = f"raised {self.last_words.kind.rsplit('.', 1)[-1]} and exited with code {self.returncode}"
+            how = f"raised {_class_name(self.last_words.kind)} and exited with code {self.returncode}"
         else:
             how = f"exited with code {self.returncode}"
         where = f" on {self.host}" if self.host else ""
@@ -133,8 +137,13 @@ def report(culprit: RankEnd, ends: Sequence[RankEnd], *, hint: str) -> str:
 
 def _end_in_brief(end: RankEnd) -> str:
     if end.last_words.kind:
-        return end.last_words.kind.rsplit(".", 1)[-1]
+        return _class_name(end.last_words.kind)
     return _signal_name(-end.returncode) if end.returncode < 0 else f"exit code {end.returncode}"
+
+
+def _class_name(kind: str) -> str:
+    """Return the class without its module or namespace."""
+    return re.split(r"\.|::", kind)[-1]
 
 
 def _signal_name(number: int) -> str:

@@ -17,9 +17,10 @@ is killed at its limit, when the test leaves the block, and when the test's own
 process dies.
 """
 
-from phalanx.testing.outcome import Outcome, RankError
+from phalanx.launch.outcome import Outcome, RankError
+from phalanx.launch.workers import start_server
 from phalanx.testing.rank import await_release, reached
-from phalanx.testing.ranks import Ranks, kill_rank, run_ranks, spawn_ranks, start_server
+from phalanx.testing.ranks import Ranks, kill_rank, run_ranks, spawn_ranks
 
 __all__ = [
     "Outcome",

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.launch.causes import is_victim
+
 
 @dataclasses.dataclass
 class Outcome:
@@ -15,7 +17,8 @@ class Outcome:
     Attributes:
         exitcode: 0, what the rank exited with, or minus the signal that ended it.
         traceback: The remote traceback; for a fatal signal or a hang, the stacks of all threads.
-        hung: The harness killed it, because it had not ended at the limit.
+        hung: It was killed, because it had not ended at the limit.
+        ended_by_us: It was told to end, because another had failed.
         when_s: Moment of the failure on the machine's monotonic clock.
     """
 
@@ -26,6 +29,7 @@ class Outcome:
     traceback: str = ""
     exitcode: int | None = None
     hung: bool = False
+    ended_by_us: bool = False
     when_s: float = 0.0
 
     @property
@@ -38,9 +42,17 @@ class Outcome:
         code = self.exitcode
         return signal.Signals(-code) if code is not None and code < 0 else None
 
+    @property
+    def is_victim(self) -> bool:
+        """Whether it raised because a peer was gone."""
+        error = self.error
+        return error is not None and is_victim((kind.__name__ for kind in type(error).__mro__), str(error))
+
     def __str__(self) -> str:
         if self.ok:
             how = "returned"
+        elif self.ended_by_us:
+            how = "was ended"
         elif self.hung:
             how = "hung and was killed at the limit"
         elif self.error is not None:
@@ -70,15 +82,19 @@ class RankError(RuntimeError):
         return str(self.args[0])
 
 
-def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float) -> RankError:
-    """Return the error that names the cause, with every other failure on a line of its own."""
+def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0) -> RankError:
+    """Return the error that names the cause, with every other failure on a line of its own.
+
+    Args:
+        timeout_s: The limit, for the line that names ranks that hung.
+    """
 
     def order(outcome: Outcome) -> tuple[int, float]:
-        if outcome.hung:
+        if outcome.hung or outcome.ended_by_us:
             return 3, outcome.when_s
         if outcome.error is None:
             return 0, outcome.when_s
-        return (2 if _is_victim(outcome.error) else 1), outcome.when_s
+        return (2 if outcome.is_victim else 1), outcome.when_s
 
     failed = sorted((outcome for outcome in outcomes if not outcome.ok), key=order)
     culprit, others = failed[0], failed[1:]
@@ -92,12 +108,3 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float) -> RankErr
     error = RankError("\n".join(lines), culprit, outcomes)
     error.__cause__ = culprit.error
     return error
-
-
-def _is_victim(error: BaseException) -> bool:
-    """Whether a rank raised `error` because a peer was gone."""
-    named = {kind.__name__ for kind in type(error).__mro__}
-    if named & {"RankFailed", "GroupAborted", "GroupUnusable", "ConnectionError", "DistNetworkError"}:
-        return True
-    # Gloo says it with a bare RuntimeError.
-    return any(clue in str(error) for clue in ("closed by peer", "reset by peer", "Broken pipe"))

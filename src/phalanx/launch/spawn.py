@@ -1,0 +1,143 @@
+"""`phalanx.spawn`: a function on several ranks of this machine, from a script, a notebook or a test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx import _env
+from phalanx.launch.cpus import read_machine
+from phalanx.launch.environment import thread_environment
+from phalanx.launch.outcome import first_true_failure
+from phalanx.launch.workers import Workers
+
+_VICTIM_WAIT_S = 3.0  # for the cause of a victim's failure to show
+_GRACE_S = 5.0  # between SIGTERM or Ctrl-C and SIGKILL
+_NO_GUARD = 88  # exit code of a rank whose import of the script comes to spawn again
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+) -> Any:
+    """Run ``fn(rank, *args)`` in `nprocs` processes, like ``torch.multiprocessing.spawn``.
+
+    Each rank finds torchrun's environment: ``init_process_group()`` needs no arguments. Cores are divided among the
+    ranks (OMP_NUM_THREADS, unless it is set). No rank outlives this process, nor the failure of another.
+
+    Args:
+        fn: Any function: of a module, of a script that guards its call with ``if __name__ == "__main__":``, of a
+            notebook's cell; a lambda.
+        args: Follow the rank; sent by value.
+        nprocs: Number of ranks, at least 1.
+        join: Wait for all and return what they returned, in rank order. Otherwise return a `SpawnContext` at once.
+        daemon: As of ``multiprocessing.Process``: ends with this process at the latest, and can have no children.
+
+    Raises:
+        RankError: A rank raised or died; names the first true failure and has its remote traceback. Its ``__cause__``
+            is the exception itself.
+        TypeError: `fn` or `args` can't be sent to another process.
+        ValueError: `nprocs` is less than 1.
+    """
+    if nprocs < 1:
+        raise ValueError(f"nprocs must be at least 1, got {nprocs}")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(_NO_GUARD)  # the parent tells, once
+    context = SpawnContext(fn, args, nprocs, daemon=daemon)
+    if not join:
+        return context
+    context.join()
+    return context.results
+
+
+class SpawnContext:
+    """The running ranks of ``spawn(..., join=False)``.
+
+    Attributes:
+        results: What the ranks returned, in rank order, once `join` has returned True.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, daemon: bool) -> None:
+        inherited = _env.environment()
+        given = inherited.get("OMP_NUM_THREADS", "")
+        num_threads = int(given) if given.isdigit() and int(given) else max(1, read_machine().num_cores // nprocs)
+        environ = thread_environment(inherited, num_threads=num_threads)
+        self._workers = Workers(fn, args, nprocs, environ=environ, num_threads=num_threads, daemon=daemon)
+        self._joined = False
+        self.results: list[Any] = []
+
+    @property
+    def processes(self) -> list[Any]:
+        """One ``multiprocessing.Process`` per rank."""
+        return [handle.process for handle in self._workers.handles]
+
+    def pids(self) -> list[int]:
+        """Return the process of each rank."""
+        return [outcome.pid for outcome in self._workers.outcomes]
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the ranks; return whether all have ended.
+
+        Once a rank has failed, the others are ended. Ctrl-C here is passed on to them.
+
+        Args:
+            timeout: Seconds; None: as long as it takes.
+
+        Raises:
+            RankError: A rank raised or died.
+        """
+        if self._joined:
+            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            finished = self._wait(deadline)
+        except BaseException as error:
+            try:
+                self._workers.end(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM, _GRACE_S)
+            finally:
+                self._close()
+            raise
+        if not finished:
+            return False
+        self._close()
+        if self._workers.failures:
+            raise self._failure()
+        self.results = [outcome.value for outcome in self._workers.outcomes]
+        return True
+
+    def _wait(self, deadline: float | None) -> bool:
+        workers = self._workers
+        while not workers.all_ended:
+            failures = workers.failures
+            give_up_s = min((outcome.when_s for outcome in failures), default=0.0) + _VICTIM_WAIT_S
+            cause_is_known = any(not outcome.is_victim for outcome in failures)
+            if failures and (cause_is_known or time.monotonic() >= give_up_s):
+                for handle in workers.handles:
+                    handle.outcome.ended_by_us = not handle.ended
+                workers.end(signal.SIGTERM, _GRACE_S)
+                workers.end(signal.SIGKILL, _GRACE_S)
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            wake_s = give_up_s if failures else deadline
+            workers.pump(wake_s if deadline is None or wake_s is None else min(wake_s, deadline))
+        return True
+
+    def _failure(self) -> Exception:
+        if any(outcome.exitcode == _NO_GUARD and outcome.error is None for outcome in self._workers.failures):
+            return RuntimeError(
+                "phalanx.spawn is called while a rank imports the script; right:\n"
+                '    if __name__ == "__main__":\n        phalanx.spawn(fn, nprocs=2)'
+            )
+        return first_true_failure(self._workers.outcomes)
+
+    def _close(self) -> None:
+        self._joined = True
+        self._workers.close()

@@ -1,0 +1,208 @@
+"""The side of the rank in `phalanx.spawn`: what crosses to it, how it starts, and how it reports."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection, forkserver, reduction
+from typing import Any
+
+from phalanx.launch.environment import Attempt, rank_environment
+from phalanx.launch.warden import die_with_parent
+
+
+@dataclasses.dataclass
+class Plan:
+    """What is the same on every rank of one group.
+
+    Attributes:
+        call: A pair of function and arguments from `dumps`; pickled in the parent, so that a tensor travels by value
+            and not by a shared descriptor.
+        folder: Private to the group.
+        environ: Of every rank, beside what `attempt` gives each.
+    """
+
+    call: bytes
+    folder: str
+    attempt: Attempt
+    environ: dict[str, str]
+    cpus: set[int]
+    num_threads: int
+
+
+@dataclasses.dataclass
+class Function:
+    """A top-level function by module and name; by file too, if its module is not on the path."""
+
+    module: str
+    qualname: str
+    file: str | None
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any]) -> Function | Callable[..., Any]:
+        """Return what names `fn` to a rank; `fn` itself if it has no name there and must travel by value."""
+        by_name = inspect.isfunction(fn) and "<" not in fn.__qualname__
+        if not by_name or (fn.__module__ == "__main__" and not _main_can_be_imported()):
+            return fn
+        return cls(fn.__module__, fn.__qualname__, fn.__code__.co_filename)
+
+    def load(self) -> Callable[..., Any]:
+        name = "__mp_main__" if self.module == "__main__" else self.module
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}.") or not self.file:
+                raise
+            spec = importlib.util.spec_from_file_location(name, self.file)
+            if spec is None or spec.loader is None:
+                raise
+            found = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        for part in self.qualname.split("."):
+            found = getattr(found, part)
+        return found  # type: ignore[return-value]
+
+
+def load_function(function: Function | Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that `Function.of` named."""
+    return function.load() if isinstance(function, Function) else function
+
+
+def dumps(value: object) -> bytes:
+    """Return `value` pickled for another process of this group: by name where it has one there, else by value.
+
+    What a notebook's cell or ``python -c`` defines has no name elsewhere, and neither has a lambda.
+    """
+    if _main_can_be_imported():
+        with contextlib.suppress(Exception):
+            return pickle.dumps(value)
+    import cloudpickle  # type: ignore[import-untyped]
+
+    return bytes(cloudpickle.dumps(value))
+
+
+def _main_can_be_imported() -> bool:
+    """Whether multiprocessing gives a rank the ``__main__`` of this process."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
+
+
+class Inherited:
+    """A descriptor of the parent, given to the rank under the same number.
+
+    The server was started long ago, maybe under another capture of stdout.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _adopt, (self.fd, reduction.DupFd(self.fd))
+
+
+def _adopt(fd: int, passed: Any) -> int:
+    received = passed.detach()
+    os.dup2(received, fd)
+    os.close(received)
+    return fd
+
+
+_to_parent: connection.Connection | None = None
+
+
+def channel_to_parent() -> connection.Connection:
+    """Return the pipe to the process that started this rank.
+
+    Raises:
+        RuntimeError: This process is no rank of a group that was spawned.
+    """
+    if _to_parent is None:
+        raise RuntimeError("nobody listens: call this in a function that spawn_ranks runs")
+    return _to_parent
+
+
+def worker_main(rank: int, plan: Plan, pipe: connection.Connection, _stdout: object, _stderr: object) -> None:
+    """Run the plan's function as `rank` and send its value, or its error, to the parent."""
+    global _to_parent
+    _to_parent = pipe
+    _settle(rank, plan)
+    try:
+        import torch
+
+        torch.set_num_threads(plan.num_threads)
+        function, args = pickle.loads(plan.call)
+        answer = dumps(("returned", _call(load_function(function), rank, args)))
+    except BaseException as error:
+        _report(pipe, error)
+        code = error.code if isinstance(error, SystemExit) else 1
+        # Not by the interpreter's end: a broken group could hang there and hide the failure.
+        _leave(code if isinstance(code, int) else 1)
+    pipe.send_bytes(answer)
+    # multiprocessing now ends this process as any other, with its finalizers.
+
+
+def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Any:
+    try:
+        return fn(rank, *args)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return None
+        raise
+
+
+def _settle(rank: int, plan: Plan) -> None:
+    """Make the forked process look as if the parent had started it."""
+    die_with_parent(os.getppid())  # the server ends with the parent, the ranks with the server
+    os.setpgid(0, 0)  # Ctrl-C is the parent's to pass on
+    _let_go_of_server()
+    os.sched_setaffinity(0, plan.cpus)
+    stacks = open(os.path.join(plan.folder, f"stacks_{rank}"), "w")  # noqa: SIM115 until the end
+    faulthandler.enable(stacks, all_threads=True)
+    os.environ.clear()
+    os.environ.update(plan.environ)
+    os.environ.update(rank_environment(plan.attempt, rank, os.path.join(plan.folder, f"error_{rank}.json")))
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _let_go_of_server() -> None:
+    """Give up the descriptor that keeps the server running as long as any process holds it: the parent's alone counts.
+
+    multiprocessing hands it to each child, in case that has children from the same server; so it stays a descriptor.
+    """
+    alive_fd = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+    if alive_fd is not None:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, alive_fd)
+        os.close(null)
+
+
+def _report(pipe: connection.Connection, error: BaseException) -> None:
+    when_s = time.monotonic()
+    text = "".join(traceback.format_exception(error))
+    try:
+        message = dumps(("raised", error, text, when_s))
+        pickle.loads(message)
+    except Exception:  # an exception may pickle and still not come back
+        stand_in = RuntimeError(f"{type(error).__name__}: {error}")
+        message = pickle.dumps(("raised", stand_in, text, when_s))
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(message)
+
+
+def _leave(code: int) -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

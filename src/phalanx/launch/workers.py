@@ -1,0 +1,226 @@
+"""The side of the parent in `phalanx.spawn`: start the ranks, hear from them, signal them, end them.
+
+Ranks are forked from one server process that has imported torch and that ends with this process, so that a group of two
+starts in well under a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import connection, forkserver
+from typing import Any
+
+from phalanx.launch.environment import Attempt
+from phalanx.launch.outcome import Outcome
+from phalanx.launch.ports import ReservedPort
+from phalanx.launch.worker import Function, Inherited, Plan, dumps, worker_main
+
+# What every rank needs, imported once in the server. None of it may start a thread there.
+_PRELOAD = ("torch", "torch.distributed", "phalanx.launch.worker", "phalanx.backend")
+_KILL_WAIT_S = 10.0  # after SIGKILL: only the kernel can make this pass
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs; it ends with this one."""
+    loaded = [name for name in ("numpy", "pytest") if name in sys.modules]
+    forkserver.set_forkserver_preload([*_PRELOAD, *loaded])
+    forkserver.ensure_running()
+
+
+class Workers:
+    """The ranks of one group, running ``fn(rank, *args)``; `close` ends and forgets them.
+
+    Args:
+        environ: Of every rank, beside torchrun's variables.
+        num_threads: Of torch in each rank.
+        daemon: As of ``multiprocessing.Process``.
+
+    Raises:
+        TypeError: `fn` or `args` can't be sent to another process.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        num_ranks: int,
+        *,
+        environ: Mapping[str, str],
+        num_threads: int,
+        daemon: bool = False,
+    ) -> None:
+        try:
+            call = dumps((Function.of(fn), tuple(args)))
+        except Exception as error:
+            raise TypeError(f"{fn!r} or its arguments can't be sent to another process: {error}") from error
+        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-ranks-")
+        self._port = ReservedPort()
+        self.handles: list[Handle] = []
+        plan = Plan(
+            call=call,
+            folder=self._folder.name,
+            attempt=Attempt(world_size=num_ranks, num_local_ranks=num_ranks, master_port=self._port.port),
+            environ=dict(environ),
+            cpus=os.sched_getaffinity(0),
+            num_threads=num_threads,
+        )
+        try:
+            self._start(plan, daemon)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, plan: Plan, daemon: bool) -> None:
+        start_server()
+        context = multiprocessing.get_context("forkserver")
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()  # what we have printed comes before what they print
+        for rank in range(plan.attempt.world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, plan, theirs, Inherited(1), Inherited(2))
+            process = context.Process(target=worker_main, args=args, daemon=daemon)
+            try:
+                with _without_pseudo_file():
+                    process.start()
+            except BaseException:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
+            self.handles.append(Handle(rank, process, ours, plan.folder))
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [handle.outcome for handle in self.handles]
+
+    @property
+    def failures(self) -> list[Outcome]:
+        """Outcomes of the ranks that have failed so far."""
+        return [handle.outcome for handle in self.handles if handle.ended and not handle.outcome.ok]
+
+    @property
+    def all_ended(self) -> bool:
+        return all(handle.ended for handle in self.handles)
+
+    def pump(self, deadline: float | None) -> None:
+        """Take in what the ranks have sent; return after the first news or at `deadline`."""
+        sources: dict[Any, Handle] = {}
+        for handle in self.handles:
+            sources.update((source, handle) for source in handle.sources())
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = connection.wait(list(sources), timeout)
+        for handle in {id(sources[source]): sources[source] for source in ready}.values():
+            handle.take_news()
+
+    def end(self, sig: int, grace_s: float) -> None:
+        """Send `sig` to the ranks that live; return when all have ended or `grace_s` has passed."""
+        for handle in self.handles:
+            handle.send_signal(sig)
+        deadline = time.monotonic() + grace_s
+        while not self.all_ended and time.monotonic() < deadline:
+            self.pump(deadline)
+
+    def close(self) -> None:
+        """Kill the ranks that still live and give back every descriptor."""
+        self.end(signal.SIGKILL, _KILL_WAIT_S)
+        for handle in self.handles:
+            handle.close()
+        self._port.close()
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def _without_pseudo_file() -> Iterator[None]:
+    """Hide ``__main__.__file__`` where it is no file, as in ``python - < train.py``: ranks would try to import it."""
+    main = sys.modules["__main__"]
+    name = getattr(main, "__file__", None)
+    if name is None or os.path.exists(name):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = name
+
+
+class Handle:
+    """One rank as the parent sees it; owns its pipe, its pidfd and its process object.
+
+    Attributes:
+        points: What it has told with ``reached``, by point.
+    """
+
+    def __init__(self, rank: int, process: Any, pipe: connection.Connection, folder: str) -> None:
+        self.outcome = Outcome(rank, process.pid)
+        self.points: dict[str, Any] = {}
+        self.ended = False
+        self.process = process
+        self._pipe = pipe
+        self._stacks = os.path.join(folder, f"stacks_{rank}")
+        try:
+            self._pidfd: int | None = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            self._pidfd = None
+
+    def sources(self) -> list[Any]:
+        """What to wait on: nothing, once the rank has ended."""
+        if self.ended:
+            return []
+        return [self.process.sentinel, *([] if self._pipe.closed else [self._pipe])]
+
+    def send_signal(self, sig: int) -> None:
+        # By pidfd, because the number of a dead rank may already be another process's.
+        if self._pidfd is not None and not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, sig)
+
+    def send(self, message: object) -> None:
+        with contextlib.suppress(OSError):  # the rank is gone: its outcome tells
+            self._pipe.send_bytes(pickle.dumps(message))
+
+    def take_news(self) -> None:
+        ended = not self.process.is_alive()  # asked first: what it sent lies in the pipe by then
+        try:
+            while not self._pipe.closed and self._pipe.poll():
+                self._take(pickle.loads(self._pipe.recv_bytes()))
+        except (EOFError, ConnectionError):
+            self._pipe.close()
+        if ended:
+            self._record_end()
+
+    def _record_end(self) -> None:
+        self.ended = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # what a killed rank has left in its group
+            os.killpg(self.outcome.pid, signal.SIGKILL)
+        self.outcome.exitcode = self.process.exitcode
+        self.outcome.when_s = self.outcome.when_s or time.monotonic()
+        if not self.outcome.traceback:
+            with contextlib.suppress(OSError), open(self._stacks, errors="replace") as stacks:
+                self.outcome.traceback = stacks.read()
+
+    def _take(self, message: tuple[Any, ...]) -> None:
+        if message[0] == "reached":
+            self.points[message[1]] = message[2]
+        elif message[0] == "returned":
+            self.outcome.value = message[1]
+        else:
+            _, self.outcome.error, self.outcome.traceback, self.outcome.when_s = message
+
+    def close(self) -> None:
+        self._pipe.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        if self.ended:
+            with contextlib.suppress(ValueError):  # closed before
+                self.process.close()

@@ -1,0 +1,100 @@
+"""A victim is told from a cause by what engines really say; Gloo and torch's store say it here and now."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.launch.causes import is_victim
+from phalanx.launch.failure import LastWords, RankEnd
+
+
+def peer_dies(rank, world_size, operation):
+    if rank == 1:
+        os._exit(7)
+    if operation == "all_reduce":
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1000))
+    elif operation == "monitored_barrier":
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=5))
+    else:
+        dist.send(torch.ones(10**7), 1)
+
+
+def store_dies(rank, world_size):
+    if rank == 0:
+        os._exit(7)
+    dist.distributed_c10d._get_default_store().get("never")
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "monitored_barrier", "send"])
+def test_gloo_says_that_a_peer_died(run_ranks, operation):
+    survivor, dead = run_ranks(peer_dies, 2, operation, backend="gloo", expect_failures=True)
+    assert survivor.is_victim, survivor
+    assert (dead.exitcode, dead.is_victim) == (7, False)
+
+
+def test_the_store_says_that_its_server_died(run_ranks):
+    dead, survivor = run_ranks(store_dies, 2, backend="gloo", init_method="env", expect_failures=True)
+    assert survivor.is_victim, survivor
+    assert not dead.is_victim
+
+
+# As printed by NCCL, MPI and others, which are not at hand everywhere.
+SAID = [
+    ("DistBackendError", "NCCL error in: ... ncclRemoteError: A call failed possibly due to a network error"),
+    ("DistBackendError", "[PG 1 Rank 7] ... [Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)"),
+    ("DistBackendError", "NCCL communicator was aborted on rank 1."),
+    ("DistBackendError", "ncclInternalError: ... socketProgress: Connection closed by remote peer host<4711>"),
+    ("RuntimeError", "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"),
+    ("DistStoreError", "wait timeout after 1000ms, keys: /default_pg/0//never"),
+    ("Exception", "MPI_ERR_PROC_FAILED: Process Failure"),
+    ("RankFailed", "rank 1 (pid 9) was killed"),
+    ("ConnectionResetError", "[Errno 104]"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), SAID)
+def test_what_other_engines_say_is_a_victims(kind, message):
+    assert is_victim([kind], message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("ValueError", "bad learning rate"),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied"),
+        ("TimeoutError", "the data server did not answer"),
+        ("CollectiveMismatch", "rank 0 called all_reduce, rank 1 barrier"),
+        ("DistBackendError", "NCCL error: unhandled cuda error"),
+        ("FileNotFoundError", "no such file: peers.txt"),
+    ],
+)
+def test_a_cause_is_no_victim(kind, message):
+    assert not is_victim([kind], message)
+
+
+ABORTED = b"""terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with exception: [Rank 3] \
+Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST) ran for 1800011 milliseconds.
+Exception raised from checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:632
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f5a9616c1b6 in libc10.so)
+
+Fatal Python error: Aborted
+
+Thread 0x00007f (most recent call first):
+  File "train.py", line 9 in step
+"""
+
+
+def test_a_rank_that_native_code_aborts_because_of_a_peer_is_a_victim():
+    words = LastWords.of(ABORTED)
+    assert words.kind == "c10::DistBackendError"
+    end = RankEnd(3, 10, -6, False, words, "", 0.0)
+    assert end.is_victim
+    assert 'File "train.py", line 9 in step' in "\n".join(words.lines)
+    assert "Watchdog caught" in words.message

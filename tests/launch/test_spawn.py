@@ -1,0 +1,345 @@
+"""`phalanx.spawn` from tests, scripts, ``python -c`` and what stands for a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx.launch.cpus import read_machine
+
+LIMIT_S = 60
+
+
+def total(rank, offset):
+    dist.init_process_group("phalanx")
+    tensor = torch.full((3,), float(rank + offset))
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor
+
+
+def describe(rank):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    return {name: os.environ.get(name) for name in names}, torch.get_num_threads()
+
+
+def rank_one_raises(rank):
+    dist.init_process_group("phalanx")
+    if rank == 1:
+        raise ValueError("bad learning rate")
+    dist.barrier()
+
+
+def rank_one_is_killed(rank, backend):
+    dist.init_process_group(backend)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def rank_one_raises_while_rank_zero_waits(rank, path):
+    signal.signal(signal.SIGTERM, lambda *_: (open(path, "w").close(), os._exit(0)))
+    dist.init_process_group("phalanx")
+    dist.barrier()
+    if rank == 1:
+        raise KeyError("learning_rate")
+    threading.Event().wait()
+
+
+def exit_with(rank, code):
+    sys.exit(code)
+
+
+def load_data(rank, method):
+    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1, multiprocessing_context=method)
+    return sum(batch.sum().item() for batch in loader)
+
+
+def leave_a_child_behind(rank):
+    child = subprocess.Popen(["sleep", "60"])
+    if rank == 1:
+        print(child.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return child.pid
+
+
+def wait_for(rank, path):
+    fd = os.open(path, os.O_RDONLY)  # a fifo: returns once the test opens it
+    os.close(fd)
+    return rank
+
+
+class OddError(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def raise_odd(rank):
+    raise OddError("one", "two")
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+def move(rank, point):
+    return Point(point.x + rank)
+
+
+def wait_until_gone(pid):
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    gone = select.select([pidfd], [], [], LIMIT_S)[0]
+    os.close(pidfd)
+    assert gone, f"process {pid} still lives"
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 8])
+def test_results_come_back_in_rank_order_and_ranks_meet_without_arguments(nprocs):
+    results = phalanx.spawn(total, args=(1,), nprocs=nprocs)
+    want = float(sum(range(1, nprocs + 1)))
+    assert [result.tolist() for result in results] == [[want] * 3] * nprocs
+
+
+def test_each_rank_finds_torchruns_environment_and_its_share_of_the_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = max(1, read_machine().num_cores // 2)
+    for rank, (environ, num_threads) in enumerate(phalanx.spawn(describe, nprocs=2)):
+        assert environ == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": str(threads),
+        }
+        assert num_threads == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert [threads for _, threads in phalanx.spawn(describe, nprocs=2)] == [3, 3]
+
+
+def test_values_of_the_callers_own_classes_go_there_and_back():
+    assert phalanx.spawn(move, (Point(3),), nprocs=2) == [Point(3), Point(4)]
+
+
+def test_a_lambda_runs_with_what_it_closes_over():
+    factor = 10
+    assert phalanx.spawn(lambda rank: rank * factor, nprocs=2) == [0, 10]
+
+
+def test_the_first_true_failure_is_raised_with_its_remote_traceback():
+    with pytest.raises(phalanx.RankError, match=r"rank 1 .* raised ValueError: bad learning rate") as caught:
+        phalanx.spawn(rank_one_raises, nprocs=3)
+    assert (caught.value.rank, type(caught.value.__cause__)) == (1, ValueError)
+    assert "in rank_one_raises" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_a_rank_that_is_killed_is_the_cause_and_not_its_victims(backend):
+    with pytest.raises(phalanx.RankError, match=r"rank 1 .* was killed by SIGKILL") as caught:
+        phalanx.spawn(rank_one_is_killed, (backend,), nprocs=3)
+    assert (caught.value.rank, caught.value.signal) == (1, signal.SIGKILL)
+
+
+def test_the_other_ranks_are_ended_and_may_clean_up(tmp_path):
+    with pytest.raises(phalanx.RankError, match="KeyError") as caught:
+        phalanx.spawn(rank_one_raises_while_rank_zero_waits, (str(tmp_path / "cleaned"),), nprocs=2)
+    assert caught.value.rank == 1
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_an_exit_code_is_a_failure_unless_it_is_zero():
+    assert phalanx.spawn(exit_with, (0,), nprocs=2) == [None, None]
+    with pytest.raises(phalanx.RankError) as caught:
+        phalanx.spawn(exit_with, (3,), nprocs=1)
+    assert caught.value.exitcode == 3
+
+
+def test_what_cannot_travel_is_a_clear_error():
+    with pytest.raises(TypeError, match=r"can't be sent to another process.*lock"):
+        phalanx.spawn(total, (threading.Lock(),), nprocs=2)
+    with pytest.raises(phalanx.RankError, match="lock"):
+        phalanx.spawn(lambda rank: threading.Lock(), nprocs=1)
+    with pytest.raises(phalanx.RankError, match="OddError: one and two"):
+        phalanx.spawn(raise_odd, nprocs=1)
+    with pytest.raises(ValueError, match="nprocs must be at least 1, got 0"):
+        phalanx.spawn(total, nprocs=0)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader_workers_run_inside_a_rank(method):
+    assert phalanx.spawn(load_data, (method,), nprocs=2) == [28.0, 28.0]
+
+
+def test_daemonic_ranks_can_have_no_children():
+    with pytest.raises(phalanx.RankError, match="daemonic processes are not allowed to have children"):
+        phalanx.spawn(load_data, ("fork",), nprocs=1, daemon=True)
+
+
+def test_without_join_a_context_comes_back_at_once(tmp_path):
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    context = phalanx.spawn(wait_for, (fifo,), nprocs=2, join=False)
+    assert not context.join(timeout=0.1)
+    assert len(set(context.pids())) == 2
+    assert [process.pid for process in context.processes] == context.pids()
+    with open(fifo, "w"):
+        assert context.join()
+    assert context.results == [0, 1]
+    assert context.join()
+
+
+def test_what_a_rank_has_started_ends_with_it(capfd):
+    for pid in phalanx.spawn(lambda rank: leave_a_child_behind(0), nprocs=2):
+        wait_until_gone(pid)
+    with pytest.raises(phalanx.RankError, match="SIGKILL"):
+        phalanx.spawn(leave_a_child_behind, nprocs=2)
+    wait_until_gone(int(capfd.readouterr().out))
+
+
+# ---------------------------------------------------------------- other places to call it from
+
+
+def run_python(*args, **options):
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=LIMIT_S, **options)
+
+
+CELL = """
+import torch, torch.distributed as dist, dataclasses, phalanx
+
+@dataclasses.dataclass
+class Result:
+    value: float
+
+offset = 1
+
+def train(rank, scale):
+    dist.init_process_group("phalanx")
+    tensor = torch.tensor([float(rank + offset) * scale])
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return Result(tensor.item())
+"""
+
+
+@pytest.mark.parametrize("how", ["command", "stdin", "notebook"])
+def test_functions_and_classes_of_a_cell_travel(how):
+    source = CELL + "results = phalanx.spawn(train, (2,), nprocs=2)\nassert results == [Result(6.0)] * 2\nprint('good')"
+    if how == "command":
+        done = run_python("-c", source)
+    elif how == "stdin":
+        done = run_python("-", input=source)
+    else:  # cells of an interactive shell
+        cells = [CELL, source[len(CELL) :]]
+        shell = (
+            "import __main__, sys, linecache\n"
+            f"for number, cell in enumerate({cells!r}):\n"
+            "    exec(compile(cell, f'<ipython-input-{number}>', 'exec'), __main__.__dict__)\n"
+        )
+        done = run_python("-c", shell)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "good\n"
+
+
+GUARDED = """
+import phalanx
+
+def work(rank, word):
+    print(word, rank, flush=True)
+    return rank
+
+if __name__ == "__main__":
+    print("results", phalanx.spawn(work, ("hello",), nprocs=2))
+"""
+
+
+def test_a_script_with_a_guard_runs_and_prints_in_order(tmp_path):
+    (tmp_path / "train.py").write_text(GUARDED)
+    done = run_python("train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["hello 0", "hello 1", "results [0, 1]"]
+    assert done.stderr == ""
+
+
+def test_a_script_without_a_guard_is_told_the_right_call_once(tmp_path):
+    (tmp_path / "train.py").write_text(GUARDED.replace('if __name__ == "__main__":', "if True:"))
+    done = run_python("train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("RuntimeError") == 1
+    assert 'if __name__ == "__main__":\n        phalanx.spawn(fn, nprocs=2)' in done.stderr
+
+
+FOREVER = """
+import os, signal, sys, phalanx
+
+def wait(rank):
+    try:
+        print(os.getpid(), flush=True)
+        while True:
+            signal.pause()
+    finally:
+        print("cleaned up", flush=True)
+
+if __name__ == "__main__":
+    phalanx.spawn(wait, nprocs=2)
+"""
+
+
+@pytest.fixture
+def waiting_script(tmp_path):
+    """A script whose two ranks wait, and their pids."""
+    (tmp_path / "train.py").write_text(FOREVER)
+    script = subprocess.Popen(
+        [sys.executable, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with script:
+        yield script, [int(script.stdout.readline()) for _ in range(2)]
+        script.kill()
+
+
+def test_ctrl_c_ends_every_rank_after_its_cleanup(waiting_script):
+    script, pids = waiting_script
+    script.send_signal(signal.SIGINT)
+    out, err = script.communicate(timeout=LIMIT_S)
+    assert script.returncode == -signal.SIGINT
+    assert out == "cleaned up\n" * 2
+    assert err.count("KeyboardInterrupt") == 1  # the script's own
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_no_rank_outlives_a_killed_parent(waiting_script):
+    script, pids = waiting_script
+    script.kill()
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_torchs_own_pattern_of_a_loop_around_join_works(tmp_path):
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent("""
+        import phalanx
+        def work(rank): return rank
+        if __name__ == "__main__":
+            context = phalanx.spawn(work, nprocs=2, join=False)
+            while not context.join():
+                pass
+            print(context.results)
+        """)
+    )
+    assert run_python("train.py", cwd=tmp_path).stdout == "[0, 1]\n"
