@@ -18,6 +18,7 @@ FLOORS = {
     "_plugin": 0,
     "backend": 1,
     "launch": 1,
+    "session": 2,
     "testing": 2,
     "cli": 4,
     "__main__": 5,

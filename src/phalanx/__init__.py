@@ -19,6 +19,9 @@ _EXPORTS = {
     "RankFailed": "phalanx._errors",
     "RankError": "phalanx.launch.outcome",
     "spawn": "phalanx.launch.spawn",
+    "Session": "phalanx.session",
+    "init": "phalanx.session",
+    "shutdown": "phalanx.session",
     "install_as_default": "phalanx.backend",
 }
 

@@ -41,6 +41,19 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def export(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Set the variables that this process lacks, and return their names."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
+    return tuple(missing)
+
+
+def withdraw(names: Iterable[str]) -> None:
+    """Unset variables that `export` has set."""
+    for name in names:
+        os.environ.pop(name, None)
+
+
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings that `environ` gives, by default this process's environment.
 

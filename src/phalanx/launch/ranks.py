@@ -73,9 +73,11 @@ class Output:
             self._view.finish()
             self._view = LineStream(self._screen, self._prefix, hide_interrupts=True)
 
-    def resize(self) -> None:
+    def resize(self) -> bool:
+        """Give the rank's terminal the size of the screen; return whether it has one."""
         if self._live:
             _copy_size(self._screen, self.fd)
+        return self._live
 
     def close(self) -> None:
         if self.rank_fd >= 0:

@@ -44,7 +44,12 @@ def run(job: Job) -> int:
     if job.master_port and job.node_rank == 0 and (problem := port_problem(job.master_port)):
         print(f"phalanx run: {problem}; leave --master-port out, and a free one is used", file=sys.stderr)
         return 1
-    with Supervisor(job) as supervisor:
+    try:
+        folder = RunFolder(job.log_dir, job.command)
+    except OSError as error:
+        print(f"phalanx run: can't write to --log-dir {job.log_dir}: {error.strerror}", file=sys.stderr)
+        return 1
+    with Supervisor(job, folder) as supervisor:
         try:
             return supervisor.run()
         except BrokenPipeError:  # whoever read our output has gone
@@ -54,9 +59,9 @@ def run(job: Job) -> int:
 class Supervisor:
     """Owns the warden, the ranks' streams and, while it stands, this process's signals."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, folder: RunFolder) -> None:
         self._job = job
-        self._folder = RunFolder(job.log_dir, job.command)
+        self._folder = folder
         self._out, self._err = Screen(1), Screen(2)
         if self._out.is_terminal and self._err.is_terminal:
             self._err = self._out  # one cursor, so one account of where it stands
@@ -334,9 +339,7 @@ class Supervisor:
         while self._unhandled:
             sig = self._unhandled.pop(0)
             if sig == signal.SIGWINCH:
-                for rank in self._ranks:
-                    for output in rank.outputs:
-                        output.resize()
+                self._resize()
             elif sig in _ONLY_FORWARDED:
                 self._warden.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.end is None])
             elif self.received is not None:  # asked a second time: at once
@@ -349,6 +352,13 @@ class Supervisor:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()
                 self._end_ranks(sig)
+
+    def _resize(self) -> None:
+        """Pass the screen's size on. A rank's terminal is not its controlling one, so the signal is ours to send."""
+        for rank in self._ranks:
+            has_terminal = [output.resize() for output in rank.outputs]
+            if any(has_terminal) and rank.pid and rank.end is None:
+                self._warden.signal(signal.SIGWINCH, [rank.pid])
 
     def _catch_signals(self) -> None:
         # Handlers only note the signal; the byte that Python writes to the pipe wakes the loop.

@@ -1,0 +1,301 @@
+"""`phalanx.init`: this process's place in the job, its device and its process group, whoever started it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+import tempfile
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from phalanx import _env
+from phalanx.launch.schedulers import Placement, detect
+
+if TYPE_CHECKING:
+    import torch
+
+_LOCAL_ADDRESS = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """This process's part in the job; ends with `shutdown`, or with the ``with`` block that it opens.
+
+    Attributes:
+        rank: Of this process among `world_size`.
+        local_rank: Among the `local_world_size` on this host.
+        node_rank: This host among `num_nodes`.
+        device: Where this rank's model belongs.
+        backend: Given to ``init_process_group``.
+        reason: Why that is not the phalanx backend on CPUs; empty if it is, or if the caller chose it.
+        scheduler: Who said which rank this is.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str
+    reason: str
+    scheduler: str
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        _end(aborting=kind is not None)
+
+
+@dataclasses.dataclass
+class _Current:
+    session: Session
+    arguments: tuple[Any, ...]
+    owns_group: bool
+    exported: tuple[str, ...]
+
+
+_current: _Current | None = None
+_num_meetings = 0
+
+
+def init(
+    backend: str | None = None,
+    *,
+    device: str | torch.device | None = None,
+    timeout: float | timedelta | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Session:
+    """Join the job that this process was started in and return its `Session`; alone, be a world of one.
+
+    The place comes from the arguments, or from whoever started the process: ``phalanx run``, torchrun, ``srun``,
+    ``mpirun``, Kubeflow, or variables set by hand. torchrun's variables are set where they are missing, until
+    `shutdown`. Called again with the same arguments, it returns the same session.
+
+    Args:
+        backend: As of ``init_process_group``. Default: ``"phalanx"``, with CUDA ``"cpu:phalanx,cuda:nccl"``; Gloo takes
+            the CPU's part where ranks are on several hosts.
+        device: Default: the GPU of this local rank, made current; without GPUs the CPU.
+        timeout: Of collectives, in seconds; default: the backend's.
+        init_method: As of ``init_process_group``, such as ``"file:///shared/file"``.
+        rank: With `world_size`, instead of what the environment says.
+
+    Raises:
+        ValueError: The environment or the arguments contradict themselves; says how.
+        RuntimeError: There are more ranks on this host than GPUs, or a session with other arguments exists.
+    """
+    global _current
+    arguments = (backend, device, timeout, init_method, rank, world_size)
+    if _current is not None:
+        if arguments not in (_current.arguments, (None,) * len(arguments)):
+            raise RuntimeError("phalanx.init was called before with other arguments: call phalanx.shutdown() first")
+        return _current.session
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        place = _place(dist.get_rank(), dist.get_world_size())
+        chosen, reason = str(dist.get_backend_config()), ""
+    else:
+        place = _place(rank, world_size)
+        chosen, reason = (backend, "") if backend else _choose_backend(place)
+    on = _choose_device(device, chosen, place)
+    exported: tuple[str, ...] = ()
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        store = None if init_method else _meet(place)
+        exported = _env.export(_contract(place, store))
+        try:
+            dist.init_process_group(
+                chosen,
+                init_method=init_method,
+                store=store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=_as_timedelta(timeout),
+            )
+        except BaseException:
+            _env.withdraw(exported)
+            raise
+    numbers = {name: getattr(place, name) for name in ("rank", "world_size", "local_rank", "local_world_size")}
+    session = Session(
+        **numbers,
+        node_rank=place.node_rank,
+        num_nodes=place.num_nodes,
+        device=on,
+        backend=chosen,
+        reason=reason,
+        scheduler=place.scheduler,
+    )
+    _current = _Current(session, arguments, owns_group, exported)
+    if reason and place.rank == 0:
+        print(f"phalanx.init: backend {chosen}: {reason}", file=sys.stderr)
+    return session
+
+
+def shutdown() -> None:
+    """Leave the job: end the process group that `init` made and unset what it set. Nothing happens without a session.
+
+    A group that was there before `init` stays.
+    """
+    _end(aborting=False)
+
+
+def _end(*, aborting: bool) -> None:
+    global _current
+    if _current is None:
+        return
+    ended, _current = _current, None
+    _env.withdraw(ended.exported)
+    if not ended.owns_group:
+        return
+    import torch.distributed as dist
+
+    if not dist.is_initialized():  # the script has ended it
+        return
+    if aborting and "nccl" in ended.session.backend:
+        dist.distributed_c10d._abort_process_group()  # its peers may never come: destroying would wait for them
+    else:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- which rank
+
+
+def _place(rank: int | None, world_size: int | None) -> Placement:
+    if (rank is None) != (world_size is None):
+        raise ValueError("rank and world_size go together: phalanx.init(rank=0, world_size=2), or neither")
+    environ = _env.environment()
+    if rank is not None:
+        given = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        if any(environ.get(name) != value for name, value in given.items()):
+            # The environment speaks of another world, except for where to meet.
+            environ = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
+        environ.update(given)
+    return detect(environ) or Placement(scheduler="nobody", rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def _contract(place: Placement, store: Any) -> dict[str, str]:
+    """Return torchrun's variables for this place."""
+    contract = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+        "GROUP_RANK": place.node_rank,
+        "NODE_RANK": place.node_rank,
+        "MASTER_ADDR": place.master_addr or _LOCAL_ADDRESS,
+        "MASTER_PORT": place.master_port or getattr(store, "port", None),
+    }
+    return {name: str(value) for name, value in contract.items() if value is not None}
+
+
+# ---------------------------------------------------------------- how ranks meet
+
+
+def _meet(place: Placement) -> Any:
+    """Return the store in which the ranks find each other; None if that is what ``env://`` does."""
+    import torch.distributed as dist
+
+    if place.master_addr and place.master_port:
+        return None
+    if place.world_size == 1:
+        return dist.HashStore()
+    if place.local_world_size < place.world_size:
+        raise ValueError(
+            f"{place.scheduler} started {place.world_size} ranks on {place.num_nodes} hosts and does not say where "
+            "rank 0 listens: set MASTER_ADDR to its host and MASTER_PORT to a free port there, on every rank"
+        )
+    if place.rank_variable == "RANK":
+        raise ValueError("RANK and WORLD_SIZE are set, MASTER_ADDR or MASTER_PORT is not: set both on every rank")
+    return _meet_on_this_host(place)
+
+
+def _meet_on_this_host(place: Placement) -> Any:
+    """Return a store on a free port that rank 0 has told the others through a file of this job's own."""
+    import torch.distributed as dist
+
+    global _num_meetings
+    _num_meetings += 1
+    folder = os.path.join(tempfile.gettempdir(), f"phalanx-{os.getuid()}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if os.stat(folder).st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user: set TMPDIR to a folder of your own, on every rank")
+    path = os.path.join(folder, f"{_launcher_of(place.rank_variable)}-{_num_meetings}")
+    meeting = dist.FileStore(path, place.world_size)  # the last rank to leave it removes it
+    served = None
+    if place.rank == 0:
+        served = dist.TCPStore(_LOCAL_ADDRESS, 0, place.world_size, is_master=True, wait_for_workers=False)
+        meeting.set("port", str(served.port))
+    return served or dist.TCPStore(_LOCAL_ADDRESS, int(meeting.get("port")), place.world_size, is_master=False)
+
+
+def _launcher_of(rank_variable: str) -> str:
+    """Return a name of the process that started the ranks of this host, which no other ever has.
+
+    That is the nearest ancestor that has no rank itself: a rank may run under a shell or another wrapper.
+    """
+    pid = os.getpid()
+    while True:
+        with open(f"/proc/{pid}/stat") as file:
+            pid = int(file.read().rsplit(")", 1)[1].split()[1])
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                is_rank = any(entry.startswith(f"{rank_variable}=".encode()) for entry in file.read().split(b"\0"))
+        except OSError:  # another user's
+            is_rank = False
+        if not is_rank:
+            with open(f"/proc/{pid}/stat") as file:
+                started = file.read().rsplit(")", 1)[1].split()[19]
+            return f"{pid}-{started}"
+
+
+# ---------------------------------------------------------------- on what
+
+
+def _choose_backend(place: Placement) -> tuple[str, str]:
+    """Return the backend, and why the CPU's part of it is not phalanx; empty if it is."""
+    import torch
+    import torch.distributed as dist
+
+    on_cpu, reason = "phalanx", ""
+    if place.num_nodes > 1:
+        on_cpu, reason = "gloo", f"ranks are on {place.num_nodes} hosts, and phalanx reduces within one"
+    else:
+        try:
+            importlib.import_module("phalanx.backend")
+        except (ImportError, OSError) as error:
+            on_cpu, reason = "gloo", f"phalanx can't be loaded here: {error}"
+    if not torch.cuda.is_available():
+        return on_cpu, reason
+    return f"cpu:{on_cpu},cuda:{'nccl' if dist.is_nccl_available() else 'gloo'}", reason
+
+
+def _choose_device(given: str | torch.device | None, backend: str, place: Placement) -> torch.device:
+    import torch
+
+    if given is not None:
+        device = torch.device(given)
+    elif torch.cuda.is_available() and ("cuda" in backend or "nccl" in backend):
+        count = torch.cuda.device_count()
+        if place.local_rank >= count > 1:
+            raise RuntimeError(
+                f"rank {place.rank} is local rank {place.local_rank} and this host has {count} GPUs: start "
+                f"--nproc-per-node {count}, or call phalanx.init(device='cpu')"
+            )
+        # A scheduler may show each rank its own GPU alone.
+        device = torch.device("cuda", 0 if count == 1 else place.local_rank)
+    else:
+        device = torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _as_timedelta(timeout: float | timedelta | None) -> timedelta | None:
+    return timeout if timeout is None or isinstance(timeout, timedelta) else timedelta(seconds=timeout)

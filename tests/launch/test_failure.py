@@ -1,0 +1,218 @@
+"""What a failing job says last, what it leaves in its folder, and what it does when told to try again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+
+import pytest
+
+from phalanx.launch.failure import LastWords, RankEnd, hint_for
+from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
+
+TWO_MEET = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+"""
+
+
+def folder_of(tmp_path, base="runs/train"):
+    (run,) = (tmp_path / base).iterdir()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "said", "hint"),
+    [
+        ("import no_such_package", 1, "ModuleNotFoundError", "-m pip install no_such_package"),
+        ("raise MemoryError", 1, "MemoryError", "smaller batch, or fewer ranks"),
+        ("os.kill(os.getpid(), signal.SIGILL)", 132, "was killed by SIGILL", "this processor lacks"),
+        ("import faulthandler; faulthandler._sigsegv()", 139, "was killed by SIGSEGV", "native code crashed"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL", "somebody killed it from outside"),
+        ("os.abort()", 134, "was killed by SIGABRT", "native code gave up"),
+        ("raise OSError(28, 'No space left on device')", 1, "OSError", "the disk or /dev/shm is full"),
+        ("raise RuntimeError('No CUDA GPUs are available')", 1, "RuntimeError", "not enough GPUs for these ranks"),
+        ("sys.exit(3)", 3, "exited with code 3", ""),
+        ("sys.exit('bad configuration')", 1, "exited with code 1", ""),
+    ],
+)
+def test_the_end_says_how_where_and_what_to_do(tmp_path, source, code, said, hint):
+    done = run_job(tmp_path, f"if RANK == 1: {source}\nwhile True: signal.pause()", "--no-preload")
+    assert done.returncode == code, done.stderr
+    assert "phalanx run: then ended rank 0\n" in done.stderr
+    last = done.stderr[done.stderr.index("phalanx run: rank 1 (pid ") :]
+    assert said in last.splitlines()[0]
+    assert last.splitlines()[0].endswith(f"exit code {code}")
+    assert f"  log: {folder_of(tmp_path).relative_to(tmp_path)}/logs/attempt_0/rank_1/stderr.log\n" in last
+    assert ("  hint: " in last) == bool(hint)
+    assert hint in last.splitlines()[-1] or not hint
+    assert len(last.splitlines()) < 40
+
+
+def test_a_crash_in_native_code_shows_the_line_of_python(tmp_path):
+    done = run_job(
+        tmp_path,
+        "import faulthandler\ndef step(): faulthandler._sigsegv()\nif RANK == 0: step()\nsignal.pause()",
+        "--no-preload",
+    )
+    assert 'train.py", line 4 in step' in done.stderr[done.stderr.index("phalanx run: rank 0") :]
+
+
+def test_memory_that_the_kernel_took_is_told_from_a_kill_by_hand():
+    killed = RankEnd(0, 1, -signal.SIGKILL, False, LastWords(), "", 0.0)
+    assert "for want of memory" in hint_for(killed, num_oom_kills=1, python="python")
+    assert "somebody killed it" in hint_for(killed, num_oom_kills=0, python="python")
+
+
+def test_the_cause_is_named_and_its_victims_take_one_line(tmp_path):
+    done = run_job(tmp_path, TWO_MEET + "if RANK == 2: os._exit(9)\ndist.barrier()\n", num_ranks=4)
+    assert done.returncode == 9, done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("phalanx run: ")]
+    assert "rank 2 " in ours[-1]
+    assert ours[-1].endswith("exited with code 9; exit code 9")
+    assert not any("rank 2" in line for line in ours[1:-1])
+    assert len(ours) <= 4
+
+
+def test_each_rank_has_its_streams_and_its_error_in_the_runs_folder(tmp_path):
+    done = run_job(
+        tmp_path,
+        """
+        print("out", RANK, flush=True); print("err", RANK, file=sys.stderr, flush=True)
+        if RANK == 0:
+            open("done", "w").close()
+            sys.exit()
+        while not os.path.exists("done"): time.sleep(0.01)
+        raise KeyError("lr")
+        """,
+        "--no-preload",
+    )
+    assert done.returncode == 1
+    attempt = folder_of(tmp_path) / "logs" / "attempt_0"
+    assert (attempt / "rank_0" / "stdout.log").read_text() == "out 0\n"
+    assert (attempt / "rank_1" / "stderr.log").read_text().startswith("err 1\nTraceback")
+    assert not (attempt / "rank_0" / "error.json").exists()
+    error = json.loads((attempt / "rank_1" / "error.json").read_text())
+    assert error["message"]["message"] == "KeyError: 'lr'"
+    assert "raise KeyError" in error["message"]["extraInfo"]["py_callstack"]
+    assert (error["rank"], error["exit_code"], error["signal"]) == (1, 1, None)
+
+
+def test_the_error_file_of_torchs_record_is_kept(tmp_path):
+    source = """
+    from torch.distributed.elastic.multiprocessing.errors import record
+    @record
+    def main(): raise ValueError("bad learning rate")
+    main()
+    """
+    done = run_job(tmp_path, source, num_ranks=1)
+    assert done.returncode == 1
+    error = json.loads((folder_of(tmp_path) / "logs/attempt_0/rank_0/error.json").read_text())
+    assert error["message"]["message"] == "ValueError: bad learning rate"
+    assert "exit_code" not in error
+
+
+SPEAK = "print('out', RANK, flush=True); print('err', RANK, file=sys.stderr, flush=True)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "out", "err"),
+    [
+        ((), {0, 1}, {0, 1}),
+        (("-r", "1"), set(), {0, 1}),
+        (("-r", "3"), set(), set()),
+        (("-r", "0:1,1:2"), {1}, {0}),
+        (("-r", "3", "-t", "0:3"), {0}, {0}),
+        (("--local-ranks-filter", "1"), {1}, {1}),
+        (("-t", "3"), {0, 1}, {0, 1}),
+    ],
+)
+def test_streams_are_kept_off_the_screen_and_never_out_of_the_logs(tmp_path, flags, out, err):
+    done = run_job(tmp_path, SPEAK, "--no-preload", "--log-dir", str(tmp_path / "here"), *flags)
+    assert done.returncode == 0, done.stderr
+    assert {rank for rank in range(2) if f"out {rank}" in done.stdout} == out
+    assert {rank for rank in range(2) if f"err {rank}" in done.stderr} == err
+    attempt = folder_of(tmp_path, "here") / "logs" / "attempt_0"
+    for rank in range(2):
+        assert (attempt / f"rank_{rank}" / "stdout.log").read_text() == f"out {rank}\n"
+        assert (attempt / f"rank_{rank}" / "stderr.log").read_text() == f"err {rank}\n"
+
+
+def test_a_log_dir_that_cannot_be_made_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    done = run_job(tmp_path, SPEAK, "--log-dir", str(tmp_path / "file" / "logs"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "--log-dir" in done.stderr
+
+
+def test_a_taken_port_names_its_owner(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run_job(tmp_path, SPEAK, "--master-port", str(port))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"port {port} is taken by " in done.stderr
+    assert f"pid {os.getpid()} (" in done.stderr
+    assert "leave --master-port out" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_a_failed_group_starts_again_with_a_fresh_rendezvous(tmp_path, backend):
+    source = f"""
+    import torch, torch.distributed as dist
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    dist.init_process_group("{backend}")
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    print("attempt", attempt, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"], "rank", RANK, tensor.item(), flush=True)
+    dist.barrier()
+    if attempt < 2 and RANK == attempt: os._exit(5 + attempt)
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    done = run_job(tmp_path, source, "--max-restarts", "2")
+    assert done.returncode == 0, done.stderr
+    want = [f"[rank {rank}] attempt {attempt} of 2 rank {rank} 2.0" for attempt in range(3) for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == sorted(want)
+    for number, code in ((1, 5), (2, 6)):
+        assert f"exited with code {code}\nphalanx run: restart {number} of 2\n" in done.stderr
+    assert sorted(path.name for path in (folder_of(tmp_path) / "logs").iterdir()) == [
+        "attempt_0",
+        "attempt_1",
+        "attempt_2",
+    ]
+
+
+def test_restarts_come_to_an_end(tmp_path):
+    done = run_job(tmp_path, "sys.exit(7)", "--max-restarts", "1", "--no-preload", num_ranks=1)
+    assert done.returncode == 7
+    assert done.stderr.count("phalanx run: restart") == 1
+
+
+def test_sigusr1_is_given_on_when_asked_for_and_does_not_end_the_job(tmp_path):
+    source = """
+    signal.signal(signal.SIGUSR1, lambda *_: (print("checkpoint", RANK, flush=True), sys.exit(0)))
+    print("up", flush=True)
+    signal.pause()
+    """
+    command = [*PHALANX_RUN, "--nproc-per-node", "2", "--no-preload", "--signals-to-handle", "SIGTERM,SIGUSR1"]
+    job = subprocess.Popen(
+        [*command, write_script(tmp_path, source)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with job:
+        assert sorted(job.stdout.readline() for _ in range(2)) == ["[rank 0] up\n", "[rank 1] up\n"]
+        job.send_signal(signal.SIGUSR1)
+        out, err = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[rank 0] checkpoint 0", "[rank 1] checkpoint 1"]

@@ -1,0 +1,97 @@
+"""What a person at a terminal sees and types."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch.jobs import PHALANX_RUN, Terminal, write_script
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    """``terminal(source, *flags)`` runs a job of two ranks on a terminal."""
+    opened = []
+
+    def open_terminal(source, *flags):
+        command = [*PHALANX_RUN, "--nproc-per-node", "2", "--no-preload", *flags, write_script(tmp_path, source)]
+        opened.append(Terminal(command, tmp_path))
+        return opened[-1]
+
+    yield open_terminal
+    for one in opened:
+        one.close()
+
+
+FOREVER = """
+print("up", flush=True)
+while True: signal.pause()
+"""
+
+
+def test_ctrl_c_ends_the_job_in_one_line_without_a_traceback(terminal):
+    screen = terminal(FOREVER)
+    screen.read_until("up", count=2)
+    screen.type("\x03")
+    assert screen.finish() == 130
+    assert "phalanx run: SIGINT: ending 2 ranks\r\n" in screen.shown
+    assert "Traceback" not in screen.shown
+    assert "KeyboardInterrupt" not in screen.shown
+
+
+def test_a_second_ctrl_c_kills_at_once(terminal):
+    screen = terminal(
+        """
+        for sig in (signal.SIGINT, signal.SIGTERM): signal.signal(sig, lambda *_: print("not yet", flush=True))
+        print("up", flush=True)
+        while True: signal.pause()
+        """
+    )
+    screen.read_until("up", count=2)
+    screen.type("\x03")
+    screen.read_until("not yet", count=2)
+    screen.type("\x03")
+    assert screen.finish() == 130
+
+
+def test_the_prefix_is_coloured_by_rank(terminal):
+    screen = terminal("print('hello')")
+    assert screen.finish() == 0
+    assert "\x1b[36m[rank 0]\x1b[0m hello\r\n" in screen.shown
+    assert "\x1b[33m[rank 1]\x1b[0m hello\r\n" in screen.shown
+
+
+def test_rank_0_reads_what_is_typed(terminal):
+    screen = terminal("print('hello', input('name? ') if RANK == 0 else sys.stdin.read() == '')")
+    screen.read_until("name? ")
+    screen.type("Ada\n")
+    assert screen.finish() == 0
+    assert "hello Ada\r\n" in screen.shown
+    assert "hello True\r\n" in screen.shown
+
+
+def test_rank_0_follows_the_size_of_the_terminal(terminal):
+    screen = terminal(
+        """
+        def show(*_):
+            print("columns", os.get_terminal_size().columns, flush=True)
+            if _: os._exit(0)
+        if RANK == 0:
+            signal.signal(signal.SIGWINCH, show)
+            show()
+            while True: signal.pause()
+        """
+    )
+    prefix_columns = len("[rank 0] ")
+    screen.read_until(f"columns {80 - prefix_columns}\r\n")
+    screen.resize(50, 120)
+    assert screen.finish() == 0
+    assert f"columns {120 - prefix_columns}\r\n" in screen.shown
+
+
+def test_the_last_words_end_the_screen(terminal):
+    screen = terminal("if RANK == 1: raise ValueError('bad learning rate')\nwhile True: signal.pause()")
+    assert screen.finish() == 1
+    last = screen.shown.rstrip().splitlines()
+    assert any("rank 1" in line and "raised ValueError and exited with code 1" in line for line in last)
+    assert last[-1].lstrip().startswith("log: runs/train/")
+    assert last[-2].strip() == "ValueError: bad learning rate"

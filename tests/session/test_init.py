@@ -1,0 +1,334 @@
+"""`phalanx.init` in a script started by each launcher, and alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx import session as session_module
+from phalanx.launch.schedulers import Placement
+
+LIMIT_S = 60
+
+SCRIPT = """
+import json, os, torch, torch.distributed as dist, phalanx
+with phalanx.init() as session:
+    tensor = torch.tensor([session.rank + 1.0])
+    dist.all_reduce(tensor)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    said = {
+        "rank": session.rank, "size": session.world_size, "local": [session.local_rank, session.local_world_size],
+        "node": [session.node_rank, session.num_nodes], "sum": tensor.item(), "backend": session.backend,
+        "device": str(session.device), "scheduler": session.scheduler, "environ": [n for n in names if n in os.environ],
+    }
+assert not dist.is_initialized()
+print("said " + json.dumps(said) + "\\n", end="", flush=True)
+"""
+CONTRACT = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def clean(**variables):
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "PET_", "GROUP_", "NODE_RANK")
+    return {k: v for k, v in os.environ.items() if not k.startswith(ours)} | variables
+
+
+def said_by(*outputs):
+    """What the ranks said, in rank order."""
+    lines = [line for output in outputs for line in output.splitlines() if "said {" in line]
+    return sorted((json.loads(line[line.index("{") :]) for line in lines), key=lambda said: said["rank"])
+
+
+def run(command, env=None):
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env or clean())
+
+
+def run_together(script, environments):
+    """Start the script once per environment, as a scheduler does, and return what the ranks said and their stderr."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean(**environ)
+        )
+        for environ in environments
+    ]
+    ends = [process.communicate(timeout=LIMIT_S) for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), [err for _, err in ends]
+    return said_by(*(out for out, _ in ends)), [err for _, err in ends]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_a_script_that_is_started_alone_is_a_world_of_one(script):
+    done = run([sys.executable, script])
+    assert done.returncode == 0, done.stderr
+    (said,) = said_by(done.stdout)
+    assert (said["rank"], said["size"], said["sum"]) == (0, 1, 1.0)
+    assert (said["backend"], said["scheduler"]) == ("phalanx", "nobody")
+    assert done.stderr == ""
+
+
+def check_two_ranks(said, scheduler):
+    assert [one["rank"] for one in said] == [0, 1]
+    for one in said:
+        assert (one["size"], one["sum"], one["scheduler"]) == (2, 3.0, scheduler)
+        assert one["local"] == [one["rank"], 2]
+        assert one["node"] == [0, 1]
+        assert one["environ"] == CONTRACT
+        assert (one["backend"], one["device"]) == ("phalanx", "cpu")
+
+
+def test_it_is_placed_by_phalanx_run_and_by_torchrun(script):
+    ours = run([sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", script])
+    check_two_ranks(said_by(ours.stdout), "the environment")
+    torchruns = run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script])
+    check_two_ranks(said_by(torchruns.stdout), "the environment")
+
+
+MPIRUN = {
+    "Open MPI": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"],
+    "MPICH or Intel MPI": ["mpiexec.mpich", "-n", "2"],
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "under a shell"])
+@pytest.mark.parametrize("scheduler", list(MPIRUN))
+def test_it_is_placed_by_a_real_mpirun(script, scheduler, wrapped):
+    launcher = MPIRUN[scheduler]
+    if shutil.which(launcher[0]) is None:
+        pytest.skip(f"{launcher[0]} is not installed")
+    command = ["sh", "-c", f"{sys.executable} {script}; true"] if wrapped else [sys.executable, script]
+    done = run([*launcher, *command])
+    assert done.returncode == 0, done.stderr
+    check_two_ranks(said_by(done.stdout), scheduler)
+
+
+def test_a_launcher_that_mpirun_starts_twice_is_refused(script):
+    launcher = MPIRUN["Open MPI"]
+    if shutil.which(launcher[0]) is None:
+        pytest.skip(f"{launcher[0]} is not installed")
+    done = run([*launcher, sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", script])
+    assert done.returncode == 2
+    assert "Open MPI started phalanx run 2 times on this node, and each would start 2 ranks" in done.stderr
+
+
+def test_it_is_placed_by_slurm(script):
+    # As srun --ntasks=2 sets them on one node.
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "node1",
+    }
+    tasks = [{**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    said, _ = run_together(script, tasks)
+    check_two_ranks(said, "Slurm")
+
+
+def test_pods_of_kubeflow_are_nodes_and_the_engine_between_them_is_gloo(script):
+    pod = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": free_port(),
+    }
+    said, errors = run_together(script, [{**pod, "PET_NODE_RANK": str(rank)} for rank in range(2)])
+    assert [(one["rank"], one["sum"], one["node"]) for one in said] == [(0, 3.0, [0, 2]), (1, 3.0, [1, 2])]
+    assert {one["backend"] for one in said} == {"gloo"}
+    # The reason is given once.
+    assert "phalanx.init: backend gloo: ranks are on 2 hosts, and phalanx reduces within one" in errors[0]
+    assert "phalanx.init" not in errors[1]
+
+
+def test_it_takes_variables_that_are_set_by_hand(script):
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    said, _ = run_together(script, [{**meet, "RANK": str(rank)} for rank in range(2)])
+    check_two_ranks(said, "the environment")
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is not: set both on every rank"),
+        ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "2",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            "Open MPI started 4 ranks on 2 hosts and does not say where rank 0 listens: set MASTER_ADDR",
+        ),
+        ({"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"}, "phalanx run train.py"),
+    ],
+)
+def test_a_place_that_is_not_whole_is_an_error_that_says_what_to_set(script, environ, said):
+    done = run([sys.executable, script], clean(**environ))
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+# ---------------------------------------------------------------- in the ranks of a test
+
+
+def init_by_arguments(rank, world_size, init_method):
+    with phalanx.init(init_method=init_method, rank=rank, world_size=world_size, timeout=7) as session:
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        return session.rank, tensor.item()
+
+
+def init_again(rank, world_size):
+    first = phalanx.init()
+    assert phalanx.init() is first
+    with pytest.raises(RuntimeError, match=r"call phalanx.shutdown\(\) first"):
+        phalanx.init("gloo")
+    phalanx.shutdown()
+    phalanx.shutdown()
+    assert not dist.is_initialized()
+    second = phalanx.init("gloo", timeout=20)
+    assert second.backend == "gloo"
+    dist.barrier()
+    phalanx.shutdown()
+
+
+def adopt(rank, world_size):
+    session = phalanx.init()
+    assert (session.rank, session.world_size, session.local_rank) == (rank, world_size, rank)
+    assert "gloo" in session.backend
+    phalanx.shutdown()
+    dist.barrier()  # the group is the script's
+
+
+def raise_inside(rank, world_size):
+    with phalanx.init():
+        dist.barrier()
+        if rank == 1:
+            raise KeyError("learning_rate")
+        dist.barrier()
+
+
+def time_out(rank, world_size):
+    with phalanx.init(timeout=0.5):
+        if rank == 1:
+            phalanx.testing.await_release("done")
+            return
+        try:
+            dist.barrier()
+        except phalanx.CollectiveTimeout:
+            phalanx.testing.reached("timed out")
+
+
+def test_arguments_win_over_the_environment(run_ranks, tmp_path):
+    url = f"file://{tmp_path}/meet"
+    results = run_ranks(init_by_arguments, 2, url, init=False, env={"RANK": "7", "WORLD_SIZE": "9"})
+    assert results == [(0, 2.0), (1, 2.0)]
+
+
+def test_a_second_init_is_the_same_session_or_an_error(run_ranks):
+    run_ranks(init_again, 2, init=False)
+
+
+def test_a_group_that_the_script_made_is_adopted_and_left_alone(run_ranks):
+    run_ranks(adopt, 2, backend="gloo")
+
+
+def test_an_exception_in_the_block_is_the_cause_and_nobody_hangs(run_ranks):
+    with pytest.raises(phalanx.RankError, match=r"rank 1 .* raised KeyError") as caught:
+        run_ranks(raise_inside, 2, init=False, timeout_s=20)
+    assert type(caught.value.outcomes[0].error).__name__ == "RankFailed"
+
+
+def test_the_timeout_is_in_seconds(spawn_ranks):
+    with spawn_ranks(time_out, 2, init=False) as ranks:
+        ranks.wait_until_reached("timed out", ranks=[0])
+        ranks.release("done", ranks=[1])
+        assert all(outcome.ok for outcome in ranks.join(20))
+
+
+def test_what_init_has_set_is_unset_by_shutdown(script):
+    source = """
+        import os, phalanx
+        before = dict(os.environ)
+        with phalanx.init():
+            assert os.environ["WORLD_SIZE"] == "1"
+        assert dict(os.environ) == before
+        """
+    done = run([sys.executable, "-c", textwrap.dedent(source)])
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- devices: no GPU is needed to choose one
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """``gpus(n)`` makes torch tell of so many."""
+
+    def pretend(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    return pretend
+
+
+def place(local_rank, local_world_size=4, num_nodes=1):
+    return Placement(
+        scheduler="a test",
+        rank=local_rank,
+        world_size=local_world_size * num_nodes,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        num_nodes=num_nodes,
+    )
+
+
+def test_the_backend_follows_the_devices_and_the_hosts(gpus, monkeypatch):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    gpus(0)
+    assert session_module._choose_backend(place(0)) == ("phalanx", "")
+    gpus(4)
+    assert session_module._choose_backend(place(0)) == ("cpu:phalanx,cuda:nccl", "")
+    backend, reason = session_module._choose_backend(place(0, num_nodes=2))
+    assert backend == "cpu:gloo,cuda:nccl"
+    assert "2 hosts" in reason
+    monkeypatch.setattr(session_module.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError("x")))
+    assert session_module._choose_backend(place(0)) == ("cpu:gloo,cuda:nccl", "phalanx can't be loaded here: x")
+
+
+def test_each_local_rank_has_its_own_gpu_if_there_are_enough(gpus):
+    gpus(4)
+    both = "cpu:phalanx,cuda:nccl"
+    assert session_module._choose_device(None, both, place(3)) == torch.device("cuda:3")
+    assert session_module._choose_device(None, "phalanx", place(3)) == torch.device("cpu")
+    assert session_module._choose_device("cpu", both, place(3)) == torch.device("cpu")
+    gpus(1)  # each task of a scheduler may see one alone
+    assert session_module._choose_device(None, both, place(3)) == torch.device("cuda:0")
+    gpus(2)
+    with pytest.raises(RuntimeError, match="local rank 3 and this host has 2 GPUs: start --nproc-per-node 2"):
+        session_module._choose_device(None, both, place(3))
