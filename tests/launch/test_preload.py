@@ -213,6 +213,19 @@ def test_a_broken_torch_is_met_by_the_script_itself(script, tmp_path):
     assert "[rank 0] ImportError: no torch today" in done.stderr
 
 
+def test_a_rank_starts_anew_where_a_thread_came_up_before_the_fork(script, tmp_path):
+    (tmp_path / "early").mkdir()
+    script(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\nMARK = 'early'\n",
+        "early/torch.py",
+    )
+    name = script("import sys, threading\nprint('torch' in sys.modules, threading.active_count(), sys.argv[1:])\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "early")}
+    done = phalanx_run("--no-use-env", name, "a", env=environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[rank 0] False 1 ['--local-rank=0', 'a']\n"
+
+
 def test_without_preload_the_interpreter_starts_anew(script):
     done = phalanx_run("--no-preload", script(FACTS))
     assert done.returncode == 0, done.stderr

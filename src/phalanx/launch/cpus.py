@@ -169,7 +169,9 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
         omp_num_threads: OMP_NUM_THREADS as the user has set it; it stays.
     """
     why_not = ""
-    if not pin:
+    if num_ranks == 1:
+        why_not = ""
+    elif not pin:
         why_not = ", not pinned"
     elif num_ranks > len(machine.cores):
         why_not = f", not pinned: {_count(len(machine.cores), 'core')}"

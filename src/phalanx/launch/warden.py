@@ -174,7 +174,10 @@ def execute(command: Sequence[str]) -> Begin:
 
 
 def serve_preloaded() -> None:
-    """Import what ranks share and serve; return in each rank, ready to go on into its script."""
+    """Import what ranks share and serve; return in each rank, ready to go on into its script.
+
+    Where a fork could not go on, it executes the command anew.
+    """
     channel = socket.socket(fileno=int(os.environ.pop(FD_VARIABLE)))
     trouble = ""
     gc.disable()  # what an import leaves is not worth looking for: a sixth of the time
@@ -186,7 +189,14 @@ def serve_preloaded() -> None:
             break
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
-    serve(channel, _go_on, trouble=trouble)
+    serve(channel, _go_on if _can_be_forked() else execute(sys.orig_argv), trouble=trouble)
+
+
+def _can_be_forked() -> bool:
+    """Whether nothing that a fork would break is up: something else that Python loads at start may have begun it."""
+    threading, cuda = sys.modules.get("threading"), sys.modules.get("torch.cuda")
+    has_threads = threading is not None and threading.active_count() > 1
+    return not has_threads and not (cuda is not None and cuda.is_initialized())
 
 
 def _go_on(packet: Mapping[str, Any]) -> None:
