@@ -26,7 +26,7 @@ def run(rank, size):
     group = dist.new_group([0, 1])
     if rank < 2:
         dist.all_reduce(tensor, group=group)
-    print("rank", rank, "of", size, "has", tensor.item(), flush=True)
+    print(f"rank {rank} of {size} has {tensor.item()}\\n", end="", flush=True)
 
 def init(rank, size, backend, method=None):
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=size)

@@ -76,6 +76,8 @@ def test_the_cause_is_named_and_its_victims_take_one_line(tmp_path):
     assert ours[-1].endswith("exited with code 9; exit code 9")
     assert not any("rank 2" in line for line in ours[1:-1])
     assert len(ours) <= 4
+    assert "Traceback" not in done.stderr  # a victim's is in its log
+    assert done.stderr.count("(traceback in the log)") + done.stderr.count("ended rank") >= 1
 
 
 def test_each_rank_has_its_streams_and_its_error_in_the_runs_folder(tmp_path):

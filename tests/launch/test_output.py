@@ -7,6 +7,7 @@ import os
 import pytest
 
 from phalanx.launch.output import LineStream, LiveStream, Screen
+from phalanx.launch.tracebacks import VictimFilter
 
 
 @pytest.fixture
@@ -64,3 +65,83 @@ def test_an_escape_sequence_torn_in_two_stays_one(screen):
     assert shown() == b"0: \x1b[31mred"
     live.finish()
     assert shown() == b"\n"
+
+
+VICTIM = b"""\
+before
+[rank3]: Traceback (most recent call last):
+[rank3]:   File "train.py", line 9, in <module>
+[rank3]:     dist.all_reduce(tensor)
+[rank3]: phalanx.RankFailed: rank 1 (pid 7) was killed by SIGKILL
+[rank3]: Look at what rank 1 printed last.
+after
+"""
+CAUSE = b"""\
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+ValueError: bad learning rate
+after
+"""
+CHAINED = b"""\
+Traceback (most recent call last):
+  File "train.py", line 5, in <module>
+KeyError: 'lr'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+ValueError: bad learning rate
+"""
+ONE_LINE = b"before\nRankFailed: rank 1 (pid 7) was killed by SIGKILL (traceback in the log)\nafter\n"
+
+
+class Kept:
+    """A stream that keeps what it is fed."""
+
+    def __init__(self):
+        self.data = b""
+
+    def feed(self, data):
+        self.data += data
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 7, 1000])
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        (VICTIM, ONE_LINE),
+        (CAUSE, CAUSE),
+        (CHAINED, CHAINED),
+        (CAUSE[:50], CAUSE[:50]),
+        (b"T\rTr\n[x\n", b"T\rTr\n[x\n"),
+    ],
+)
+def test_a_victims_traceback_is_one_line_and_any_other_is_whole(printed, shown, piece_bytes):
+    kept = Kept()
+    stream = VictimFilter(kept)
+    for start in range(0, len(printed), piece_bytes):
+        stream.feed(printed[start : start + piece_bytes])
+    stream.finish()
+    assert kept.data == shown
+
+
+def test_what_is_no_traceback_passes_at_once():
+    kept = Kept()
+    stream = VictimFilter(kept)
+    for word in (b"name? ", b"\r10%", b"\r20%", b"\n", b"[INFO] go", b" on", b"\nTrain: 3"):
+        stream.feed(word)
+        assert kept.data.endswith(word)
+
+
+def test_interrupts_are_left_out_when_asked():
+    printed = CAUSE.replace(b"ValueError: bad learning rate", b"KeyboardInterrupt")
+    for hides, shown in ((False, printed), (True, b"after\n")):
+        kept = Kept()
+        stream = VictimFilter(kept)
+        stream.hides_interrupts = hides
+        stream.feed(printed)
+        assert kept.data == shown

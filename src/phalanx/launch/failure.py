@@ -14,13 +14,10 @@ from collections.abc import Iterable, Sequence
 
 from phalanx.launch.causes import is_victim
 from phalanx.launch.cpus import format_ranges
+from phalanx.launch.tracebacks import EXCEPTION, STYLE, TORCH_PREFIX, TRACEBACK, class_name
 
 _MAX_SHOWN_LINES = 40
-_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's excepthook puts it before each line
-_TRACEBACK = re.compile(r"^(  \+ Exception Group )?Traceback \(most recent call last\):$")
 _TERMINATED = re.compile(r"terminate called after throwing an instance of '([\w:]+)'\s+what\(\):\s+(.*)")
-_EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +31,9 @@ class LastWords:
 
     @classmethod
     def of(cls, stderr_tail: bytes) -> LastWords:
-        text = _ESCAPE.sub("", stderr_tail.decode(errors="replace"))
-        lines = [_TORCH_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
-        starts = [number for number, line in enumerate(lines) if _TRACEBACK.match(line)]
+        text = STYLE.sub("", stderr_tail.decode(errors="replace"))
+        lines = [TORCH_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
+        starts = [number for number, line in enumerate(lines) if TRACEBACK.match(line)]
         if crash := [number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")]:
             stacks = [line for line in lines[crash[-1] :] if not line.startswith("Extension modules: ")]
             # An exception that native code did not catch comes before.
@@ -47,7 +44,7 @@ class LastWords:
             return cls(lines=tuple(lines[-_MAX_SHOWN_LINES // 2 :]))
         block = lines[starts[-1] :]
         for number, line in enumerate(block[1:], 1):
-            if line and not line[0].isspace() and (found := _EXCEPTION.match(line)):
+            if line and not line[0].isspace() and (found := EXCEPTION.match(line)):
                 # What follows a traceback, such as a warning at exit, is not part of it: a blank line ends it.
                 rest = next((end for end in range(number, len(block)) if not block[end]), len(block))
                 block = block[: max(rest, number + 1)]
@@ -91,7 +88,7 @@ class RankEnd:
     def is_victim(self) -> bool:
         """Whether it failed because a peer had gone before it."""
         words = self.last_words
-        return bool(words.kind) and is_victim([_class_name(words.kind)], words.message)
+        return bool(words.kind) and is_victim([class_name(words.kind)], words.message)
 
     @property
     def exit_code(self) -> int:
@@ -102,7 +99,7 @@ class RankEnd:
         if self.returncode < 0:
             how = f"was killed by {_signal_name(-self.returncode)}"
         elif self.last_words.kind:
-            how = f"raised {_class_name(self.last_words.kind)} and exited with code {self.returncode}"
+            how = f"raised {class_name(self.last_words.kind)} and exited with code {self.returncode}"
         else:
             how = f"exited with code {self.returncode}"
         where = f" on {self.host}" if self.host else ""
@@ -137,13 +134,8 @@ def report(culprit: RankEnd, ends: Sequence[RankEnd], *, hint: str) -> str:
 
 def _end_in_brief(end: RankEnd) -> str:
     if end.last_words.kind:
-        return _class_name(end.last_words.kind)
+        return class_name(end.last_words.kind)
     return _signal_name(-end.returncode) if end.returncode < 0 else f"exit code {end.returncode}"
-
-
-def _class_name(kind: str) -> str:
-    """Return the class without its module or namespace."""
-    return re.split(r"\.|::", kind)[-1]
 
 
 def _signal_name(number: int) -> str:

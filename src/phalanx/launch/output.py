@@ -17,11 +17,6 @@ _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 _LIVE_TOKEN = re.compile(rb"\n|\r|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[]?|[^\n\r\x1b]+")
 _ERASE_LINE = b"\r\x1b[2K"
 
-_STYLE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
-_TRACEBACK = re.compile(rb"(\[rank\d+\]: ?)?Traceback \(most recent call last\):")
-_WITHIN_TRACEBACK = re.compile(rb"(\[rank\d+\]: ?)?(\s|$|During handling of|The above exception|Traceback \()")
-_INTERRUPT = re.compile(rb"(\[rank\d+\]: ?)?KeyboardInterrupt")
-
 
 def prefix(rank: int, *, colour: bool) -> bytes:
     """Return what stands before each line of `rank`."""
@@ -58,18 +53,12 @@ class Screen:
 
 
 class LineStream:
-    """Output of a rank, given on in whole lines; a rewritten line only in its last state.
+    """Output of a rank, given on in whole lines; a rewritten line only in its last state."""
 
-    Args:
-        hide_interrupts: Leave out tracebacks of KeyboardInterrupt, for after Ctrl-C: every rank has one.
-    """
-
-    def __init__(self, screen: Screen, line_prefix: bytes, *, hide_interrupts: bool = False) -> None:
+    def __init__(self, screen: Screen, line_prefix: bytes) -> None:
         self._screen = screen
         self._prefix = line_prefix
         self._pending = b""
-        self._hide_interrupts = hide_interrupts
-        self._held: list[bytes] = []  # of a traceback whose last line has not come
 
     def feed(self, data: bytes) -> None:
         *lines, self._pending = (self._pending + data).split(b"\n")
@@ -83,31 +72,11 @@ class LineStream:
         if self._pending:
             self._emit(self._pending)
             self._pending = b""
-        self._release()
 
     def _emit(self, line: bytes) -> None:
         # A progress bar returns and overwrites: what a terminal would show is what follows.
         shown = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
-        if self._hide_interrupts and self._belongs_to_interrupt(shown):
-            return
         self._screen.write_line(self._prefix + shown + b"\n")
-
-    def _belongs_to_interrupt(self, line: bytes) -> bool:
-        """Hold `line` back if it is part of a traceback that may end in KeyboardInterrupt."""
-        plain = _STYLE.sub(b"", line)
-        if _TRACEBACK.match(plain) or (self._held and _WITHIN_TRACEBACK.match(plain)):
-            self._held.append(line)
-            return True
-        if self._held and _INTERRUPT.match(plain):
-            self._held.clear()
-            return True
-        self._release()
-        return False
-
-    def _release(self) -> None:
-        for line in self._held:
-            self._screen.write_line(self._prefix + line + b"\n")
-        self._held.clear()
 
 
 class LiveStream:

@@ -12,6 +12,7 @@ import tty
 
 from phalanx.launch.failure import LastWords, RankEnd, write_error_file
 from phalanx.launch.output import LineStream, LiveStream, Screen, prefix
+from phalanx.launch.tracebacks import VictimFilter
 
 _TAIL_BYTES = 64 * 1024  # of stderr: enough for the longest traceback that anybody reads
 
@@ -28,7 +29,6 @@ class Output:
 
     def __init__(self, screen: Screen, line_prefix: bytes, log_path: str, *, live: bool, shown: bool) -> None:
         self._screen = screen
-        self._prefix = line_prefix
         self._live = live
         self.tail = b""
         self.ended = False
@@ -41,7 +41,7 @@ class Output:
             os.close(self.rank_fd)
             raise
         kind = LiveStream if live else LineStream
-        self._view = kind(screen, line_prefix) if shown else None
+        self._view = VictimFilter(kind(screen, line_prefix)) if shown else None
 
     def carry(self) -> bool:
         """Give on what has come, at most one buffer; return whether there may be more."""
@@ -70,8 +70,7 @@ class Output:
     def hide_interrupts(self) -> None:
         """From now on leave out tracebacks of KeyboardInterrupt."""
         if self._view is not None:
-            self._view.finish()
-            self._view = LineStream(self._screen, self._prefix, hide_interrupts=True)
+            self._view.hides_interrupts = True
 
     def resize(self) -> bool:
         """Give the rank's terminal the size of the screen; return whether it has one."""
