@@ -10,30 +10,48 @@ import pytest
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, write_script
 
 
-@pytest.fixture
-def run_nodes(tmp_path):
-    """``run_nodes(source, *flags)`` runs a node per rank of nodes; returns (exit code, stdout, stderr) of each."""
-    started = []
+class Nodes:
+    """Launchers that share a rendezvous, in one folder."""
 
-    def run_nodes(source, *flags, num_nodes=2, backend="static", nnodes=None, num_started=None):
+    def __init__(self, folder, source):
+        self._folder = folder
+        self._script = write_script(folder, source)
+        self.started = []
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-        script = write_script(tmp_path, source)
-        for node in range(num_started or num_nodes):
-            command = [*PHALANX_RUN, "--nproc-per-node", "2", "--nnodes", nnodes or str(num_nodes)]
-            command += ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "job"]
-            command += ["--node-rank", str(node)] if backend == "static" else []
-            command += ["--log-dir", str(tmp_path / f"node{node}"), *flags, script]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            started.append(subprocess.Popen(command, cwd=tmp_path, **pipes))
-        ends = [job.communicate(timeout=LIMIT_S) for job in started]
-        return [(job.returncode, *end) for job, end in zip(started, ends, strict=True)]
+            self._endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
 
-    yield run_nodes
-    for job in started:
-        with job:
-            job.kill()
+    def start(self, *flags, backend="static", nnodes="2"):
+        """Start the next node and return its process."""
+        number = len(self.started)
+        command = [*PHALANX_RUN, "--nproc-per-node", "2", "--nnodes", nnodes, "--rdzv-id", "job"]
+        command += ["--rdzv-backend", backend, "--rdzv-endpoint", self._endpoint]
+        command += ["--node-rank", str(number)] if backend == "static" else []
+        command += ["--log-dir", str(self._folder / f"node{number}"), *flags, self._script]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.started.append(subprocess.Popen(command, cwd=self._folder, **pipes))
+        return self.started[-1]
+
+    def finish(self):
+        """Return (exit code, stdout, stderr) of each node."""
+        ends = [job.communicate(timeout=LIMIT_S) for job in self.started]
+        return [(job.returncode, *end) for job, end in zip(self.started, ends, strict=True)]
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """``nodes(source)`` returns `Nodes`; what still lives at the end is killed."""
+    groups = []
+
+    def make(source):
+        groups.append(Nodes(tmp_path, source))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        for job in group.started:
+            with job:
+                job.kill()
 
 
 MEET = """
@@ -57,9 +75,12 @@ def lines(*outputs):
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_ranks_of_two_nodes_meet_and_start_again_together(run_nodes, backend):
+def test_ranks_of_two_nodes_meet_and_start_again_together(nodes, backend):
     fail = 'if attempt == 0 and os.environ["GROUP_RANK"] == "1" and RANK % 2: os._exit(9)\n'
-    ends = run_nodes(MEET + fail + LEAVE, "--max-restarts", "1", backend=backend)
+    group = nodes(MEET + fail + LEAVE)
+    for _ in range(2):
+        group.start("--max-restarts", "1", backend=backend)
+    ends = group.finish()
     assert [code for code, _, _ in ends] == [0, 0], ends
     out = lines(*(out for _, out, _ in ends))
     for attempt in range(2):
@@ -71,9 +92,11 @@ def test_ranks_of_two_nodes_meet_and_start_again_together(run_nodes, backend):
         assert "exited with code 9\nphalanx run: restart 1 of 1\n" in err
 
 
-def test_a_failure_on_one_node_is_the_last_word_on_every_node(run_nodes):
-    fail = "if RANK == 2: raise ValueError('bad learning rate')\n"
-    ends = run_nodes(MEET + fail + LEAVE)
+def test_a_failure_on_one_node_is_the_last_word_on_every_node(nodes):
+    group = nodes(MEET + "if RANK == 2: raise ValueError('bad learning rate')\n" + LEAVE)
+    for _ in range(2):
+        group.start()
+    ends = group.finish()
     assert [code for code, _, _ in ends] == [1, 1], ends
     for _, _, err in ends:
         last = err[err.rindex("phalanx run: rank") :]
@@ -82,18 +105,29 @@ def test_a_failure_on_one_node_is_the_last_word_on_every_node(run_nodes):
         assert "ValueError: bad learning rate" in last
 
 
-def test_a_node_whose_peer_never_comes_says_where_it_waited(run_nodes):
-    ((code, out, err),) = run_nodes("print('started')", "--rdzv-conf", "timeout=1", num_started=1)
+def test_a_node_whose_peer_never_comes_says_where_it_waited(nodes):
+    group = nodes("print('started')")
+    group.start("--rdzv-conf", "timeout=1")
+    ((code, out, err),) = group.finish()
     assert (code, out) == (1, "")
     assert "the nodes of 'job' lost each other at 127.0.0.1:" in err
     assert "--rdzv-endpoint" in err
     assert "Traceback" not in err
 
 
-def test_nodes_from_min_to_max_start_with_those_that_came(run_nodes):
+def test_a_node_that_comes_later_is_taken_in(nodes):
     source = """
     print("nodes", os.environ["GROUP_WORLD_SIZE"], "ranks", os.environ["WORLD_SIZE"], flush=True)
+    while os.environ["GROUP_WORLD_SIZE"] == "1": signal.pause()
     """
-    ends = run_nodes(source, "--rdzv-conf", "last_call_timeout=1", "--no-preload", backend="c10d", nnodes="1:3")
+    flags = ("--rdzv-conf", "last_call_timeout=1", "--no-preload")
+    group = nodes(source)
+    first = group.start(*flags, backend="c10d", nnodes="1:2")
+    assert sorted(first.stdout.readline() for _ in range(2)) == [
+        f"[rank {rank}] nodes 1 ranks 2\n" for rank in range(2)
+    ]
+    group.start(*flags, backend="c10d", nnodes="1:2")
+    ends = group.finish()
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert lines(*(out for _, out, _ in ends)) == [f"[rank {rank}] nodes 2 ranks 4" for rank in range(4)]
+    assert "nodes of the job: 2, before 1: the ranks start again" in ends[0][2]

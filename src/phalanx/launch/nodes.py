@@ -41,14 +41,18 @@ def run_with_other_nodes(ranks: Ranks, job: Job) -> RankEnd | None:
     Raises:
         SystemExit: The nodes did not meet; what to look at has been said.
     """
+    num_nodes = 0
     with _Orders(ranks, job) as orders:
         while ranks.received is None:
             order = orders.next()
             if order is None:
                 return None
             if "start" in order:
-                culprit = ranks.run_attempt(Attempt(**order["start"]))
-                orders.report(culprit)
+                attempt = Attempt(**order["start"])
+                if num_nodes not in (0, attempt.num_nodes):
+                    ranks.say(f"nodes of the job: {attempt.num_nodes}, before {num_nodes}: the ranks start again")
+                num_nodes = attempt.num_nodes
+                orders.report(ranks.run_attempt(attempt))
             elif "restart" in order:
                 orders.num_restarts += 1
                 ranks.say_restart(_end_of(order["restart"]), orders.num_restarts)
