@@ -1,6 +1,6 @@
 # make demo   set up a virtual environment, build, train the README's model on two processes
 # make test   set up, run all tests                make check        what CI runs: format, lint, types, all tests
-# make bench  measure against Gloo, MPI, memcpy    make conformance  all of torch's own exam of a backend
+# make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
 # make stress the long forms of the fault and start-up tests         make model  check the flag protocol with SPIN
 #
 # make test TORCH=2.13.0 tests on another torch, in a virtual environment of its own.
@@ -35,6 +35,7 @@ lint: $(VENV)/built
 
 bench: $(VENV)/built
 	$(BIN)/python -m bench
+	$(BIN)/python -m bench.launch
 
 conformance: $(VENV)/built
 	for n in 2 3 4; do $(BIN)/python -m tests.conformance.exam --backend phalanx --world-size $$n --check || exit 1; done

@@ -43,15 +43,16 @@ _MOST_OF_TORCHRUN = 0.45
 _MOST_ABOVE_PYTHON_S = 0.25
 _MOST_TO_REPORT_S = 0.3
 _MOST_TO_RESTART_S = 0.5
+_MOST_TO_BE_UP_S = 0.1
 
 
 def _commands(script: str) -> dict[str, list[str]]:
     program = os.path.join(os.path.dirname(sys.executable), "torchrun")
+    ours = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2"]
     return {
-        "phalanx run": [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", script],
-        "phalanx run --no-preload": [
-            *(sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--no-preload", script)
-        ],
+        "phalanx run": [*ours, script],
+        "phalanx run --no-preload": [*ours, "--no-preload", script],
+        "phalanx run --dry-run": [*ours, "--dry-run", script],  # the supervisor alone
         "torchrun": [
             program if os.path.exists(program) else shutil.which("torchrun") or program,
             "--nproc-per-node",
@@ -112,9 +113,11 @@ def verdicts(samples: dict[str, list[float]]) -> dict[str, bool]:
     ratio = median["phalanx run"] / median["torchrun"]
     above = median["phalanx run"] - median["python, one rank"]
     end, restart = median["death to end of command"], median["death to next all_reduce"]
+    up = median["phalanx run --dry-run"]
     return {
         f"{ratio:.2f} of torchrun's time (at most {_MOST_OF_TORCHRUN})": ratio <= _MOST_OF_TORCHRUN,
         f"{above:+.2f} s against python, one rank (at most +{_MOST_ABOVE_PYTHON_S})": above <= _MOST_ABOVE_PYTHON_S,
+        f"{up:.2f} s for the supervisor alone, start to exit (at most {_MOST_TO_BE_UP_S})": up <= _MOST_TO_BE_UP_S,
         f"{end:.2f} s from a rank's death to the end of the command (at most {_MOST_TO_REPORT_S})": end
         <= _MOST_TO_REPORT_S,
         f"{restart:.2f} s from a rank's death to the next all_reduce (at most {_MOST_TO_RESTART_S})": restart

@@ -75,3 +75,15 @@ def test_the_cost_of_the_call_check_may_be_two_percent(unchecked_us, reached):
 @pytest.mark.parametrize(("text", "size_bytes"), [("4", 4), ("4B", 4), ("16K", 16384), ("16KiB", 16384), ("1M", 2**20)])
 def test_sizes_are_read_as_people_write_them(text, size_bytes):
     assert plan.parse_size(text) == size_bytes
+
+
+def test_the_launchers_benchmark_measures_every_command_in_turns(tmp_path):
+    command = [sys.executable, "-m", "bench.launch", "--rounds", "1", "--restarts", "1", "--out", tmp_path]
+    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    samples = json.loads((tmp_path / "launch.json").read_text())
+    for name in ("phalanx run", "phalanx run --no-preload", "torchrun", "python, one rank", "death to end of command"):
+        assert len(samples[name]) == 1
+        assert name in done.stdout
+    judged = [line for line in done.stdout.splitlines() if line.startswith(("reached ", "missed "))]
+    assert len(judged) == 5

@@ -1,0 +1,55 @@
+"""The examples of the README run as they stand there, and both READMEs show the same code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.flags import read_flags
+
+_REPOSITORY = Path(__file__).parents[1]
+_ENGLISH, _CHINESE = ((_REPOSITORY / name).read_text() for name in ("README.md", "README.zh-CN.md"))
+
+
+def blocks(text, language):
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [body for kind, body in found if kind == language]
+
+
+def without_comments(text):
+    return [re.sub(r" +#.*", "", body) for kind in ("python", "") for body in blocks(text, kind)]
+
+
+def run(command, folder):
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("example", blocks(_ENGLISH, "python"))
+def test_an_example_runs(tmp_path, example):
+    (tmp_path / "example.py").write_text(example)
+    if "phalanx.spawn" in example:
+        done = run([sys.executable, "example.py"], tmp_path)
+        assert done.stdout == "[10, 10]\n"
+    else:
+        done = run([sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "example.py"], tmp_path)
+        assert {line.split(":")[0].split(" of ")[0] for line in done.stdout.splitlines()} == {
+            "[rank 0] rank 0",
+            "[rank 1] rank 1",
+        }
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_launch_that_is_shown_is_understood():
+    shown = re.findall(r"^(?:srun [^#]*?)?phalanx run (.*?)(?: +#.*)?$", "".join(blocks(_ENGLISH, "")), re.MULTILINE)
+    assert len(shown) >= 6
+    for line in shown:
+        _, target = read_flags(line.split(), {}, {}, "")
+        assert target[0] in ("train.py", "hello.py", "package.train")
+
+
+def test_both_languages_show_the_same_code():
+    assert without_comments(_CHINESE) == without_comments(_ENGLISH)
