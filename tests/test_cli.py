@@ -53,7 +53,7 @@ def test_a_module_and_a_program_can_be_run(tmp_path):
     assert phalanx("run", "--nproc-per-node=1", "--no-python", "echo", "hello").stdout == "[rank 0] hello\n"
 
 
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["run", "-h"]])
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["run", "--nproc-per-node", "2", "-h"]])
 def test_help_is_no_mistake(args):
     done = phalanx(*args)
     assert done.returncode == 0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import phalanx
 from phalanx import _env
-from phalanx.launch.flags import RIGHT_CALL, UsageError, help_text
+from phalanx.launch.flags import RIGHT_CALL, UsageError
 from phalanx.launch.plan import make_plan
 from phalanx.launch.supervisor import run
 
@@ -30,9 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    if args[:1] in (["-h"], ["--help"]):
-        print(help_text())
-        return 0
     try:
         plan = make_plan(args, _env.environment())
     except UsageError as error:

@@ -218,3 +218,73 @@ def test_sigusr1_is_given_on_when_asked_for_and_does_not_end_the_job(tmp_path):
         out, err = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, err
     assert sorted(out.splitlines()) == ["[rank 0] checkpoint 0", "[rank 1] checkpoint 1"]
+
+
+def test_the_error_file_is_found_after_a_change_of_folder(tmp_path):
+    source = """
+    from torch.distributed.elastic.multiprocessing.errors import record
+    @record
+    def main(): raise ValueError("bad learning rate")
+    os.mkdir("elsewhere")
+    os.chdir("elsewhere")
+    main()
+    """
+    done = run_job(tmp_path, source, num_ranks=1)
+    assert "raised ValueError and exited with code 1" in done.stderr
+    error = json.loads((folder_of(tmp_path) / "logs/attempt_0/rank_0/error.json").read_text())
+    assert error["message"]["message"] == "ValueError: bad learning rate"
+
+
+@pytest.mark.parametrize("redirection", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"])
+def test_a_job_runs_without_some_of_its_streams_and_the_logs_have_all(tmp_path, redirection):
+    script = write_script(tmp_path, SPEAK + "\nif RANK == 0: assert sys.stdin.read() == ''")
+    command = " ".join([*PHALANX_RUN, "--nproc-per-node", "2", "--no-preload", script, redirection])
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "can't write to" in done.stdout + done.stderr or "full" not in redirection
+    for rank in range(2):
+        folder = folder_of(tmp_path) / "logs" / "attempt_0" / f"rank_{rank}"
+        assert (folder / "stdout.log").read_text() == f"out {rank}\n"
+        assert (folder / "stderr.log").read_text() == f"err {rank}\n"
+
+
+def test_an_error_that_a_rank_had_caught_does_not_make_it_a_victim(tmp_path):
+    source = """
+    import traceback
+    class RankFailed(Exception): pass
+    if RANK == 1:
+        try: raise RankFailed("an old one")
+        except RankFailed: traceback.print_exc()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not os.path.exists("dead"): time.sleep(0.01)
+    """
+    done = run_job(tmp_path, source, "--no-preload", "--shutdown-timeout", "20")
+    assert done.returncode == 137
+    assert "phalanx run: rank 1 (pid " in done.stderr
+    assert "was killed by SIGKILL; exit code 137" in done.stderr
+
+
+def test_a_killed_warden_is_a_failure_like_any_other(tmp_path):
+    source = """
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if RANK == 0: os.kill(os.getppid(), signal.SIGKILL)
+        while True: signal.pause()
+    print("again", flush=True)
+    """
+    done = run_job(tmp_path, source, "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] again", "[rank 1] again"]
+    assert "was killed: so are the ranks" in done.stderr
+    done = run_job(tmp_path, source)
+    assert done.returncode == 137
+
+
+def test_a_program_finds_the_signals_that_a_shell_would_give_it(tmp_path):
+    command = [*PHALANX_RUN, "--nproc-per-node", "1", "--no-python", "grep", "SigIgn", "/proc/self/status"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    ignored = int(done.stdout.split()[-1], 16)
+    assert not ignored & (1 << signal.SIGPIPE - 1)
+    assert not ignored & (1 << signal.SIGTTIN - 1)

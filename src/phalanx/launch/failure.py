@@ -85,10 +85,15 @@ class RankEnd:
         return self.returncode != 0 and not self.asked
 
     @property
+    def raised(self) -> str:
+        """Class of the exception that ended it; empty if none did. One that it has caught and printed did not."""
+        by_exception = self.returncode in (1, -signal.SIGABRT)
+        return class_name(self.last_words.kind) if by_exception else ""
+
+    @property
     def is_victim(self) -> bool:
         """Whether it failed because a peer had gone before it."""
-        words = self.last_words
-        return bool(words.kind) and is_victim([class_name(words.kind)], words.message)
+        return bool(self.raised) and is_victim([self.raised], self.last_words.message)
 
     @property
     def exit_code(self) -> int:
@@ -98,8 +103,8 @@ class RankEnd:
     def describe(self) -> str:
         if self.returncode < 0:
             how = f"was killed by {_signal_name(-self.returncode)}"
-        elif self.last_words.kind:
-            how = f"raised {class_name(self.last_words.kind)} and exited with code {self.returncode}"
+        elif self.raised:
+            how = f"raised {self.raised} and exited with code {self.returncode}"
         else:
             how = f"exited with code {self.returncode}"
         where = f" on {self.host}" if self.host else ""
@@ -133,8 +138,8 @@ def report(culprit: RankEnd, ends: Sequence[RankEnd], *, hint: str) -> str:
 
 
 def _end_in_brief(end: RankEnd) -> str:
-    if end.last_words.kind:
-        return class_name(end.last_words.kind)
+    if end.raised:
+        return end.raised
     return _signal_name(-end.returncode) if end.returncode < 0 else f"exit code {end.returncode}"
 
 

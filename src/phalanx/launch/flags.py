@@ -238,6 +238,7 @@ def read_flags(
 
     Raises:
         UsageError: A flag is unknown, lacks its value or has a wrong one.
+        SystemExit: The help was asked for, and has been printed.
     """
     given, target = _split(argv)
     settings = {}
@@ -266,6 +267,9 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
         if not word.startswith("--") and len(word) > 2:  # -r3
             name, has_value, text = word[:2], "=", word[2:].removeprefix("=")
         name = name.replace("_", "-")
+        if name in ("-h", "--help"):
+            print(help_text())
+            raise SystemExit(0)
         flag = _SPELLINGS.get(name)
         if flag is None:
             raise UsageError(f"unknown flag {name}{did_you_mean(name, [s for s in _SPELLINGS if s.startswith('--')])}")

@@ -7,9 +7,11 @@ line of another rank is slipped in above it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
+_STDOUT, _STDERR = 1, 2
 _MAX_LINE_BYTES = 1 << 20  # a rank that never ends its line can't fill the memory
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 
@@ -35,10 +37,11 @@ class Screen:
         # Of the live rank, whose two outputs share the cursor as they would without us.
         self.open_line = b""  # on the terminal, not yet ended
         self.style = b""  # set before the line has begun
+        self._is_broken = False
 
-    def write_line(self, line: bytes) -> None:
-        """Write `line`, ending included, above the line that is still being written."""
-        self.write(_ERASE_LINE + line + self.open_line if self.open_line else line)
+    def write_lines(self, lines: bytes) -> None:
+        """Write `lines`, endings included, above the line that is still being written."""
+        self.write(_ERASE_LINE + lines + self.open_line if self.open_line else lines)
 
     def end_line(self) -> None:
         """Go to the start of a line, if the cursor is not there."""
@@ -47,9 +50,23 @@ class Screen:
             self.write(b"\n")
 
     def write(self, data: bytes) -> None:
+        """Write all of `data`; once that has failed, such as for a full disk, say so and let the job go on.
+
+        Raises:
+            BrokenPipeError: The reader has gone.
+        """
         view = memoryview(data)
-        while view:
-            view = view[os.write(self.fd, view) :]
+        try:
+            while view and not self._is_broken:
+                view = view[os.write(self.fd, view) :]
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._is_broken = True
+            with contextlib.suppress(OSError):
+                name, other = ("stdout", _STDERR) if self.fd == _STDOUT else ("stderr", _STDOUT)
+                said = f"phalanx run: can't write to {name} ({error.strerror}): it is in the logs alone from here on\n"
+                os.write(other, said.encode())
 
 
 class LineStream:
@@ -61,22 +78,22 @@ class LineStream:
         self._pending = b""
 
     def feed(self, data: bytes) -> None:
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        for line in lines:
-            self._emit(line)
+        whole, newline, self._pending = (self._pending + data).rpartition(b"\n")
+        if newline:
+            self._screen.write_lines(b"".join([self._line(line) for line in whole.split(b"\n")]))
         if len(self._pending) > _MAX_LINE_BYTES:
             self.finish()
 
     def finish(self) -> None:
         """Give on what stands after the last line's end."""
         if self._pending:
-            self._emit(self._pending)
+            self._screen.write_lines(self._line(self._pending))
             self._pending = b""
 
-    def _emit(self, line: bytes) -> None:
+    def _line(self, line: bytes) -> bytes:
         # A progress bar returns and overwrites: what a terminal would show is what follows.
-        shown = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
-        self._screen.write_line(self._prefix + shown + b"\n")
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2] if b"\r" in line else line
+        return self._prefix + shown + b"\n"
 
 
 class LiveStream:

@@ -44,6 +44,7 @@ def run(job: Job) -> int:
     if job.master_port and job.node_rank == 0 and (problem := port_problem(job.master_port)):
         print(f"phalanx run: {problem}; leave --master-port out, and a free one is used", file=sys.stderr)
         return 1
+    _open_streams()
     try:
         folder = RunFolder(job.log_dir, job.command)
     except OSError as error:
@@ -79,30 +80,31 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         adopt_orphans()  # of a warden that is killed
         self._catch_signals()
-        self._warden_ready = False
-        self._warden_output = Output(
-            self._err,
-            b"phalanx run: ",
-            os.path.join(self._folder.path, "launch.log"),
-            live=False,
-            shown=True,
-        )
-        environ = shared_environment(_env.environment(), num_threads=min(s.num_threads for s in self._job.shares))
-        self._warden = Warden(
-            self._job.command, environ, preload=self._job.preload, output_fd=self._warden_output.rank_fd
-        )
-        self._warden_output.hand_over()
-        self._watch_output(self._warden_output)
-        self.watch(self._warden.channel.fileno(), self._hear_warden)
+        self._start_warden()
         _raise_descriptor_limit()
         self._previous[signal.SIGTTIN] = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _start_warden(self) -> None:
+        job = self._job
+        self._warden_ready = False
+        log = os.path.join(self._folder.path, "launch.log")
+        self._warden_output = Output(self._err, b"phalanx run: ", log, live=False, shown=True)
+        environ = shared_environment(_env.environment(), num_threads=min(share.num_threads for share in job.shares))
+        self._warden = Warden(job.command, environ, preload=job.preload, output_fd=self._warden_output.rank_fd)
+        self._warden_output.hand_over()
+        self._watch_output(self._warden_output)
+        self.watch(self._warden.channel.fileno(), self._hear_warden)
+
+    def _end_warden(self) -> None:
         if not self._warden_ready:
             self._warden.kill()
         self._warden.close()
-        for output in [self._warden_output, *(output for rank in self._ranks for output in rank.outputs)]:
+        self._close_output(self._warden_output)
+
+    def __exit__(self, *_: object) -> None:
+        self._end_warden()
+        for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
         self._selector.close()
         signal.set_wakeup_fd(-1)
@@ -159,13 +161,16 @@ class Supervisor:
     def run_attempt(self, attempt: Attempt) -> RankEnd | None:
         """Start the group once and return the cause of its failure; None if every rank ended with 0."""
         self._ending_by = self._first_failure_s = None
+        if not self._warden.channel.alive:
+            self._end_warden()
+            self._start_warden()
         self._open_ranks(attempt)
         while self.received is None and not self._warden_ready and self._warden.channel.alive:
             self.wait()
         if self.received is not None:
             return None
         for local_rank, rank in enumerate(self._ranks):
-            environ = rank_environment(attempt, local_rank, os.path.join(rank.folder, "error.json"))
+            environ = rank_environment(attempt, local_rank, os.path.abspath(os.path.join(rank.folder, "error.json")))
             self._start_rank(rank, local_rank, environ)
         while any(rank.end is None for rank in self._ranks):
             self.wait()
@@ -380,7 +385,7 @@ class Supervisor:
     def say(self, text: str) -> None:
         self._out.end_line()
         self._err.end_line()
-        self._err.write_line(f"phalanx run: {text}\n".encode())
+        self._err.write_lines(f"phalanx run: {text}\n".encode())
 
     def _report(self, culprit: RankEnd) -> None:
         """Write the last words of the job: the victims in a line, then the cause."""
@@ -392,6 +397,15 @@ class Supervisor:
 
 def _bits(streams: tuple[int, ...], local_rank: int) -> int:
     return streams[local_rank] if streams else 0
+
+
+def _open_streams() -> None:
+    """Open what we were started without, so that no socket of ours takes its number."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _raise_descriptor_limit() -> None:

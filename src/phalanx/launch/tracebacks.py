@@ -49,6 +49,21 @@ class VictimFilter:
 
     def feed(self, data: bytes) -> None:
         data, self._pending = self._pending + data, b""
+        if not self._held and not self._swallowing and _FIRST_WORDS not in data:
+            self._pass(data)
+        else:
+            self._search(data)
+
+    def _pass(self, data: bytes) -> None:
+        """Give on what has no traceback in it, but for an end that may become one."""
+        start = data.rfind(b"\n") + 1
+        if (start or self._at_line_start) and _may_begin(data[start:]):
+            data, self._pending = data[:start], data[start:]
+        if data:
+            self._at_line_start = data.endswith(b"\n")
+            self._stream.feed(data)
+
+    def _search(self, data: bytes) -> None:
         out = []
         while data:
             end = data.find(b"\n") + 1

@@ -122,19 +122,24 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
             _send(channel, {"started": pid, "rank": packet["start"]})
         else:
             for pid in living.keys() & set(packet["pids"]):
-                os.killpg(pid, packet["signal"])
-                os.killpg(pid, signal.SIGCONT)  # a stopped rank could not obey
+                _signal_group(pid, packet["signal"])
+                _signal_group(pid, signal.SIGCONT)  # a stopped rank could not obey
 
 
 def _bury(channel: socket.socket, living: dict[int, int], pid: int) -> None:
     """Reap a rank that has ended, with whatever it has left behind."""
     # The number stays taken until waitpid, so its group is still its own.
-    os.killpg(pid, signal.SIGKILL)
+    _signal_group(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(living.pop(pid))
     if not living:
         end_children()  # what had left its rank's group
     _send(channel, {"ended": pid, "status": status})
+
+
+def _signal_group(pid: int, sig: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has left its group, or changed its user
+        os.killpg(pid, sig)
 
 
 def _send(channel: socket.socket, packet: Mapping[str, object]) -> None:
@@ -161,6 +166,8 @@ def execute(command: Sequence[str]) -> Begin:
     """Return what makes a forked rank run `command`."""
 
     def begin(packet: Mapping[str, Any]) -> None:
+        for sig in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
+            signal.signal(sig, signal.SIG_DFL)
         argv = list(command)
         if packet["argument"]:  # right behind the script or the module
             argv.insert(3 if command[1] == "-m" else 2, packet["argument"])
@@ -189,7 +196,11 @@ def serve_preloaded() -> None:
             break
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
-    serve(channel, _go_on if _can_be_forked() else execute(sys.orig_argv), trouble=trouble)
+    try:
+        serve(channel, _go_on if _can_be_forked() else execute(sys.orig_argv), trouble=trouble)
+    except BaseException as error:  # site would go on, and the script would run here
+        print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _can_be_forked() -> bool:

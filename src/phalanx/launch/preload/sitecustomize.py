@@ -21,7 +21,11 @@ else:
     del os.environ["PYTHONPATH"]
 
 sys.path.insert(0, _PACKAGES)  # phalanx may have been found by the supervisor's path alone
-from phalanx.launch.warden import serve_preloaded  # noqa: E402
+try:
+    from phalanx.launch.warden import serve_preloaded
+except BaseException as error:  # site would go on, and the script would run here, alone
+    print(f"can't load phalanx from {_PACKAGES}: {error!r}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 sys.path.remove(_PACKAGES)
 serve_preloaded()
