@@ -69,6 +69,14 @@ def test_rank_0_reads_what_is_typed(terminal):
     assert "hello True\r\n" in screen.shown
 
 
+def test_rank_0_has_a_terminal_of_its_own_to_ask_for_a_password(terminal):
+    screen = terminal("import getpass\nif RANK == 0: print('hello', getpass.getpass('password? '))")
+    screen.read_until("password? ")
+    screen.type("secret\n")
+    assert screen.finish() == 0
+    assert "hello secret\r\n" in screen.shown
+
+
 def test_rank_0_follows_the_size_of_the_terminal(terminal):
     screen = terminal(
         """

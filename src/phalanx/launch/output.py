@@ -13,6 +13,7 @@ import re
 
 _STDOUT, _STDERR = 1, 2
 _MAX_LINE_BYTES = 1 << 20  # a rank that never ends its line can't fill the memory
+_MAX_KEPT_BYTES = 1 << 14  # of the line under the cursor: more than a terminal shows
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 
 # One step of a live stream: a line's end, a return, an escape sequence, or plain text.
@@ -132,5 +133,5 @@ class LiveStream:
                 return b""
             token = self._prefix + screen.style + token
             screen.style = b""
-        screen.open_line += token
+        screen.open_line = (screen.open_line + token)[-_MAX_KEPT_BYTES:]
         return token

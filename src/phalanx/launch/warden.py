@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import gc
 import json
 import os
@@ -21,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -108,16 +110,18 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
             os._exit(0)
         packet = json.loads(data)
         if "start" in packet:
+            settled, settling = os.pipe()
             pid = os.fork()
             if pid == 0:
-                for fd in (channel.detach(), *living.values()):
+                for fd in (channel.detach(), settled, *living.values()):
                     os.close(fd)
                 _become_rank(packet, fds)
+                os.close(settling)
                 return begin(packet)
-            for fd in fds:
+            for fd in (*fds, settling):
                 os.close(fd)
-            with contextlib.suppress(OSError):  # the child does the same; whoever comes first
-                os.setpgid(pid, pid)
+            os.read(settled, 1)  # nothing, once it leads a group that can be signalled, or has died
+            os.close(settled)
             living[pid] = os.pidfd_open(pid)
             _send(channel, {"started": pid, "rank": packet["start"]})
         else:
@@ -148,14 +152,16 @@ def _send(channel: socket.socket, packet: Mapping[str, object]) -> None:
 
 
 def _become_rank(packet: Mapping[str, Any], fds: Sequence[int]) -> None:
-    """Make the forked process a rank: group, streams, CPUs, environment."""
+    """Make the forked process a rank: session, streams, CPUs, environment."""
     die_with_parent(packet["warden"])
-    os.setpgid(0, 0)
+    os.setsid()  # of its own, or opening /dev/tty would find a terminal whose foreground it can't have, and stop
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
     for fd in fds:
         if fd > 2:
             os.close(fd)
+    if os.isatty(0):
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     if packet["cpus"]:
         with contextlib.suppress(OSError):  # the cpuset has changed since: unpinned is slower, not wrong
             os.sched_setaffinity(0, packet["cpus"])
