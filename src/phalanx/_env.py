@@ -64,6 +64,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     known = {f"PHALANX_{field.name.upper()}": field for field in fields(Settings)}
     for name in sorted(environ):
         is_ours = name.startswith("PHALANX_") and not name.startswith("PHALANX_TEST_")
+        if is_service_link(name, environ):
+            continue
         if is_ours and name not in known and name not in LAUNCH_VARIABLES:
             raise ValueError(f"unknown environment variable {name}{did_you_mean(name, {*known, *LAUNCH_VARIABLES})}")
     values: dict[str, Any] = {}
@@ -79,6 +81,13 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
             raise ValueError(f"{name} must be a number, at least 0, got {text!r}")
         values[field.name] = value
     return Settings(**values)
+
+
+def is_service_link(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether Kubernetes has set this variable, because a service in the namespace is named like us."""
+    if name.endswith("_SERVICE_HOST") or "_SERVICE_PORT" in name:
+        return True
+    return "_PORT" in name and (environ.get(name, "").startswith(("tcp://", "udp://", "sctp://")) or "_TCP" in name)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

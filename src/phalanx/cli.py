@@ -37,7 +37,10 @@ def _run(args: list[str]) -> int:
     if plan.is_dry:
         print(plan.describe())
         return 0
-    return run(plan.job)
+    try:
+        return run(plan.job)
+    except KeyboardInterrupt:  # before the supervisor listens
+        return 130
 
 
 def _refuse(who: str, what: str) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import re
+import socket
+import stat
 import sys
 import tempfile
 from datetime import timedelta
@@ -45,10 +48,16 @@ class Session:
     scheduler: str
 
     def __enter__(self) -> Session:
+        if _current is not None and _current.session is self:
+            _current.num_blocks += 1
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        _end(aborting=kind is not None)
+        if _current is None or _current.session is not self:  # shut down in the block
+            return
+        _current.num_blocks -= 1
+        if _current.num_blocks == 0:  # the outermost
+            _end(aborting=kind is not None)
 
 
 @dataclasses.dataclass
@@ -57,6 +66,7 @@ class _Current:
     arguments: tuple[Any, ...]
     owns_group: bool
     exported: tuple[str, ...]
+    num_blocks: int = 0  # open ``with`` blocks
 
 
 _current: _Current | None = None
@@ -91,29 +101,28 @@ def init(
         RuntimeError: There are more ranks on this host than GPUs, or a session with other arguments exists.
     """
     global _current
+    import torch.distributed as dist
+
     arguments = (backend, device, timeout, init_method, rank, world_size)
+    if _current is not None and not dist.is_initialized():
+        _end(aborting=False)  # the script has ended the group by itself
     if _current is not None:
         if arguments not in (_current.arguments, (None,) * len(arguments)):
             raise RuntimeError("phalanx.init was called before with other arguments: call phalanx.shutdown() first")
         return _current.session
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        place = _place(dist.get_rank(), dist.get_world_size())
-        chosen, reason = str(dist.get_backend_config()), ""
-    else:
-        place = _place(rank, world_size)
-        chosen, reason = (backend, "") if backend else _choose_backend(place)
-    on = _choose_device(device, chosen, place)
-    exported: tuple[str, ...] = ()
     owns_group = not dist.is_initialized()
+    exported: tuple[str, ...] = ()
     if owns_group:
-        store = None if init_method else _meet(place)
+        place = _place(rank, world_size)
+        store = _meet(place, init_method)
+        place = place if place.knows_hosts else _place_by_hosts(place, store)
+        chosen, reason = (backend, "") if backend else _choose_backend(place)
+        on = _choose_device(device, chosen, place)
         exported = _env.export(_contract(place, store))
         try:
             dist.init_process_group(
                 chosen,
-                init_method=init_method,
+                init_method=None if store else init_method,
                 store=store,
                 rank=place.rank,
                 world_size=place.world_size,
@@ -122,6 +131,12 @@ def init(
         except BaseException:
             _env.withdraw(exported)
             raise
+    else:
+        place = _place(dist.get_rank(), dist.get_world_size())
+        if not place.knows_hosts:
+            place = _place_by_hosts(place, dist.distributed_c10d._get_default_store())
+        chosen, reason = str(dist.get_backend_config()), ""
+        on = _choose_device(device, chosen, place)
     numbers = {name: getattr(place, name) for name in ("rank", "world_size", "local_rank", "local_world_size")}
     session = Session(
         **numbers,
@@ -176,7 +191,9 @@ def _place(rank: int | None, world_size: int | None) -> Placement:
         if any(environ.get(name) != value for name, value in given.items()):
             # The environment speaks of another world, except for where to meet.
             environ = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
-        environ.update(given)
+        found = detect({**environ, **given})
+        assert found is not None
+        return dataclasses.replace(found, scheduler="the arguments")
     return detect(environ) or Placement(scheduler="nobody", rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
@@ -189,7 +206,7 @@ def _contract(place: Placement, store: Any) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": place.local_world_size,
         "GROUP_RANK": place.node_rank,
         "NODE_RANK": place.node_rank,
-        "MASTER_ADDR": place.master_addr or _LOCAL_ADDRESS,
+        "MASTER_ADDR": place.master_addr or getattr(store, "host", _LOCAL_ADDRESS),
         "MASTER_PORT": place.master_port or getattr(store, "port", None),
     }
     return {name: str(value) for name, value in contract.items() if value is not None}
@@ -198,22 +215,47 @@ def _contract(place: Placement, store: Any) -> dict[str, str]:
 # ---------------------------------------------------------------- how ranks meet
 
 
-def _meet(place: Placement) -> Any:
-    """Return the store in which the ranks find each other; None if that is what ``env://`` does."""
+def _meet(place: Placement, init_method: str | None) -> Any:
+    """Return the store in which the ranks find each other; None if ``init_process_group`` is to make it."""
     import torch.distributed as dist
 
-    if place.master_addr and place.master_port:
-        return None
+    if init_method or (place.master_addr and place.master_port):
+        if place.knows_hosts:
+            return None
+        url = init_method or f"tcp://{place.master_addr}:{place.master_port}"
+        store, _, _ = next(dist.rendezvous(url, rank=place.rank, world_size=place.world_size))
+        return store
     if place.world_size == 1:
         return dist.HashStore()
+    if not place.knows_hosts:
+        raise ValueError(
+            f"rank and world size are told by {place.scheduler}, MASTER_ADDR or MASTER_PORT is not: set both on every "
+            "rank, or name an init_method"
+        )
     if place.local_world_size < place.world_size:
         raise ValueError(
             f"{place.scheduler} started {place.world_size} ranks on {place.num_nodes} hosts and does not say where "
             "rank 0 listens: set MASTER_ADDR to its host and MASTER_PORT to a free port there, on every rank"
         )
-    if place.rank_variable == "RANK":
-        raise ValueError("RANK and WORLD_SIZE are set, MASTER_ADDR or MASTER_PORT is not: set both on every rank")
     return _meet_on_this_host(place)
+
+
+def _place_by_hosts(place: Placement, store: Any) -> Placement:
+    """Return the place with its host and its place there, which the ranks have told each other in `store`."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    # Containers of one machine share its kernel, and not the network that phalanx's ranks meet in.
+    mine = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
+    store.set(f"phalanx/host/{place.rank}", mine)
+    hosts = [store.get(f"phalanx/host/{rank}").decode() for rank in range(place.world_size)]
+    nodes = list(dict.fromkeys(hosts))
+    return dataclasses.replace(
+        place,
+        local_rank=hosts[: place.rank].count(mine),
+        local_world_size=hosts.count(mine),
+        node_rank=nodes.index(mine),
+        num_nodes=len(nodes),
+    )
 
 
 def _meet_on_this_host(place: Placement) -> Any:
@@ -224,9 +266,11 @@ def _meet_on_this_host(place: Placement) -> Any:
     _num_meetings += 1
     folder = os.path.join(tempfile.gettempdir(), f"phalanx-{os.getuid()}")
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    if os.stat(folder).st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user: set TMPDIR to a folder of your own, on every rank")
-    path = os.path.join(folder, f"{_launcher_of(place.rank_variable)}-{_num_meetings}")
+    found = os.lstat(folder)
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of yours alone: set TMPDIR to one, on every rank")
+    job = re.sub(r"\W", "_", _env.environment().get("PMIX_NAMESPACE", ""))  # where one launcher serves many jobs
+    path = os.path.join(folder, f"{_launcher_of(place.rank_variable)}-{job}-{_num_meetings}")
     meeting = dist.FileStore(path, place.world_size)  # the last rank to leave it removes it
     served = None
     if place.rank == 0:
@@ -243,13 +287,14 @@ def _launcher_of(rank_variable: str) -> str:
     pid = os.getpid()
     while True:
         with open(f"/proc/{pid}/stat") as file:
-            pid = int(file.read().rsplit(")", 1)[1].split()[1])
+            parent = int(file.read().rsplit(")", 1)[1].split()[1])
+        pid = parent or pid  # a rank may be the first process of its container
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 is_rank = any(entry.startswith(f"{rank_variable}=".encode()) for entry in file.read().split(b"\0"))
         except OSError:  # another user's
             is_rank = False
-        if not is_rank:
+        if not is_rank or not parent:
             with open(f"/proc/{pid}/stat") as file:
                 started = file.read().rsplit(")", 1)[1].split()[19]
             return f"{pid}-{started}"

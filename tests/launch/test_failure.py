@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 
@@ -43,7 +44,7 @@ def folder_of(tmp_path, base="runs/train"):
 def test_the_end_says_how_where_and_what_to_do(tmp_path, source, code, said, hint):
     done = run_job(tmp_path, f"if RANK == 1: {source}\nwhile True: signal.pause()", "--no-preload")
     assert done.returncode == code, done.stderr
-    assert "phalanx run: then ended rank 0\n" in done.stderr
+    assert "phalanx run: rank 0 was then ended\n" in done.stderr
     last = done.stderr[done.stderr.index("phalanx run: rank 1 (pid ") :]
     assert said in last.splitlines()[0]
     assert last.splitlines()[0].endswith(f"exit code {code}")
@@ -77,7 +78,7 @@ def test_the_cause_is_named_and_its_victims_take_one_line(tmp_path):
     assert not any("rank 2" in line for line in ours[1:-1])
     assert len(ours) <= 4
     assert "Traceback" not in done.stderr  # a victim's is in its log
-    assert done.stderr.count("(traceback in the log)") + done.stderr.count("ended rank") >= 1
+    assert done.stderr.count("(traceback in the log)") + done.stderr.count("then ended") >= 1
 
 
 def test_each_rank_has_its_streams_and_its_error_in_the_runs_folder(tmp_path):
@@ -277,9 +278,11 @@ def test_a_killed_warden_is_a_failure_like_any_other(tmp_path):
     done = run_job(tmp_path, source, "--max-restarts", "1")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] again", "[rank 1] again"]
-    assert "was killed: so are the ranks" in done.stderr
+    assert "the process that starts the ranks (pid " in done.stderr
     done = run_job(tmp_path, source)
     assert done.returncode == 137
+    assert "was killed by SIGKILL; exit code 137\n" in done.stderr
+    assert "launch.log\n" in done.stderr
 
 
 def test_a_program_finds_the_signals_that_a_shell_would_give_it(tmp_path):
@@ -288,3 +291,74 @@ def test_a_program_finds_the_signals_that_a_shell_would_give_it(tmp_path):
     ignored = int(done.stdout.split()[-1], 16)
     assert not ignored & (1 << signal.SIGPIPE - 1)
     assert not ignored & (1 << signal.SIGTTIN - 1)
+
+
+def test_an_error_at_exit_is_not_taken_for_the_cause(tmp_path):
+    source = """
+    import atexit
+    def close(): raise ConnectionResetError("the other side has gone")
+    if RANK == 1:
+        atexit.register(close)
+        raise ValueError("bad learning rate")
+    while True: signal.pause()
+    """
+    done = run_job(tmp_path, source, "--no-preload")
+    assert "raised ValueError and exited with code 1" in done.stderr
+
+
+def test_sigusr1_is_not_given_to_what_a_rank_has_started(tmp_path):
+    source = """
+    import subprocess
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    signal.signal(signal.SIGUSR1, lambda *_: (child.stdin.close(), print("child", child.wait(), flush=True)))
+    print("up", flush=True)
+    signal.pause()
+    """
+    command = [*PHALANX_RUN, "--nproc-per-node", "1", "--no-preload", "--signals-to-handle", "SIGTERM,SIGUSR1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    with subprocess.Popen([*command, write_script(tmp_path, source)], **pipes) as job:
+        assert job.stdout.readline() == "[rank 0] up\n"
+        job.send_signal(signal.SIGUSR1)
+        out, err = job.communicate(timeout=LIMIT_S)
+    assert (job.returncode, out) == (0, "[rank 0] child 0\n"), err
+
+
+def test_a_reader_that_stands_still_does_not_keep_the_job_from_ending(tmp_path):
+    source = """
+    if RANK == 0:
+        print("up", os.getpid(), flush=True)
+        while True: print("x" * 1000)
+    signal.pause()
+    """
+    command = [*PHALANX_RUN, "--nproc-per-node", "2", "--no-preload", write_script(tmp_path, source)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        job.stdout.readline()  # and no more
+        job.send_signal(signal.SIGINT)
+        assert job.wait(LIMIT_S) == 130
+
+
+def test_logs_that_cannot_be_written_are_said_to_be_not_whole(tmp_path):
+    script = write_script(tmp_path, "for _ in range(100): print('x' * 1000, flush=True)")
+    limit = "import resource, signal, os, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", limit, *PHALANX_RUN, "--nproc-per-node", "1", "--no-preload", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("x" * 1000) == 100
+    assert done.stderr.count("are not whole: File too large") == 1
+
+
+def test_too_few_descriptors_are_said_before_anything_starts(tmp_path):
+    command = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *PHALANX_RUN, "--nproc-per-node", "16"]
+    done = subprocess.run(
+        [*command, write_script(tmp_path, SPEAK)], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "16 ranks need some 128 open files, the limit is 64" in done.stderr
+
+
+def test_a_rank_keeps_the_descriptor_limit_of_the_user(tmp_path):
+    command = ["sh", "-c", 'ulimit -S -n 200; exec "$@"', "sh", *PHALANX_RUN, "--nproc-per-node", "1", "--no-preload"]
+    script = write_script(tmp_path, "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
+    done = subprocess.run([*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout == "[rank 0] 200\n", done.stderr

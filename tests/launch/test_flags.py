@@ -198,6 +198,17 @@ def test_the_help_names_every_flag_in_80_columns():
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_not_ours(script):
+    service = {
+        "PHALANX_SERVICE_HOST": "10.0.0.1",
+        "PHALANX_SERVICE_PORT_HTTP": "80",
+        "PHALANX_PORT": "tcp://10.0.0.1:80",
+        "PHALANX_PORT_80_TCP_ADDR": "10.0.0.1",
+        "PHALANX_MASTER_PORT": "tcp://10.0.0.1:80",
+    }
+    assert job_of("train.py", service).master_port == 0
+
+
 def test_one_node_has_a_run_id_of_its_own(script):
     assert job_of("train.py").run_id != job_of("train.py").run_id
     assert job_of("--rdzv-id mine train.py").run_id == "mine"

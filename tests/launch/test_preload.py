@@ -226,6 +226,26 @@ def test_a_rank_starts_anew_where_a_thread_came_up_before_the_fork(script, tmp_p
     assert done.stdout == "[rank 0] False 1 ['--local-rank=0', 'a']\n"
 
 
+def test_what_a_script_holds_is_finalised_at_its_end(script):
+    name = script(
+        """
+        class Holder:
+            def __del__(self): print("closed")
+        holder = Holder()
+        def function(): pass
+        """
+    )
+    assert phalanx_run(name).stdout == "[rank 0] closed\n"
+
+
+def test_a_module_of_the_script_wins_over_a_namesake_that_torch_needs(script):
+    script("NAME = 'mine'\n", "json.py")
+    name = script("import json\nprint(json.NAME)\n")
+    done = phalanx_run(name)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[rank 0] mine\n"
+
+
 def test_without_preload_the_interpreter_starts_anew(script):
     done = phalanx_run("--no-preload", script(FACTS))
     assert done.returncode == 0, done.stderr

@@ -69,11 +69,10 @@ def numbers(place):
     ("environ", "scheduler", "want"),
     [
         (TORCHRUN, "the environment", (5, 8, 1, 4, 1, 2, "host0")),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "the environment", (1, 4, 1, 4, 0, 1, None)),
         (
             {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"},
             "the environment",
-            (1, 4, 1, 4, 0, 1, "127.0.0.1"),
+            (1, 4, 0, 1, 1, 4, "127.0.0.1"),
         ),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "far"}, "the environment", (1, 4, 0, 1, 1, 4, "far")),
         (OPEN_MPI, "Open MPI", (3, 4, 1, 2, 1, 2, None)),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.launch.cpus import read_machine
+from phalanx.launch.worker import channel_to_parent
 
 LIMIT_S = 60
 
@@ -99,6 +100,31 @@ def move(rank, point):
     return Point(point.x + rank)
 
 
+class Broken:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def return_broken(rank):
+    return Broken()
+
+
+def return_rank(rank):
+    return rank
+
+
+RETURN_RANK = return_rank
+
+
+def die_while_sending(rank):
+    os.write(channel_to_parent().fileno(), b"\x00\x00\x10\x00half")  # the head of a longer message
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_of_signal(rank, number):
+    os.kill(os.getpid(), number)
+
+
 def wait_until_gone(pid):
     try:
         pidfd = os.pidfd_open(pid)
@@ -177,8 +203,40 @@ def test_what_cannot_travel_is_a_clear_error():
         phalanx.spawn(lambda rank: threading.Lock(), nprocs=1)
     with pytest.raises(phalanx.RankError, match="OddError: one and two"):
         phalanx.spawn(raise_odd, nprocs=1)
-    with pytest.raises(ValueError, match="nprocs must be at least 1, got 0"):
-        phalanx.spawn(total, nprocs=0)
+    for nprocs in (0, "2", 1.5):
+        with pytest.raises(ValueError, match="nprocs must be a whole number of at least 1"):
+            phalanx.spawn(total, nprocs=nprocs)
+    with pytest.raises(TypeError, match=r"args must be a tuple, got 5; right: phalanx.spawn\(fn, args=\(5,\)\)"):
+        phalanx.spawn(total, args=5)
+    with pytest.raises(phalanx.RankError, match="its result can't be unpickled here"):
+        phalanx.spawn(return_broken, nprocs=1)
+
+
+def test_a_name_that_was_bound_again_does_not_change_what_runs(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "return_rank", lambda rank: "another")
+    assert phalanx.spawn(RETURN_RANK, nprocs=2) == [0, 1]
+
+
+def test_a_rank_that_dies_while_its_result_is_on_its_way_is_named():
+    with pytest.raises(phalanx.RankError, match=r"rank 0 .* was killed by SIGKILL"):
+        phalanx.spawn(die_while_sending, nprocs=1)
+    with pytest.raises(phalanx.RankError, match=r"rank 0 .* was killed by signal 40"):
+        phalanx.spawn(die_of_signal, (40,), nprocs=1)
+
+
+def test_ranks_that_nobody_joins_finish_before_the_interpreter_does(tmp_path):
+    source = """
+        import phalanx
+        def work(rank):
+            print("ran", rank, flush=True)
+            return b"x" * 1_000_000
+        if __name__ == "__main__":
+            phalanx.spawn(work, nprocs=2, join=False)
+        """
+    (tmp_path / "train.py").write_text(textwrap.dedent(source))
+    done = run_python("train.py", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["ran 0", "ran 1"]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

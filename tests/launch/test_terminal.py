@@ -69,6 +69,14 @@ def test_rank_0_reads_what_is_typed(terminal):
     assert "hello True\r\n" in screen.shown
 
 
+def test_ctrl_d_is_the_end_of_rank_0s_input(terminal):
+    screen = terminal("if RANK == 0: print('up', flush=True); print('read', repr(sys.stdin.read()))")
+    screen.read_until("up")
+    screen.type("words\n\x04")
+    assert screen.finish() == 0
+    assert "read 'words\\n'\r\n" in screen.shown
+
+
 def test_rank_0_has_a_terminal_of_its_own_to_ask_for_a_password(terminal):
     screen = terminal("import getpass\nif RANK == 0: print('hello', getpass.getpass('password? '))")
     screen.read_until("password? ")

@@ -163,8 +163,10 @@ def test_pods_of_kubeflow_are_nodes_and_the_engine_between_them_is_gloo(script):
     assert "phalanx.init" not in errors[1]
 
 
-def test_it_takes_variables_that_are_set_by_hand(script):
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+@pytest.mark.parametrize("host", ["127.0.0.1", socket.gethostname()])
+def test_it_takes_variables_that_are_set_by_hand(script, host):
+    # Which ranks share a host, they tell each other: no name of the master tells it.
+    meet = {"MASTER_ADDR": host, "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     said, _ = run_together(script, [{**meet, "RANK": str(rank)} for rank in range(2)])
     check_two_ranks(said, "the environment")
 
@@ -172,7 +174,10 @@ def test_it_takes_variables_that_are_set_by_hand(script):
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is not: set both on every rank"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            "told by the environment, MASTER_ADDR or MASTER_PORT is not: set both on every",
+        ),
         ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
         (
             {
@@ -251,6 +256,22 @@ def test_arguments_win_over_the_environment(run_ranks, tmp_path):
 
 def test_a_second_init_is_the_same_session_or_an_error(run_ranks):
     run_ranks(init_again, 2, init=False)
+
+
+def nest(rank, world_size):
+    with phalanx.init() as outer:
+        with phalanx.init() as inner:
+            assert inner is outer
+        dist.barrier()
+    assert not dist.is_initialized()
+    phalanx.init()
+    dist.destroy_process_group()  # by the script itself
+    with phalanx.init():
+        dist.barrier()
+
+
+def test_blocks_nest_and_a_group_that_was_ended_is_made_anew(run_ranks):
+    run_ranks(nest, 2, init=False)
 
 
 def test_a_group_that_the_script_made_is_adopted_and_left_alone(run_ranks):

@@ -203,7 +203,3 @@ def main() -> None:
     # Not by the interpreter's end: threads of the store may hold it.
     sys.stdout.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

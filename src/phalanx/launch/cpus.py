@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import TypeVar
 
 _Item = TypeVar("_Item")
@@ -150,9 +151,22 @@ def _count_visible(chosen: str, there: int) -> int:
 
 def torch_uses_gpus() -> bool:
     """Whether the installed torch is one for GPUs, told by its files."""
-    spec = PathFinder.find_spec("torch")
+    spec = _find_spec("torch")
     folder = os.path.join(os.path.dirname(spec.origin), "lib") if spec and spec.origin else ""
     return any(os.path.exists(os.path.join(folder, f"libtorch_{kind}.so")) for kind in ("cuda", "hip"))
+
+
+def has_module(name: str, *folders: str) -> bool:
+    """Whether a top-level module can be imported, here or with `folders` first on the path."""
+    return PathFinder.find_spec(name, [*folders, *sys.path]) is not None or _find_spec(name) is not None
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
+    if spec := PathFinder.find_spec(name):
+        return spec
+    from importlib.util import find_spec  # asks the finders of editable installs too
+
+    return find_spec(name)
 
 
 # ---------------------------------------------------------------- sharing

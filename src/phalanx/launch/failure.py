@@ -17,6 +17,7 @@ from phalanx.launch.cpus import format_ranges
 from phalanx.launch.tracebacks import EXCEPTION, STYLE, TORCH_PREFIX, TRACEBACK, class_name
 
 _MAX_SHOWN_LINES = 40
+_IGNORED = ("Exception ignored in", "Exception in thread")
 _TERMINATED = re.compile(r"terminate called after throwing an instance of '([\w:]+)'\s+what\(\):\s+(.*)")
 
 
@@ -34,6 +35,8 @@ class LastWords:
         text = STYLE.sub("", stderr_tail.decode(errors="replace"))
         lines = [TORCH_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
         starts = [number for number, line in enumerate(lines) if TRACEBACK.match(line)]
+        # What did not end the process counts only if nothing else is there.
+        starts = [n for n in starts if n == 0 or not lines[n - 1].startswith(_IGNORED)] or starts
         if crash := [number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")]:
             stacks = [line for line in lines[crash[-1] :] if not line.startswith("Extension modules: ")]
             # An exception that native code did not catch comes before.
@@ -65,6 +68,7 @@ class RankEnd:
     """How one rank ended.
 
     Attributes:
+        rank: -1: not a rank, but the process that starts them.
         returncode: Exit code, or minus the signal.
         asked: We had told it to end, so it is nobody's cause.
         folder: Of its logs.
@@ -79,6 +83,14 @@ class RankEnd:
     folder: str
     when_s: float
     host: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" if self.rank >= 0 else "the process that starts the ranks"
+
+    @property
+    def log(self) -> str:
+        return os.path.join(self.folder, "stderr.log" if self.rank >= 0 else "launch.log")
 
     @property
     def failed(self) -> bool:
@@ -102,13 +114,13 @@ class RankEnd:
 
     def describe(self) -> str:
         if self.returncode < 0:
-            how = f"was killed by {_signal_name(-self.returncode)}"
+            how = f"was killed by {signal_name(-self.returncode)}"
         elif self.raised:
             how = f"raised {self.raised} and exited with code {self.returncode}"
         else:
             how = f"exited with code {self.returncode}"
         where = f" on {self.host}" if self.host else ""
-        return f"rank {self.rank} (pid {self.pid}{where}) {how}"
+        return f"{self.name} (pid {self.pid}{where}) {how}"
 
 
 def find_culprit(ends: Iterable[RankEnd]) -> RankEnd | None:
@@ -127,11 +139,12 @@ def report(culprit: RankEnd, ends: Sequence[RankEnd], *, hint: str) -> str:
         more = f" and {len(victims) - 4} more" if len(victims) > 4 else ""
         lines.append(f"phalanx run: failed after the cause: {said}{more}")
     if ended:
-        lines.append(f"phalanx run: then ended rank{'s' * (len(ended) != 1)} {format_ranges(ended)}")
+        who = f"rank {ended[0]} was" if len(ended) == 1 else f"ranks {format_ranges(ended)} were"
+        lines.append(f"phalanx run: {who} then ended")
     lines.append(f"phalanx run: {culprit.describe()}; exit code {culprit.exit_code}")
     lines += [f"  {line}" for line in culprit.last_words.lines]
     where = f"{culprit.host}:" if culprit.host else ""
-    lines.append(f"  log: {where}{os.path.join(culprit.folder, 'stderr.log')}")
+    lines.append(f"  log: {where}{culprit.log}")
     if hint:
         lines.append(f"  hint: {hint}")
     return "\n".join(lines) + "\n"
@@ -140,10 +153,10 @@ def report(culprit: RankEnd, ends: Sequence[RankEnd], *, hint: str) -> str:
 def _end_in_brief(end: RankEnd) -> str:
     if end.raised:
         return end.raised
-    return _signal_name(-end.returncode) if end.returncode < 0 else f"exit code {end.returncode}"
+    return signal_name(-end.returncode) if end.returncode < 0 else f"exit code {end.returncode}"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -164,7 +177,7 @@ def write_error_file(end: RankEnd) -> None:
         "pid": end.pid,
         "host": socket.gethostname(),
         "exit_code": end.returncode if end.returncode >= 0 else None,
-        "signal": _signal_name(-end.returncode) if end.returncode < 0 else None,
+        "signal": signal_name(-end.returncode) if end.returncode < 0 else None,
     }
     with contextlib.suppress(OSError), open(path, "w") as file:  # the disk may be what failed
         json.dump(content, file, indent=1)
@@ -216,7 +229,9 @@ def hint_for(end: RankEnd, *, num_oom_kills: int, python: str) -> str:
     """
     if end.returncode == -signal.SIGKILL:
         if num_oom_kills:
-            return "the kernel killed it for want of memory: smaller batch, fewer ranks, or fewer DataLoader workers"
+            return (
+                "the kernel has just killed for want of memory: smaller batch, fewer ranks, or fewer DataLoader workers"
+            )
         return "somebody killed it from outside: a person, a job limit, or a container's memory limit"
     if -end.returncode in _HINTS_BY_SIGNAL:
         return _HINTS_BY_SIGNAL[signal.Signals(-end.returncode)]

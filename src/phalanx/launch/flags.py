@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx._env import did_you_mean
+from phalanx._env import did_you_mean, is_service_link
 
 RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"
 _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # nobody can handle them
@@ -76,10 +76,11 @@ def _number(
 
 
 def _switch(text: str) -> bool:
-    known = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": False, "false": False}
-    if text.lower() not in {*known, "no", "off"}:
-        raise ValueError("must be 1 or 0")
-    return known.get(text.lower(), False)
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError("must be 1 or 0")
 
 
 def _choice(*choices: str) -> Callable[[str], str]:
@@ -243,7 +244,7 @@ def read_flags(
     given, target = _split(argv)
     settings = {}
     for name, flag in FLAGS.items():
-        sources = [(variable, environ.get(variable)) for variable in flag.variables]
+        sources = [(v, environ.get(v)) for v in flag.variables if not is_service_link(v, environ)]
         if name in given:
             sources.insert(0, given[name])
         sources += [(scheduler, scheduled.get(name)), ("default", flag.default)]

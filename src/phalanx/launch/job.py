@@ -66,7 +66,3 @@ class Job:
     redirects: tuple[int, ...] = ()
     tees: tuple[int, ...] = ()
     shown_ranks: tuple[int, ...] | None = None
-
-    @property
-    def num_nodes_is_one(self) -> bool:
-        return self.max_nodes == 1

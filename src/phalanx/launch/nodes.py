@@ -18,6 +18,8 @@ from phalanx.launch.job import Job
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.warden import die_with_parent
 
+# Not with -m, which would let a json.py in the current folder take the library's place.
+_RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.agent import main; main()"
 _PATIENCE_S = 10.0  # before we say that we still wait for other nodes
 
 
@@ -25,6 +27,7 @@ class Ranks(Protocol):
     """What the agent's orders need of the supervisor."""
 
     received: int | None
+    spared: list[int]
 
     def run_attempt(self, attempt: Attempt) -> RankEnd | None: ...
     def stop_attempt(self) -> None: ...
@@ -86,10 +89,11 @@ class _Orders:
                 os.setpgid(0, 0)
                 os.set_inheritable(theirs.fileno(), True)
                 settings = json.dumps({**_settings(self._job)})
-                os.execv(sys.executable, [sys.executable, "-m", "phalanx.launch.agent", str(theirs.fileno()), settings])
+                os.execv(sys.executable, [sys.executable, "-c", _RUN_AGENT, str(theirs.fileno()), settings])
             finally:
                 os._exit(1)
         theirs.close()
+        self._ranks.spared.append(self._pid)
         self._ranks.watch(self._channel.fileno(), self._take)
         return self
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Sequence
 from typing import Any
 
 from phalanx.launch.causes import is_victim
+from phalanx.launch.failure import signal_name
 
 
 @dataclasses.dataclass
@@ -37,10 +39,14 @@ class Outcome:
         return self.exitcode == 0 and self.error is None and not self.hung
 
     @property
-    def signal(self) -> signal.Signals | None:
-        """The signal that ended the rank, if one did."""
+    def signal(self) -> int | None:
+        """The signal that ended the rank, if one did; a ``signal.Signals`` where it has a name."""
         code = self.exitcode
-        return signal.Signals(-code) if code is not None and code < 0 else None
+        if code is None or code >= 0:
+            return None
+        with contextlib.suppress(ValueError):  # a real-time signal
+            return signal.Signals(-code)
+        return -code
 
     @property
     def is_victim(self) -> bool:
@@ -58,7 +64,7 @@ class Outcome:
         elif self.error is not None:
             how = f"raised {type(self.error).__name__}: {self.error}"
         elif self.signal is not None:
-            how = f"was killed by {self.signal.name}"
+            how = f"was killed by {signal_name(self.signal)}"
         else:
             how = f"exited with code {self.exitcode} before its function returned"
         return f"rank {self.rank} (pid {self.pid}) {how}"

@@ -10,8 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
+from collections.abc import Callable
 
 _STDOUT, _STDERR = 1, 2
+_ATOMIC_BYTES = select.PIPE_BUF  # as much as never blocks once there is room
+_LOOK_UP_MS = 100
 _MAX_LINE_BYTES = 1 << 20  # a rank that never ends its line can't fill the memory
 _MAX_KEPT_BYTES = 1 << 14  # of the line under the cursor: more than a terminal shows
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
@@ -30,10 +34,17 @@ def prefix(rank: int, *, colour: bool) -> bytes:
 
 
 class Screen:
-    """One of our own outputs, shared by all ranks; the only place that writes to it."""
+    """One of our own outputs, shared by all ranks; the only place that writes to it.
 
-    def __init__(self, fd: int) -> None:
+    Args:
+        is_ending: Asked while nobody reads: whether to drop the rest.
+    """
+
+    def __init__(self, fd: int, is_ending: Callable[[], bool] = lambda: False) -> None:
         self.fd = fd
+        self._is_ending = is_ending
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
         self.is_terminal = os.isatty(fd)
         # Of the live rank, whose two outputs share the cursor as they would without us.
         self.open_line = b""  # on the terminal, not yet ended
@@ -59,7 +70,11 @@ class Screen:
         view = memoryview(data)
         try:
             while view and not self._is_broken:
-                view = view[os.write(self.fd, view) :]
+                if not self._poll.poll(_LOOK_UP_MS):
+                    self._is_broken = self._is_ending()
+                    continue
+                with contextlib.suppress(BlockingIOError):
+                    view = view[os.write(self.fd, view[:_ATOMIC_BYTES]) :]
         except BrokenPipeError:
             raise
         except OSError as error:

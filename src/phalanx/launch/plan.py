@@ -7,13 +7,13 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.machinery import PathFinder
 from typing import Any
 
 from phalanx import _env
-from phalanx.launch.cpus import Machine, count_gpus, divide, format_ranges, read_machine, torch_uses_gpus
+from phalanx.launch.cpus import Machine, count_gpus, divide, format_ranges, has_module, read_machine, torch_uses_gpus
 from phalanx.launch.flags import Setting, UsageError, read_flags
 from phalanx.launch.job import Job
+from phalanx.launch.run_folder import name_of
 from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
 
 _STATIC_PORT, _C10D_PORT = 29500, 29400  # torchrun's
@@ -220,7 +220,7 @@ def _command(target: list[str], *, module: bool, no_python: bool) -> tuple[str, 
         return tuple(target)
     if module:
         package = target[0].split(".")[0]
-        if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+        if not has_module(package, os.getcwd()):
             raise UsageError(f"no module named {package!r}")
         return (sys.executable, "-m", *target)
     if not os.path.exists(target[0]):
@@ -231,9 +231,11 @@ def _command(target: list[str], *, module: bool, no_python: bool) -> tuple[str, 
 def _shown(name: str, setting: Setting, job: Job) -> str:
     value = setting.value
     if name == "master-port" and not value:
-        return "a free one" if job.max_nodes == 1 else str(_STATIC_PORT)
+        return "a free one" if job.max_nodes == 1 else str(_STATIC_PORT) if job.rdzv_backend == "static" else "-"
     if name == "rdzv-endpoint" and not value:
         return job.rdzv_endpoint or "-"
+    if name == "log-dir" and not value:
+        return os.path.join("runs", name_of(job.command))
     if name == "rdzv-id":
         return job.run_id
     if name == "nnodes":

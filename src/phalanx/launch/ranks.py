@@ -14,6 +14,7 @@ from phalanx.launch.failure import LastWords, RankEnd, write_error_file
 from phalanx.launch.output import LineStream, LiveStream, Screen, prefix
 from phalanx.launch.tracebacks import VictimFilter
 
+_MAX_READS = 64  # more than a full pipe
 _TAIL_BYTES = 64 * 1024  # of stderr: enough for the longest traceback that anybody reads
 
 
@@ -24,6 +25,7 @@ class Output:
         fd: Our end, to be read without blocking.
         rank_fd: The rank's end, until it has been handed over.
         tail: What came last, for the search for a cause.
+        log_problem: Why the log is not whole; empty if it is.
         ended: Nobody can write to it any more.
     """
 
@@ -31,11 +33,12 @@ class Output:
         self._screen = screen
         self._live = live
         self.tail = b""
+        self.log_problem = ""
         self.ended = False
         self.fd, self.rank_fd = _open_terminal(screen) if live else os.pipe()
         os.set_blocking(self.fd, False)
         try:
-            self._log = open(log_path, "wb", buffering=0)  # noqa: SIM115 closed with the stream
+            self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115 closed with the stream
         except OSError:
             os.close(self.fd)
             os.close(self.rank_fd)
@@ -54,16 +57,19 @@ class Output:
         self.ended = not data
         if data:
             self.tail = (self.tail + data)[-_TAIL_BYTES:]
-            with contextlib.suppress(OSError):  # the disk is full: training may go on
+            try:
                 self._log.write(data)
+            except OSError as error:  # the disk is full: training may go on
+                self.log_problem = error.strerror or str(error)
             if self._view is not None:
                 self._view.feed(data)
         return bool(data)
 
     def drain(self) -> None:
         """Give on all that has come, the unfinished line too: the rank has ended."""
-        while self.carry():
-            pass
+        for _ in range(_MAX_READS):  # what has escaped from it may write for ever
+            if not self.carry():
+                break
         if self._view is not None:
             self._view.finish()
 
@@ -72,11 +78,10 @@ class Output:
         if self._view is not None:
             self._view.hides_interrupts = True
 
-    def resize(self) -> bool:
-        """Give the rank's terminal the size of the screen; return whether it has one."""
+    def resize(self) -> None:
+        """Give the rank's terminal, if it has one, the size of the screen; the kernel tells the rank."""
         if self._live:
             _copy_size(self._screen, self.fd)
-        return self._live
 
     def close(self) -> None:
         if self.rank_fd >= 0:
@@ -133,6 +138,10 @@ def _open_terminal(screen: Screen) -> tuple[int, int]:
     """Return our side and the rank's of a terminal of the screen's size, so that a progress bar shows."""
     ours, theirs = os.openpty()
     tty.setraw(theirs)  # line ends are translated once, by the real terminal
+    modes = termios.tcgetattr(theirs)
+    modes[3] |= termios.ICANON  # but Ctrl-D, which comes as the end of our input, is to be one there too
+    modes[6][termios.VEOF] = b"\x04"
+    termios.tcsetattr(theirs, termios.TCSANOW, modes)
     _copy_size(screen, theirs)
     return ours, theirs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -21,11 +23,11 @@ class RunFolder:
 
     def __init__(self, log_dir: str, command: Sequence[str]) -> None:
         self.note = ""
-        base = log_dir or os.path.join("runs", _name(command))
+        base = log_dir or os.path.join("runs", name_of(command))
         run = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.path = os.path.join(base, run)
         try:
-            os.makedirs(self.path)
+            os.makedirs(base, exist_ok=True)
+            self.path = _make_new(os.path.join(base, run))
         except OSError as error:
             if log_dir:
                 raise
@@ -41,7 +43,16 @@ class RunFolder:
         return path
 
 
-def _name(command: Sequence[str]) -> str:
+def _make_new(path: str) -> str:
+    """Make a folder that is ours alone, also where other hosts share its parent and have equal pids."""
+    for number in itertools.count(2):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path if number == 2 else f"{path}-{number - 1}")
+            return path if number == 2 else f"{path}-{number - 1}"
+    raise AssertionError
+
+
+def name_of(command: Sequence[str]) -> str:
     """Return ``train`` for ``python train.py``, ``python -m pkg.train`` and ``./train``."""
     import sys
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import socket
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -28,6 +27,7 @@ class Placement:
         master_addr: Host of rank 0; None: not told.
         master_port: The same on every rank, and no other job's; None: not told.
         rank_variable: What the launcher has set in each process, and has not itself.
+        knows_hosts: Whether anybody has said which ranks share a host; else `local_rank` and the like mean nothing.
     """
 
     scheduler: str
@@ -40,6 +40,7 @@ class Placement:
     master_addr: str | None = None
     master_port: int | None = None
     rank_variable: str = "RANK"
+    knows_hosts: bool = True
 
     def __post_init__(self) -> None:
         for name, value, limit in (
@@ -66,7 +67,7 @@ class Scheduler(Protocol):
 
 
 class Contract:
-    """torchrun's variables, set by any launcher or by hand; what is missing is told from the master's address."""
+    """torchrun's variables, set by any launcher or by hand; then without those that tell the hosts."""
 
     name = "the environment"
 
@@ -78,20 +79,21 @@ class Contract:
         if not given:
             return None
         rank, size = _int(environ, "RANK"), _int(environ, "WORLD_SIZE")
-        master = environ.get("MASTER_ADDR") or None
-        on_one_host = master is None or master in (_LOCAL_ADDRESS, "localhost", "::1", socket.gethostname())
-        local_rank = _int(environ, "LOCAL_RANK", rank if on_one_host else 0)
-        local_size = max(1, _int(environ, "LOCAL_WORLD_SIZE", size if on_one_host else local_rank + 1))
+        # Nothing that only this rank could know may decide: all must come to the same number of hosts.
+        knows_hosts = "LOCAL_RANK" in environ and "LOCAL_WORLD_SIZE" in environ
+        local_rank = _int(environ, "LOCAL_RANK") if knows_hosts else 0
+        local_size = max(1, _int(environ, "LOCAL_WORLD_SIZE")) if knows_hosts else 1
         return Placement(
             scheduler=self.name,
             rank=rank,
             world_size=size,
             local_rank=local_rank,
             local_world_size=local_size,
-            node_rank=_int(environ, "GROUP_RANK", _int(environ, "NODE_RANK", rank // local_size)),
+            node_rank=_int(environ, "GROUP_RANK", rank // local_size),
             num_nodes=_int(environ, "GROUP_WORLD_SIZE", max(1, -(-size // local_size))),
-            master_addr=master,
+            master_addr=environ.get("MASTER_ADDR") or None,
             master_port=_int(environ, "MASTER_PORT", 0) or None,
+            knows_hosts=knows_hosts,
         )
 
 

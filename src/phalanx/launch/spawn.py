@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -44,10 +45,12 @@ def spawn(
         RankError: A rank raised or died; names the first true failure and has its remote traceback. Its ``__cause__``
             is the exception itself.
         TypeError: `fn` or `args` can't be sent to another process.
-        ValueError: `nprocs` is less than 1.
+        ValueError: `nprocs` is no whole number of at least 1.
     """
-    if nprocs < 1:
-        raise ValueError(f"nprocs must be at least 1, got {nprocs}")
+    if not isinstance(nprocs, int) or nprocs < 1:
+        raise ValueError(f"nprocs must be a whole number of at least 1, got {nprocs!r}")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise TypeError(f"args must be a tuple, got {args!r}; right: phalanx.spawn(fn, args=({args!r},))")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(_NO_GUARD)  # the parent tells, once
     context = SpawnContext(fn, args, nprocs, daemon=daemon)
@@ -70,8 +73,10 @@ class SpawnContext:
         num_threads = int(given) if given.isdigit() and int(given) else max(1, read_machine().num_cores // nprocs)
         environ = thread_environment(inherited, num_threads=num_threads)
         self._workers = Workers(fn, args, nprocs, environ=environ, num_threads=num_threads, daemon=daemon)
+        self._is_daemon = daemon
         self._joined = False
         self.results: list[Any] = []
+        atexit.register(self._finish)  # also what keeps it alive until then
 
     @property
     def processes(self) -> list[Any]:
@@ -138,6 +143,15 @@ class SpawnContext:
             )
         return first_true_failure(self._workers.outcomes)
 
+    def _finish(self) -> None:
+        """Wait for ranks that nobody has joined, as multiprocessing does when the interpreter ends."""
+        if self._is_daemon:
+            self._workers.close()
+        while not self._workers.all_ended:
+            self._workers.pump(None)
+        self._close()
+
     def _close(self) -> None:
         self._joined = True
+        atexit.unregister(self._finish)
         self._workers.close()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from phalanx import _env
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
-from phalanx.launch.failure import RankEnd, count_oom_kills, find_culprit, hint_for, report
+from phalanx.launch.failure import LastWords, RankEnd, count_oom_kills, find_culprit, hint_for, report
 from phalanx.launch.job import Job
 from phalanx.launch.output import Screen, prefix
 from phalanx.launch.ports import ReservedPort, port_problem
@@ -29,7 +29,10 @@ from phalanx.launch.warden_client import Warden
 _KILL_WAIT_S = 5.0  # after SIGKILL: only the kernel can make this pass
 _CAUSE_WAIT_S = 3.0  # for the cause of a victim's failure: a rank may take that long from its exception to its end
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+_HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
 _STDOUT, _STDERR = 1, 2
+_END_OF_INPUT = b"\x04"  # as a terminal writes it
+_DESCRIPTORS_PER_RANK, _DESCRIPTORS_OF_OURS = 6, 32
 
 Event = Callable[[], None]
 
@@ -45,6 +48,9 @@ def run(job: Job) -> int:
         print(f"phalanx run: {problem}; leave --master-port out, and a free one is used", file=sys.stderr)
         return 1
     _open_streams()
+    if problem := _descriptor_problem(job.num_local_ranks):
+        print(f"phalanx run: {problem}", file=sys.stderr)
+        return 1
     try:
         folder = RunFolder(job.log_dir, job.command)
     except OSError as error:
@@ -63,7 +69,7 @@ class Supervisor:
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._job = job
         self._folder = folder
-        self._out, self._err = Screen(1), Screen(2)
+        self._out, self._err = Screen(_STDOUT, self._is_ending), Screen(_STDERR, self._is_ending)
         if self._out.is_terminal and self._err.is_terminal:
             self._err = self._out  # one cursor, so one account of where it stands
         self._selector = selectors.DefaultSelector()
@@ -75,13 +81,15 @@ class Supervisor:
         self._deadline: float | None = None  # of the present grace period
         self._first_failure_s: float | None = None
         self._previous: dict[int, object] = {}
+        self.spared: list[int] = []  # children of ours that are not the ranks'
+        self._said_log_problem = False
         self._num_oom_kills = count_oom_kills()
 
     def __enter__(self) -> Supervisor:
         adopt_orphans()  # of a warden that is killed
+        self._descriptors = _raise_descriptor_limit()
         self._catch_signals()
         self._start_warden()
-        _raise_descriptor_limit()
         self._previous[signal.SIGTTIN] = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
         return self
 
@@ -91,7 +99,13 @@ class Supervisor:
         log = os.path.join(self._folder.path, "launch.log")
         self._warden_output = Output(self._err, b"phalanx run: ", log, live=False, shown=True)
         environ = shared_environment(_env.environment(), num_threads=min(share.num_threads for share in job.shares))
-        self._warden = Warden(job.command, environ, preload=job.preload, output_fd=self._warden_output.rank_fd)
+        self._warden = Warden(
+            job.command,
+            environ,
+            preload=job.preload,
+            output_fd=self._warden_output.rank_fd,
+            descriptors=self._descriptors,
+        )
         self._warden_output.hand_over()
         self._watch_output(self._warden_output)
         self.watch(self._warden.channel.fileno(), self._hear_warden)
@@ -99,7 +113,7 @@ class Supervisor:
     def _end_warden(self) -> None:
         if not self._warden_ready:
             self._warden.kill()
-        self._warden.close()
+        self._warden.close(self.spared)
         self._close_output(self._warden_output)
 
     def __exit__(self, *_: object) -> None:
@@ -117,7 +131,8 @@ class Supervisor:
 
     def run(self) -> int:
         job = self._job
-        self.say(f"{job.shares_note}; logs in {self._folder.path}{self._folder.note}")
+        note = f"; {self._folder.note}" if self._folder.note else ""
+        self.say(f"{job.shares_note}; logs in {self._folder.path}{note}")
         if job.max_nodes > 1:
             from phalanx.launch.nodes import run_with_other_nodes
 
@@ -135,7 +150,7 @@ class Supervisor:
         job = self._job
         culprit = None
         for restart_count in range(job.max_restarts + 1):
-            with contextlib.closing(ReservedPort(job.master_port)) as reserved:
+            with contextlib.closing(self._reserve_port()) as reserved:
                 attempt = Attempt(
                     world_size=job.num_local_ranks,
                     num_local_ranks=job.num_local_ranks,
@@ -153,6 +168,13 @@ class Supervisor:
                 self.say_restart(culprit, restart_count + 1)
         return culprit
 
+    def _reserve_port(self) -> ReservedPort:
+        try:
+            return ReservedPort(self._job.master_port)
+        except OSError:  # somebody has taken it since
+            self.say(port_problem(self._job.master_port) or f"port {self._job.master_port} is taken")
+            raise SystemExit(1) from None
+
     def say_restart(self, culprit: RankEnd, number: int) -> None:
         why = culprit.last_words.summary
         self.say(f"{culprit.describe()}{': ' if why else ''}{why}")
@@ -161,6 +183,7 @@ class Supervisor:
     def run_attempt(self, attempt: Attempt) -> RankEnd | None:
         """Start the group once and return the cause of its failure; None if every rank ended with 0."""
         self._ending_by = self._first_failure_s = None
+        self._warden_failure: RankEnd | None = None
         if not self._warden.channel.alive:
             self._end_warden()
             self._start_warden()
@@ -172,12 +195,13 @@ class Supervisor:
         for local_rank, rank in enumerate(self._ranks):
             environ = rank_environment(attempt, local_rank, os.path.abspath(os.path.join(rank.folder, "error.json")))
             self._start_rank(rank, local_rank, environ)
+            self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
         while any(rank.end is None for rank in self._ranks):
             self.wait()
             self._judge()
             self._keep_deadline()
         self._deadline = None
-        return find_culprit([rank.end for rank in self._ranks if rank.end])
+        return self._warden_failure or find_culprit([rank.end for rank in self._ranks if rank.end])
 
     def _open_ranks(self, attempt: Attempt) -> None:
         job = self._job
@@ -237,7 +261,7 @@ class Supervisor:
         if not typed:
             self.unwatch(0)
         with contextlib.suppress(BlockingIOError):  # it does not read: so much for typing ahead
-            os.write(self._ranks[0].stdout.fd, typed)
+            os.write(self._ranks[0].stdout.fd, typed or _END_OF_INPUT)
 
     # ------------------------------------------------------------ events
 
@@ -261,6 +285,9 @@ class Supervisor:
             output.carry()
             if output.ended:
                 self.unwatch(output.fd)
+            if output.log_problem and not self._said_log_problem:
+                self._said_log_problem = True
+                self.say(f"the logs in {self._folder.path} are not whole: {output.log_problem}")
 
         self.watch(output.fd, carry)
 
@@ -295,10 +322,21 @@ class Supervisor:
 
     def _lose_ranks(self) -> None:
         """The warden has gone, and the ranks with it."""
-        self.say(f"the process that holds the ranks (pid {self._warden.pid}) was killed: so are the ranks")
-        for rank in self._ranks:
-            if rank.end is None:
-                rank.record_end(signal.SIGKILL)
+        living = [rank for rank in self._ranks if rank.end is None]
+        for rank in living:
+            rank.asked_to_end = True
+            rank.record_end(signal.SIGKILL)
+        if living or not self._ranks:
+            self._warden_output.drain()
+            self._warden_failure = RankEnd(
+                rank=-1,
+                pid=self._warden.pid,
+                returncode=os.waitstatus_to_exitcode(self._warden.status()),
+                asked=False,
+                last_words=LastWords.of(self._warden_output.tail),
+                folder=self._folder.path,
+                when_s=time.monotonic(),
+            )
 
     # ------------------------------------------------------------ decisions
 
@@ -344,9 +382,11 @@ class Supervisor:
         while self._unhandled:
             sig = self._unhandled.pop(0)
             if sig == signal.SIGWINCH:
-                self._resize()
-            elif sig in _ONLY_FORWARDED:
-                self._warden.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.end is None])
+                for output in (output for rank in self._ranks for output in rank.outputs):
+                    output.resize()
+            elif sig in _ONLY_FORWARDED:  # to ranks alone: what they have started would mostly die of it
+                living_pids = [rank.pid for rank in self._ranks if rank.pid and rank.end is None]
+                self._warden.signal(sig, living_pids, groups=False)
             elif self.received is not None:  # asked a second time: at once
                 self._end_ranks(signal.SIGKILL)
             else:
@@ -358,12 +398,9 @@ class Supervisor:
                         rank.stderr.hide_interrupts()
                 self._end_ranks(sig)
 
-    def _resize(self) -> None:
-        """Pass the screen's size on. A rank's terminal is not its controlling one, so the signal is ours to send."""
-        for rank in self._ranks:
-            has_terminal = [output.resize() for output in rank.outputs]
-            if any(has_terminal) and rank.pid and rank.end is None:
-                self._warden.signal(signal.SIGWINCH, [rank.pid])
+    def _is_ending(self) -> bool:
+        """Whether we have been told to end: then output that nobody reads must not hold us up."""
+        return self.received is not None or any(sig not in _HARMLESS for sig in self._unhandled)
 
     def _catch_signals(self) -> None:
         # Handlers only note the signal; the byte that Python writes to the pipe wakes the loop.
@@ -408,8 +445,18 @@ def _open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def _raise_descriptor_limit() -> None:
-    """Make room for the streams of many ranks; the ranks keep the limit that the user gave them."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _raise_descriptor_limit() -> tuple[int, int]:
+    """Make room for the streams of many ranks; return the limits that the user gave us, and that the ranks keep."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft, hard
+
+
+def _descriptor_problem(num_ranks: int) -> str:
+    """Return why the ranks can't have their streams; empty if they can."""
+    needed = _DESCRIPTORS_OF_OURS + num_ranks * _DESCRIPTORS_PER_RANK
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard in (resource.RLIM_INFINITY, -1) or hard >= needed:
+        return ""
+    return f"{num_ranks} ranks need some {needed} open files, the limit is {hard}: start fewer, or raise it (ulimit -n)"

@@ -12,7 +12,7 @@ from typing import Protocol
 from phalanx.launch.causes import is_victim
 
 STYLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's excepthook puts it before each line
+TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch's excepthook puts it before each line
 TRACEBACK = re.compile(r"^(  \+ Exception Group )?Traceback \(most recent call last\):$")
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
 _WITHIN = re.compile(r"^(\s|$|During handling of|The above exception|Traceback \()")

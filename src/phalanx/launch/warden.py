@@ -1,6 +1,6 @@
 """The parent of the ranks: forks them, hears of their end, and lets nothing outlive the supervisor.
 
-One process, one thread, no signal handlers and no output of its own: what it forks is as clean as a new process. It
+One process, one thread, no output of its own: what it forks is as clean as a new process. It
 is told what to do over a socket by the supervisor, which owns the terminal; when that socket closes, however the
 supervisor ended, it kills the ranks and all that they have started, and goes. It is a child subreaper: a process whose
 parent has died becomes its child, so that no daemon of a rank escapes.
@@ -11,6 +11,7 @@ itself, stopped in :mod:`phalanx.launch.preload.sitecustomize` with torch import
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -18,13 +19,14 @@ import fcntl
 import gc
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import sys
 import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from phalanx.launch.channel import MAX_PACKET_BYTES
@@ -52,18 +54,35 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_children(limit_s: float = 5.0) -> None:
-    """Kill every child of this process, and theirs, and theirs; return when none is left."""
+def end_children(spared: Collection[int] = (), limit_s: float = 5.0) -> None:
+    """Kill every child of this process, and theirs, and theirs; return when none is left, or at the limit.
+
+    Args:
+        spared: Children that stay.
+    """
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        for pid in _children():
-            with contextlib.suppress(ProcessLookupError):
+    while (pids := set(_children()).difference(spared)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        try:
-            # Blocks until one has ended: SIGKILL is on its way to all of them.
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+        for pid in pids:
+            reap(pid, deadline - time.monotonic())
+
+
+def reap(pid: int, limit_s: float) -> int | None:
+    """Wait for a child to end and return its wait status; None if it has not by the limit, or is no child of ours."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(max(0.0, limit_s) * 1000)
+    os.close(pidfd)
+    with contextlib.suppress(ChildProcessError):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return status if ended else None
+    return None
 
 
 def _children() -> list[int]:
@@ -88,8 +107,9 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
     """Obey the supervisor until it closes `channel`; return only in a forked rank, after `begin`.
 
     Packets from the supervisor are JSON objects: ``{"start": rank, "environ": ...}`` with the three descriptors of a
-    rank, or ``{"signal": number, "pids": [...]}``. Packets to it: ``{"ready": true}``, ``{"started": pid, "rank": r}``
-    and ``{"ended": pid, "status": s}`` with `s` as from ``os.waitpid``.
+    rank, or ``{"signal": number, "pids": [...], "groups": bool}``, with groups also to what the ranks have started.
+    Packets to it: ``{"ready": true}``, ``{"started": pid, "rank": r}`` and ``{"ended": pid, "status": s}`` with `s` as
+    from ``os.waitpid``.
     """
     adopt_orphans()
     _libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on we have something to do when the supervisor ends
@@ -126,8 +146,11 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
             _send(channel, {"started": pid, "rank": packet["start"]})
         else:
             for pid in living.keys() & set(packet["pids"]):
-                _signal_group(pid, packet["signal"])
-                _signal_group(pid, signal.SIGCONT)  # a stopped rank could not obey
+                if packet["groups"]:
+                    _signal_group(pid, packet["signal"])
+                    _signal_group(pid, signal.SIGCONT)  # a stopped rank could not obey
+                else:
+                    os.kill(pid, packet["signal"])
 
 
 def _bury(channel: socket.socket, living: dict[int, int], pid: int) -> None:
@@ -160,6 +183,8 @@ def _become_rank(packet: Mapping[str, Any], fds: Sequence[int]) -> None:
     for fd in fds:
         if fd > 2:
             os.close(fd)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, packet["descriptors"])  # the user's: we have raised ours
     if os.isatty(0):
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     if packet["cpus"]:
@@ -186,10 +211,13 @@ def execute(command: Sequence[str]) -> Begin:
     return begin
 
 
-def serve_preloaded() -> None:
+def serve_preloaded(loaded_before: Collection[str]) -> None:
     """Import what ranks share and serve; return in each rank, ready to go on into its script.
 
-    Where a fork could not go on, it executes the command anew.
+    Where a fork could not go on as if nothing had been imported, it executes the command anew.
+
+    Args:
+        loaded_before: Modules that Python itself loads at start.
     """
     channel = socket.socket(fileno=int(os.environ.pop(FD_VARIABLE)))
     trouble = ""
@@ -203,21 +231,38 @@ def serve_preloaded() -> None:
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
     try:
-        serve(channel, _go_on if _can_be_forked() else execute(sys.orig_argv), trouble=trouble)
+        can_go_on = not _has_threads_or_devices() and not _hides_modules_of_the_script(loaded_before)
+        serve(channel, _go_on if can_go_on else execute(sys.orig_argv), trouble=trouble)
     except BaseException as error:  # site would go on, and the script would run here
         print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
 
 
-def _can_be_forked() -> bool:
-    """Whether nothing that a fork would break is up: something else that Python loads at start may have begun it."""
+def _has_threads_or_devices() -> bool:
+    """Whether something is up that a fork would break: what else Python loads at start may have begun it.
+
+    Threads of OpenBLAS do not count: it ends them before a fork and starts them anew.
+    """
     threading, cuda = sys.modules.get("threading"), sys.modules.get("torch.cuda")
     has_threads = threading is not None and threading.active_count() > 1
-    return not has_threads and not (cuda is not None and cuda.is_initialized())
+    return has_threads or (cuda is not None and cuda.is_initialized())
+
+
+def _hides_modules_of_the_script(loaded_before: Collection[str]) -> bool:
+    """Whether the script's folder has a module, such as its own json.py, of which we have imported a namesake."""
+    if getattr(sys.flags, "safe_path", False):
+        return False
+    first = sys.orig_argv[1]
+    path = os.getcwd() if first == "-m" else os.path.realpath(first)
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    names = {name.removesuffix(".py") for name in os.listdir(folder) if name.endswith(".py")}
+    names |= {name for name in os.listdir(folder) if os.path.exists(os.path.join(folder, name, "__init__.py"))}
+    return not names.isdisjoint({name.partition(".")[0] for name in sys.modules} - set(loaded_before))
 
 
 def _go_on(packet: Mapping[str, Any]) -> None:
     """Undo what a rank shares with its siblings only because it was forked."""
+    atexit.register(gc.unfreeze)  # or the last collection would pass by what the script's own functions hold alive
     if packet["argument"]:
         sys.argv.insert(1, packet["argument"])
     for stream in (sys.stdout, sys.stderr):

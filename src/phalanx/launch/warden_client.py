@@ -7,11 +7,12 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.launch import warden
 from phalanx.launch.channel import Channel
 
+_END_WAIT_S = 10.0  # for a process that has nothing left to do but to end its children
 _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preload")
 
 
@@ -23,9 +24,20 @@ class Warden:
         environ: What all ranks find; the warden's own environment.
         preload: Stop `command`, a Python interpreter's, in the site hook and fork it there.
         output_fd: Where the warden's own output goes, such as a warning of ``import torch``.
+        descriptors: RLIMIT_NOFILE of a rank, soft and hard.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], *, preload: bool, output_fd: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        preload: bool,
+        output_fd: int,
+        descriptors: tuple[int, int],
+    ) -> None:
+        self._descriptors = descriptors
+        self._status: int | None = None
         self.channel, theirs = Channel.pair()
         supervisor_pid = os.getpid()
         self.pid = os.fork()
@@ -50,19 +62,35 @@ class Warden:
         self, rank: int, environ: Mapping[str, str], fds: Sequence[int], cpus: Sequence[int], argument: str = ""
     ) -> None:
         """Have a rank forked; ``{"started": pid, "rank": rank}`` will tell its pid."""
-        packet = {"start": rank, "environ": environ, "cpus": cpus, "argument": argument, "warden": self.pid}
+        packet = {
+            "start": rank,
+            "environ": environ,
+            "cpus": cpus,
+            "argument": argument,
+            "warden": self.pid,
+            "descriptors": self._descriptors,
+        }
         self.channel.send(packet, fds)
 
-    def signal(self, sig: int, pids: Sequence[int]) -> None:
-        """Send `sig` to the process groups of ranks; one that has ended is left out."""
-        self.channel.send({"signal": sig, "pids": list(pids)})
+    def signal(self, sig: int, pids: Sequence[int], *, groups: bool = True) -> None:
+        """Send `sig` to ranks, and to what they have started unless `groups` is false; the ended are left out."""
+        self.channel.send({"signal": sig, "pids": list(pids), "groups": groups})
 
-    def close(self) -> None:
-        """End the warden and every process under it; return when all are gone."""
+    def status(self) -> int:
+        """Return its wait status once it has ended, or is about to: its channel has closed."""
+        if self._status is None:
+            self._status = warden.reap(self.pid, _END_WAIT_S)
+        return signal.SIGKILL if self._status is None else self._status
+
+    def close(self, spared: Collection[int] = ()) -> None:
+        """End the warden and every process under it; return when all are gone.
+
+        Args:
+            spared: Children of this process that stay.
+        """
         self.channel.close()
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
-        warden.end_children()  # of a warden that was killed
+        self.status()
+        warden.end_children(spared)  # of a warden that was killed
 
     def kill(self) -> None:
         """End it at once: before it has started a rank, it may be busy importing."""
@@ -71,6 +99,11 @@ class Warden:
 
 
 def _settle(output_fd: int) -> None:
+    """Undo what the supervisor has set up for itself, and take the streams of a warden."""
+    signal.set_wakeup_fd(-1)
+    for sig in (*signal.valid_signals(), signal.SIGTTIN):
+        if callable(signal.getsignal(sig)) or sig == signal.SIGTTIN:
+            signal.signal(sig, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
     for fd, number in ((null, 0), (output_fd, 1), (output_fd, 2)):
         os.dup2(fd, number)

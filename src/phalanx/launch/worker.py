@@ -51,8 +51,8 @@ class Function:
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> Function | Callable[..., Any]:
         """Return what names `fn` to a rank; `fn` itself if it has no name there and must travel by value."""
-        by_name = inspect.isfunction(fn) and "<" not in fn.__qualname__
-        if not by_name or (fn.__module__ == "__main__" and not _main_can_be_imported()):
+        has_name = inspect.isfunction(fn) and "<" not in fn.__qualname__
+        if not has_name or (fn.__module__ == "__main__" and not _main_can_be_imported()) or _named_by(fn) is not fn:
             return fn
         return cls(fn.__module__, fn.__qualname__, fn.__code__.co_filename)
 
@@ -71,6 +71,14 @@ class Function:
         for part in self.qualname.split("."):
             found = getattr(found, part)
         return found  # type: ignore[return-value]
+
+
+def _named_by(fn: Callable[..., Any]) -> object:
+    """Return what stands under the name of `fn`: another function, if that was bound again."""
+    found: object = sys.modules.get(fn.__module__)
+    for part in fn.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def load_function(function: Function | Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +155,8 @@ def worker_main(rank: int, plan: Plan, pipe: connection.Connection, _stdout: obj
         code = error.code if isinstance(error, SystemExit) else 1
         # Not by the interpreter's end: a broken group could hang there and hide the failure.
         _leave(code if isinstance(code, int) else 1)
-    pipe.send_bytes(answer)
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        pipe.send_bytes(answer)
     # multiprocessing now ends this process as any other, with its finalizers.
 
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver
 from typing import Any
@@ -192,8 +193,8 @@ class Handle:
         ended = not self.process.is_alive()  # asked first: what it sent lies in the pipe by then
         try:
             while not self._pipe.closed and self._pipe.poll():
-                self._take(pickle.loads(self._pipe.recv_bytes()))
-        except (EOFError, ConnectionError):
+                self._take(self._pipe.recv_bytes())
+        except (EOFError, OSError):  # it has ended, maybe in the middle of a message
             self._pipe.close()
         if ended:
             self._record_end()
@@ -208,7 +209,12 @@ class Handle:
             with contextlib.suppress(OSError), open(self._stacks, errors="replace") as stacks:
                 self.outcome.traceback = stacks.read()
 
-    def _take(self, message: tuple[Any, ...]) -> None:
+    def _take(self, data: bytes) -> None:
+        try:
+            message = pickle.loads(data)
+        except Exception as error:  # what a rank has sent does not come back: its failure
+            text = "".join(traceback.format_exception(error))
+            message = ("raised", TypeError(f"its result can't be unpickled here: {error}"), text, time.monotonic())
         if message[0] == "reached":
             self.points[message[1]] = message[2]
         elif message[0] == "returned":

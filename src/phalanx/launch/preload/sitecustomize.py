@@ -8,6 +8,7 @@ would: the interpreter itself runs the script, so ``__main__``, ``sys.argv``, ``
 import os
 import sys
 
+_LOADED_BEFORE = frozenset(sys.modules)
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 
@@ -28,7 +29,7 @@ except BaseException as error:  # site would go on, and the script would run her
     os._exit(1)
 
 sys.path.remove(_PACKAGES)
-serve_preloaded()
+serve_preloaded(_LOADED_BEFORE)
 
 # Whoever else owns the name runs now. If nobody does, the import fails as it would have without us: site expects that,
 # and takes this module out of sys.modules.
