@@ -11,7 +11,6 @@ itself, stopped in :mod:`phalanx.launch.preload.sitecustomize` with torch import
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import errno
@@ -262,7 +261,12 @@ def _hides_modules_of_the_script(loaded_before: Collection[str]) -> bool:
 
 def _go_on(packet: Mapping[str, Any]) -> None:
     """Undo what a rank shares with its siblings only because it was forked."""
-    atexit.register(gc.unfreeze)  # or the last collection would pass by what the script's own functions hold alive
+    # The script's namespace must not be among what the collector passes by: it holds all that the script holds.
+    main = type(sys)("__main__")
+    main.__dict__.update(sys.modules["__main__"].__dict__)
+    if "__annotations__" in main.__dict__:
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
     if packet["argument"]:
         sys.argv.insert(1, packet["argument"])
     for stream in (sys.stdout, sys.stderr):
