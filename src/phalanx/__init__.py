@@ -22,6 +22,11 @@ _EXPORTS = {
     "Session": "phalanx.session",
     "init": "phalanx.session",
     "shutdown": "phalanx.session",
+    "DataLoader": "phalanx.data",
+    "DataPartitioner": "phalanx.data",
+    "DistributedSampler": "phalanx.data",
+    "seed_everything": "phalanx.data",
+    "shard_iterable": "phalanx.data",
     "install_as_default": "phalanx.backend",
 }
 

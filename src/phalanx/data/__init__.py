@@ -1,0 +1,9 @@
+"""Who trains on what: samplers, partitions, loaders and seeds. Knows torch.distributed, and no backend."""
+
+from phalanx.data.loader import DataLoader
+from phalanx.data.partition import DataPartitioner, Partition
+from phalanx.data.sampler import DistributedSampler
+from phalanx.data.seeds import seed_everything
+from phalanx.data.shards import shard_iterable
+
+__all__ = ["DataLoader", "DataPartitioner", "DistributedSampler", "Partition", "seed_everything", "shard_iterable"]

@@ -1,0 +1,32 @@
+"""This process's rank for whatever divides data, and an error where it can't be known yet."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from phalanx import _env
+
+
+def rank_and_size(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
+    """Return rank and number of ranks: as given, else of the default group, else 0 of 1.
+
+    Raises:
+        RuntimeError: This process was started as one of several and has no process group yet: each rank would take
+            all data.
+        ValueError: `rank` is outside the group.
+    """
+    if rank is None or num_replicas is None:
+        if dist.is_available() and dist.is_initialized():
+            own = dist.get_rank(), dist.get_world_size()
+        elif int(_env.environment().get("WORLD_SIZE") or 1) > 1:
+            raise RuntimeError(
+                "data is to be divided among ranks and there is no process group yet: call phalanx.init() or "
+                "init_process_group() first, or pass num_replicas and rank"
+            )
+        else:
+            own = 0, 1
+        rank = own[0] if rank is None else rank
+        num_replicas = own[1] if num_replicas is None else num_replicas
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank must lie in [0, {num_replicas}), got {rank}")
+    return rank, num_replicas
