@@ -204,6 +204,7 @@ def use_after_abort(rank, world_size):
 
 def abort_a_waiting_rank(rank, world_size):
     """abort() on one rank ends the waits of the others, named."""
+    dist.barrier()  # both have come out of init_process_group
     if rank == 1:
         dist.group.WORLD.abort()
         return None
