@@ -208,6 +208,24 @@ void bind_group(nb::module_& m) {
     });
   }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"),
      nb::arg("site").none());
+  // A message in several pieces, averaged or otherwise reduced where they lie. Returns the sum of squares of the first
+  // `num_squared` pieces of the result.
+  group.def("all_reduce_pieces", [](Group& g, const Addresses& ins, const Addresses& outs,
+                                    const std::vector<std::size_t>& counts, int dtype, std::size_t item, int op,
+                                    int code, std::size_t num_squared, Timeout timeout) {
+    std::vector<Piece> pieces;
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < ins.size(); ++i) {
+      pieces.push_back(Piece{pointer(ins[i]), pointer(outs[i]), counts[i], i < num_squared});
+      count += counts[i];
+    }
+    double squares = 0;
+    start(g, std::nullopt, timeout.count(), [&](Collectives& c, const Context& x) {
+      squares = c.all_reduce(x, pieces, make_items(dtype, item, count), make_reduction(dtype, op, code),
+                             num_squared > 0 ? find_squares(static_cast<Dtype>(dtype)) : nullptr);
+    });
+    return squares;
+  });
   group.def("reduce", [](Group& g, Address in, Address out, int dtype, std::size_t item, std::size_t count, int op,
                          int code, int root, Timeout timeout, Site site) {
     return start(g, site, timeout.count(), [=, items = make_items(dtype, item, count),

@@ -175,19 +175,66 @@ void Collectives::broadcast(const Context& context, void* data, Items items, int
       });
 }
 
-void Collectives::all_reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction) {
+template <class Visit>
+void Collectives::visit_pieces(Items items, std::size_t first, std::size_t count, Visit&& visit) const {
+  auto p = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), first) - ends_.begin());
+  for (std::size_t done = 0; done < count; ++p) {
+    const Piece& piece = pieces_[p];
+    const std::size_t begin = first + done - (ends_[p] - piece.count);
+    const std::size_t here = std::min(piece.count - begin, count - done);
+    if (here == 0) continue;
+    visit(piece, begin * items.item_bytes, done, here);
+    done += here;
+  }
+}
+
+double Collectives::all_reduce(const Context& context, std::span<const Piece> pieces, Items items,
+                               Reduction reduction, SquaresFn squares) {
   Wait wait = begin(context, make_call(Op::kAllReduce, items, -1, reduction.code));
   sources_.resize(static_cast<std::size_t>(board_.size()));
+  pieces_ = pieces;
+  ends_.clear();
+  for (const Piece& piece : pieces) ends_.push_back(piece.count + (ends_.empty() ? 0 : ends_.back()));
   const std::size_t bytes = items.bytes();
   if (bytes > kInlineBytes && bytes > std::min(tuning.one_shot_bytes, kStageBytes)) {
     muster(wait);
-    all_reduce_chunks(wait, at(in, 0), at(out, 0), items, reduction.apply);
-    return;
+    return board_.size() == 2 ? all_reduce_pair(wait, items, reduction.apply, squares)
+                              : all_reduce_chunks(wait, items, reduction.apply, squares);
   }
-  copy_bytes(own_area(bytes), in, bytes);
+  visit_pieces(items, 0, items.count, [&](const Piece& piece, std::size_t offset, std::size_t first, std::size_t m) {
+    copy_bytes(own_area(bytes) + first * items.item_bytes, at(piece.in, offset), m * items.item_bytes);
+  });
   muster(wait);
-  for (int r = 0; r < board_.size(); ++r) sources_[r] = r == board_.rank() ? in : area(r, bytes);
-  reduction.apply(out, sources_.data(), board_.size(), items.count);
+  double sum = 0;
+  visit_pieces(items, 0, items.count, [&](const Piece& piece, std::size_t offset, std::size_t first, std::size_t m) {
+    for (int r = 0; r < board_.size(); ++r)
+      sources_[r] = r == board_.rank() ? at(piece.in, offset) : area(r, bytes) + first * items.item_bytes;
+    reduction.apply(at(piece.out, offset), sources_.data(), board_.size(), m);
+    if (squares != nullptr && piece.squared) sum += squares(at(piece.out, offset), m);
+  });
+  return sum;
+}
+
+/// Two ranks: each shows the other all of its message, and both reduce all of it. As many bytes cross between the
+/// processors as when each reduces one half and fetches the other, and one wait a chunk is enough.
+double Collectives::all_reduce_pair(Wait& wait, Items items, ReduceFn reduce, SquaresFn squares) {
+  double sum = 0;
+  const std::size_t item = items.item_bytes;
+  exchange_chunks(
+      wait, Flow::kEverybody, 1, items.bytes(), item,
+      [&](std::byte* area, std::size_t lo, std::size_t len) {
+        visit_pieces(items, lo / item, len / item, [&](const Piece& piece, std::size_t offset, std::size_t first, std::size_t m) {
+          copy_bytes(area + first * item, at(piece.in, offset), m * item);
+        });
+      },
+      [&](auto area_of, std::size_t lo, std::size_t len) {
+        visit_pieces(items, lo / item, len / item, [&](const Piece& piece, std::size_t offset, std::size_t first, std::size_t m) {
+          for (int r = 0; r < 2; ++r) sources_[r] = r == board_.rank() ? at(piece.in, offset) : area_of(r) + first * item;
+          reduce(at(piece.out, offset), sources_.data(), 2, m);
+          if (squares != nullptr && piece.squared) sum += squares(at(piece.out, offset), m);
+        });
+      });
+  return sum;
 }
 
 /// Reduce-scatter and all-gather, pipelined (Rabenseifner 2004). chunk: a range of the message; part: the share of a
@@ -197,15 +244,16 @@ void Collectives::all_reduce(const Context& context, const void* in, void* out, 
 /// enough without further waiting: before staging c + 1 it has collected c - 2, for which every rank had reduced
 /// c - 2, the last reader of that staging slot; and before it reduces c it has seen every rank stage c, which a rank
 /// does after it collected c - 3, the last reader of that result slot.
-void Collectives::all_reduce_chunks(Wait& wait, const std::byte* in, std::byte* out, Items items, ReduceFn reduce) {
+double Collectives::all_reduce_chunks(Wait& wait, Items items, ReduceFn reduce, SquaresFn squares) {
   ensure_mailboxes(wait);
   const auto n = static_cast<std::size_t>(board_.size());
   const auto me = static_cast<std::size_t>(board_.rank());
+  const std::size_t item = items.item_bytes;
   // Four chunks at least, so that there is a pipeline; no part smaller than a page if that can be.
   const std::size_t chunk_bytes =
       std::min(tuning.chunk_bytes, std::max(align_up(items.bytes() / 4, kPage), kPage * n));
-  const std::size_t per_line = std::max<std::size_t>(kCacheLine / items.item_bytes, 1);
-  const std::size_t chunk_items = std::min(chunk_bytes, kSlotBytes) / items.item_bytes;
+  const std::size_t per_line = std::max<std::size_t>(kCacheLine / item, 1);
+  const std::size_t chunk_items = std::min(chunk_bytes, kSlotBytes) / item;
   const std::uint64_t num_chunks = (items.count + chunk_items - 1) / chunk_items;
   const std::uint64_t base = chunks_;
   chunks_ += num_chunks;
@@ -220,30 +268,43 @@ void Collectives::all_reduce_chunks(Wait& wait, const std::byte* in, std::byte* 
   };
   auto staging = [&](std::size_t r, std::uint64_t c) { return slot(static_cast<int>(r), (base + c) % kSlots); };
   auto result = [&](std::size_t r, std::uint64_t c) { return slot(static_cast<int>(r), kSlots + (base + c) % kSlots); };
+  auto copy_out = [&](std::byte* to, std::uint64_t c, std::size_t first, std::size_t count) {
+    visit_pieces(items, c * chunk_items + first, count, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
+      copy_bytes(to + (first + done) * item, at(piece.in, offset), m * item);
+    });
+  };
   auto stage_one = [&](std::uint64_t c) {
-    const std::byte* chunk = in + c * chunk_items * items.item_bytes;
     const Part own = part(c, me);
-    const std::size_t before = own.first * items.item_bytes;
-    const std::size_t after = (own.first + own.count) * items.item_bytes;
-    copy_bytes(staging(me, c), chunk, before);
-    copy_bytes(staging(me, c) + after, chunk + after, items_of(c) * items.item_bytes - after);
+    copy_out(staging(me, c), c, 0, own.first);
+    copy_out(staging(me, c), c, own.first + own.count, items_of(c) - own.first - own.count);
     publish(&Progress::staged, base + c + 1, true);
   };
   auto reduce_one = [&](std::uint64_t c) {
     const Part own = part(c, me);
-    const std::size_t offset = own.first * items.item_bytes;
-    const std::size_t in_message = c * chunk_items * items.item_bytes + offset;
-    for (std::size_t r = 0; r < n; ++r) sources_[r] = r == me ? in + in_message : staging(r, c) + offset;
-    reduce(result(me, c), sources_.data(), board_.size(), own.count);
+    visit_pieces(items, c * chunk_items + own.first, own.count,
+                 [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
+                   const std::size_t in_slot = (own.first + done) * item;
+                   for (std::size_t r = 0; r < n; ++r)
+                     sources_[r] = r == me ? at(piece.in, offset) : staging(r, c) + in_slot;
+                   reduce(result(me, c) + in_slot, sources_.data(), board_.size(), m);
+                 });
     publish(&Progress::consumed, base + c + 1, true);
-    copy_bytes(out + in_message, result(me, c), own.count * items.item_bytes);
   };
+  double sum = 0;
   auto collect_one = [&](std::uint64_t c) {
-    for (std::size_t i = 1; i < n; ++i) {
+    for (std::size_t i = 0; i < n; ++i) {
       const std::size_t r = (me + i) % n;  // start at different peers
       const Part theirs = part(c, r);
-      copy_bytes(out + (c * chunk_items + theirs.first) * items.item_bytes, result(r, c), theirs.count * items.item_bytes);
+      visit_pieces(items, c * chunk_items + theirs.first, theirs.count,
+                   [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
+                     copy_bytes(at(piece.out, offset), result(r, c) + (theirs.first + done) * item, m * item);
+                   });
     }
+    if (squares == nullptr) return;
+    visit_pieces(items, c * chunk_items, items_of(c),
+                 [&](const Piece& piece, std::size_t offset, std::size_t, std::size_t m) {
+                   if (piece.squared) sum += squares(at(piece.out, offset), m);
+                 });
   };
 
   stage_one(0);
@@ -257,6 +318,7 @@ void Collectives::all_reduce_chunks(Wait& wait, const std::byte* in, std::byte* 
   }
   await_all(wait, &Progress::consumed, base + num_chunks);
   collect_one(num_chunks - 1);
+  return sum;
 }
 
 void Collectives::reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction,

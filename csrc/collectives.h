@@ -23,6 +23,14 @@ struct Items {
   std::size_t bytes() const { return item_bytes * count; }
 };
 
+/// A part of a message that lies in several places: the message is its pieces, one after the other.
+struct Piece {
+  const void* in;
+  void* out;  // may be `in`
+  std::size_t count;
+  bool squared = true;  // counts in the sum of squares
+};
+
 struct Reduction {
   std::uint8_t code;  // ReduceOp + 1, or a code of its own (PREMUL_SUM) that peers must agree on
   ReduceFn apply;
@@ -45,7 +53,14 @@ class Collectives {
   void join(const Context& context) { barrier(context, Op::kJoin); }
   void barrier(const Context& context, Op op = Op::kBarrier);
   void broadcast(const Context& context, void* data, Items items, int root);
-  void all_reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction);
+  void all_reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction) {
+    const Piece piece{in, out, items.count};
+    all_reduce(context, {&piece, 1}, items, reduction);
+  }
+  /// `items` counts all pieces together. Returns the sum of squares of the result if asked for, the same bits on all
+  /// ranks that cut the message into the same pieces.
+  double all_reduce(const Context& context, std::span<const Piece> pieces, Items items, Reduction reduction,
+                    SquaresFn squares = nullptr);
   void reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction, int root);
   /// `ins[j]`: the block of `items` that rank j receives reduced.
   void reduce_scatter(const Context& context, std::span<const void* const> ins, void* out, Items items,
@@ -72,7 +87,13 @@ class Collectives {
   std::byte* slot(int r, std::uint64_t index) { return mailboxes_.data() + (r * 2 * kSlots + index) * kSlotBytes; }
   void publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all);
   void await_all(Wait& wait, std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
-  void all_reduce_chunks(Wait& wait, const std::byte* in, std::byte* out, Items items, ReduceFn reduce);
+  double all_reduce_pair(Wait& wait, Items items, ReduceFn reduce, SquaresFn squares);
+  double all_reduce_chunks(Wait& wait, Items items, ReduceFn reduce, SquaresFn squares);
+
+  /// Call `visit(piece, offset, done, count)` for each piece that overlaps the elements [first, first + count) of the
+  /// message: `count` elements from byte `offset` of the piece on, which come after `done` elements of the range.
+  template <class Visit>
+  void visit_pieces(Items items, std::size_t first, std::size_t count, Visit&& visit) const;
 
   template <class Stage, class Consume>
   void exchange(const Context& context, const Call& call, Flow flow, std::size_t num_blocks, std::size_t block_bytes,
@@ -86,6 +107,8 @@ class Collectives {
   std::uint64_t chunks_ = 0;  // chunks of all pipelined collectives so far: the base of the progress counters
   Mapping mailboxes_;
   std::vector<const void*> sources_;
+  std::span<const Piece> pieces_;  // of the all_reduce that runs
+  std::vector<std::size_t> ends_;  // of each piece, in elements of the message
 };
 
 }  // namespace phalanx

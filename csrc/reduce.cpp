@@ -4,13 +4,16 @@ namespace phalanx {
 
 namespace baseline {
 ReduceFn find(Dtype, ReduceOp);
+SquaresFn find_squares(Dtype);
 }
 #if defined(PHALANX_X86_VARIANTS)
 namespace v3 {
 ReduceFn find(Dtype, ReduceOp);
+SquaresFn find_squares(Dtype);
 }
 namespace v4 {
 ReduceFn find(Dtype, ReduceOp);
+SquaresFn find_squares(Dtype);
 }
 #endif
 
@@ -46,6 +49,16 @@ ReduceFn find_reduce(Dtype dtype, ReduceOp op) {
     case Level::kV3: return v3::find(dtype, op);
 #endif
     default: return baseline::find(dtype, op);
+  }
+}
+
+SquaresFn find_squares(Dtype dtype) {
+  switch (level()) {
+#if defined(PHALANX_X86_VARIANTS)
+    case Level::kV4: return v4::find_squares(dtype);
+    case Level::kV3: return v3::find_squares(dtype);
+#endif
+    default: return baseline::find_squares(dtype);
   }
 }
 

@@ -20,7 +20,14 @@ using ReduceFn = void (*)(void* dst, const void* const* srcs, int num_srcs, std:
 /// The kernel for this processor, or nullptr when the operation has no meaning for the dtype.
 ReduceFn find_reduce(Dtype dtype, ReduceOp op);
 
-/// Instruction set that find_reduce() chose: "baseline", "x86-64-v3" or "x86-64-v4".
+/// Sum of the squares of `count` elements (of both parts of a complex one), halves and floats summed in float32 by
+/// blocks, those in float64. The order of additions depends on `count` alone.
+using SquaresFn = double (*)(const void* data, std::size_t count);
+
+/// The kernel for this processor, or nullptr for integers.
+SquaresFn find_squares(Dtype dtype);
+
+/// Instruction set that these chose: "baseline", "x86-64-v3" or "x86-64-v4".
 const char* simd_level();
 
 }  // namespace phalanx

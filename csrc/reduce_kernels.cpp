@@ -321,7 +321,42 @@ ReduceFn boolean(ReduceOp op) {
   }
 }
 
+/// Sixteen running sums, which is how a vector unit would do it: the ranks of a job run the same
+/// instructions and so get the same bits.
+template <class T>
+double squares(const void* raw, std::size_t count) {
+  constexpr std::size_t kLanes = 16;
+  const T* data = static_cast<const T*>(raw);
+  double total = 0;
+  wide_t<T> acc[kBlock];
+  for (std::size_t at = 0; at < count; at += kBlock) {
+    const std::size_t m = count - at < kBlock ? count - at : kBlock;
+    load_block(acc, data + at, m);
+    wide_t<T> lanes[kLanes] = {};
+    std::size_t i = 0;
+    for (; i + kLanes <= m; i += kLanes)
+      for (std::size_t k = 0; k < kLanes; ++k) lanes[k] += acc[i + k] * acc[i + k];
+    for (; i < m; ++i) lanes[i % kLanes] += acc[i] * acc[i];
+    for (std::size_t k = 0; k < kLanes; ++k) total += static_cast<double>(lanes[k]);
+  }
+  return total;
+}
+template <class T>
+double squares_complex(const void* data, std::size_t count) { return squares<T>(data, 2 * count); }
+
 }  // namespace
+
+SquaresFn find_squares(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat32: return squares<float>;
+    case Dtype::kFloat64: return squares<double>;
+    case Dtype::kFloat16: return squares<f16>;
+    case Dtype::kBfloat16: return squares<bf16>;
+    case Dtype::kComplex64: return squares_complex<float>;
+    case Dtype::kComplex128: return squares_complex<double>;
+    default: return nullptr;
+  }
+}
 
 ReduceFn find(Dtype dtype, ReduceOp op) {
   switch (dtype) {

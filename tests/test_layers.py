@@ -19,6 +19,7 @@ FLOORS = {
     "backend": 1,
     "data": 1,
     "launch": 1,
+    "parallel": 2,
     "session": 2,
     "testing": 2,
     "cli": 4,

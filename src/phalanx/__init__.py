@@ -27,6 +27,12 @@ _EXPORTS = {
     "DistributedSampler": "phalanx.data",
     "seed_everything": "phalanx.data",
     "shard_iterable": "phalanx.data",
+    "DataParallel": "phalanx.parallel",
+    "DistributedDataParallel": "phalanx.parallel",
+    "SyncBatchNorm": "phalanx.parallel",
+    "average_gradients": "phalanx.parallel",
+    "convert_sync_batchnorm": "phalanx.parallel",
+    "ring_all_reduce": "phalanx.parallel",
     "install_as_default": "phalanx.backend",
 }
 

@@ -150,6 +150,23 @@ class PhalanxGroup(ProcessGroup):
         self._listened, self._direct = True, None
         super().register_post_hook(*args)
 
+    def average_coalesced(
+        self, tensors: list[torch.Tensor], marks: torch.Tensor, *, with_squares: bool = False
+    ) -> float:
+        """Replace CPU tensors by their means over the ranks, in one pass over where they lie; blocks.
+
+        What torch has no name for: data parallel training prefers it to copying gradients into buckets.
+
+        Args:
+            tensors: Dense, any shapes and floating or complex dtypes; the same on all ranks.
+            marks: One more tensor to average, of the dtype of one of `tensors`, contiguous.
+            with_squares: Add up the squares of the means of `tensors` on the way.
+
+        Returns:
+            That sum of squares, the same bits on all ranks; 0.0 if not asked for.
+        """
+        return self._operations.average_coalesced(tensors, marks, self._timeout, with_squares=with_squares)
+
     # ---- what is not a collective ----------------------------------------------------------------------------------
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

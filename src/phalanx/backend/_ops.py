@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
 
 from phalanx import _core
 from phalanx._errors import CollectiveTimeout, GroupUnusable, PhalanxError
@@ -23,6 +24,7 @@ Tensors = list[torch.Tensor]
 Options = Any
 """One of torch's options classes: `asyncOp`, `timeout`, and `rootRank` or `reduceOp` where they apply."""
 _SUM = REDUCE_CODES[RedOpType.SUM][0]
+_AVG = ReduceOp(RedOpType.AVG)
 _SUMMABLE = frozenset(dtype for dtype, (code, _) in DTYPE_CODES.items() if _core.reduces(code, _SUM))
 
 
@@ -268,7 +270,7 @@ class Operations:
         parts = [self._gather_padded(part, most, blocking) for part in (local.indices().t(), local.values())]
         counts = [int(m[0]) for m in metas]
         indices, values = (torch.cat([p[:c] for p, c in zip(part, counts, strict=True)]) for part in parts)
-        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
         tensor.copy_(total)
         return self._done(opts, [tensor])
 
@@ -282,6 +284,33 @@ class Operations:
     def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         calls = [functools.partial(self.allreduce, [t]) for t in tensors]
         return self._coalesced("all_reduce", calls, opts, tensors, tensors)
+
+    def average_coalesced(
+        self, tensors: Tensors, marks: torch.Tensor, timeout: timedelta, *, with_squares: bool
+    ) -> float:
+        """Replace `tensors` and `marks` by their means over the ranks, where they lie; blocks. See PhalanxGroup."""
+        close = self._profiled("average_coalesced", tensors, None) if torch.autograd._profiler_enabled() else None
+        out = _Outputs()
+        squares = 0.0
+        by_dtype: dict[torch.dtype, Tensors] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for dtype, alike in by_dtype.items():
+            code, item = self._check("average_coalesced", alike[0])
+            kernel, agreed = self._reduction("average_coalesced", _AVG, dtype)
+            num_squared = len(alike) if with_squares else 0
+            buffers = [out.buffer(tensor, filled=True) for tensor in alike]
+            if dtype == marks.dtype:
+                buffers.append(marks)
+            addresses = [buffer.data_ptr() for buffer in buffers]
+            counts = [buffer.numel() for buffer in buffers]
+            squares += self._core.all_reduce_pieces(
+                addresses, addresses, counts, code, item, kernel, agreed, num_squared, timeout
+            )
+        out.settle()
+        if close is not None:
+            close()
+        return squares
 
     def _coalesced(
         self, op: str, calls: Sequence[Callable], opts: Options, result: Tensors, inputs: Tensors

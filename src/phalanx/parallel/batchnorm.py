@@ -1,0 +1,145 @@
+"""Batch normalization over the batch of all ranks, on any device and backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's SyncBatchNorm, on the CPU too: statistics are those of one batch that holds the samples of all ranks.
+
+    Forward and backward equal `BatchNorm*d` of one process on the whole batch up to rounding, however unequal the
+    ranks' batches are (one may be empty). Inputs have shape (N, C, ...), statistics are kept in float32 at least.
+    Gradients of weight and bias are those of this rank's samples, as torch's: DistributedDataParallel averages them.
+
+    Args: as torch's; `process_group` is the group to normalize over, by default the whole world.
+
+    Raises:
+        ValueError: The input has fewer than two dimensions, or all ranks together hold one value for each channel.
+    Source: Chan, Golub, LeVeque 1979 for joining the statistics of the ranks.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        if not self.training or group is None or dist.get_world_size(group) == 1:
+            return _BatchNorm.forward(self, input)
+        if input.is_cuda:
+            return super().forward(input)  # torch's own kernels
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        output, mean, var, count = _Normalize.apply(input, self.weight, self.bias, self.eps, group)
+        if self.track_running_stats:
+            self._track(mean, var * (count / (count - 1)))
+        return output
+
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        """Let the running statistics follow; with ``momentum=None`` they are the mean of all batches."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for running, batch in ((self.running_mean, mean), (self.running_var, var)):
+            running.lerp_(batch.to(running.dtype), factor)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+        """Return the module with every BatchNorm layer in it replaced; parameters and buffers stay the same objects."""
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+            sync = cls(
+                module.num_features,
+                module.eps,
+                module.momentum,
+                module.affine,
+                module.track_running_stats,
+                process_group,
+            )
+            sync._parameters, sync._buffers = module._parameters, module._buffers
+            sync.training = module.training
+            return sync
+        for name, child in module.named_children():
+            module._modules[name] = cls.convert_sync_batchnorm(child, process_group)
+        return module
+
+
+convert_sync_batchnorm = SyncBatchNorm.convert_sync_batchnorm
+
+
+def _by_channel(values: Tensor, like: Tensor) -> Tensor:
+    """View (C,) so that it broadcasts over (N, C, ...)."""
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalize with the statistics of all ranks; returns also mean, biased variance (both (C,)) and the count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        mean, var, count = _global_statistics(wide, group)
+        if count.item() <= 1:
+            raise ValueError(
+                f"rank {dist.get_rank()}: SyncBatchNorm: expected more than 1 value per channel in all ranks together "
+                f"when training, got {int(count.item())}; feed a larger batch or call eval()"
+            )
+        invstd = torch.rsqrt(var + eps)
+        normalized = (wide - _by_channel(mean, wide)) * _by_channel(invstd, wide)
+        output = normalized
+        if weight is not None:
+            output = output * _by_channel(weight, wide).to(wide.dtype)
+        if bias is not None:
+            output = output + _by_channel(bias, wide).to(wide.dtype)
+        ctx.save_for_backward(input, weight, mean, invstd, count)
+        ctx.group = group
+        ctx.mark_non_differentiable(mean, var, count)
+        return output.to(input.dtype), mean, var, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        input, weight, mean, invstd, count = ctx.saved_tensors
+        dims = [d for d in range(input.dim()) if d != 1]
+        wide = grad.to(mean.dtype)
+        normalized = (input.to(mean.dtype) - _by_channel(mean, wide)) * _by_channel(invstd, wide)
+        sums = torch.stack([wide.sum(dims), (wide * normalized).sum(dims)])
+        own_sum, own_dot = sums.clone() if ctx.needs_input_grad[0] else sums
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            dist.all_reduce(sums, group=ctx.group)
+            total_sum, total_dot = sums / count
+            grad_input = wide - _by_channel(total_sum, wide) - normalized * _by_channel(total_dot, wide)
+            scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
+            grad_input = (grad_input * _by_channel(scale, wide)).to(input.dtype)
+        grad_weight = own_dot.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+        grad_bias = own_sum.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and biased variance of each channel, (C,) each, over all ranks, and how many values those are of.
+
+    Joins each rank's mean and sum of squared deviations, in rank order: the same bits on all ranks.
+    """
+    num_channels = input.shape[1]
+    own = input.new_zeros(2 * num_channels + 1)
+    if input.numel():
+        dims = [d for d in range(input.dim()) if d != 1]
+        own[-1] = input.numel() // num_channels
+        var, mean = torch.var_mean(input, dims, correction=0)
+        own[:num_channels], own[num_channels:-1] = mean, var * own[-1]
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    joined = torch.stack(every)
+    means, squares, counts = joined[:, :num_channels], joined[:, num_channels:-1], joined[:, -1:]
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count
+    var = (squares + counts * (means - mean) ** 2).sum(0) / count
+    return mean, var, count

@@ -1,0 +1,32 @@
+"""One process, several GPUs: torch's DataParallel, and what to use instead of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class DataParallel(nn.DataParallel):
+    """torch's DataParallel on several GPUs; on one device or a CPU it runs the module and says once what is faster.
+
+    Args: as torch's. `device_ids` are all GPUs by default.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__(module, device_ids, output_device, dim)
+        if len(self.device_ids) <= 1:
+            where = f"cuda:{self.device_ids[0]}" if self.device_ids else "the CPU"
+            warnings.warn(
+                f"DataParallel has one device here, {where}, and only runs the module. To train on all cores or GPUs "
+                "use phalanx.DistributedDataParallel(module) in a script started by: phalanx run script.py",
+                stacklevel=2,
+            )

@@ -1,0 +1,508 @@
+"""DistributedDataParallel: one model on every rank, gradients averaged while backward runs.
+
+A gradient's way: the hook of its parameter (`_on_gradient`) -> its bucket (see `buckets`), reduced when all of its
+gradients are there -> the parameter's ``.grad``. What is left is reduced when backward ends (`_finish_backward`),
+whatever the reason: a parameter that got no gradient is no error here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from phalanx.parallel.buckets import Bucket, CommHook, make_buckets
+
+_BROADCAST_BYTES = 250 << 20
+_UNSUPPORTED = {
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
+    "mixed_precision",
+    "skip_all_reduce_unused_params",
+    "bucket_cap_mb_list",
+    "batched_grad_copy",
+    "forward_sync_buffers",
+    "lazy_bucket_allocation",
+}
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """torch's DistributedDataParallel, on any backend: same arguments, same gradients, same ``state_dict``.
+
+    Each rank calls it with the same module and feeds it its own part of the batch; after ``backward()`` every
+    parameter's ``.grad`` is the mean over the ranks, the same bits on all of them.
+
+    What differs from torch's:
+
+    - Parameters that got no gradient in a backward pass neither hang nor raise. Where another rank had a gradient,
+      this one counts as zeros; where no rank had one, ``.grad`` stays as it was. They are named once per rank, unless
+      `find_unused_parameters` says that they are expected.
+    - Models whose parameters differ between ranks raise one error on all ranks that names the first difference.
+    - ``grad_norm()``; parameters may be frozen and unfrozen at any time; SyncBatchNorm works on the CPU too (as
+      :class:`phalanx.SyncBatchNorm`).
+    - `gradient_as_bucket_view` is on by default: ``.grad`` are views of the buckets.
+
+    Args:
+        module: The model; its parameters and buffers become those of rank 0.
+        device_ids: The one GPU of this rank, to which inputs are moved; None for the CPU or several devices.
+        output_device: Accepted as in torch; only moves outputs in torch's multi-device form, which is gone.
+        dim: Accepted as in torch.
+        broadcast_buffers: Buffers become those of rank 0 at each forward pass.
+        init_sync: Verify shapes and copy the state of rank 0 now.
+        process_group: Who trains together, by default the whole world.
+        bucket_cap_mb: MiB of gradients that are reduced together, 25 by default.
+        find_unused_parameters: Do not name parameters that got no gradient.
+        check_reduction: Accepted as in torch, where it has no meaning either.
+        gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves their memory once.
+        static_graph: Accepted; needed for nothing here.
+        device_mesh: A one-dimensional mesh, instead of `process_group`.
+
+    Raises:
+        ValueError: Nothing to train, devices that do not fit, or a model that differs between ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        device_mesh: Any = None,
+        **unsupported: Any,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        _refuse(unsupported)
+        self.process_group = _choose_group(process_group, device_mesh)
+        self.module = module
+        self.dim = dim
+        self.broadcast_buffers = broadcast_buffers is not False
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.require_backward_grad_sync = True
+        self._set_devices(device_ids, output_device)
+        self._hook: CommHook | None = None
+        self._hook_state: object = None
+        self._named_unused = False
+        self._remove_hooks: Callable[[], object] = _nothing
+        if init_sync:
+            self._verify_model()
+            self._broadcast_state(src=0)
+        self._build()
+        if find_unused_parameters and static_graph:
+            warnings.warn("find_unused_parameters and static_graph are both unneeded here", stacklevel=2)
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    def _set_devices(self, device_ids: Any, output_device: Any) -> None:
+        trained = [p for _, p in self._parameters_of_module() if p.requires_grad]
+        if not trained:
+            raise ValueError(
+                f"rank {dist.get_rank()}: DistributedDataParallel: no parameter of the module requires a gradient; "
+                "use the module as it is"
+            )
+        devices = {p.device for _, p in self._parameters_of_module()}
+        self.device = next(iter(devices))
+        self.device_type = self.device.type
+        self.is_multi_device_module = len(devices) > 1
+        if device_ids and (len(device_ids) > 1 or self.device_type == "cpu" or self.is_multi_device_module):
+            raise ValueError(
+                f"rank {dist.get_rank()}: DistributedDataParallel: device_ids must name the one GPU that holds the "
+                f"module, got {device_ids} for a module on {', '.join(map(str, sorted(devices, key=str)))}; "
+                "leave it out on a CPU and for a module on several devices"
+            )
+        self.device_ids = list(device_ids) if device_ids else None
+        self.output_device = output_device or (device_ids[0] if device_ids else None)
+
+    def _parameters_of_module(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter once, with its name in the module, without those that the module wants ignored."""
+        for name, parameter in self.module.named_parameters():
+            if name not in self.parameters_to_ignore:
+                yield name, parameter
+
+    def _buffers_of_module(self) -> list[Tensor]:
+        return [b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore]
+
+    def _verify_model(self) -> None:
+        """Raise the same error on every rank if the ranks' models differ in a parameter's name, shape or dtype."""
+        own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._parameters_of_module()]
+        every: list[Any] = [None] * dist.get_world_size(self.process_group)
+        dist.all_gather_object(every, own, group=self.process_group)
+        for rank, other in enumerate(every):
+            for mine, theirs in itertools.zip_longest(every[0], other):
+                if mine != theirs:
+                    ranks = [dist.get_global_rank(self.process_group, r) for r in (0, rank)]
+                    raise ValueError(
+                        f"rank {dist.get_rank()}: DistributedDataParallel: the model differs between ranks: "
+                        f"{_describe(mine)} on rank {ranks[0]}, {_describe(theirs)} on rank {ranks[1]}. "
+                        "Build the same model on every rank"
+                    )
+
+    def _broadcast_state(self, src: int) -> None:
+        """Copy parameters and buffers of the group's rank `src` to all ranks."""
+        tensors = [p.detach() for _, p in self._parameters_of_module()]
+        if self.broadcast_buffers:
+            tensors += [b.detach() for b in self._buffers_of_module()]
+        if tensors:
+            dist._broadcast_coalesced(self.process_group, tensors, _BROADCAST_BYTES, src)
+
+    def _build(self) -> None:
+        """Make buckets for the parameters that are trained now, and hang a hook on each."""
+        trained = [(name, p) for name, p in self._parameters_of_module() if p.requires_grad]
+        self._names = {p: name for name, p in trained}
+        self._buckets = make_buckets(
+            list(self._names),
+            self.process_group,
+            self.bucket_cap_mb,
+            sparse=_sparse_parameters(self.module),
+            as_view=self.gradient_as_bucket_view,
+            hooked=self._hook is not None,
+        )
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._candidates = [p for _, p in self._parameters_of_module()]
+        self._trained = [p.requires_grad for p in self._candidates]
+        self._has_buffers = bool(self._buffers_of_module())
+        self._expected: dict[nn.Parameter, int] = {}  # how often its gradient came in the backward pass before
+        self._arrived: dict[nn.Parameter, int] = {}
+        self._armed = False
+        self._task: int | None = None  # of the autograd engine, while a backward pass runs that is to be averaged
+        self._next = 0  # buckets are started in their order
+        on_gradient = functools.partial(_call_weakly, weakref.ref(self))
+        handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in self._names]
+        self._remove_hooks()
+        self._remove_hooks = remove = weakref.finalize(self, _remove_all, handles)
+        remove.atexit = False
+
+    # ---- forward ---------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = self._before_forward(inputs, kwargs)
+        output = self.module(*inputs, **kwargs)
+        self._after_forward(output)
+        return output
+
+    @torch._disable_dynamo
+    def _before_forward(self, inputs: Any, kwargs: Any) -> Any:
+        if [p.requires_grad for p in self._candidates] != self._trained:
+            self._build()  # something was frozen or unfrozen
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+        if self.broadcast_buffers and self._has_buffers:
+            self._sync_buffers()
+        if self._join_config.enable:
+            self._count_active(active=self._averages_now())
+        if self.device_ids:
+            return _to_device((inputs, kwargs), self.device)
+        return inputs, kwargs
+
+    @torch._disable_dynamo
+    def _after_forward(self, output: Any) -> None:
+        if not self._averages_now():
+            return
+        self._armed, self._task = True, None
+        begin = functools.partial(_call_weakly, weakref.ref(self))
+        for tensor in _find_tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: begin(None))
+
+    def _averages_now(self) -> bool:
+        return torch.is_grad_enabled() and self.require_backward_grad_sync
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank alone; the first backward pass of a forward outside averages the sum."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def _sync_buffers(self, *, active: bool = True) -> None:
+        buffers = self._buffers_of_module()
+        src = self._last_active_rank(active=active) if self._join_config.enable else 0
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+            dist._broadcast_coalesced(self.process_group, buffers, _BROADCAST_BYTES, src)
+
+    # ---- backward --------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        """Called when gradients first reach an output of the model in this backward pass."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task, self._next = task, 0
+        self._arrived = {}
+        for bucket in self._buckets:
+            if bucket.overlaps:
+                bucket.num_awaited = sum(self._expected[p] for p in bucket.parameters) if self._expected else -1
+        Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Called when a gradient was added to ``parameter.grad``, in the thread that runs backward."""
+        bucket = self._bucket_of[parameter]
+        bucket.used.add(parameter)
+        if self._task is None:
+            if not self._armed:
+                return
+            self._begin_backward()  # no tensor was found in the model's output
+        if not bucket.overlaps:
+            return
+        if bucket.started:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: DistributedDataParallel: {self._names[parameter]!r} got another gradient "
+                "after its bucket was reduced: it is used more often than in the backward pass before. Give "
+                "reentrant checkpoints use_reentrant=False, or pass a larger bucket_cap_mb"
+            )
+        times = self._arrived[parameter] = self._arrived.get(parameter, 0) + 1
+        if self._expected and times <= self._expected[parameter]:
+            bucket.num_awaited -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].num_awaited == 0:
+            self._start(self._buckets[self._next])
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.load()
+        bucket.start(self._hook, self._hook_state)
+        self._next += 1
+
+    def _finish_backward(self) -> None:
+        """Reduce what is left, wait for all, hand the means to the parameters."""
+        try:
+            while self._next < len(self._buckets):
+                self._start(self._buckets[self._next])
+            for bucket in self._buckets:
+                bucket.store()
+        except Exception as error:
+            error.add_note(
+                f"rank {dist.get_rank()} was averaging gradients at the end of backward(). If another rank ran out of "
+                "data earlier: give all ranks the same number of batches (DistributedSampler does, with pad=True or "
+                "drop_last=True), or run the loop within: with model.join():"
+            )
+            raise
+        finally:
+            self._armed, self._task = False, None
+            unused = []
+            for bucket in self._buckets:
+                if bucket.overlaps:
+                    self._expected |= {p: self._arrived.get(p, 1) for p in bucket.parameters}
+                if len(bucket.used) < len(bucket.parameters):
+                    unused += [self._names[p] for p in bucket.parameters if p not in bucket.used]
+                bucket.used.clear()
+        if unused and not self.find_unused_parameters and not self._named_unused:
+            self._name_unused(unused)
+
+    def _name_unused(self, names: list[str]) -> None:
+        self._named_unused = True
+        some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        warnings.warn(
+            f"rank {dist.get_rank()}: DistributedDataParallel: no gradient reached {some} in this backward pass. "
+            "They count as zeros where another rank has a gradient, and stay as they are where none has. "
+            "If that is meant, pass find_unused_parameters=True; if not, look for an output that the loss leaves out",
+            stacklevel=2,
+        )
+
+    def grad_norm(self) -> Tensor:
+        """Return the 2-norm of all averaged gradients together, a tensor of shape ()."""
+        norms = [bucket.norm() for bucket in self._buckets]
+        return torch.linalg.vector_norm(torch.stack([norm.to(self.device) for norm in norms]))
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Let ``hook(state, bucket)`` average each bucket instead: torch's hooks, or one of your own.
+
+        Args:
+            state: Passed to the hook.
+            hook: Takes a ``GradBucket``, returns a ``torch.futures.Future`` of the averaged ``bucket.buffer()``.
+        """
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")
+        if self._hook is not None:
+            raise RuntimeError("register_comm_hook can only be called once.")
+        self._hook, self._hook_state = hook, state
+        self._build()
+
+    # ---- uneven inputs ---------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context in which ranks that run out of data shadow the others, as torch's."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def _count_active(self, *, active: bool) -> int:
+        """Agree with all ranks on how many average gradients in this pass, joined ones not counted."""
+        count = torch.tensor([int(active)], device=self.device)
+        dist.all_reduce(count, group=self.process_group)
+        num_active = int(count.item())
+        if not self._divide_by_initial_world_size and num_active:
+            for bucket in self._buckets:
+                bucket.scale = dist.get_world_size(self.process_group) / num_active
+        return num_active
+
+    def _last_active_rank(self, *, active: bool) -> int:
+        rank = torch.tensor([dist.get_rank(self.process_group) if active else -1], device=self.device)
+        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.process_group)
+        return int(rank.item())
+
+    # ---- copies ----------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError("DistributedDataParallel can only be pickled or copied with the default process group")
+        left_out = {"process_group", "_remove_hooks", "_names", "_buckets", "_bucket_of", "_expected", "_arrived"}
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = _choose_group(None, None)
+        self._remove_hooks = _nothing
+        self._build()
+
+
+class _Shadow(JoinHook):
+    """What a rank that has no more data does while others go on: takes part, with zeros."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+
+    def main_hook(self) -> None:
+        ddp = self.ddp
+        if ddp.broadcast_buffers and ddp._has_buffers:
+            ddp._sync_buffers(active=False)
+        if ddp._count_active(active=False) == 0:
+            return
+        for bucket in ddp._buckets:
+            bucket.load_nothing()
+            bucket.start(ddp._hook, ddp._hook_state)
+        for bucket in ddp._buckets:
+            bucket.wait()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        ddp = self.ddp
+        ddp._broadcast_state(ddp._last_active_rank(active=is_last_joiner))
+        for bucket in ddp._buckets:
+            bucket.scale = 1.0
+
+
+def _call_weakly(ddp: weakref.ref[DistributedDataParallel], parameter: nn.Parameter | None) -> None:
+    """A hook on a tensor must not keep the DistributedDataParallel alive."""
+    this = ddp()
+    if this is None:
+        return
+    if parameter is None:
+        this._begin_backward()
+    else:
+        this._on_gradient(parameter)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _remove_all(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _UNSUPPORTED:
+            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument {name!r}")
+        if value not in (None, False):
+            raise ValueError(
+                f"DistributedDataParallel: {name} is not supported; use torch.nn.parallel.DistributedDataParallel, "
+                "which runs on the phalanx backend too"
+            )
+
+
+def _choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    if device_mesh is not None:
+        if process_group is not None:
+            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        return device_mesh.get_group(mesh_dim=0)
+    if process_group is None:
+        process_group = dist.group.WORLD
+    if process_group is None:
+        raise ValueError(
+            "DistributedDataParallel: there is no process group yet; call phalanx.init() or "
+            'torch.distributed.init_process_group("phalanx") first'
+        )
+    return process_group
+
+
+def _describe(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+    if parameter is None:
+        return "no further parameter"
+    name, shape, dtype, trained = parameter
+    return f"{name!r} {list(shape)} {dtype.removeprefix('torch.')}{'' if trained else ' frozen'}"
+
+
+def _sparse_parameters(module: nn.Module) -> set[Tensor]:
+    return {m.weight for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+
+
+def _find_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _find_tensors(list(value.values()))
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _find_tensors(item)
+    elif dataclasses.is_dataclass(value):
+        yield from _find_tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    """Return inputs with all tensors on the device, as torch's DistributedDataParallel moves them."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_device(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_to_device(item, device) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, _to_device(item, device)) for key, item in value.items())
+    return value
