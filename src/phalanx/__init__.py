@@ -29,6 +29,7 @@ _EXPORTS = {
     "shard_iterable": "phalanx.data",
     "DataParallel": "phalanx.parallel",
     "DistributedDataParallel": "phalanx.parallel",
+    "ShardedOptimizer": "phalanx.parallel",
     "SyncBatchNorm": "phalanx.parallel",
     "average_gradients": "phalanx.parallel",
     "convert_sync_batchnorm": "phalanx.parallel",
