@@ -57,6 +57,18 @@ std::string at(const char* op, std::size_t bytes, const Rank& rank) {
          std::to_string(rank.size);
 }
 
+/// Pieces of several lengths, empty ones among them, that make up `in` and `out`.
+std::vector<Piece> cut_in_pieces(Bytes& in, Bytes& out) {
+  std::vector<Piece> pieces;
+  std::size_t first = 0;
+  for (const std::size_t want : {std::size_t{0}, std::size_t{1}, in.size() / 3, std::size_t{0}, in.size()}) {
+    const std::size_t count = std::min(want, in.size() - first);
+    pieces.push_back(Piece{in.data() + first, out.data() + first, count});
+    first += count;
+  }
+  return pieces;
+}
+
 /// All collectives once, with blocks of `bytes`, out of place and in place.
 void run_all(Rank& self, std::size_t bytes, int step) {
   Collectives& c = self.collectives();
@@ -76,6 +88,10 @@ void run_all(Rank& self, std::size_t bytes, int step) {
   data = own;
   c.all_reduce(self.context(), data.data(), data.data(), items, sum_bytes());
   CHECK_EQ(data == sum, true, at("all_reduce in place", bytes, self));
+  Bytes scattered_in = own, scattered_out(bytes, 0xee);
+  const std::vector<Piece> pieces = cut_in_pieces(scattered_in, scattered_out);
+  c.all_reduce(self.context(), pieces, items, sum_bytes());
+  CHECK_EQ(scattered_out == sum, true, at("all_reduce in pieces", bytes, self));
 
   data = own;
   c.reduce(self.context(), data.data(), data.data(), items, sum_bytes(), root);
