@@ -1,0 +1,278 @@
+"""``python -m bench.ddp``: what data parallel training costs over the same step without any communication.
+
+Two ranks with one thread each train in turns, in one pair of processes: without communication, with phalanx's and with
+torch's DistributedDataParallel on phalanx and on Gloo, and with phalanx.ShardedOptimizer and parameters in shared
+memory. Also measured: an epoch of 10,000 images on one rank and on two, and the memory of parameters and state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import phalanx
+from bench.report import machine_facts
+
+_BATCH = 64
+_IMAGES = 10_000
+_NONE = "no communication"
+_OURS = "phalanx DDP on phalanx"
+_TORCH = "torch DDP on phalanx"
+_SHARDED = "phalanx DDP, ShardedOptimizer"
+_VARIANTS = (_NONE, _OURS, _TORCH, _SHARDED, "phalanx DDP on Gloo", "torch DDP on Gloo")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with an optimizer, and the most that a step of each variant may take, in steps without communication."""
+
+    build: Callable[[], nn.Module]
+    optimizer: type[torch.optim.Optimizer]
+    num_steps: int  # of a turn
+    most: dict[str, float]
+
+
+def _mlp(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Conv2d(10, 20, 5), nn.Dropout2d(), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(320, 50), nn.ReLU(), nn.Dropout(), nn.Linear(50, 10),
+    )  # fmt: skip
+
+
+def _large_mlp() -> nn.Module:
+    return _mlp(784, 4096, 3360, 10)
+
+
+CASES = {
+    "MLP 784-1024-10": Case(lambda: _mlp(784, 1024, 10), torch.optim.SGD, 50, {_OURS: 1.10, _TORCH: 1.25}),
+    "MNIST CNN": Case(_cnn, torch.optim.SGD, 30, {_OURS: 1.05, _TORCH: 1.10}),
+    "MLP of 17 M": Case(_large_mlp, torch.optim.SGD, 3, {_OURS: 1.10, _TORCH: 1.25, _SHARDED: 0.95}),
+    "MLP of 17 M with Adam": Case(_large_mlp, torch.optim.Adam, 2, {_SHARDED: 0.95}),
+}
+_LEAST_SPEEDUP = 1.9
+
+
+class _Trainer:
+    """One variant of one case: a model, an optimizer and a batch of this rank."""
+
+    def __init__(self, case: Case, variant: str, gloo: dist.ProcessGroup | None) -> None:
+        torch.manual_seed(0)
+        module = case.build()
+        group = gloo if variant.endswith("Gloo") else None
+        if variant == _SHARDED:
+            self.optimizer = phalanx.ShardedOptimizer(
+                case.optimizer, module.parameters(), lr=1e-3, share_parameters=True
+            )
+        else:
+            self.optimizer = case.optimizer(module.parameters(), lr=1e-3)
+        self.model = module
+        if variant.startswith("phalanx"):
+            self.model = phalanx.DistributedDataParallel(module, process_group=group)
+        elif variant.startswith("torch"):
+            self.model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
+        self.images = torch.randn(_BATCH, 1, 28, 28)
+        self.labels = torch.randint(10, (_BATCH,))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
+        self.optimizer.step()
+
+    def seconds(self, num_steps: int) -> float:
+        """Return the time of `num_steps` steps, after one that does not count and a barrier."""
+        self.step()
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            self.step()
+        return time.perf_counter() - begin
+
+
+def _turns(names: list[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield every name in every round, the order turned around from one to the next; round -1 does not count."""
+    for number in range(-1, rounds):
+        for name in names[:: 1 if number % 2 else -1]:
+            yield number, name
+
+
+def measure_steps(rank: int, case_name: str, rounds: int) -> dict[str, list[float]]:
+    """Return this rank's seconds a step, by variant and round."""
+    torch.set_num_threads(1)
+    dist.init_process_group("phalanx")
+    gloo = dist.new_group(backend="gloo")
+    case = CASES[case_name]
+    variants = [variant for variant in _VARIANTS if variant != _SHARDED or _SHARDED in case.most]
+    trainers = {variant: _Trainer(case, variant, gloo) for variant in variants}
+    samples: dict[str, list[float]] = {variant: [] for variant in variants}
+    for number, variant in _turns(variants, rounds):
+        seconds = trainers[variant].seconds(case.num_steps) / case.num_steps
+        if number >= 0:
+            samples[variant].append(seconds)
+    dist.destroy_process_group()
+    return samples
+
+
+def measure_epochs(rank: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of an epoch of the CNN on rank 0 alone and on both ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("phalanx")
+    case = CASES["MNIST CNN"]
+    trainers = {1: _Trainer(case, _NONE, None), 2: _Trainer(case, _OURS, None)}
+    samples: dict[str, list[float]] = {"one rank": [], "two ranks": []}
+    for number, name in _turns(list(samples), rounds):
+        size = 1 + (name == "two ranks")
+        dist.barrier()
+        begin = time.perf_counter()
+        if rank < size:
+            for _ in range(-(-_IMAGES // (_BATCH * size))):
+                trainers[size].step()
+        dist.barrier()  # a rank that has nothing to do sleeps here
+        if number >= 0:
+            samples[name].append(time.perf_counter() - begin)
+    dist.destroy_process_group()
+    return samples
+
+
+def measure_memory(rank: int, sharded: bool) -> float:
+    """Return this rank's memory for parameters and Adam's state, in MiB, shared pages divided among the ranks."""
+    dist.init_process_group("phalanx")
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # imports what it needs
+    before = _proportional_mib()
+    module = _large_mlp()
+    parameters = list(module.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    if sharded:
+        optimizer: torch.optim.Optimizer = phalanx.ShardedOptimizer(
+            torch.optim.Adam, parameters, lr=1e-3, share_parameters=True
+        )
+    else:
+        optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.barrier()
+    used = _proportional_mib() - before
+    dist.barrier()
+    dist.destroy_process_group()
+    return used
+
+
+def _proportional_mib() -> float:
+    found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def _mean_of_ranks(results: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    return {
+        name: [statistics.mean(times) for times in zip(*(r[name] for r in results), strict=True)] for name in results[0]
+    }
+
+
+def _ratio(samples: dict[str, list[float]], name: str, to: str) -> float:
+    """Return the median over the rounds of one variant's time in the other's."""
+    return statistics.median(a / b for a, b in zip(samples[name], samples[to], strict=True))
+
+
+def _print_case(console: Console, name: str, samples: dict[str, list[float]]) -> list[str]:
+    """Print a table, and return the verdicts on the case's targets."""
+    table = Table("", "median", "ratio", title=name, title_justify="left")
+    for variant, times in samples.items():
+        table.add_row(variant, f"{statistics.median(times) * 1e3:.2f} ms", f"{_ratio(samples, variant, _NONE):.2f}")
+    console.print(table)
+    ratios = {variant: _ratio(samples, variant, _NONE) for variant in CASES[name].most}
+    return [
+        _verdict(
+            ratios[variant] <= most,
+            f"{name}, {variant}: {ratios[variant]:.3f} of the step without communication (at most {most})",
+        )
+        for variant, most in CASES[name].most.items()
+    ]
+
+
+def _verdict(reached: bool, text: str) -> str:
+    return f"{'reached' if reached else 'missed ':8} {text}"
+
+
+def _plot(path: Path, steps: dict[str, dict[str, list[float]]]) -> None:
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    for axes, (name, samples) in zip(figure.subplots(1, len(steps), squeeze=False)[0], steps.items(), strict=True):
+        variants = [variant for variant in samples if variant != _NONE][::-1]
+        axes.barh(variants, [_ratio(samples, variant, _NONE) for variant in variants], color="#d62728")
+        for at, variant in enumerate(variants):
+            if variant in CASES[name].most:
+                axes.plot([CASES[name].most[variant]] * 2, [at - 0.4, at + 0.4], color="black")
+        axes.axvline(1, color="gray", linestyle=":")
+        axes.set_title(name, fontsize=9)
+        axes.tick_params(labelsize=7, labelleft=axes.get_subplotspec().is_first_col())
+    figure.supxlabel("time of a step, in steps without communication (black: target)", fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.ddp", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each variant (default 15)")
+    parser.add_argument("--only", default=",".join(CASES), help="cases to measure, separated by commas")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for ddp.json and ddp.png")
+    given = parser.parse_args()
+    console = Console(width=100, highlight=False)
+    steps, verdicts = {}, []
+    for name in [name.strip() for name in given.only.split(",")]:
+        if name not in CASES:
+            parser.error(f"--only takes {', '.join(CASES)}; got {name}")
+        steps[name] = _mean_of_ranks(phalanx.spawn(measure_steps, (name, given.rounds), nprocs=2))
+        verdicts += _print_case(console, name, steps[name])
+    epochs = _mean_of_ranks(phalanx.spawn(measure_epochs, (max(given.rounds // 3, 1),), nprocs=2))
+    speedup = _ratio(epochs, "one rank", "two ranks")
+    verdicts.append(
+        _verdict(
+            speedup >= _LEAST_SPEEDUP,
+            f"an epoch of {_IMAGES:,} images on two ranks: {speedup:.2f} times as fast as on one (at least "
+            f"{_LEAST_SPEEDUP})",
+        )
+    )
+    memory = {how: sum(phalanx.spawn(measure_memory, (how == "sharded",), nprocs=2)) for how in ("plain", "sharded")}
+    model_mib = sum(p.numel() for p in _large_mlp().parameters()) * 4 / 2**20
+    for line in verdicts:
+        console.print(line)
+    console.print(
+        f"parameters and Adam's state of two ranks: {memory['plain'] / model_mib:.1f} times the model's "
+        f"{model_mib:.0f} MiB as they are, {memory['sharded'] / model_mib:.1f} with ShardedOptimizer in shared memory"
+    )
+    given.out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "machine": machine_facts(""),
+        "steps": steps,
+        "epochs": epochs,
+        "memory_mib": memory,
+        "verdicts": verdicts,
+    }
+    (given.out / "ddp.json").write_text(json.dumps(record, indent=1))
+    _plot(given.out / "ddp.png", steps)
+
+
+if __name__ == "__main__":
+    main()
