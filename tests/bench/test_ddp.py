@@ -1,0 +1,45 @@
+"""The benchmark of data parallel training runs and writes what it promises; what it measures is not judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.ddp import CASES, _ratio
+
+_REPOSITORY = Path(__file__).parents[2]
+
+
+def run_bench(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "bench.ddp", *map(str, arguments)],
+        cwd=_REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_a_short_run_writes_json_a_plot_and_a_verdict_on_every_target(tmp_path):
+    done = run_bench("--rounds", 1, "--only", "MNIST CNN", "--images", 300, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "ddp.json").read_text())
+    samples = record["steps"]["MNIST CNN"]
+    assert {"no communication", "torch DDP on Gloo"} | CASES["MNIST CNN"].most.keys() <= samples.keys()
+    assert all(len(times) == 1 and times[0] > 0 for times in [*samples.values(), *record["epochs"].values()])
+    assert len(record["verdicts"]) == len(CASES["MNIST CNN"].most) + 1
+    assert record["memory_mib"]["sharded"] < record["memory_mib"]["plain"]
+    assert (tmp_path / "ddp.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "torch DDP on Gloo" in done.stdout
+
+
+def test_an_unknown_case_is_refused_by_name():
+    done = run_bench("--only", "MNIST CNN,MLP of 18 M")
+    assert done.returncode == 2
+    assert "got MLP of 18 M" in done.stderr
+
+
+def test_a_ratio_is_the_median_over_rounds():
+    assert _ratio({"a": [2.0, 9.0, 30.0], "b": [1.0, 3.0, 15.0]}, "a", "b") == 2.0
