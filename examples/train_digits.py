@@ -8,7 +8,6 @@ Start it in one of these ways:
 """
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -22,8 +21,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+
+import phalanx
 
 
 def build_model():
@@ -51,9 +50,8 @@ def train(args, console):
     """Train, and return the model, the test set and the accuracy after each epoch."""
     train_set, test_set = load_data(args.data)
     torch.manual_seed(0)
-    model = DistributedDataParallel(build_model())
-    sampler = DistributedSampler(train_set, seed=0)
-    loader = DataLoader(train_set, batch_size=args.batch_size, sampler=sampler)
+    model = phalanx.DistributedDataParallel(build_model())
+    loader = phalanx.DataLoader(train_set, args.batch_size, shuffle=True, num_workers=0)  # divided among the ranks
     num_steps = args.epochs * len(loader)
     optimizer = torch.optim.Adam(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=num_steps)
@@ -62,7 +60,7 @@ def train(args, console):
         task = progress.add_task("starting", total=num_steps)
         for epoch in range(args.epochs):
             model.train()
-            sampler.set_epoch(epoch)  # another order in each epoch
+            loader.set_epoch(epoch)  # another order in each epoch
             total = torch.tensor(0.0)
             for x, y in loader:
                 loss = F.cross_entropy(model(x), y)
@@ -112,10 +110,7 @@ def main():
     parser.add_argument("--backend", default="phalanx")
     args = parser.parse_args()
 
-    if "RANK" in os.environ:
-        dist.init_process_group(args.backend)
-    else:  # started as a plain script
-        dist.init_process_group(args.backend, store=dist.HashStore(), rank=0, world_size=1)
+    phalanx.init(args.backend)  # finds its rank, whoever started it; nobody: a world of one
     console = Console(quiet=dist.get_rank() != 0)
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
@@ -136,7 +131,7 @@ def main():
         }.items():
             table.add_row(name, value)
         console.print(table)
-    dist.destroy_process_group()
+    phalanx.shutdown()
 
 
 if __name__ == "__main__":

@@ -51,21 +51,28 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Return the module with every BatchNorm layer in it replaced; parameters and buffers stay the same objects."""
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-            sync = cls(
-                module.num_features,
-                module.eps,
-                module.momentum,
-                module.affine,
-                module.track_running_stats,
-                process_group,
-            )
-            sync._parameters, sync._buffers = module._parameters, module._buffers
-            sync.training = module.training
-            return sync
-        for name, child in module.named_children():
-            module._modules[name] = cls.convert_sync_batchnorm(child, process_group)
-        return module
+        converted: dict[nn.Module, nn.Module] = {}
+        for parent in [nn.ModuleList([module]), *module.modules()]:
+            for name, child in parent._modules.items():  # named_children() leaves out a layer's second name
+                if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
+                    if child not in converted:
+                        converted[child] = cls._replacement(child, process_group)
+                    parent._modules[name] = converted[child]
+        return converted.get(module, module)
+
+    @classmethod
+    def _replacement(cls, norm: _BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
+        sync = cls(
+            norm.num_features,
+            norm.eps,
+            norm.momentum,
+            norm.affine,
+            norm.track_running_stats,
+            process_group or getattr(norm, "process_group", None),  # torch's SyncBatchNorm has one
+        )
+        sync._parameters, sync._buffers = norm._parameters, norm._buffers
+        sync.training = norm.training
+        return sync
 
 
 convert_sync_batchnorm = SyncBatchNorm.convert_sync_batchnorm

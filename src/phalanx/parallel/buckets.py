@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -123,10 +124,12 @@ class FlatBucket(Bucket):
     @torch.no_grad()
     def load(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
+            grad = parameter.grad
+            if grad is None:
+                self.used.discard(parameter)  # dropped since it came
                 view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
+            elif grad.is_sparse or grad.data_ptr() != view.data_ptr():
+                view.copy_(_dense(parameter, grad))
         self._used_anywhere.fill_(1)
         for i, parameter in enumerate(self.parameters):
             if parameter not in self.used:
@@ -192,25 +195,51 @@ class CoalescedBucket(Bucket):
         super().__init__(parameters, group)
         self._average = group.average_coalesced
         self._tensors: list[Tensor] = []
+        self._sizes_bytes = [p.numel() * p.element_size() for p in parameters]
         self._wants_squares = False
         self._squares: float | None = None
-        self._used_anywhere = torch.ones(len(parameters), dtype=parameters[0].dtype)
+        self._used_anywhere = marks = torch.ones(len(parameters), dtype=parameters[0].dtype)
+        # Filled as bytes: that takes 0.05 us, an operator of torch 1.2 us.
+        size_bytes = marks.numel() * marks.element_size()
+        self._marks = memoryview((ctypes.c_char * size_bytes).from_address(marks.data_ptr())).cast("B")
+        self._ones = bytes(self._marks)
 
     def load(self) -> None:
-        self._tensors = [
-            torch.zeros_like(p)
-            if (grad := p.grad) is None
-            else grad
-            if grad.is_contiguous()
-            else _in_memory_order(p, grad)
-            for p in self.parameters
-        ]
+        self._collect()
+        end = 0
+        for begin, size_bytes in sorted(zip([t.data_ptr() for t in self._tensors], self._sizes_bytes, strict=True)):
+            if begin < end:
+                self._separate()
+                break
+            end = begin + size_bytes
+        self._marks[:] = self._ones
         if len(self.used) < len(self.parameters):
             for i, parameter in enumerate(self.parameters):
-                self._used_anywhere[i] = parameter in self.used
+                if parameter not in self.used:
+                    self._used_anywhere[i] = 0
+
+    def _collect(self) -> None:
+        self._tensors = [
+            self._zeros(p) if (grad := p.grad) is None else grad if grad.is_contiguous() else _in_memory_order(p, grad)
+            for p in self.parameters
+        ]
+
+    def _separate(self) -> None:
+        """Give gradients memory of their own.
+
+        Autograd lets some share it: after ``y = a.view(6) + b.view(6)``, those of `a` and `b` are views of that of `y`.
+        """
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        self._collect()
+
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        self.used.discard(parameter)  # dropped since it came
+        return torch.zeros(parameter.numel(), dtype=parameter.dtype)
 
     def load_nothing(self) -> None:
-        self._tensors = [torch.zeros_like(p) for p in self.parameters]
+        self._tensors = [self._zeros(p) for p in self.parameters]
         self._used_anywhere.zero_()
 
     def start(self, hook: CommHook | None = None, state: object = None) -> None:
@@ -228,8 +257,7 @@ class CoalescedBucket(Bucket):
             anywhere = self._used_anywhere.tolist()
             for parameter, mean, used in zip(self.parameters, self._tensors, anywhere, strict=True):
                 if used and parameter.grad is None:
-                    parameter.grad = mean
-            self._used_anywhere.fill_(1)
+                    parameter.grad = _shaped(mean, parameter)
         self._tensors = []  # a gradient that somebody else refers to is not handed over by autograd but copied
 
     def norm(self) -> Tensor:
@@ -237,11 +265,18 @@ class CoalescedBucket(Bucket):
             return torch.tensor(self._squares**0.5)
         self._wants_squares = True  # from the next time on
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        return torch.linalg.vector_norm(torch.stack([torch.zeros(()), *map(torch.linalg.vector_norm, grads)]))
+
+
+def _dense(parameter: nn.Parameter, grad: Tensor) -> Tensor:
+    if grad.is_sparse:  # of a module that make_buckets() was not told of
+        parameter.grad = grad = grad.to_dense()
+    return grad
 
 
 def _in_memory_order(parameter: nn.Parameter, grad: Tensor) -> Tensor:
     """Return the gradient, flat if its layout is the parameter's, which is the same on every rank."""
+    grad = _dense(parameter, grad)
     if grad.stride() != parameter.stride() or torch._debug_has_internal_overlap(grad) != 0:
         return grad
     return grad.detach().as_strided((grad.numel(),), (1,))
@@ -259,9 +294,12 @@ class SparseBucket(Bucket):
     def load(self) -> None:
         grad = self.parameters[0].grad
         if grad is None:
+            self.used.clear()
             self.load_nothing()
-        else:
+        elif grad.is_sparse:
             self._sum = grad.detach().coalesce().clone()
+        else:  # the weight serves another layer too
+            self._sum = grad.detach().to_sparse(1)
 
     def load_nothing(self) -> None:
         parameter = self.parameters[0]
@@ -296,8 +334,9 @@ class SparseBucket(Bucket):
     def store(self) -> None:
         self.wait()
         assert self._sum is not None
+        grad = self.parameters[0].grad
         if self._sum._nnz():
-            self.parameters[0].grad = self._sum
+            self.parameters[0].grad = self._sum if grad is None or grad.is_sparse else self._sum.to_dense()
 
     def norm(self) -> Tensor:
         return torch.linalg.vector_norm(torch.zeros(()) if self._sum is None else self._sum.coalesce().values())
@@ -321,6 +360,7 @@ def make_buckets(
     group = process_group or dist.group.WORLD
     assert group is not None, "call init_process_group() first"
     open_lists: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    sizes_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     closed: list[list[nn.Parameter]] = []
     buckets: list[Bucket] = []
     sparse = set(sparse)
@@ -333,11 +373,12 @@ def make_buckets(
         if parameter in sparse:
             buckets.append(SparseBucket(parameter, group))
             continue
-        kind = (parameter.dtype.to_real(), parameter.device)
-        members = open_lists.setdefault(kind, [])
-        members.append(parameter)
-        if sum(p.numel() * p.element_size() for p in members) >= bucket_cap_mb * 2**20:
+        kind = (parameter.dtype, parameter.device)
+        open_lists.setdefault(kind, []).append(parameter)
+        sizes_bytes[kind] = sizes_bytes.get(kind, 0) + parameter.numel() * parameter.element_size()
+        if sizes_bytes[kind] >= bucket_cap_mb * 2**20:
             closed.append(open_lists.pop(kind))
+            del sizes_bytes[kind]
     lists = [*closed, *open_lists.values()]
     averages = {device: _averages(group, device) for device in {members[0].device for members in lists}}
     dense = [FlatBucket(ps, group, averages=averages[ps[0].device], as_view=as_view) for ps in lists]
@@ -348,12 +389,8 @@ def make_buckets(
 
 
 def _averages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if the group's backend can average; every rank of the group asks at the same time."""
-    try:
-        dist.all_reduce(torch.zeros(1, device=device), op=dist.ReduceOp.AVG, group=group)
-    except (RuntimeError, ValueError):
-        return False
-    return True
+    """True if the group's backend knows ReduceOp.AVG."""
+    return hasattr(group, "average_coalesced") or group._get_backend(device).name() == "nccl"
 
 
 def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:
@@ -366,9 +403,11 @@ def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]
         else:
             part = flat[begin : begin + parameter.numel()]
             begin += parameter.numel()
-        dense = torch._debug_has_internal_overlap(parameter) == 0
-        yield (
-            part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
-            if dense
-            else part.view(parameter.shape)
-        )
+        yield _shaped(part, parameter)
+
+
+def _shaped(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+    """View the parameter's flat gradient in its shape and, if that has no gaps, its memory layout."""
+    if torch._debug_has_internal_overlap(parameter) == 0:
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)

@@ -32,7 +32,6 @@ _UNSUPPORTED = {
     "skip_all_reduce_unused_params",
     "bucket_cap_mb_list",
     "batched_grad_copy",
-    "forward_sync_buffers",
     "lazy_bucket_allocation",
 }
 
@@ -67,6 +66,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves their memory once.
         static_graph: Accepted; needed for nothing here.
         device_mesh: A one-dimensional mesh, instead of `process_group`.
+        forward_sync_buffers: Instead of `broadcast_buffers`; False still copies rank 0's buffers now.
 
     Raises:
         ValueError: Nothing to train, devices that do not fit, or a model that differs between ranks.
@@ -87,6 +87,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         device_mesh: Any = None,
+        forward_sync_buffers: bool | None = None,
         **unsupported: Any,
     ) -> None:
         super().__init__()
@@ -95,21 +96,28 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.process_group = _choose_group(process_group, device_mesh)
         self.module = module
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers is not False
+        self.broadcast_buffers = (
+            broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        ) is not False
+        self.forward_sync_buffers = self.broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        with_buffers = self.broadcast_buffers or forward_sync_buffers is not None
+        if init_sync:
+            self._verify_model(with_buffers)
         self._set_devices(device_ids, output_device)
         self._hook: CommHook | None = None
         self._hook_state: object = None
         self._named_unused = False
+        self._buckets: list[Bucket] = []
         self._remove_hooks: Callable[[], object] = _nothing
         if init_sync:
-            self._verify_model()
-            self._broadcast_state(src=0)
+            self._broadcast_state(0, with_buffers)
         self._build()
         if find_unused_parameters and static_graph:
             warnings.warn("find_unused_parameters and static_graph are both unneeded here", stacklevel=2)
@@ -142,12 +150,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             if name not in self.parameters_to_ignore:
                 yield name, parameter
 
-    def _buffers_of_module(self) -> list[Tensor]:
-        return [b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore]
+    def _buffers_of_module(self) -> list[tuple[str, Tensor]]:
+        return [(name, b) for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
-    def _verify_model(self) -> None:
-        """Raise the same error on every rank if the ranks' models differ in a parameter's name, shape or dtype."""
+    def _verify_model(self, with_buffers: bool) -> None:
+        """Raise the same error on every rank if the ranks' models differ in a tensor's name, shape or dtype."""
         own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._parameters_of_module()]
+        if with_buffers:
+            own += [(name, tuple(b.shape), str(b.dtype), True) for name, b in self._buffers_of_module()]
         every: list[Any] = [None] * dist.get_world_size(self.process_group)
         dist.all_gather_object(every, own, group=self.process_group)
         for rank, other in enumerate(every):
@@ -160,11 +170,11 @@ class DistributedDataParallel(nn.Module, Joinable):
                         "Build the same model on every rank"
                     )
 
-    def _broadcast_state(self, src: int) -> None:
-        """Copy parameters and buffers of the group's rank `src` to all ranks."""
+    def _broadcast_state(self, src: int, with_buffers: bool) -> None:
+        """Copy parameters, and maybe buffers, of the group's rank `src` to all ranks."""
         tensors = [p.detach() for _, p in self._parameters_of_module()]
-        if self.broadcast_buffers:
-            tensors += [b.detach() for b in self._buffers_of_module()]
+        if with_buffers:
+            tensors += [b.detach() for _, b in self._buffers_of_module()]
         if tensors:
             dist._broadcast_coalesced(self.process_group, tensors, _BROADCAST_BYTES, src)
 
@@ -172,6 +182,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Make buckets for the parameters that are trained now, and hang a hook on each."""
         trained = [(name, p) for name, p in self._parameters_of_module() if p.requires_grad]
         self._names = {p: name for name, p in trained}
+        accumulated = self._names.keys() & {p for bucket in self._buckets for p in bucket.used}
         self._buckets = make_buckets(
             list(self._names),
             self.process_group,
@@ -181,14 +192,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             hooked=self._hook is not None,
         )
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        for parameter in accumulated:
+            self._bucket_of[parameter].used.add(parameter)
         self._candidates = [p for _, p in self._parameters_of_module()]
         self._trained = [p.requires_grad for p in self._candidates]
-        self._has_buffers = bool(self._buffers_of_module())
+        self._has_buffers = self.broadcast_buffers and bool(self._buffers_of_module())
         self._expected: dict[nn.Parameter, int] = {}  # how often its gradient came in the backward pass before
-        self._arrived: dict[nn.Parameter, int] = {}
-        self._armed = False
-        self._task: int | None = None  # of the autograd engine, while a backward pass runs that is to be averaged
-        self._next = 0  # buckets are started in their order
+        self._pass = _Pass()
         on_gradient = functools.partial(_call_weakly, weakref.ref(self))
         handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in self._names]
         self._remove_hooks()
@@ -209,7 +219,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._build()  # something was frozen or unfrozen
         if self._join_config.enable:
             Join.notify_join_context(self)
-        if self.broadcast_buffers and self._has_buffers:
+        if self._has_buffers and self.require_forward_param_sync:
             self._sync_buffers()
         if self._join_config.enable:
             self._count_active(active=self._averages_now())
@@ -219,9 +229,18 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @torch._disable_dynamo
     def _after_forward(self, output: Any) -> None:
-        if not self._averages_now():
+        # As in torch: buffers become rank 0's before the first evaluation after training, then stay. So ranks may
+        # evaluate different numbers of batches.
+        averages = self._averages_now()
+        if averages != self.require_forward_param_sync:
+            self.require_forward_param_sync = averages
+        if not averages:
+            if not self.require_backward_grad_sync:
+                self._pass.armed = False
             return
-        self._armed, self._task = True, None
+        if self._pass.task is not None and self._pass.task != torch._C._current_graph_task_id():
+            self._abandon()
+        self._pass.armed = True
         begin = functools.partial(_call_weakly, weakref.ref(self))
         for tensor in _find_tensors(output):
             if tensor.grad_fn is not None:
@@ -240,33 +259,47 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def _sync_buffers(self, *, active: bool = True) -> None:
-        buffers = self._buffers_of_module()
+        buffers = [b for _, b in self._buffers_of_module()]
         src = self._last_active_rank(active=active) if self._join_config.enable else 0
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            dist._broadcast_coalesced(self.process_group, buffers, _BROADCAST_BYTES, src)
+        try:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                dist._broadcast_coalesced(self.process_group, buffers, _BROADCAST_BYTES, src)
+        except Exception as error:
+            _add_hint(error, "was broadcasting buffers at the beginning of forward()")
+            raise
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
         """Called when gradients first reach an output of the model in this backward pass."""
         task = torch._C._current_graph_task_id()
-        if task == self._task:
+        if task == self._pass.task:
             return
-        self._task, self._next = task, 0
-        self._arrived = {}
+        if self._pass.task is not None:
+            self._abandon()
+        self._pass = _Pass(task, torch._C._current_autograd_node())
         for bucket in self._buckets:
             if bucket.overlaps:
                 bucket.num_awaited = sum(self._expected[p] for p in bucket.parameters) if self._expected else -1
-        Variable._execution_engine.queue_callback(self._finish_backward)
+        Variable._execution_engine.queue_callback(functools.partial(self._finish_backward, task))
+
+    def _abandon(self) -> None:
+        """Forget the backward pass that runs, or that an error ended, but for the gradients that it has made."""
+        for bucket in self._buckets:
+            if bucket.started:
+                bucket.wait()  # other ranks take part
+        self._pass = _Pass()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Called when a gradient was added to ``parameter.grad``, in the thread that runs backward."""
         bucket = self._bucket_of[parameter]
         bucket.used.add(parameter)
-        if self._task is None:
-            if not self._armed:
-                return
-            self._begin_backward()  # no tensor was found in the model's output
+        if not self._pass.reached:
+            if self._pass.task is None:
+                if not self._pass.armed:
+                    return
+                self._begin_backward()  # no tensor was found in the model's output
+            self._pass.reached = True
         if not bucket.overlaps:
             return
         if bucket.started:
@@ -275,37 +308,40 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "after its bucket was reduced: it is used more often than in the backward pass before. Give "
                 "reentrant checkpoints use_reentrant=False, or pass a larger bucket_cap_mb"
             )
-        times = self._arrived[parameter] = self._arrived.get(parameter, 0) + 1
+        arrived = self._pass.arrived
+        times = arrived[parameter] = arrived.get(parameter, 0) + 1
         if self._expected and times <= self._expected[parameter]:
             bucket.num_awaited -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].num_awaited == 0:
-            self._start(self._buckets[self._next])
+        while self._pass.next < len(self._buckets) and self._buckets[self._pass.next].num_awaited == 0:
+            self._start_next()
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._pass.next]
         bucket.load()
         bucket.start(self._hook, self._hook_state)
-        self._next += 1
+        self._pass.next += 1
 
-    def _finish_backward(self) -> None:
+    def _finish_backward(self, task: int) -> None:
         """Reduce what is left, wait for all, hand the means to the parameters."""
+        if task != self._pass.task:
+            self._pass = _Pass()  # another backward pass ran within this one, and what it averaged is not all
+        elif not self._pass.reached and not _fills_grads(self._pass.node):
+            self._pass = _Pass(armed=True)
+            return  # it was torch.autograd.grad()
         try:
-            while self._next < len(self._buckets):
-                self._start(self._buckets[self._next])
+            while self._pass.next < len(self._buckets):
+                self._start_next()
             for bucket in self._buckets:
                 bucket.store()
         except Exception as error:
-            error.add_note(
-                f"rank {dist.get_rank()} was averaging gradients at the end of backward(). If another rank ran out of "
-                "data earlier: give all ranks the same number of batches (DistributedSampler does, with pad=True or "
-                "drop_last=True), or run the loop within: with model.join():"
-            )
+            _add_hint(error, "was averaging gradients at the end of backward()")
             raise
         finally:
-            self._armed, self._task = False, None
+            arrived, self._pass = self._pass.arrived, _Pass()
             unused = []
             for bucket in self._buckets:
                 if bucket.overlaps:
-                    self._expected |= {p: self._arrived.get(p, 1) for p in bucket.parameters}
+                    self._expected.update((p, arrived.get(p, 1)) for p in bucket.parameters)
                 if len(bucket.used) < len(bucket.parameters):
                     unused += [self._names[p] for p in bucket.parameters if p not in bucket.used]
                 bucket.used.clear()
@@ -389,14 +425,30 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError("DistributedDataParallel can only be pickled or copied with the default process group")
-        left_out = {"process_group", "_remove_hooks", "_names", "_buckets", "_bucket_of", "_expected", "_arrived"}
+        left_out = {"process_group", "_remove_hooks", "_names", "_buckets", "_bucket_of", "_expected", "_pass"}
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.process_group = _choose_group(None, None)
+        self._buckets = []
         self._remove_hooks = _nothing
         self._build()
+
+
+@dataclasses.dataclass
+class _Pass:
+    """A backward pass whose gradients are averaged, or the wait for one.
+
+    Not attributes of the module, which take a microsecond each to set.
+    """
+
+    task: int | None = None  # of the autograd engine, once it runs
+    node: Any = None  # where it came to the model's output
+    armed: bool = False  # a forward pass came before
+    reached: bool = False  # a parameter got a gradient
+    next: int = 0  # bucket to start: they are started in their order
+    arrived: dict[nn.Parameter, int] = dataclasses.field(default_factory=dict)
 
 
 class _Shadow(JoinHook):
@@ -407,9 +459,10 @@ class _Shadow(JoinHook):
 
     def main_hook(self) -> None:
         ddp = self.ddp
-        if ddp.broadcast_buffers and ddp._has_buffers:
+        if ddp._has_buffers and ddp.require_forward_param_sync:
             ddp._sync_buffers(active=False)
-        if ddp._count_active(active=False) == 0:
+        ddp.require_forward_param_sync = ddp._count_active(active=False) > 0
+        if not ddp.require_forward_param_sync:
             return
         for bucket in ddp._buckets:
             bucket.load_nothing()
@@ -419,7 +472,7 @@ class _Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self.ddp
-        ddp._broadcast_state(ddp._last_active_rank(active=is_last_joiner))
+        ddp._broadcast_state(ddp._last_active_rank(active=is_last_joiner), ddp.broadcast_buffers)
         for bucket in ddp._buckets:
             bucket.scale = 1.0
 
@@ -433,6 +486,26 @@ def _call_weakly(ddp: weakref.ref[DistributedDataParallel], parameter: nn.Parame
         this._begin_backward()
     else:
         this._on_gradient(parameter)
+
+
+def _fills_grads(node: Any) -> bool:
+    """True if ``backward()`` runs that came to `node`, False if ``torch.autograd.grad()``."""
+    while following := [below for below, _ in node.next_functions if below is not None]:
+        node = following[0]
+    try:
+        return torch._C._will_engine_execute_node(node)  # backward() comes to every leaf
+    except RuntimeError:
+        return False  # a leaf that autograd.grad() was asked for
+
+
+def _add_hint(error: Exception, doing: str) -> None:
+    """Add to an error what is often its cause."""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(
+            f"rank {dist.get_rank()} {doing}. If another rank ran out of data earlier: give all ranks the same number "
+            "of batches (DistributedSampler does, with pad=True or drop_last=True), or run the loop within: "
+            "with model.join():"
+        )
 
 
 def _nothing() -> None:
@@ -491,7 +564,7 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | set):
         for item in value:
             yield from _find_tensors(item)
-    elif dataclasses.is_dataclass(value):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from _find_tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 

@@ -18,15 +18,22 @@ def average_gradients(
 
     The tutorials' loop of one all_reduce per parameter, as one per bucket of 25 MB. A gradient that is None on some
     ranks counts as zeros there; one that is None on all stays None. For training use DistributedDataParallel, which
-    does this within the backward pass.
+    does this within the backward pass. Sparse gradients stay sparse.
 
     Args:
         model: A module, or its parameters in the same order on all ranks.
         process_group: Whom to average with, by default the whole world.
+
+    Raises:
+        ValueError: There is no process group yet, or this rank is not in it.
     """
+    group = _group_with_this_rank(process_group, "average_gradients")
     parameters = model.parameters() if isinstance(model, nn.Module) else model
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    for bucket in make_buckets(trained, process_group, bucket_cap_mb=25):
+    trained = list(dict.fromkeys(p for p in parameters if p.requires_grad))  # one that is given twice: once
+    for parameter in trained:
+        if parameter.grad is not None and torch._debug_has_internal_overlap(parameter.grad) == 1:
+            parameter.grad = parameter.grad.clone()  # one number, expanded: nothing can be stored there
+    for bucket in make_buckets(trained, group, bucket_cap_mb=25, sparse=_sparse_anywhere(trained, group)):
         bucket.used = {parameter for parameter in bucket.parameters if parameter.grad is not None}
         bucket.load()
         bucket.start()
@@ -47,11 +54,8 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
 
     Source: Patarasuk & Yuan 2009; Baidu's ring all-reduce, 2017.
     """
-    group = process_group or dist.group.WORLD
-    assert group is not None, "call init_process_group() first"
+    group = _group_with_this_rank(process_group, "ring_all_reduce")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"rank {dist.get_rank()}: ring_all_reduce: this rank is not in the group")
     right, left = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
     flat = tensor.detach().contiguous().view(-1)
     chunks = flat.tensor_split(size)  # sizes differ by one at most
@@ -75,3 +79,26 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
     with torch.no_grad():
         tensor.copy_(flat.view_as(tensor))
     return tensor
+
+
+def _group_with_this_rank(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
+    group = process_group or dist.group.WORLD
+    if group is None:
+        raise ValueError(
+            f"{caller}: there is no process group yet; call phalanx.init() or "
+            'torch.distributed.init_process_group("phalanx") first'
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()}: {caller}: this rank is not in the group")
+    return group
+
+
+def _sparse_anywhere(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
+    """Return the parameters that have a sparse gradient on any rank; a rank without one can't know by itself."""
+    if not parameters:
+        return []
+    marks = torch.tensor(
+        [p.grad is not None and p.grad.is_sparse for p in parameters], dtype=torch.uint8, device=parameters[0].device
+    )
+    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
+    return [parameter for parameter, mark in zip(parameters, marks.tolist(), strict=True) if mark]
