@@ -43,6 +43,9 @@ bench-ddp: $(VENV)/built
 
 conformance: $(VENV)/built
 	for n in 2 3 4; do $(BIN)/python -m tests.conformance.exam --backend phalanx --world-size $$n --check || exit 1; done
+	for n in 2 3 4; do for group in phalanx gloo; do \
+	  $(BIN)/python -m tests.conformance.exam --backend $$group --world-size $$n --ddp phalanx --check || exit 1; done; done
+	$(BIN)/python -m tests.conformance.exam --backend gloo --world-size 2 --ddp torch --check
 
 stress: $(VENV)/built
 	PHALANX_TEST_LONG=1 $(BIN)/python -m pytest tests/stress -p no:cacheprovider

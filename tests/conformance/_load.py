@@ -41,6 +41,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from . import _ddp
+
 EXAM_MODULE = "torch.testing._internal.distributed.distributed_test"
 
 BARRIER_POLL_S = 0.002
@@ -139,7 +141,7 @@ def _give_rights(common: ModuleType, backend: str, world_size: int) -> None:
         common.skip_if_small_worldsize = lambda test: test  # type: ignore[attr-defined]
 
 
-def load_exam(backend: str, world_size: int) -> ModuleType:
+def load_exam(backend: str, world_size: int, ddp: str = "") -> ModuleType:
     """Return the exam's module, ready for `backend` at `world_size`.
 
     The exam fixes both while it is imported, so a process can load it once.
@@ -147,6 +149,8 @@ def load_exam(backend: str, world_size: int) -> ModuleType:
     Args:
         backend: Name under which torch knows the backend, for example ``"gloo"``.
         world_size: Ranks that will sit each test, at least 2.
+        ddp: Whose DistributedDataParallel sits its tests, which are then all that there is:
+            ``"phalanx"`` or ``"torch"``; see `_ddp`.
 
     Raises:
         ExamChanged: This torch's exam has a gate that the rewriting does not know.
@@ -164,6 +168,8 @@ def load_exam(backend: str, world_size: int) -> ModuleType:
     common = importlib.import_module("torch.testing._internal.common_distributed")
     logging.getLogger(common.__name__).setLevel(logging.WARNING)  # it tells of every fork
     _give_rights(common, backend, world_size)
+    if ddp:
+        _ddp.open_gates(common)
     spec = importlib.util.find_spec(EXAM_MODULE)
     assert spec is not None, "every wheel of torch ships the exam"
     assert spec.origin is not None
@@ -176,6 +182,8 @@ def load_exam(backend: str, world_size: int) -> ModuleType:
             f"({rename.num_gates} gates, {rename.num_constants} constants, {rename.num_polls} "
             f"polls): teach {__name__} about this release of torch"
         )
+    if ddp:
+        tree = _ddp.rewrite(tree, ddp)
     module = importlib.util.module_from_spec(spec)
     sys.modules[EXAM_MODULE] = module  # ranks pickle the exam's classes by this name
     exec(compile(ast.fix_missing_locations(tree), spec.origin, "exec"), module.__dict__)

@@ -3,9 +3,13 @@
     python -m tests.conformance.exam --backend phalanx --world-size 2
     python -m tests.conformance.exam --backend gloo --world-size 3 -k all_reduce --json out.json
     python -m tests.conformance.exam --backend phalanx --world-size 2 --check
+    python -m tests.conformance.exam --backend phalanx --world-size 2 --ddp phalanx --check
+
+With ``--ddp``, the tests of DistributedDataParallel alone, all of them on a CPU, for
+phalanx's class or torch's own; see `_ddp`.
 
 Exit code 1 if a test failed; with ``--check``, if a test came out otherwise than
-`expectations` has it. `Exam` is the same for a program: it keeps one such process and
+`expectations`, or `ddp_expectations`, has it. `Exam` is the same for a program: it keeps one such process and
 asks it for one test at a time.
 """
 
@@ -22,7 +26,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from . import expectations
+from . import _ddp, ddp_expectations, expectations
 from ._runner import DEFAULT_LIMIT_S, Result, Runner, die_with_parent
 
 # Past a test's own limit: to kill its ranks and to report.
@@ -36,16 +40,18 @@ class Exam:
         backend: Name under which torch knows the backend.
         world_size: Ranks that sit each test.
         limit_s: Seconds that one test may take.
+        ddp: Whose DistributedDataParallel sits the tests of it, see `_ddp`; then there are no others.
 
     Raises:
         RuntimeError: The process could not load the exam; its output says why.
     """
 
-    def __init__(self, backend: str, world_size: int, *, limit_s: float = DEFAULT_LIMIT_S) -> None:
+    def __init__(self, backend: str, world_size: int, *, limit_s: float = DEFAULT_LIMIT_S, ddp: str = "") -> None:
         package = __spec__.name.rpartition(".")[0]
         root = Path(__file__).resolve().parents[package.count(".") + 1]
         command = [sys.executable, "-m", f"{package}.exam", "--serve", "--backend", backend]
         command += ["--world-size", str(world_size), "--limit-s", str(limit_s)]
+        command += ["--ddp", ddp] if ddp else []
         self._process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             self.names: list[str] = self._answer()
@@ -110,8 +116,8 @@ def _report(runner: Runner, names: list[str], *, verbose: bool) -> list[Result]:
     return results
 
 
-def _check(results: list[Result], world_size: int) -> bool:
-    """Print each result that `expectations` has otherwise; return whether there was none."""
+def _complaints(results: list[Result], world_size: int) -> list[str]:
+    """Return what is otherwise than `expectations` has it."""
     by_name = {result.name: result for result in results}
     complaints = []
     for name, expected in expectations.expected_outcomes(world_size).items():
@@ -119,9 +125,13 @@ def _check(results: list[Result], world_size: int) -> bool:
             complaints.append(f"{name}: this torch's exam has no such test")
         elif problem := expectations.complaint(by_name[name], expected):
             complaints.append(problem)
-    print(*complaints, sep="\n")
-    print(f"{len(complaints)} tests came out otherwise than expected")
-    return not complaints
+    return complaints
+
+
+def _ddp_complaints(results: list[Result], names: list[str], ddp: str) -> list[str]:
+    """Return what is otherwise than `ddp_expectations` has it; `names` are all tests of the exam."""
+    problems = [ddp_expectations.complaint(ddp, result) for result in results]
+    return [*ddp_expectations.unknown_names(names), *filter(None, problems)]
 
 
 def _write_baseline(runner: Runner, results: list[Result], world_size: int) -> None:
@@ -136,6 +146,7 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="phalanx", help="name that torch knows")
     parser.add_argument("--world-size", type=int, default=2, help="ranks in each test")
+    parser.add_argument("--ddp", choices=(_ddp.PHALANX, _ddp.TORCH), default="", help="only this package's DDP")
     parser.add_argument("-k", dest="pattern", default="", help="only names that contain this")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--limit-s", type=float, default=DEFAULT_LIMIT_S, help="seconds per test")
@@ -144,8 +155,8 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--write-baseline", action="store_true", help="keep the list of passes")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.write_baseline and (args.backend != "gloo" or args.pattern):
-        parser.error("--write-baseline takes the whole exam on Gloo: --backend gloo without -k")
+    if args.write_baseline and (args.backend != "gloo" or args.pattern or args.ddp):
+        parser.error("--write-baseline takes the whole exam on Gloo: --backend gloo without -k and --ddp")
     if args.check and args.pattern:
         parser.error("--check takes the whole exam: leave out -k")
     return args
@@ -160,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from ._load import load_exam
 
-    exam = load_exam(args.backend, args.world_size)
+    exam = load_exam(args.backend, args.world_size, args.ddp)
     if importlib.util.find_spec(args.backend) is not None:
         importlib.import_module(f"{args.backend}.backend")  # once here, not in every rank
 
@@ -171,6 +182,8 @@ def main(argv: list[str] | None = None) -> int:
             os._exit(0)  # taking the interpreter down with torch in it takes seconds
         start = time.perf_counter()
         names = [name for name in runner.test_names() if args.pattern in name]
+        if args.ddp and args.check:
+            names = sorted(set(names) & set(ddp_expectations.expected_names(args.world_size)))
         results = _report(runner, names, verbose=not (args.quiet or args.check))
         counts = Counter(result.outcome for result in results)
         print(
@@ -183,7 +196,14 @@ def main(argv: list[str] | None = None) -> int:
         if args.write_baseline:
             _write_baseline(runner, results, args.world_size)
         if args.check:
-            return 0 if _check(results, args.world_size) else 1
+            complaints = (
+                _ddp_complaints(results, runner.test_names(), args.ddp)
+                if args.ddp
+                else _complaints(results, args.world_size)
+            )
+            print(*complaints, sep="\n")
+            print(f"{len(complaints)} tests came out otherwise than expected")
+            return 1 if complaints else 0
         return 1 if counts["failed"] else 0
 
 
