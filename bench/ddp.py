@@ -240,9 +240,11 @@ def main() -> None:
     given = parser.parse_args()
     console = Console(width=100, highlight=False)
     steps, verdicts = {}, []
-    for name in [name.strip() for name in given.only.split(",")]:
+    names = [name.strip() for name in given.only.split(",")]
+    for name in names:
         if name not in CASES:
             parser.error(f"--only takes {', '.join(CASES)}; got {name}")
+    for name in names:
         steps[name] = _mean_of_ranks(phalanx.spawn(measure_steps, (name, given.rounds), nprocs=2))
         verdicts += _print_case(console, name, steps[name])
     epochs = _mean_of_ranks(phalanx.spawn(measure_epochs, (max(given.rounds // 3, 1), given.images), nprocs=2))

@@ -24,7 +24,9 @@ def meet_on(rank, world_size, folder, cpus):
 
 def does_it_spin(rank, world_size, folder, cpus):
     meet_on(rank, world_size, folder, cpus)
-    return dist.group.WORLD._operations._core.spins
+    spins = dist.group.WORLD._operations._core.spins
+    dist.barrier()  # a rank that ends while another still connects would be missed there
+    return spins
 
 
 def does_it_spin_under_a_quota(rank, world_size, folder, cgroup, cpus):

@@ -347,11 +347,11 @@ import os, signal, sys, phalanx
 
 def wait(rank):
     try:
-        os.write(1, b"%d\n" % os.getpid())  # one call, so that lines of two ranks stay whole
+        os.write(1, b"%d\\n" % os.getpid())  # one call, so that lines of two ranks stay whole
         while True:
             signal.pause()
     finally:
-        os.write(1, b"cleaned up\n")
+        os.write(1, b"cleaned up\\n")
 
 if __name__ == "__main__":
     phalanx.spawn(wait, nprocs=2)

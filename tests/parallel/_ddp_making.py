@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from tests.parallel._ddp_tools import (
     Net,
@@ -134,6 +135,14 @@ def options_of_torch_that_are_not_supported_are_an_error(rank, world_size):
     with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'"):
         wrap(Net(), bucket_cap=3)
     wrap(Net(), mixed_precision=None, delay_all_reduce_named_params=None)
+
+
+@behaviour
+def an_optimizer_within_backward_is_an_error(rank, world_size):
+    module = Net()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match="a parameter has an optimizer that steps within backward"):
+        wrap(module)
 
 
 @behaviour_of_several

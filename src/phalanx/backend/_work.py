@@ -207,6 +207,8 @@ class PhalanxWork(Work):
             future = self._future = torch.futures.Future()
         if self._handle is None:
             future.set_result(self._result)
+        elif self._handle.done:
+            self.fulfil()  # at once: who asks now may look without waiting
         else:
             _completer.expect(self, self._handle)
         return future

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -198,11 +197,7 @@ class CoalescedBucket(Bucket):
         self._sizes_bytes = [p.numel() * p.element_size() for p in parameters]
         self._wants_squares = False
         self._squares: float | None = None
-        self._used_anywhere = marks = torch.ones(len(parameters), dtype=parameters[0].dtype)
-        # Filled as bytes: that takes 0.05 us, an operator of torch 1.2 us.
-        size_bytes = marks.numel() * marks.element_size()
-        self._marks = memoryview((ctypes.c_char * size_bytes).from_address(marks.data_ptr())).cast("B")
-        self._ones = bytes(self._marks)
+        self._used_anywhere = torch.ones(len(parameters), dtype=parameters[0].dtype)
 
     def load(self) -> None:
         self._collect()
@@ -212,7 +207,7 @@ class CoalescedBucket(Bucket):
                 self._separate()
                 break
             end = begin + size_bytes
-        self._marks[:] = self._ones
+        self._used_anywhere.fill_(1)
         if len(self.used) < len(self.parameters):
             for i, parameter in enumerate(self.parameters):
                 if parameter not in self.used:

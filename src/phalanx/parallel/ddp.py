@@ -182,6 +182,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Make buckets for the parameters that are trained now, and hang a hook on each."""
         trained = [(name, p) for name, p in self._parameters_of_module() if p.requires_grad]
         self._names = {p: name for name, p in trained}
+        if any(hasattr(p, "_in_backward_optimizers") for p in self._names):
+            raise ValueError(
+                f"rank {dist.get_rank()}: DistributedDataParallel: a parameter has an optimizer that steps within "
+                "backward, before gradients are averaged; call optimizer.step() after backward() instead"
+            )
         accumulated = self._names.keys() & {p for bucket in self._buckets for p in bucket.used}
         self._buckets = make_buckets(
             list(self._names),
