@@ -100,6 +100,9 @@ def build_group(
     else:
         backend = c10d.ProcessGroupGloo(c10d.PrefixStore("inner", store), rank, size, timeout=timeout)
         kind = ProcessGroup.BackendType.GLOO
+        # A rank that goes on, and ends, while another still connects would be a lost connection there.
+        store.set(f"connected/{rank}", "")
+        store.wait([f"connected/{r}" for r in range(size)], timeout)
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)
     keep(group)
