@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import statistics
 import time
@@ -117,10 +118,17 @@ def _turns(names: list[str], rounds: int) -> Iterator[tuple[int, str]]:
             yield number, name
 
 
+def _start(rank: int) -> None:
+    """One thread on a CPU of its own, as under `phalanx run`."""
+    torch.set_num_threads(1)
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
+    dist.init_process_group("phalanx")
+
+
 def measure_steps(rank: int, case_name: str, rounds: int) -> dict[str, list[float]]:
     """Return this rank's seconds a step, by variant and round."""
-    torch.set_num_threads(1)
-    dist.init_process_group("phalanx")
+    _start(rank)
     gloo = dist.new_group(backend="gloo")
     case = CASES[case_name]
     variants = [variant for variant in _VARIANTS if variant != _SHARDED or _SHARDED in case.most]
@@ -136,8 +144,7 @@ def measure_steps(rank: int, case_name: str, rounds: int) -> dict[str, list[floa
 
 def measure_epochs(rank: int, rounds: int, num_images: int) -> dict[str, list[float]]:
     """Return the seconds of an epoch of the CNN on rank 0 alone and on both ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("phalanx")
+    _start(rank)
     case = CASES["MNIST CNN"]
     trainers = {1: _Trainer(case, _NONE, None), 2: _Trainer(case, _OURS, None)}
     samples: dict[str, list[float]] = {"one rank": [], "two ranks": []}
