@@ -166,7 +166,7 @@ def measure_memory(rank: int, sharded: bool) -> float:
     """Return this rank's memory for parameters and Adam's state, in MiB, shared pages divided among the ranks."""
     dist.init_process_group("phalanx")
     torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # imports what it needs
-    before = _proportional_mib()
+    before = proportional_mib()
     module = _large_mlp()
     parameters = list(module.parameters())
     for parameter in parameters:
@@ -180,13 +180,14 @@ def measure_memory(rank: int, sharded: bool) -> float:
     optimizer.step()
     optimizer.zero_grad()
     dist.barrier()
-    used = _proportional_mib() - before
+    used = proportional_mib() - before
     dist.barrier()
     dist.destroy_process_group()
     return used
 
 
-def _proportional_mib() -> float:
+def proportional_mib() -> float:
+    """Return this process's memory in MiB, shared pages divided among those who map them."""
     found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) / 1024

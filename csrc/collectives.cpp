@@ -195,45 +195,32 @@ double Collectives::all_reduce(const Context& context, std::span<const Piece> pi
   pieces_ = pieces;
   ends_.clear();
   for (const Piece& piece : pieces) ends_.push_back(piece.count + (ends_.empty() ? 0 : ends_.back()));
-  const std::size_t bytes = items.bytes();
+  const std::size_t bytes = items.bytes(), item = items.item_bytes;
+  double sum = 0;
+  auto stage = [&](std::byte* area, std::size_t lo, std::size_t len) {
+    visit_pieces(items, lo / item, len / item, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
+      copy_bytes(area + done * item, at(piece.in, offset), m * item);
+    });
+  };
+  auto consume = [&](auto area_of, std::size_t lo, std::size_t len) {
+    visit_pieces(items, lo / item, len / item, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
+      for (int r = 0; r < board_.size(); ++r)
+        sources_[r] = r == board_.rank() ? at(piece.in, offset) : area_of(r) + done * item;
+      reduction.apply(at(piece.out, offset), sources_.data(), board_.size(), m);
+      if (squares != nullptr && piece.squared) sum += squares(at(piece.out, offset), m);
+    });
+  };
   if (bytes > kInlineBytes && bytes > std::min(tuning.one_shot_bytes, kStageBytes)) {
     muster(wait);
-    return board_.size() == 2 ? all_reduce_pair(wait, items, reduction.apply, squares)
-                              : all_reduce_chunks(wait, items, reduction.apply, squares);
+    if (board_.size() != 2) return all_reduce_chunks(wait, items, reduction.apply, squares);
+    // Two ranks: each shows the other all of its message, and both reduce all of it. As many bytes cross between the
+    // processors as when each reduces one half and fetches the other, and one wait a chunk is enough.
+    exchange_chunks(wait, Flow::kEverybody, 1, bytes, item, stage, consume);
+    return sum;
   }
-  visit_pieces(items, 0, items.count, [&](const Piece& piece, std::size_t offset, std::size_t first, std::size_t m) {
-    copy_bytes(own_area(bytes) + first * items.item_bytes, at(piece.in, offset), m * items.item_bytes);
-  });
+  stage(own_area(bytes), 0, bytes);
   muster(wait);
-  double sum = 0;
-  visit_pieces(items, 0, items.count, [&](const Piece& piece, std::size_t offset, std::size_t first, std::size_t m) {
-    for (int r = 0; r < board_.size(); ++r)
-      sources_[r] = r == board_.rank() ? at(piece.in, offset) : area(r, bytes) + first * items.item_bytes;
-    reduction.apply(at(piece.out, offset), sources_.data(), board_.size(), m);
-    if (squares != nullptr && piece.squared) sum += squares(at(piece.out, offset), m);
-  });
-  return sum;
-}
-
-/// Two ranks: each shows the other all of its message, and both reduce all of it. As many bytes cross between the
-/// processors as when each reduces one half and fetches the other, and one wait a chunk is enough.
-double Collectives::all_reduce_pair(Wait& wait, Items items, ReduceFn reduce, SquaresFn squares) {
-  double sum = 0;
-  const std::size_t item = items.item_bytes;
-  exchange_chunks(
-      wait, Flow::kEverybody, 1, items.bytes(), item,
-      [&](std::byte* area, std::size_t lo, std::size_t len) {
-        visit_pieces(items, lo / item, len / item, [&](const Piece& piece, std::size_t offset, std::size_t first, std::size_t m) {
-          copy_bytes(area + first * item, at(piece.in, offset), m * item);
-        });
-      },
-      [&](auto area_of, std::size_t lo, std::size_t len) {
-        visit_pieces(items, lo / item, len / item, [&](const Piece& piece, std::size_t offset, std::size_t first, std::size_t m) {
-          for (int r = 0; r < 2; ++r) sources_[r] = r == board_.rank() ? at(piece.in, offset) : area_of(r) + first * item;
-          reduce(at(piece.out, offset), sources_.data(), 2, m);
-          if (squares != nullptr && piece.squared) sum += squares(at(piece.out, offset), m);
-        });
-      });
+  consume([&](int r) { return area(r, bytes); }, 0, bytes);
   return sum;
 }
 

@@ -87,7 +87,6 @@ class Collectives {
   std::byte* slot(int r, std::uint64_t index) { return mailboxes_.data() + (r * 2 * kSlots + index) * kSlotBytes; }
   void publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all);
   void await_all(Wait& wait, std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
-  double all_reduce_pair(Wait& wait, Items items, ReduceFn reduce, SquaresFn squares);
   double all_reduce_chunks(Wait& wait, Items items, ReduceFn reduce, SquaresFn squares);
 
   /// Call `visit(piece, offset, done, count)` for each piece that overlaps the elements [first, first + count) of the

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from bench import plan, report
-
-_REPOSITORY = Path(__file__).parents[2]
-_PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def _bench(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "bench", *map(str, arguments)],
-        cwd=_REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+from tests.bench._run import PNG, run_bench
 
 
 def test_a_quick_run_writes_json_and_a_plot_with_every_engine(tmp_path):
     small = ("--sizes", "4,4K", "--rounds", "2", "--turn-ms", "1")
-    done = _bench("--quick", "--only", "all_reduce", "--no-mpi", "--world-sizes", "2", *small, "--out", tmp_path)
+    done = run_bench(
+        "bench", "--quick", "--only", "all_reduce", "--no-mpi", "--world-sizes", "2", *small, "--out", tmp_path
+    )
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "bench.json").read_text())
     measured = {(r["op"], r["size_bytes"]): r["engines"] for r in record["results"]}
@@ -42,13 +29,13 @@ def test_a_quick_run_writes_json_and_a_plot_with_every_engine(tmp_path):
     assert record["machine"]["torch"]
     assert len(record["targets"]) >= 4
     assert all(isinstance(target["reached"], bool) and target["value"] > 0 for target in record["targets"])
-    assert (tmp_path / "bench.png").read_bytes().startswith(_PNG)
+    assert (tmp_path / "bench.png").read_bytes().startswith(PNG)
     assert "2 ranks" in done.stdout
     assert "all_reduce" in done.stdout
 
 
 def test_an_unknown_operation_is_refused_by_name():
-    done = _bench("--only", "all_reduce,al_gather")
+    done = run_bench("bench", "--only", "all_reduce,al_gather")
     assert done.returncode == 2
     assert "got al_gather" in done.stderr
 
@@ -78,8 +65,7 @@ def test_sizes_are_read_as_people_write_them(text, size_bytes):
 
 
 def test_the_launchers_benchmark_measures_every_command_in_turns(tmp_path):
-    command = [sys.executable, "-m", "bench.launch", "--rounds", "1", "--restarts", "1", "--out", tmp_path]
-    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=240)
+    done = run_bench("bench.launch", "--rounds", "1", "--restarts", "1", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     samples = json.loads((tmp_path / "launch.json").read_text())
     for name in ("phalanx run", "phalanx run --no-preload", "torchrun", "python, one rank", "death to end of command"):

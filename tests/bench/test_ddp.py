@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 from bench.ddp import CASES, _ratio
-
-_REPOSITORY = Path(__file__).parents[2]
-
-
-def run_bench(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "bench.ddp", *map(str, arguments)],
-        cwd=_REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+from tests.bench._run import PNG, run_bench
 
 
 def test_a_short_run_writes_json_a_plot_and_a_verdict_on_every_target(tmp_path):
-    done = run_bench("--rounds", 1, "--only", "MNIST CNN", "--images", 300, "--out", tmp_path)
+    done = run_bench("bench.ddp", "--rounds", 1, "--only", "MNIST CNN", "--images", 300, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "ddp.json").read_text())
     samples = record["steps"]["MNIST CNN"]
@@ -31,12 +17,12 @@ def test_a_short_run_writes_json_a_plot_and_a_verdict_on_every_target(tmp_path):
     assert all(len(times) == 1 and times[0] > 0 for times in [*samples.values(), *record["epochs"].values()])
     assert len(record["verdicts"]) == len(CASES["MNIST CNN"].most) + 1
     assert record["memory_mib"]["sharded"] < record["memory_mib"]["plain"]
-    assert (tmp_path / "ddp.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert (tmp_path / "ddp.png").read_bytes().startswith(PNG)
     assert "torch DDP on Gloo" in done.stdout
 
 
 def test_an_unknown_case_is_refused_by_name():
-    done = run_bench("--only", "MNIST CNN,MLP of 18 M")
+    done = run_bench("bench.ddp", "--only", "MNIST CNN,MLP of 18 M")
     assert done.returncode == 2
     assert "got MLP of 18 M" in done.stderr
 

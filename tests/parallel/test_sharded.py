@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import phalanx
+from bench.ddp import proportional_mib
 from phalanx.parallel import shared_memory
 from phalanx.parallel.sharded import _cuts
 
@@ -144,12 +144,6 @@ def test_state_resumes_on_any_world_size_and_in_the_plain_optimizer(run_ranks, t
     assert equal_parameters(model, resumed)
 
 
-def proportional_bytes():
-    """Return this process's memory, shared pages divided among those who map them."""
-    with open("/proc/self/smaps_rollup") as file:
-        return int(re.search(r"^Pss:\s+(\d+) kB", file.read(), re.MULTILINE)[1]) * 1024
-
-
 def memory_for_adam(rank, world_size, how):
     warm_up = nn.Linear(2, 2)
     warm_up(torch.ones(1, 2)).sum().backward()
@@ -157,7 +151,7 @@ def memory_for_adam(rank, world_size, how):
     model = nn.Linear(4096, 2048)  # 32 MiB
     x = torch.ones(1, 4096)
     dist.barrier()
-    before = proportional_bytes()
+    before = proportional_mib()
     if how == "plain":
         optimizer = optim.Adam(model.parameters())
     else:
@@ -166,9 +160,9 @@ def memory_for_adam(rank, world_size, how):
     optimizer.step()
     optimizer.zero_grad()
     dist.barrier()
-    used = proportional_bytes() - before
+    used = proportional_mib() - before
     dist.barrier()
-    return used / 2**25
+    return used / 32
 
 
 def test_two_ranks_keep_one_copy_of_parameters_and_state(run_ranks):

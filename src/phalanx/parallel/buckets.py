@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.parallel.layout import flat, is_dense, shaped
+
 CommHook: TypeAlias = Callable[[Any, Any], torch.futures.Future]
 
 
@@ -67,6 +69,14 @@ class Bucket(abc.ABC):
         self.index = 0
         self.is_last = True
         self._group = group
+
+    def _mark(self, marks: Tensor) -> None:
+        """Fill `marks`, one element for each parameter: 1 if this rank has a gradient of it, else 0."""
+        marks.fill_(1)
+        if len(self.used) < len(self.parameters):
+            for i, parameter in enumerate(self.parameters):
+                if parameter not in self.used:
+                    marks[i] = 0
 
     @abc.abstractmethod
     def load(self) -> None:
@@ -129,10 +139,7 @@ class FlatBucket(Bucket):
                 view.zero_()
             elif grad.is_sparse or grad.data_ptr() != view.data_ptr():
                 view.copy_(_dense(parameter, grad))
-        self._used_anywhere.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter not in self.used:
-                self._used_anywhere[i] = 0
+        self._mark(self._used_anywhere)
 
     @torch.no_grad()
     def load_nothing(self) -> None:
@@ -158,8 +165,7 @@ class FlatBucket(Bucket):
         if work is not None:
             work.wait()
         if future is not None:
-            averaged = future.wait()
-            averaged = averaged[0] if isinstance(averaged, list | tuple) else averaged
+            averaged = _tensor_of(future)
             if averaged.data_ptr() != self._gradients.data_ptr():
                 self._gradients.copy_(averaged)
         if self.scale != 1:
@@ -207,11 +213,7 @@ class CoalescedBucket(Bucket):
                 self._separate()
                 break
             end = begin + size_bytes
-        self._used_anywhere.fill_(1)
-        if len(self.used) < len(self.parameters):
-            for i, parameter in enumerate(self.parameters):
-                if parameter not in self.used:
-                    self._used_anywhere[i] = 0
+        self._mark(self._used_anywhere)
 
     def _collect(self) -> None:
         self._tensors = [
@@ -252,7 +254,7 @@ class CoalescedBucket(Bucket):
             anywhere = self._used_anywhere.tolist()
             for parameter, mean, used in zip(self.parameters, self._tensors, anywhere, strict=True):
                 if used and parameter.grad is None:
-                    parameter.grad = _shaped(mean, parameter)
+                    parameter.grad = shaped(mean, parameter)
         self._tensors = []  # a gradient that somebody else refers to is not handed over by autograd but copied
 
     def norm(self) -> Tensor:
@@ -261,6 +263,12 @@ class CoalescedBucket(Bucket):
         self._wants_squares = True  # from the next time on
         grads = [p.grad for p in self.parameters if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack([torch.zeros(()), *map(torch.linalg.vector_norm, grads)]))
+
+
+def _tensor_of(future: torch.futures.Future) -> Tensor:
+    """Return what a communication hook's future holds: the tensor, or a list of it."""
+    value = future.wait()
+    return value[0] if isinstance(value, list | tuple) else value
 
 
 def _dense(parameter: nn.Parameter, grad: Tensor) -> Tensor:
@@ -272,9 +280,7 @@ def _dense(parameter: nn.Parameter, grad: Tensor) -> Tensor:
 def _in_memory_order(parameter: nn.Parameter, grad: Tensor) -> Tensor:
     """Return the gradient, flat if its layout is the parameter's, which is the same on every rank."""
     grad = _dense(parameter, grad)
-    if grad.stride() != parameter.stride() or torch._debug_has_internal_overlap(grad) != 0:
-        return grad
-    return grad.detach().as_strided((grad.numel(),), (1,))
+    return flat(grad) if grad.stride() == parameter.stride() and is_dense(grad) else grad
 
 
 class SparseBucket(Bucket):
@@ -323,8 +329,7 @@ class SparseBucket(Bucket):
             work.wait()
             self._sum = self._sum * (self.scale / dist.get_world_size(self._group))
         if future is not None:
-            averaged = future.wait()
-            self._sum = averaged[0] if isinstance(averaged, list | tuple) else averaged
+            self._sum = _tensor_of(future)
 
     def store(self) -> None:
         self.wait()
@@ -339,7 +344,7 @@ class SparseBucket(Bucket):
 
 def make_buckets(
     parameters: Sequence[nn.Parameter],
-    process_group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     bucket_cap_mb: float,
     *,
     sparse: Iterable[Tensor] = (),
@@ -352,8 +357,6 @@ def make_buckets(
     `bucket_cap_mb` MiB, or one parameter. A group that averages tensors where they lie needs no buffers, unless a
     communication hook wants to see them (`hooked`).
     """
-    group = process_group or dist.group.WORLD
-    assert group is not None, "call init_process_group() first"
     open_lists: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     sizes_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     closed: list[list[nn.Parameter]] = []
@@ -388,21 +391,14 @@ def _averages(group: dist.ProcessGroup, device: torch.device) -> bool:
     return hasattr(group, "average_coalesced") or group._get_backend(device).name() == "nccl"
 
 
-def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:
-    """Yield the part of the flat buffer that belongs to each parameter, in its shape and memory layout."""
+def _views(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:
+    """Yield the part of a flat buffer that belongs to each parameter, in its shape and memory layout."""
     begin = 0
     for parameter in parameters:
         if parameter.is_complex():
-            part = torch.view_as_complex(flat[begin : begin + 2 * parameter.numel()].view(-1, 2))
+            part = torch.view_as_complex(buffer[begin : begin + 2 * parameter.numel()].view(-1, 2))
             begin += 2 * parameter.numel()
         else:
-            part = flat[begin : begin + parameter.numel()]
+            part = buffer[begin : begin + parameter.numel()]
             begin += parameter.numel()
-        yield _shaped(part, parameter)
-
-
-def _shaped(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    """View the parameter's flat gradient in its shape and, if that has no gaps, its memory layout."""
-    if torch._debug_has_internal_overlap(parameter) == 0:
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
-    return flat.view(parameter.shape)
+        yield shaped(part, parameter)

@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from phalanx.parallel.buckets import Bucket, CommHook, make_buckets
+from phalanx.parallel.group import group_or_world
 
 _BROADCAST_BYTES = 250 << 20
 _UNSUPPORTED = {
@@ -540,14 +541,7 @@ def _choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> 
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
         return device_mesh.get_group(mesh_dim=0)
-    if process_group is None:
-        process_group = dist.group.WORLD
-    if process_group is None:
-        raise ValueError(
-            "DistributedDataParallel: there is no process group yet; call phalanx.init() or "
-            'torch.distributed.init_process_group("phalanx") first'
-        )
-    return process_group
+    return group_or_world(process_group, "DistributedDataParallel")
 
 
 def _describe(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:

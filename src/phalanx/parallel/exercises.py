@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.parallel.buckets import make_buckets
+from phalanx.parallel.group import group_or_world
 
 
 def average_gradients(
@@ -82,12 +83,7 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
 
 
 def _group_with_this_rank(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
-    group = process_group or dist.group.WORLD
-    if group is None:
-        raise ValueError(
-            f"{caller}: there is no process group yet; call phalanx.init() or "
-            'torch.distributed.init_process_group("phalanx") first'
-        )
+    group = group_or_world(process_group, caller)
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()}: {caller}: this rank is not in the group")
     return group

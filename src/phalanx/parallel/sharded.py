@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
+from phalanx.parallel.group import group_or_world
+from phalanx.parallel.layout import flat, shaped
 from phalanx.parallel.shared_memory import shared_tensor
 
 # Optimizers that treat every element by itself: a parameter may be cut anywhere.
@@ -50,7 +52,7 @@ class _Piece:
 
     def memory_of(self, tensor: Tensor) -> Tensor:
         """View this piece of a tensor laid out like the parameter, flat."""
-        return _flat(tensor)[self.start : self.stop]
+        return flat(tensor)[self.start : self.stop]
 
     def of(self, tensor: Tensor) -> Tensor:
         """View this piece of a tensor laid out like the parameter; the whole one keeps its shape."""
@@ -89,13 +91,7 @@ class ShardedOptimizer(optim.Optimizer):
         share_parameters: bool = False,
         **defaults: Any,
     ) -> None:
-        group = process_group or dist.group.WORLD
-        if group is None:
-            raise ValueError(
-                "ShardedOptimizer: there is no process group yet; call phalanx.init() or "
-                'torch.distributed.init_process_group("phalanx") first'
-            )
-        self._group = group
+        self._group = group = group_or_world(process_group, "ShardedOptimizer")
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._shared = share_parameters
         self._built = False
@@ -113,17 +109,21 @@ class ShardedOptimizer(optim.Optimizer):
         by_index: dict[int, list[nn.Parameter]] = {}
         for piece, shard in self._own:
             by_index.setdefault(piece.index, []).append(shard)
-        first = 0
         groups = []
-        for outer in self.param_groups:
-            indices = range(first, first + len(outer["params"]))
-            first += len(outer["params"])
+        for outer, indices in self._groups_with_indices():
             settings = {name: value for name, value in outer.items() if name != "param_names"}
             groups.append({**settings, "params": [s for i in indices for s in by_index.get(i, [])]})
         self.optimizer = optimizer_class(groups, **defaults)
         for outer, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):
             for name, value in inner.items():
                 outer.setdefault(name, value)  # what the optimizer has by default: schedulers look for it
+
+    def _groups_with_indices(self) -> Iterator[tuple[dict[str, Any], range]]:
+        """Yield each group with the indices of its parameters, counted through all groups."""
+        first = 0
+        for group in self.param_groups:
+            yield group, range(first, first + len(group["params"]))
+            first += len(group["params"])
 
     # ---- layout ----------------------------------------------------------------------------------------------------
 
@@ -152,15 +152,16 @@ class ShardedOptimizer(optim.Optimizer):
             buffer = shared_tensor(num_elems, first.dtype, self._group)
         else:
             buffer = torch.zeros(num_elems, dtype=first.dtype, device=first.device)
+        views = [shaped(buffer[begin : begin + p.numel()], p) for p, begin in zip(parameters, begins, strict=True)]
         if self._rank == 0 or not self._shared:
-            for parameter, begin in zip(parameters, begins, strict=True):
-                _like(parameter, buffer[begin : begin + parameter.numel()]).copy_(parameter)
+            for parameter, view in zip(parameters, views, strict=True):
+                view.copy_(parameter)
         if self._shared:
             dist.barrier(group=self._group)
         else:
             dist.broadcast(buffer, src=dist.get_global_rank(self._group, 0), group=self._group)
-        for parameter, begin in zip(parameters, begins, strict=True):
-            parameter.data = _like(parameter, buffer[begin : begin + parameter.numel()])
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.data = view
         bounds = [0, *_cuts(begins, [p.numel() for p in parameters], self._size, cut), num_elems]
         self._ranges.append([buffer[lo:hi] for lo, hi in itertools.pairwise(bounds)])
         for owner, (lo, hi) in enumerate(itertools.pairwise(bounds)):
@@ -241,22 +242,18 @@ class ShardedOptimizer(optim.Optimizer):
                 dist.broadcast(
                     piece.memory_of(full), src=dist.get_global_rank(self._group, piece.owner), group=self._group
                 )
-        groups, first = [], 0
-        for group in self.param_groups:
-            indices = list(range(first, first + len(group["params"])))
-            first += len(indices)
-            groups.append({**group, "params": indices})
+        groups = [{**group, "params": list(indices)} for group, indices in self._groups_with_indices()]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's shard of a whole state, saved here with any number of ranks or by the plain optimizer."""
         saved_groups = state_dict["param_groups"]
-        if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self.param_groups]:
+        saved_sizes, own_sizes = ([len(g["params"]) for g in groups] for groups in (saved_groups, self.param_groups))
+        if saved_sizes != own_sizes:
             raise ValueError(
-                f"rank {dist.get_rank()}: ShardedOptimizer.load_state_dict: groups of "
-                f"{[len(g['params']) for g in saved_groups]} parameters do not fit this optimizer's "
-                f"{[len(g['params']) for g in self.param_groups]}"
+                f"rank {dist.get_rank()}: ShardedOptimizer.load_state_dict: groups of {saved_sizes} parameters do not "
+                f"fit this optimizer's {own_sizes}"
             )
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
@@ -284,23 +281,6 @@ def _part_of_saved(name: str, value: Any, piece: _Piece) -> Any:
     if name == "step" or value.shape != piece.parameter.shape:
         return value.clone()
     return piece.of(torch.empty_like(piece.parameter, dtype=value.dtype).copy_(value)).clone()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """True if the elements fill one range of memory, in whatever order."""
-    return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """View the elements of a dense tensor in the order of their memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _like(parameter: Tensor, flat: Tensor) -> Tensor:
-    """View part of a buffer in the shape and memory layout of a parameter."""
-    if not _is_dense(parameter):
-        return flat.view(parameter.shape)
-    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
 
 
 def _piece_of_gradient(piece: _Piece) -> Tensor | None:
