@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,19 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from phalanx import RankFailed
 from phalanx.testing import await_release, reached
 from tests.faults._watch import NAMED_WITHIN_S, TELLS_ENDING, wait_until_asleep
+
+
+def wait_for_future(work):
+    """What torch's futures raise is a RuntimeError, in C++ and in Python; the work has the error itself."""
+    with pytest.raises(RuntimeError, match="RankFailed: rank 0"):
+        work.get_future().wait()
+    raise work.exception()
+
 
 # Name in messages, and how a rank waits in it for `victim`.
 OPERATIONS = {
@@ -30,7 +40,7 @@ OPERATIONS = {
     "large send": ("send", lambda victim: dist.send(torch.ones(1 << 20), dst=victim)),
     "irecv wait": ("recv", lambda victim: dist.irecv(torch.empty(4), src=victim).wait()),
     "async wait": ("all_reduce", lambda victim: dist.all_reduce(torch.ones(4), async_op=True).wait()),
-    "future": ("all_reduce", lambda victim: dist.all_reduce(torch.ones(4), async_op=True).get_future().wait()),
+    "future": ("all_reduce", lambda victim: wait_for_future(dist.all_reduce(torch.ones(4), async_op=True))),
 }
 
 
@@ -40,6 +50,14 @@ def stay_away(rank, world_size, operation, victim):
     if rank == victim:
         threading.Event().wait()
     OPERATIONS[operation][1](victim)
+
+
+def lose_a_peer_in_torchs_ddp(rank, world_size):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    loss = model(torch.ones(2, 3)).sum()
+    if rank == 1:
+        os._exit(7)
+    loss.backward()
 
 
 def end_while_peers_wait(rank, world_size, how, victim):
@@ -110,6 +128,12 @@ def test_who_waits_for_a_killed_rank_names_it_within_a_second(spawn_ranks, opera
     assert survivor.error.op == OPERATIONS[operation][0]
     assert "test_dead_peers.py:" in str(survivor.error)
     assert survivor.when_s - killed_at < NAMED_WITHIN_S
+
+
+def test_torchs_ddp_raises_in_backward_what_its_all_reduce_failed_with(run_ranks):
+    survivor, victim = run_ranks(lose_a_peer_in_torchs_ddp, 2, expect_failures=True)
+    assert type(survivor.error) is RuntimeError
+    assert re.search(rf"RankFailed: rank 0: all_reduce .* rank 1 \(pid {victim.pid}\) exited with", str(survivor.error))
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "async wait"])

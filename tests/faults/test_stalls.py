@@ -18,6 +18,13 @@ from tests.faults._watch import wait_until_asleep
 TIMEOUT_S = 0.5
 LATE_BY_S = 1.0  # after the deadline, a waiting rank has to have raised by then
 
+
+def wait_for_future(work):
+    with pytest.raises(RuntimeError, match="CollectiveTimeout: rank 0"):
+        work.get_future().wait()
+    raise work.exception()
+
+
 OPERATIONS = {
     "all_reduce": lambda: dist.all_reduce(torch.ones(4)),
     "large reduce_scatter": lambda: dist.reduce_scatter(torch.ones(1 << 18), list(torch.ones(2, 1 << 18))),
@@ -28,7 +35,7 @@ OPERATIONS = {
     "large send": lambda: dist.send(torch.ones(1 << 20), dst=1),
     "irecv wait": lambda: dist.irecv(torch.empty(4), src=1).wait(),
     "async wait": lambda: dist.all_reduce(torch.ones(4), async_op=True).wait(),
-    "future": lambda: dist.all_reduce(torch.ones(4), async_op=True).get_future().wait(),
+    "future": lambda: wait_for_future(dist.all_reduce(torch.ones(4), async_op=True)),
     "object": lambda: dist.broadcast_object_list([None], src=1),
     "new_group": lambda: dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_S)),
 }

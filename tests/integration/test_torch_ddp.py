@@ -100,6 +100,35 @@ def train_with_sampler(rank, world_size):
     return accuracies, dict(model.module.state_dict())
 
 
+def train_uneven(rank, world_size, divide_by_initial_world_size):
+    """Rank 1 has twice the batches; what it averages over is what `join` was told."""
+    model = DistributedDataParallel(Net())
+    with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+        for x, target in batches(rank, 2 + 2 * rank):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x), target).backward()
+    return {name: p.grad.clone() for name, p in model.module.named_parameters()}
+
+
+def train_compiled(rank, world_size):
+    """torch.compile breaks its graphs where phalanx is called."""
+    torch.manual_seed(5)
+    model = DistributedDataParallel(nn.Linear(10, 3))
+
+    @torch.compile(backend="eager")
+    def loss_of(x, target):
+        dist.broadcast(x, src=0)
+        loss = nn.functional.cross_entropy(model(x), target)
+        work = dist.all_reduce(loss.detach().clone(), async_op=True)
+        work.wait()
+        return loss
+
+    x, target = next(batches(rank))
+    loss = loss_of(x, target)
+    loss.backward()
+    return loss.item(), model.module.weight.grad
+
+
 KINDS = [
     "several_buckets",
     "find_unused",
@@ -110,7 +139,12 @@ KINDS = [
     "fp16_compress",
     "power_sgd",
 ]
-PROGRAMS = {kind: (train, (kind,)) for kind in KINDS} | {"sampler": (train_with_sampler, ())}
+PROGRAMS = {kind: (train, (kind,)) for kind in KINDS} | {
+    "sampler": (train_with_sampler, ()),
+    "join": (train_uneven, (True,)),
+    "join, divided by those who go on": (train_uneven, (False,)),
+    "compile": (train_compiled, ()),
+}
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +165,15 @@ def test_ddp_trains_to_gloos_bits(comparison, kind):
 def test_a_loop_with_distributed_sampler_trains_to_gloos_bits(comparison):
     (accuracies, _), _ = comparison.same_on_gloo("sampler")
     assert accuracies[-1] > accuracies[0]
+
+
+def test_uneven_inputs_are_joined_to_gloos_bits(comparison):
+    _, by_all = comparison.same_on_gloo("join")
+    _, by_those_who_go_on = comparison.same_on_gloo("join, divided by those who go on")
+    for name, gradient in by_all.items():
+        assert torch.equal(gradient * 2, by_those_who_go_on[name]), name
+
+
+def test_compiled_code_calls_collectives_and_ddp(comparison):
+    (_, gradient0), (_, gradient1) = comparison.same_on_gloo("compile")
+    assert torch.equal(gradient0, gradient1)

@@ -16,14 +16,16 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch._C._dynamo.eval_frame as eval_frame
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.backend._ops import Operations
-from phalanx.backend._work import finished
+from phalanx.backend._work import PhalanxWork, finished
 
 C10dBackend = torch._C._distributed_c10d.Backend
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -352,3 +354,15 @@ if HAS_PYTHON_BACKENDS:
 
     for _method in {*(entry[0] for entry in _COLLECTIVES.values()), *_MESSAGES.values()}:
         setattr(PhalanxBackend, _method, _operation(_method))
+
+
+def _keep_from_compiler(cls: type) -> None:
+    """Have torch.compile run the methods of a class as they are; a graph that calls one breaks there."""
+    as_is = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in vars(cls).values():
+        if isinstance(function, FunctionType):
+            eval_frame.set_code_exec_strategy(function.__code__, as_is)
+
+
+for _class in (PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else [])):
+    _keep_from_compiler(_class)

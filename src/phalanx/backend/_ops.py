@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -83,6 +84,8 @@ class Operations:
         self._name = name
         self._global_ranks = global_ranks
         self._in_flight: set[PhalanxWork] = set()
+        # torch's DDP counts the ranks that go on by such all_reduces, and keeps the C++ half of the work alone.
+        self._last_of_one: deque[PhalanxWork | None] = deque(maxlen=4)
         self._coalescing: list[PhalanxWork] | None = None
         self._in_event = False
 
@@ -232,7 +235,10 @@ class Operations:
         buffer = out.buffer(tensor, filled=True)
         source = self._premultiplied(buffer, opts.reduceOp)
         args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed)
-        return self._run(self._core.all_reduce, args, opts, tensors, (source, buffer), out.settle)
+        work = self._run(self._core.all_reduce, args, opts, tensors, (source, buffer), out.settle)
+        if tensor.numel() == 1:
+            self._last_of_one.append(work)
+        return work
 
     @staticmethod
     def _is_simple(tensor: torch.Tensor, opts: Options) -> bool:

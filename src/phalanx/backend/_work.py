@@ -200,28 +200,30 @@ class PhalanxWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """Return the future of the result, the list of tensors."""
+        """Return the future of the result, the list of tensors; a failure reaches who waits for it as RuntimeError."""
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = torch.futures.Future()
-        if self._handle is None:
-            future.set_result(self._result)
-        elif self._handle.done:
+            self._over: torch.futures.Future = torch.futures.Future()
+            # What set_exception() leaves, only Python understands; what a callback raises, C++ does too, and torch's
+            # DistributedDataParallel waits there.
+            future = self._future = self._over.then(lambda _: self._outcome())
+        if self.over:
             self.fulfil()  # at once: who asks now may look without waiting
         else:
             _completer.expect(self, self._handle)
         return future
 
     def fulfil(self) -> None:
-        """Give the future its value; called once, when the handle is done."""
-        assert self._future is not None
-        error = self._handle.error()
+        """Give the future its value; called once, when the operation is over."""
+        self._over.set_result(None)
+
+    def _outcome(self) -> list[torch.Tensor]:
+        error = self.exception()
         if error is not None:
-            self._future.set_exception(error)
-            return
+            raise error
         self._finish()
-        self._future.set_result(self._result)
+        return self._result
 
 
 # A Work whose operation was over before the call returned, as all blocking ones.

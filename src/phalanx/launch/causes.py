@@ -23,7 +23,8 @@ _KINDS = {
 
 # Where the kind is a bare RuntimeError or DistBackendError, the text tells.
 _TEXTS = re.compile(
-    r"closed by (?:remote )?peer|[Cc]onnection reset by peer|Broken pipe"  # Gloo and NCCL
+    r"running the callback: (?:RankFailed|GroupAborted|GroupUnusable|CollectiveTimeout):"  # of a future of phalanx
+    r"|closed by (?:remote )?peer|[Cc]onnection reset by peer|Broken pipe"  # Gloo and NCCL
     r"|Timed out waiting \d+ ?ms for (?:recv|send) operation"  # Gloo
     r"|failed to pass monitoredBarrier"
     r"|ncclRemoteError|remote process (?:has )?exit|NCCL communicator was aborted"
