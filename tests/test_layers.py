@@ -17,6 +17,7 @@ FLOORS = {
     "_errors": 0,
     "_plugin": 0,
     "backend": 1,
+    "checkpoint": 1,
     "data": 1,
     "launch": 1,
     "parallel": 2,

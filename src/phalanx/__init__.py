@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "PhalanxError": "phalanx._errors",
+    "CheckpointError": "phalanx._errors",
     "CollectiveMismatch": "phalanx._errors",
     "CollectiveTimeout": "phalanx._errors",
     "GroupAborted": "phalanx._errors",
@@ -25,6 +26,7 @@ _EXPORTS = {
     "DataLoader": "phalanx.data",
     "DataPartitioner": "phalanx.data",
     "DistributedSampler": "phalanx.data",
+    "RandomState": "phalanx.data",
     "seed_everything": "phalanx.data",
     "shard_iterable": "phalanx.data",
     "DataParallel": "phalanx.parallel",
@@ -37,10 +39,12 @@ _EXPORTS = {
     "install_as_default": "phalanx.backend",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = ["__version__", "checkpoint", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "checkpoint":
+        return importlib.import_module("phalanx.checkpoint")
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")

@@ -33,7 +33,9 @@ _FLAGS = """
     NODE_RANK NO_PIN NO_PRELOAD NO_PYTHON NO_USE_ENV NPROC_PER_NODE RDZV_BACKEND RDZV_CONF RDZV_ENDPOINT RDZV_ID
     REDIRECTS ROLE SHUTDOWN_TIMEOUT SIGNALS_TO_HANDLE STANDALONE START_METHOD TEE USE_ENV
 """
-LAUNCH_VARIABLES = frozenset(f"PHALANX_{flag}" for flag in _FLAGS.split())
+SNAPSHOT_VARIABLE = "PHALANX_SNAPSHOTS"
+"""Set by ``phalanx run`` for its ranks: the file in which they keep snapshots of their state."""
+LAUNCH_VARIABLES = frozenset((SNAPSHOT_VARIABLE, *(f"PHALANX_{flag}" for flag in _FLAGS.split())))
 
 
 def environment() -> dict[str, str]:

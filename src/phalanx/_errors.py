@@ -71,6 +71,10 @@ class OutOfSharedMemory(PhalanxError, MemoryError):
     """The shared segment cannot grow: a memory limit of the container or the host is reached."""
 
 
+class CheckpointError(PhalanxError):
+    """A checkpoint could not be saved, or none could be loaded; the message says why, and what is still there."""
+
+
 # In the order of FailureKind in csrc/failure.h.
 _KINDS: tuple[type[PhalanxError], ...] = (
     PhalanxError,
@@ -83,7 +87,7 @@ _KINDS: tuple[type[PhalanxError], ...] = (
 )
 
 
-for _kind in _KINDS:
+for _kind in (*_KINDS, CheckpointError):
     _kind.__module__ = "phalanx"  # where users import them from
 
 

@@ -2,8 +2,17 @@
 
 from phalanx.data.loader import DataLoader
 from phalanx.data.partition import DataPartitioner, Partition
+from phalanx.data.random_state import RandomState
 from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import seed_everything
 from phalanx.data.shards import shard_iterable
 
-__all__ = ["DataLoader", "DataPartitioner", "DistributedSampler", "Partition", "seed_everything", "shard_iterable"]
+__all__ = [
+    "DataLoader",
+    "DataPartitioner",
+    "DistributedSampler",
+    "Partition",
+    "RandomState",
+    "seed_everything",
+    "shard_iterable",
+]

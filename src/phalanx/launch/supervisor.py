@@ -89,6 +89,7 @@ class Supervisor:
         adopt_orphans()  # of a warden that is killed
         self._descriptors = _raise_descriptor_limit()
         self._catch_signals()
+        self._snapshots = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
         self._start_warden()
         self._previous[signal.SIGTTIN] = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
         return self
@@ -99,6 +100,7 @@ class Supervisor:
         log = os.path.join(self._folder.path, "launch.log")
         self._warden_output = Output(self._err, b"phalanx run: ", log, live=False, shown=True)
         environ = shared_environment(_env.environment(), num_threads=min(share.num_threads for share in job.shares))
+        environ[_env.SNAPSHOT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self._snapshots}"
         self._warden = Warden(
             job.command,
             environ,
@@ -121,6 +123,7 @@ class Supervisor:
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
         self._selector.close()
+        os.close(self._snapshots)
         signal.set_wakeup_fd(-1)
         for sig, handler in self._previous.items():
             signal.signal(sig, handler)  # type: ignore[arg-type]

@@ -1,0 +1,235 @@
+"""A folder of checkpoints on disk: one folder for each step, published by a rename.
+
+step-00000100/rank_00000.safetensors ...   what each rank saved
+step-00000100/manifest.json                sizes and hashes of these, written last
+latest                                     the name of the newest
+.step-00000200-1f9c.part/                  one on its way, or what a killed job has left of one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import mmap
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_FORMAT = 1
+_MANIFEST = "manifest.json"
+_CHUNK_BYTES = 4 << 20
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint, as its manifest describes it.
+
+    Attributes:
+        step: Of the training.
+        path: Of its folder.
+        size_bytes: Of its files.
+        world_size: Ranks that saved it.
+        saved_at: Seconds since the epoch.
+        metric: What `save` was given to rank it by, or None.
+        files: Size in bytes and SHA-256 of each file.
+    """
+
+    step: int
+    path: str
+    size_bytes: int
+    world_size: int
+    saved_at: float
+    metric: float | None
+    files: Mapping[str, Mapping[str, Any]]
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was saved."""
+
+
+def path_of(folder: str, step: int) -> str:
+    return os.path.join(folder, f"step-{step:08}")
+
+
+def file_of(rank: int) -> str:
+    return f"rank_{rank:05}.safetensors"
+
+
+def steps(folder: str) -> list[int]:
+    """Return the steps of the published checkpoints, whole or not, oldest first."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def read_manifest(folder: str, step: int) -> Checkpoint:
+    """Return what the checkpoint of `step` says of itself.
+
+    Raises:
+        Damaged: Its manifest is missing or not as it was written.
+    """
+    path = path_of(folder, step)
+    try:
+        with open(os.path.join(path, _MANIFEST), "rb") as file:
+            manifest = json.loads(file.read())
+        checksum = manifest.pop("checksum")
+        if checksum != _checksum(manifest) or manifest["step"] != step:
+            raise Damaged(f"{path}/{_MANIFEST} was altered")
+        if manifest["format"] > _FORMAT:
+            raise Damaged(f"{path} is of a newer phalanx (format {manifest['format']})")
+    except FileNotFoundError:
+        raise Damaged(f"{path}/{_MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Damaged(f"{path}/{_MANIFEST} was altered") from None
+    files = manifest["files"]
+    size_bytes = sum(file["size_bytes"] for file in files.values())
+    return Checkpoint(step, path, size_bytes, manifest["world_size"], manifest["saved_at"], manifest["metric"], files)
+
+
+def check_file(checkpoint: Checkpoint, name: str) -> str:
+    """Return what is wrong with a file of a checkpoint; empty if it is the one that was saved."""
+    path, wanted = os.path.join(checkpoint.path, name), checkpoint.files[name]
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != wanted["size_bytes"]:
+                return f"{path} has {size} bytes instead of {wanted['size_bytes']}"
+            digest = hashlib.sha256()
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return "" if digest.hexdigest() == wanted["sha256"] else f"{path} was altered: its SHA-256 is another"
+
+
+def map_file(checkpoint: Checkpoint, name: str) -> mmap.mmap:
+    """Return a file of a checkpoint in memory; changes to that do not reach the file."""
+    with open(os.path.join(checkpoint.path, name), "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A checkpoint on its way: every rank writes its file, and the last one publishes."""
+
+    folder: str
+    step: int
+    world_size: int
+    path: str
+    metric: float | None
+    saved_at: float
+
+    def write(self, rank: int, image: memoryview) -> None:
+        """Write a rank's file and sign it."""
+        name = file_of(rank)
+        digest = hashlib.sha256()
+        with open(os.path.join(self.path, name), "xb", buffering=0) as file:
+            for start in range(0, len(image), _CHUNK_BYTES):
+                chunk = image[start : start + _CHUNK_BYTES]
+                written = 0
+                while written < len(chunk):
+                    written += file.write(chunk[written:])
+                digest.update(chunk)
+            os.fsync(file.fileno())
+        signed = {"size_bytes": len(image), "sha256": digest.hexdigest()}
+        _write_whole(os.path.join(self.path, f"{name}.json"), json.dumps(signed))
+
+    def publish(self) -> bool:
+        """Give the checkpoint its name if all ranks have signed; return whether this call did."""
+        names = [file_of(rank) for rank in range(self.world_size)]
+        signatures = [os.path.join(self.path, f"{name}.json") for name in names]
+        if not all(map(os.path.exists, signatures)):
+            return False
+        try:
+            os.close(os.open(os.path.join(self.path, "publisher"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except (FileExistsError, FileNotFoundError):  # another rank is at it, or has done it
+            return False
+        files = {}
+        for name, signature in zip(names, signatures, strict=True):
+            with open(signature) as file:
+                files[name] = json.load(file)
+        manifest = {
+            "format": _FORMAT, "step": self.step, "world_size": self.world_size, "saved_at": self.saved_at,
+            "metric": self.metric, "files": files,
+        }  # fmt: skip
+        _write_whole(os.path.join(self.path, _MANIFEST), json.dumps({**manifest, "checksum": _checksum(manifest)}))
+        for path in (*signatures, os.path.join(self.path, "publisher")):
+            os.unlink(path)
+        _sync(self.path)
+        final = path_of(self.folder, self.step)
+        if os.path.exists(final):  # saved again
+            old = f"{self.path}.old"
+            os.rename(final, old)
+            os.rename(self.path, final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(self.path, final)
+        _write_whole(os.path.join(self.folder, "latest"), f"{os.path.basename(final)}\n")
+        return True
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def begin(folder: str, step: int, world_size: int, metric: float | None, needed_bytes: int = 0) -> Draft:
+    """Make the place where the ranks write.
+
+    Raises:
+        OSError: It can't be made, or is too small.
+    """
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f".step-{step:08}-{os.urandom(4).hex()}.part")
+    os.mkdir(path)
+    return Draft(os.path.abspath(folder), step, world_size, os.path.abspath(path), metric, time.time())
+
+
+def sweep(folder: str) -> None:
+    """Remove what killed jobs have left half written."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            if re.fullmatch(r"\.step-\d+-[0-9a-f]{8}\.part(\.old)?", name):
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+
+
+def remove(folder: str, doomed: Iterable[int]) -> None:
+    """Remove checkpoints, so that a half removed one has no name of one."""
+    for step in doomed:
+        path = path_of(folder, step)
+        hidden = os.path.join(folder, f".step-{step:08}-{os.urandom(4).hex()}.part")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _write_whole(path: str, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    part = f"{path}.{os.getpid()}.part"
+    with open(part, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(part, path)
+    _sync(os.path.dirname(path))
+
+
+def _sync(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,137 @@
+"""A rank's part of a checkpoint as one safetensors file: laid out in memory, then on disk or left there.
+
+The layout is written by hand because the safetensors library can't write into memory that is there already; the file
+is one that it reads. The state's tree and the place of each part lie in the header's metadata.
+
+Source: the format in https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 4096  # of the data: headers differ a little from step to step, and the data is to stay in its place
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A block of one tensor of the state.
+
+    Attributes:
+        name: Of the whole tensor.
+        offset: Of the block in it, one number for each dimension.
+        block: The rank's own memory.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    block: Tensor
+
+    @property
+    def key(self) -> str:
+        """Its name in the file: the tensor's, and where in it the block begins, if not at its first element."""
+        return f"{self.name}@{','.join(map(str, self.offset))}" if any(self.offset) else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where each part comes to lie: `header` first, then the parts at `places` behind it, in bytes."""
+
+    header: bytes
+    places: tuple[int, ...]
+    size_bytes: int
+
+
+def as_stored(block: Tensor) -> Tensor:
+    """View a tensor as one of a dtype that the format knows: complex numbers as pairs, exotic ones as bytes."""
+    if block.dtype in _NAMES:
+        return block
+    if block.is_complex():
+        return torch.view_as_real(block.resolve_conj())
+    block = block.contiguous()
+    return block.unsqueeze(-1).view(torch.uint8) if block.dim() else block.reshape(1).view(torch.uint8)
+
+
+def lay_out(parts: Sequence[Part], metadata: Mapping[str, Any]) -> Layout:
+    """Return the layout of an image of `parts`; `metadata` is JSON, and goes into its header."""
+    entries: dict[str, Any] = {}
+    blocks: dict[str, list[Any]] = {}
+    end = 0
+    for part in sorted(parts, key=lambda part: -_item_bytes(part.block)):  # so that each is aligned to its elements
+        stored = as_stored(part.block)
+        size = stored.numel() * stored.element_size()
+        shape, data_offsets = list(stored.shape), [end, end + size]
+        entries[part.key] = {"dtype": _NAMES[stored.dtype], "shape": shape, "data_offsets": data_offsets}
+        blocks[part.key] = [part.name, list(part.offset), list(part.block.shape)]
+        end += size
+    places = [entries[part.key]["data_offsets"][0] for part in parts]
+    entries["__metadata__"] = {"format": "pt", "phalanx": json.dumps({**metadata, "blocks": blocks})}
+    text = json.dumps(entries).encode()
+    text = text.ljust(math.ceil((len(text) + 8) / _ALIGNMENT) * _ALIGNMENT - 8)
+    header = len(text).to_bytes(8, "little") + text
+    return Layout(header, tuple(len(header) + place for place in places), len(header) + end)
+
+
+def _item_bytes(block: Tensor) -> int:
+    return as_stored(block[:0] if block.dim() else block).element_size()
+
+
+@torch.no_grad()
+def fill(memory: Any, layout: Layout, parts: Sequence[Part]) -> None:
+    """Copy the parts into `memory`, a writable buffer of at least the layout's size."""
+    view = memoryview(memory)
+    for part, place in zip(parts, layout.places, strict=True):
+        stored = as_stored(part.block)
+        if stored.numel():
+            target = torch.frombuffer(view, dtype=stored.dtype, count=stored.numel(), offset=place)
+            target.view(stored.shape).copy_(stored)
+    view[: len(layout.header)] = layout.header
+
+
+class Image:
+    """A filled image, to be read.
+
+    Args:
+        memory: A writable buffer, which stays as it is; the blocks are views of it.
+
+    Raises:
+        ValueError: It is not one.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        view = memoryview(memory)
+        length = int.from_bytes(view[:8], "little")
+        if len(view) < 8 + length:
+            raise ValueError("it ends within its header")
+        entries = json.loads(bytes(view[8 : 8 + length]))
+        self.metadata: dict[str, Any] = json.loads(entries.pop("__metadata__")["phalanx"])
+        self._data = view[8 + length :]
+        self._entries = entries
+        self.blocks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], str]]] = {}
+        for key, (name, offset, shape) in self.metadata.pop("blocks").items():
+            self.blocks.setdefault(name, []).append((tuple(offset), tuple(shape), key))
+
+    def block(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the block that `blocks` lists under `key`."""
+        entry = self._entries[key]
+        start, end = entry["data_offsets"]
+        stored = _DTYPES[entry["dtype"]]
+        if start == end:
+            return torch.empty(shape, dtype=dtype)
+        flat = torch.frombuffer(self._data, dtype=stored, count=(end - start) // stored.itemsize, offset=start)
+        if dtype.is_complex:
+            return torch.view_as_complex(flat.view(entry["shape"]))
+        return flat.view(dtype).view(shape)

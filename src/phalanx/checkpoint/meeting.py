@@ -1,0 +1,51 @@
+"""Ranks that agree on a checkpoint before any of them touches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx._errors import CheckpointError
+
+_MEETING_S = 60.0
+
+
+def place() -> tuple[int, int]:
+    """Return this rank and the number of ranks; 0 of 1 without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def gather(op: str, message: Any) -> list[Any]:
+    """Return the messages of all ranks, in rank order.
+
+    Raises:
+        CheckpointError: Another rank does something else, or nothing for a minute.
+    """
+    rank, world_size = place()
+    if world_size == 1:
+        return [message]
+    backend = str(dist.get_backend_config())
+    if "phalanx" in backend or "gloo" in backend:  # these can tell who is missing
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=_MEETING_S), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"rank {rank}: checkpoint.{op}: not every rank has called it. All must, not only rank 0: take the call "
+                f"out of `if rank == 0:`. {error}",
+                op=op,
+                ranks=getattr(error, "ranks", ()),
+            ) from error
+    messages: list[Any] = [None] * world_size
+    dist.all_gather_object(messages, message)
+    return messages
+
+
+def raise_problems(op: str, problems: Sequence[str]) -> None:
+    """Raise on every rank what any rank has found wrong, each rank's in a line."""
+    found = {rank: problem for rank, problem in enumerate(problems) if problem}
+    if found:
+        lines = "\n".join(f"rank {rank}: {problem}" for rank, problem in found.items())
+        raise CheckpointError(f"checkpoint.{op}: {lines}" if len(found) == 1 else f"checkpoint.{op}:\n{lines}", op=op)

@@ -1,0 +1,68 @@
+"""What is in a folder of checkpoints, whether it is whole, and what of it stays."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+
+from phalanx.checkpoint import folder as folders
+from phalanx.checkpoint.folder import Checkpoint, Damaged
+
+
+def list(folder: str | os.PathLike[str]) -> builtins.list[Checkpoint]:
+    """Return the checkpoints in a folder, oldest first, without those whose manifest is not whole."""
+    found = []
+    for step in folders.steps(os.fspath(folder)):
+        with contextlib.suppress(Damaged):
+            found.append(folders.read_manifest(os.fspath(folder), step))
+    return found
+
+
+def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> builtins.list[str]:
+    """Return what is wrong with a checkpoint, a sentence for each file; nothing if every bit is as it was saved.
+
+    Raises:
+        FileNotFoundError: There is no such checkpoint.
+    """
+    published = folders.steps(os.fspath(folder))
+    wanted = published[-1] if published and step == "latest" else step
+    if wanted not in published:
+        raise FileNotFoundError(f"{os.fspath(folder)} has no checkpoint of step {wanted}")
+    try:
+        checkpoint = folders.read_manifest(os.fspath(folder), int(wanted))
+    except Damaged as error:
+        return [str(error)]
+    problems = (folders.check_file(checkpoint, name) for name in checkpoint.files)
+    return [problem for problem in problems if problem]
+
+
+def prune(
+    folder: str | os.PathLike[str],
+    keep_last: int = 3,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
+) -> builtins.list[int]:
+    """Remove older checkpoints and return their steps; one rank or all may call it.
+
+    Args:
+        keep_last: Of the newest, at least 1.
+        keep_every: Those of steps that it divides stay too.
+        keep_best: As many of the largest metric stay too.
+
+    Raises:
+        ValueError: A number is less than 1.
+    """
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("keep_best", keep_best)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    found = list(folder)
+    kept = {checkpoint.step for checkpoint in found[-keep_last:]}
+    if keep_every is not None:
+        kept |= {checkpoint.step for checkpoint in found if checkpoint.step % keep_every == 0}
+    if keep_best is not None:
+        ranked = [(c.metric, c.step) for c in found if c.metric is not None]
+        kept |= {step for _, step in sorted(ranked)[-keep_best:]}
+    doomed = [checkpoint.step for checkpoint in found if checkpoint.step not in kept]
+    folders.remove(os.fspath(folder), doomed)
+    return doomed

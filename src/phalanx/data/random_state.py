@@ -1,0 +1,52 @@
+"""`RandomState`: the state of all that this rank draws random numbers from."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from phalanx.data.place import rank_and_size
+from phalanx.data.seeds import derive_seed, seed_process
+
+
+class RandomState:
+    """Python's, NumPy's and torch's generators, to be put into a checkpoint's state.
+
+    Each rank gets its own back. With another number of ranks they are seeded anew, from what rank 0 had and the rank.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generators' states."""
+        version, numbers, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "place": rank_and_size(None, None),
+            "python": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
+            "torch": torch.get_rng_state(),
+        }
+        if "numpy" in sys.modules:
+            state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the generators to what `state_dict` has returned."""
+        rank, _ = place = rank_and_size(None, None)
+        if state["place"] != place:
+            digest = hashlib.blake2b(bytes(state["torch"].tolist()), digest_size=8).digest()
+            seed_process(derive_seed(int.from_bytes(digest, "big"), "rank", rank))
+            return
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers.tolist()), gauss))
+        torch.set_rng_state(state["torch"])
+        if "numpy" in state:
+            import numpy
+
+            numpy.random.set_state(state["numpy"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
