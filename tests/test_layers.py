@@ -16,6 +16,7 @@ FLOORS = {
     "_env": 0,
     "_errors": 0,
     "_plugin": 0,
+    "_snapshots": 0,
     "backend": 1,
     "checkpoint": 1,
     "data": 1,

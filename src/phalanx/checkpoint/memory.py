@@ -4,7 +4,8 @@ One memfd for all ranks of the host, sparse: each rank has two regions and write
 whole at any moment. Ranks that train together are never more than a step apart, so there is always a step of which
 all have a whole one.
 
-A region begins with a page that says what is in it; behind that lies an image as in a file on disk.
+A region begins with a page that says what is in it (`phalanx._snapshots`); behind that lies an image as in a file on
+disk.
 """
 
 from __future__ import annotations
@@ -13,33 +14,18 @@ import contextlib
 import hashlib
 import mmap
 import os
-import struct
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from phalanx import _env
+from phalanx._snapshots import HEAD_BYTES, MAGIC, Head, common_heads, heads_of_rank, region_offset
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint.image import Image, fill, lay_out
 from phalanx.checkpoint.meeting import gather, place
 from phalanx.checkpoint.tree import pack
 
-REGION_BYTES = 1 << 36  # of addresses, not of memory
 _PAGE_BYTES = mmap.PAGESIZE
-_HEAD = struct.Struct("<8sQQQQQ16s")
-_MAGIC = b"phalanx1"
 _MAX_SHARE = 0.25  # of the host's memory, for all ranks' snapshots
-
-
-class Head(NamedTuple):
-    """What a region says of itself; `folder` stands for the folder of checkpoints that the snapshot belongs to."""
-
-    magic: bytes
-    is_whole: int
-    step: int
-    size_bytes: int
-    world_size: int
-    attempt: int
-    folder: bytes
 
 
 class SnapshotMemory:
@@ -97,10 +83,10 @@ class SnapshotMemory:
         region = self._region(rank, self._slot, layout.size_bytes)
         if region is None:
             return
-        head = Head(_MAGIC, 0, step, layout.size_bytes, world_size, self._attempt, _digest(folder))
-        region[: _HEAD.size] = _HEAD.pack(*head)
+        head = Head(MAGIC, 0, step, layout.size_bytes, world_size, self._attempt, _digest(folder))
+        region[:HEAD_BYTES] = head.pack()
         fill(memoryview(region)[_PAGE_BYTES:], layout, parts)
-        region[: _HEAD.size] = _HEAD.pack(*head._replace(is_whole=1))
+        region[:HEAD_BYTES] = head._replace(is_whole=1).pack()
         self._slot = 1 - self._slot
 
     def _make_room(self, total_bytes: int) -> str:
@@ -118,7 +104,7 @@ class SnapshotMemory:
         wanted = _PAGE_BYTES + size_bytes
         if region is None or len(region) < wanted:
             length = -(-wanted // _PAGE_BYTES) * _PAGE_BYTES
-            offset = _offset(rank, slot)
+            offset = region_offset(rank, slot)
             try:
                 os.posix_fallocate(self._fd, offset, length)
             except OSError as error:
@@ -138,38 +124,21 @@ class SnapshotMemory:
     def read(self, folder: str, step: int) -> list[Image]:
         """Return the snapshots of a step that `newest` has found, in rank order; the next goes elsewhere."""
         rank, _ = place()
-        [head] = [head for head in self._common(folder) if head.step == step]
+        head = next(head for head in self._common(folder) if head.step == step)
         images = []
         for other in range(head.world_size):
-            slot, head = next(entry for entry in self._heads(other) if _are_of_one(entry[1], head))
+            slot, head = next(e for e in heads_of_rank(self._fd, other) if e[1].is_of_one_snapshot_with(head))
             if other == rank:
                 self._slot = 1 - slot
             length = -(-(_PAGE_BYTES + head.size_bytes) // _PAGE_BYTES) * _PAGE_BYTES
-            region = mmap.mmap(self._fd, length, offset=_offset(other, slot), access=mmap.ACCESS_COPY)
+            region = mmap.mmap(self._fd, length, offset=region_offset(other, slot), access=mmap.ACCESS_COPY)
             images.append(Image(memoryview(region)[_PAGE_BYTES : _PAGE_BYTES + head.size_bytes]))
         return images
 
     def _common(self, folder: str) -> list[Head]:
         if self.problem:
             return []
-        found = []
-        for _, head in self._heads(0):
-            others = range(1, head.world_size)
-            if head.folder == _digest(folder) and all(
-                any(_are_of_one(head, other) for _, other in self._heads(rank)) for rank in others
-            ):
-                found.append(head)
-        return found
-
-    def _heads(self, rank: int) -> Iterator[tuple[int, Head]]:
-        for slot in (0, 1):
-            data = os.pread(self._fd, _HEAD.size, _offset(rank, slot))
-            if len(data) == _HEAD.size and (head := Head(*_HEAD.unpack(data))).magic == _MAGIC and head.is_whole:
-                yield slot, head
-
-
-def _are_of_one(head: Head, other: Head) -> bool:
-    return head._replace(size_bytes=0) == other._replace(size_bytes=0)
+        return [head for head in common_heads(self._fd) if head.folder == _digest(folder)]
 
 
 def _memory_bytes() -> int:
@@ -178,10 +147,6 @@ def _memory_bytes() -> int:
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as file:
         return min(physical, int(file.read()))
     return physical
-
-
-def _offset(rank: int, slot: int) -> int:
-    return (2 * rank + slot) * REGION_BYTES
 
 
 def _digest(folder: str) -> bytes:

@@ -1,0 +1,60 @@
+"""Where snapshots of ranks lie in the memory that the supervisor holds, and what each says of itself. No torch.
+
+The ranks write them (`phalanx.checkpoint`); the supervisor (`phalanx.launch`) only looks at how far they are. One
+sparse file: each rank has two regions. A region begins with a page that holds the head; behind that lies the snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+REGION_BYTES = 1 << 36  # of addresses, not of memory
+MAGIC = b"phalanx1"
+_HEAD = struct.Struct("<8sQQQQQ16s")
+HEAD_BYTES = _HEAD.size
+
+
+class Head(NamedTuple):
+    """What a region says of itself; `folder` stands for the folder of checkpoints that the snapshot belongs to."""
+
+    magic: bytes
+    is_whole: int
+    step: int
+    size_bytes: int
+    world_size: int
+    attempt: int
+    folder: bytes
+
+    def pack(self) -> bytes:
+        return _HEAD.pack(*self)
+
+    def is_of_one_snapshot_with(self, other: Head) -> bool:
+        """Whether `other`, of another rank, was written after the same step of the same attempt."""
+        return self._replace(size_bytes=0) == other._replace(size_bytes=0)
+
+
+def region_offset(rank: int, slot: int) -> int:
+    return (2 * rank + slot) * REGION_BYTES
+
+
+def heads_of_rank(fd: int, rank: int) -> Iterator[tuple[int, Head]]:
+    """Yield slot and head of each whole snapshot of `rank`."""
+    for slot in (0, 1):
+        data = os.pread(fd, HEAD_BYTES, region_offset(rank, slot))
+        if len(data) == HEAD_BYTES and (head := Head(*_HEAD.unpack(data))).magic == MAGIC and head.is_whole:
+            yield slot, head
+
+
+def common_heads(fd: int) -> list[Head]:
+    """Return rank 0's head of each snapshot that is whole on every rank that took part in it."""
+    return [
+        head
+        for _, head in heads_of_rank(fd, 0)
+        if all(
+            any(head.is_of_one_snapshot_with(other) for _, other in heads_of_rank(fd, rank))
+            for rank in range(1, head.world_size)
+        )
+    ]
