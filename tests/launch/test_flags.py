@@ -188,7 +188,9 @@ def test_a_mistake_is_refused_in_one_line(script, line, environ, said):
 
 
 def test_every_flag_is_an_environment_variable_that_ranks_do_not_take_for_a_misspelling():
-    assert {flag.variables[0] for flag in FLAGS.values()} == _env.LAUNCH_VARIABLES
+    flags = {flag.variables[0] for flag in FLAGS.values()}
+    assert flags == {f"PHALANX_{name}" for name in _env._FLAGS.split()}
+    assert flags < _env.LAUNCH_VARIABLES  # beside what ranks are told
     _env.read_settings(dict.fromkeys(_env.LAUNCH_VARIABLES, "1"))
 
 

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 _Item = TypeVar("_Item")
 
@@ -29,6 +29,13 @@ class Share:
 
     num_threads: int = 1
     cpus: tuple[int, ...] = ()
+
+
+class Division(NamedTuple):
+    """Each rank's share, and one line that says how the cores were divided."""
+
+    shares: tuple[Share, ...]
+    note: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,8 +179,8 @@ def _find_spec(name: str) -> ModuleSpec | None:
 # ---------------------------------------------------------------- sharing
 
 
-def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str = "") -> tuple[tuple[Share, ...], str]:
-    """Return each rank's share, and one line that says how the cores were divided.
+def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str = "") -> Division:
+    """Divide the machine among `num_ranks`.
 
     Every rank has as many threads as the others. Ranks are pinned to whole cores of their own, within one NUMA node
     where that divides evenly enough, unless there are fewer cores than ranks, or a quota is less than the CPUs: then
@@ -205,7 +212,7 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
         shown = [*shown[:3], "...", shown[-1]]
     where = f", pinned to CPUs {' | '.join(shown)}" if is_pinned else why_not
     shares = tuple(Share(num_threads=num_threads, cpus=of_rank) for of_rank in cpus)
-    return shares, f"{_count(num_ranks, 'rank')}, {threads}{where}"
+    return Division(shares, f"{_count(num_ranks, 'rank')}, {threads}{where}")
 
 
 def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, ...]]]:

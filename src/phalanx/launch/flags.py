@@ -100,6 +100,20 @@ def _nodes(text: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
+_COUNTS = ("auto", "cpu", "gpu")
+_RANKS = "a whole number of at least 1, auto, cpu or gpu, or MIN:MAX with MIN <= MAX"
+
+
+def _num_ranks(text: str) -> int | str | tuple[int, int | str]:
+    """Return the number of ranks, or the word that stands for it, or the least and that."""
+    least_text, colon, most_text = text.rpartition(":")
+    most = _number(int, 1, _RANKS, words=_COUNTS)(most_text)
+    if not colon:
+        return most
+    least = _number(int, 1, _RANKS, most=math.inf if most in _COUNTS else most)(least_text)
+    return least, most
+
+
 def _port_or_nothing(text: str) -> int:
     return int(_number(int, 0, "a port from 0 to 65535", most=65535)(text)) if text else 0
 
@@ -153,9 +167,10 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(
             "nproc-per-node",
             "ranks to start on this node; auto: one per GPU, without GPUs one per physical core or CPU of the "
-            "cgroup's quota; cpu: one per CPU; gpu: one per GPU",
-            _number(int, 1, "a whole number of at least 1, auto, cpu or gpu", words=("auto", "cpu", "gpu")),
-            "N",
+            "cgroup's quota; cpu: one per CPU; gpu: one per GPU; MIN:MAX: as many of MAX as can be started again after "
+            "a failure",
+            _num_ranks,
+            "N|MIN:MAX",
             "auto",
         ),
         Flag("max-restarts", "starts all ranks again after a failure, so many times", _at_least_0, "N", "0"),
@@ -217,6 +232,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Beyond torchrun": (
         Flag("no-preload", "import torch in each rank instead of once for all", _switch),
         Flag("no-pin", "leave ranks to run on any CPU", _switch),
+        Flag(
+            "regrow-after",
+            "with fewer than MAX ranks, restart with MAX after so long, at the next snapshot; 0: never",
+            _seconds,
+            "SECONDS",
+            "60",
+        ),
         Flag("dry-run", "print what would be done, and where each value came from", _switch),
     ),
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from phalanx.launch.cpus import Share
+from phalanx.launch.cpus import Division
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,10 @@ class Job:
         command: Of every rank: the interpreter with its script or module, or any program.
         preload: Fork the ranks from one process that has imported torch; else start each anew.
         local_rank_argument: Give each rank ``--local-rank=N`` as its first argument.
+        divide: How threads and CPUs are divided among so many local ranks.
         num_local_ranks: Ranks on this node.
-        shares: Threads and CPUs of each local rank.
-        shares_note: One line that says how threads and CPUs were divided.
+        min_local_ranks: What it goes on with at least when some of them can't come back.
+        regrow_after_s: With fewer, when to try all of them again; 0: never.
         min_nodes: Nodes without which the job does not start.
         max_nodes: Nodes that it takes at most.
         node_rank: This node among them, for the static rendezvous.
@@ -42,11 +43,12 @@ class Job:
     """
 
     command: tuple[str, ...]
+    divide: Callable[[int], Division]
     preload: bool = True
     local_rank_argument: bool = False
     num_local_ranks: int = 1
-    shares: tuple[Share, ...] = ()
-    shares_note: str = ""
+    min_local_ranks: int = 1
+    regrow_after_s: float = 0.0
     min_nodes: int = 1
     max_nodes: int = 1
     node_rank: int = 0
@@ -66,3 +68,11 @@ class Job:
     redirects: tuple[int, ...] = ()
     tees: tuple[int, ...] = ()
     shown_ranks: tuple[int, ...] | None = None
+
+    @property
+    def note(self) -> str:
+        """One line that says how many ranks there are, and how threads and CPUs were divided."""
+        note = self.divide(self.num_local_ranks).note
+        if self.min_local_ranks == self.num_local_ranks:
+            return note
+        return f"{note}; {self.min_local_ranks} at least{'' if self.max_restarts else ', but --max-restarts is 0'}"

@@ -8,9 +8,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from phalanx.launch.attempts import Ranks, say_failure
 from phalanx.launch.channel import Channel
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import LastWords, RankEnd
@@ -21,21 +21,6 @@ from phalanx.launch.warden import die_with_parent
 # Not with -m, which would let a json.py in the current folder take the library's place.
 _RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.agent import main; main()"
 _PATIENCE_S = 10.0  # before we say that we still wait for other nodes
-
-
-class Ranks(Protocol):
-    """What the agent's orders need of the supervisor."""
-
-    received: int | None
-    spared: list[int]
-
-    def run_attempt(self, attempt: Attempt) -> RankEnd | None: ...
-    def stop_attempt(self) -> None: ...
-    def wait(self, timeout_s: float | None = None) -> None: ...
-    def watch(self, fd: int, callback: Callable[[], None]) -> None: ...
-    def unwatch(self, fd: int) -> None: ...
-    def say(self, text: str) -> None: ...
-    def say_restart(self, culprit: RankEnd, number: int) -> None: ...
 
 
 def run_with_other_nodes(ranks: Ranks, job: Job) -> RankEnd | None:
@@ -58,7 +43,8 @@ def run_with_other_nodes(ranks: Ranks, job: Job) -> RankEnd | None:
                 orders.report(ranks.run_attempt(attempt))
             elif "restart" in order:
                 orders.num_restarts += 1
-                ranks.say_restart(_end_of(order["restart"]), orders.num_restarts)
+                say_failure(ranks, _end_of(order["restart"]))
+                ranks.say(f"restart {orders.num_restarts} of {job.max_restarts}")
             elif "give_up" in order:
                 ranks.say(f"the nodes of {job.run_id!r} lost each other at {_endpoint(job)}: {order['give_up']}")
                 ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")

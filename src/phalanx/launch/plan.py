@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import sys
@@ -34,18 +35,23 @@ class Plan:
     def describe(self) -> str:
         """Return a table of name, value and origin, then what each rank would run and on which CPUs."""
         job = self.job
-        rows = [("command", shlex.join(job.command), ""), ("nproc-per-node", job.num_local_ranks, self.nproc_origin)]
+        least, most = job.min_local_ranks, job.num_local_ranks
+        num_ranks = most if least == most else f"{least}:{most}"
+        rows = [("command", shlex.join(job.command), ""), ("nproc-per-node", num_ranks, self.nproc_origin)]
         rows += [
             (name, _shown(name, setting, job), setting.origin)
             for name, setting in self.settings.items()
             if name not in ("nproc-per-node", "dry-run")
         ]
-        for rank, share in enumerate(job.shares):
+        for rank, share in enumerate(job.divide(most).shares):
             where = f"CPUs {format_ranges(share.cpus)}" if share.cpus else "any CPU"
             rows.append((f"local rank {rank}", f"{share.num_threads} thread{'s' * (share.num_threads != 1)}", where))
         widths = [max(len(str(row[column])) for row in rows) for column in (0, 1)]
         lines = [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {origin}".rstrip() for name, value, origin in rows]
-        return "\n".join([*lines, f"phalanx run: {job.shares_note}"])
+        lines.append(f"phalanx run: {job.note}")
+        if least < most:
+            lines.append(f"phalanx run: with the least: {job.divide(least).note}")
+        return "\n".join(lines)
 
 
 def make_plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
@@ -62,18 +68,18 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     settings, target = read_flags(argv, environ, _scheduled(place), place.scheduler if place else "")
     value = {name: setting.value for name, setting in settings.items()}
     machine = read_machine()
-    num_ranks, why = _num_local_ranks(settings["nproc-per-node"], machine, environ)
+    min_ranks, num_ranks, why = _num_local_ranks(settings["nproc-per-node"], machine, environ)
     _check(settings, place, num_ranks, environ)
-    shares, note = divide(
-        num_ranks, machine, pin=not value["no-pin"], omp_num_threads=environ.get("OMP_NUM_THREADS", "")
-    )
     job = Job(
         command=_command(target, module=value["module"], no_python=value["no-python"]),
         preload=not (value["no-python"] or value["no-preload"]),
         local_rank_argument=value["no-use-env"],
         num_local_ranks=num_ranks,
-        shares=shares,
-        shares_note=note,
+        min_local_ranks=min_ranks,
+        regrow_after_s=value["regrow-after"],
+        divide=functools.partial(
+            divide, machine=machine, pin=not value["no-pin"], omp_num_threads=environ.get("OMP_NUM_THREADS", "")
+        ),
         role=value["role"],
         local_addr=value["local-addr"],
         max_restarts=value["max-restarts"],
@@ -101,17 +107,29 @@ def _scheduled(place: Placement | None) -> dict[str, str]:
     return found
 
 
-def _num_local_ranks(asked: Setting, machine: Machine, environ: Mapping[str, str]) -> tuple[int, str]:
-    if asked.value not in ("auto", "cpu", "gpu"):
-        return asked.value, asked.origin
-    num_gpus = count_gpus(environ) if asked.value == "gpu" or (asked.value == "auto" and torch_uses_gpus()) else 0
-    if asked.value == "gpu" and not num_gpus:
-        raise UsageError(f"{asked.origin} gpu, and no GPU is visible here: name a number, or auto")
+def _num_local_ranks(asked: Setting, machine: Machine, environ: Mapping[str, str]) -> tuple[int, int, str]:
+    """Return the least and the largest number of ranks, and why."""
+    if not isinstance(asked.value, tuple):
+        number, why = _count_ranks(asked.value, asked.origin, machine, environ)
+        return number, number, why
+    least, most = asked.value
+    number, why = _count_ranks(most, asked.origin, machine, environ)
+    if least > number:
+        raise UsageError(f"{asked.origin} {least}:{most}, and {most} is {number} here")
+    return least, number, why
+
+
+def _count_ranks(asked: int | str, origin: str, machine: Machine, environ: Mapping[str, str]) -> tuple[int, str]:
+    if isinstance(asked, int):
+        return asked, origin
+    num_gpus = count_gpus(environ) if asked == "gpu" or (asked == "auto" and torch_uses_gpus()) else 0
+    if asked == "gpu" and not num_gpus:
+        raise UsageError(f"{origin} gpu, and no GPU is visible here: name a number, or auto")
     if num_gpus:
-        return num_gpus, f"{asked.origin}: {num_gpus} GPU{'s' * (num_gpus != 1)}"
-    if asked.value == "cpu":
-        return machine.num_cpus, f"{asked.origin}: {machine.num_cpus} CPUs"
-    return machine.num_cores, f"{asked.origin}: {machine.describe()}"
+        return num_gpus, f"{origin}: {num_gpus} GPU{'s' * (num_gpus != 1)}"
+    if asked == "cpu":
+        return machine.num_cpus, f"{origin}: {machine.num_cpus} CPUs"
+    return machine.num_cores, f"{origin}: {machine.describe()}"
 
 
 def _check(
@@ -140,6 +158,12 @@ def _check(
         )
     if most == 1:
         return
+    nproc = settings["nproc-per-node"]
+    if isinstance(nproc.value, tuple):
+        raise UsageError(
+            f"{nproc.origin} {nproc.value[0]}:{nproc.value[1]} is for one node; a job of several comes and goes by "
+            "whole nodes: --nnodes MIN:MAX"
+        )
     if backend == "static":
         if least != most:
             raise UsageError(f"{nnodes.origin} {least}:{most} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import selectors
 import signal
 import sys
@@ -16,11 +15,13 @@ import time
 from collections.abc import Callable
 
 from phalanx import _env
+from phalanx.launch.attempts import run_on_this_node
+from phalanx.launch.descriptors import descriptor_problem, open_streams, raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.failure import LastWords, RankEnd, count_oom_kills, find_culprit, hint_for, report
 from phalanx.launch.job import Job
 from phalanx.launch.output import Screen, prefix
-from phalanx.launch.ports import ReservedPort, port_problem
+from phalanx.launch.ports import port_problem
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.warden import adopt_orphans
@@ -32,7 +33,7 @@ _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
 _STDOUT, _STDERR = 1, 2
 _END_OF_INPUT = b"\x04"  # as a terminal writes it
-_DESCRIPTORS_PER_RANK, _DESCRIPTORS_OF_OURS = 6, 32
+_LOOK_S = 0.2  # between questions whether the attempt is to end
 
 Event = Callable[[], None]
 
@@ -47,8 +48,8 @@ def run(job: Job) -> int:
     if job.master_port and job.node_rank == 0 and (problem := port_problem(job.master_port)):
         print(f"phalanx run: {problem}; leave --master-port out, and a free one is used", file=sys.stderr)
         return 1
-    _open_streams()
-    if problem := _descriptor_problem(job.num_local_ranks):
+    open_streams()
+    if problem := descriptor_problem(job.num_local_ranks):
         print(f"phalanx run: {problem}", file=sys.stderr)
         return 1
     try:
@@ -77,6 +78,7 @@ class Supervisor:
         self._num_attempts = 0
         self._unhandled: list[int] = []  # signals
         self.received: int | None = None  # the one that ends the job
+        self.began_s = 0.0  # when the ranks of this attempt were started
         self._ending_by: int | None = None  # the signal that ranks are being ended with
         self._deadline: float | None = None  # of the present grace period
         self._first_failure_s: float | None = None
@@ -87,23 +89,28 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         adopt_orphans()  # of a warden that is killed
-        self._descriptors = _raise_descriptor_limit()
+        self._descriptors = raise_descriptor_limit()
         self._catch_signals()
         self._snapshots = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
-        self._start_warden()
+        self._start_warden(self._job.num_local_ranks)
         self._previous[signal.SIGTTIN] = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
         return self
 
-    def _start_warden(self) -> None:
+    def _warden_environment(self, num_ranks: int) -> dict[str, str]:
+        """Return what so many ranks have in common; torch is imported with their number of threads."""
+        num_threads = min(share.num_threads for share in self._job.divide(num_ranks).shares)
+        environ = shared_environment(_env.environment(), num_threads=num_threads)
+        return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self._snapshots}"}
+
+    def _start_warden(self, num_ranks: int) -> None:
         job = self._job
         self._warden_ready = False
+        self._environ = self._warden_environment(num_ranks)
         log = os.path.join(self._folder.path, "launch.log")
         self._warden_output = Output(self._err, b"phalanx run: ", log, live=False, shown=True)
-        environ = shared_environment(_env.environment(), num_threads=min(share.num_threads for share in job.shares))
-        environ[_env.SNAPSHOT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self._snapshots}"
         self._warden = Warden(
             job.command,
-            environ,
+            self._environ,
             preload=job.preload,
             output_fd=self._warden_output.rank_fd,
             descriptors=self._descriptors,
@@ -113,6 +120,8 @@ class Supervisor:
         self.watch(self._warden.channel.fileno(), self._hear_warden)
 
     def _end_warden(self) -> None:
+        if self._warden.channel.alive:
+            self.unwatch(self._warden.channel.fileno())
         if not self._warden_ready:
             self._warden.kill()
         self._warden.close(self.spared)
@@ -135,13 +144,13 @@ class Supervisor:
     def run(self) -> int:
         job = self._job
         note = f"; {self._folder.note}" if self._folder.note else ""
-        self.say(f"{job.shares_note}; logs in {self._folder.path}{note}")
+        self.say(f"{job.note}; logs in {self._folder.path}{note}")
         if job.max_nodes > 1:
             from phalanx.launch.nodes import run_with_other_nodes
 
             culprit = run_with_other_nodes(self, job)
         else:
-            culprit = self._run_alone()
+            culprit = run_on_this_node(self, job, self._snapshots)
         if self.received is not None:
             return 128 + self.received
         if culprit is None:
@@ -149,47 +158,18 @@ class Supervisor:
         self._report(culprit)
         return culprit.exit_code
 
-    def _run_alone(self) -> RankEnd | None:
-        job = self._job
-        culprit = None
-        for restart_count in range(job.max_restarts + 1):
-            with contextlib.closing(self._reserve_port()) as reserved:
-                attempt = Attempt(
-                    world_size=job.num_local_ranks,
-                    num_local_ranks=job.num_local_ranks,
-                    role=job.role,
-                    master_addr=job.master_addr,
-                    master_port=reserved.port,
-                    run_id=job.run_id,
-                    restart_count=restart_count,
-                    max_restarts=job.max_restarts,
-                )
-                culprit = self.run_attempt(attempt)
-            if culprit is None or self.received is not None:
-                return None
-            if restart_count < job.max_restarts:
-                self.say_restart(culprit, restart_count + 1)
-        return culprit
+    def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> RankEnd | None:
+        """Start the group once and return the cause of its failure; None if every rank ended with 0 or was told to end.
 
-    def _reserve_port(self) -> ReservedPort:
-        try:
-            return ReservedPort(self._job.master_port)
-        except OSError:  # somebody has taken it since
-            self.say(port_problem(self._job.master_port) or f"port {self._job.master_port} is taken")
-            raise SystemExit(1) from None
-
-    def say_restart(self, culprit: RankEnd, number: int) -> None:
-        why = culprit.last_words.summary
-        self.say(f"{culprit.describe()}{': ' if why else ''}{why}")
-        self.say(f"restart {number} of {self._job.max_restarts}")
-
-    def run_attempt(self, attempt: Attempt) -> RankEnd | None:
-        """Start the group once and return the cause of its failure; None if every rank ended with 0."""
+        Args:
+            until: Asked every now and then while all ranks run; true: they are ended although none has failed.
+        """
         self._ending_by = self._first_failure_s = None
+        self.began_s = time.monotonic()
         self._warden_failure: RankEnd | None = None
-        if not self._warden.channel.alive:
+        if not self._warden.channel.alive or self._environ != self._warden_environment(attempt.num_local_ranks):
             self._end_warden()
-            self._start_warden()
+            self._start_warden(attempt.num_local_ranks)
         self._open_ranks(attempt)
         while self.received is None and not self._warden_ready and self._warden.channel.alive:
             self.wait()
@@ -199,9 +179,12 @@ class Supervisor:
             environ = rank_environment(attempt, local_rank, os.path.abspath(os.path.join(rank.folder, "error.json")))
             self._start_rank(rank, local_rank, environ)
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
+        self.began_s = time.monotonic()
         while any(rank.end is None for rank in self._ranks):
-            self.wait()
+            self.wait(_LOOK_S if until else None)
             self._judge()
+            if until and self._ending_by is None and all(rank.end is None for rank in self._ranks) and until():
+                self.stop_attempt()
             self._keep_deadline()
         self._deadline = None
         return self._warden_failure or find_culprit([rank.end for rank in self._ranks if rank.end])
@@ -239,7 +222,7 @@ class Supervisor:
             rank.rank,
             environ,
             (stdin, rank.stdout.rank_fd, rank.stderr.rank_fd),
-            job.shares[local_rank].cpus,
+            job.divide(len(self._ranks)).shares[local_rank].cpus,
             f"--local-rank={local_rank}" if job.local_rank_argument else "",
         )
         os.close(stdin)
@@ -277,7 +260,10 @@ class Supervisor:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Take in what has happened, signals too; return after the first news, `timeout_s` or at the deadline."""
-        timeout = timeout_s if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        timeout = timeout_s
+        if self._deadline is not None:
+            left_s = max(0.0, self._deadline - time.monotonic())
+            timeout = left_s if timeout_s is None else min(timeout_s, left_s)
         for key, _ in self._selector.select(timeout):
             if key.fd in self._selector.get_map():  # one callback may close what another waits for
                 key.data()
@@ -437,29 +423,3 @@ class Supervisor:
 
 def _bits(streams: tuple[int, ...], local_rank: int) -> int:
     return streams[local_rank] if streams else 0
-
-
-def _open_streams() -> None:
-    """Open what we were started without, so that no socket of ours takes its number."""
-    for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-
-
-def _raise_descriptor_limit() -> tuple[int, int]:
-    """Make room for the streams of many ranks; return the limits that the user gave us, and that the ranks keep."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return soft, hard
-
-
-def _descriptor_problem(num_ranks: int) -> str:
-    """Return why the ranks can't have their streams; empty if they can."""
-    needed = _DESCRIPTORS_OF_OURS + num_ranks * _DESCRIPTORS_PER_RANK
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard in (resource.RLIM_INFINITY, -1) or hard >= needed:
-        return ""
-    return f"{num_ranks} ranks need some {needed} open files, the limit is {hard}: start fewer, or raise it (ulimit -n)"

@@ -1,0 +1,202 @@
+"""One attempt after another on one node: with how many ranks, on which port, and when there is no further one.
+
+With ``--nproc-per-node MIN:MAX`` the job goes on with fewer ranks when some can't come back, and takes them back. What
+counts as progress is a newer snapshot in the supervisor's memory, whole on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from phalanx._snapshots import common_heads
+from phalanx.launch.environment import Attempt
+from phalanx.launch.failure import RankEnd
+from phalanx.launch.job import Job
+from phalanx.launch.ports import ReservedPort, port_problem
+
+_AT_ONCE_S = 10.0  # a rank that fails sooner than this can't start; slow imports are part of it
+
+
+class Ranks(Protocol):
+    """What those who choose the attempts need of the supervisor."""
+
+    received: int | None
+    began_s: float
+    spared: list[int]
+
+    def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> RankEnd | None: ...
+    def stop_attempt(self) -> None: ...
+    def wait(self, timeout_s: float | None = None) -> None: ...
+    def watch(self, fd: int, callback: Callable[[], None]) -> None: ...
+    def unwatch(self, fd: int) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | None:
+    """Start the ranks until they succeed or may not be started again; return the last cause, None if all went well.
+
+    Args:
+        snapshots_fd: The memory in which the ranks keep their snapshots.
+
+    Raises:
+        SystemExit: The port was taken meanwhile; that has been said.
+    """
+    course = Course(job, snapshots_fd)
+    while True:
+        with contextlib.closing(_reserve_port(ranks, job)) as reserved:
+            attempt = Attempt(
+                world_size=course.num_ranks,
+                num_local_ranks=course.num_ranks,
+                role=job.role,
+                master_addr=job.master_addr,
+                master_port=reserved.port,
+                run_id=job.run_id,
+                restart_count=course.num_ended,
+                max_restarts=job.max_restarts,
+            )
+            regrow = (lambda: course.is_time_to_regrow(time.monotonic() - ranks.began_s)) if course.may_regrow else None
+            culprit = ranks.run_attempt(attempt, until=regrow)
+        if ranks.received is not None:
+            return None
+        if culprit is None:
+            if not course.is_regrowing:
+                return None
+            ranks.say(course.regrow())
+            continue
+        steps = course.after_failure(culprit, lived_s=culprit.when_s - ranks.began_s)
+        if course.is_over:
+            for step in steps:
+                ranks.say(step)
+            return culprit
+        say_failure(ranks, culprit)
+        for step in steps:
+            ranks.say(step)
+
+
+def say_failure(ranks: Ranks, culprit: RankEnd) -> None:
+    """Say in one line what failed, before the ranks are started again."""
+    why = culprit.last_words.summary
+    ranks.say(f"{culprit.describe()}{': ' if why else ''}{why}")
+
+
+class Course:
+    """Chooses the number of ranks of each attempt, and the end.
+
+    An attempt that fails at once and without progress is followed by one with a rank fewer. One that made progress with
+    fewer than MAX is followed by one with MAX; if that makes none, the number before is good enough for a while.
+
+    Attributes:
+        num_ranks: Of the present attempt.
+        num_ended: Attempts that have ended.
+        is_regrowing: The present attempt is being ended only to start MAX ranks.
+        is_over: There is no further attempt.
+    """
+
+    def __init__(self, job: Job, snapshots_fd: int) -> None:
+        self._job = job
+        self._fd = snapshots_fd
+        self.num_ranks = job.num_local_ranks
+        self.num_ended = 0
+        self.is_regrowing = self.is_over = False
+        self._num_restarts = 0  # those that count
+        self._proven = 0  # ranks that made progress before we went back to MAX; 0: we did not
+        self._is_trial = False  # of MAX ranks, by our own choice
+        self._wait_s = job.regrow_after_s
+        self._steps_before = _newest_steps(self._fd)
+        self._steps_seen: dict[bytes, int] | None = None  # since the wait was over
+
+    @property
+    def may_regrow(self) -> bool:
+        return self.num_ranks < self._job.num_local_ranks and self._job.regrow_after_s > 0
+
+    def is_time_to_regrow(self, lived_s: float) -> bool:
+        """Whether the wait is over and a snapshot has just been taken, so that next to nothing is lost."""
+        if lived_s < self._wait_s:
+            return False
+        seen, self._steps_seen = self._steps_seen, _newest_steps(self._fd)
+        self.is_regrowing = seen is not None and _is_ahead(self._steps_seen, seen)
+        return self.is_regrowing
+
+    def regrow(self) -> str:
+        """Choose MAX ranks after an attempt that was ended for it; return what is to be said."""
+        before = self.num_ranks
+        self._begin(self._job.num_local_ranks, proven=before)
+        self._is_trial = True
+        return (
+            f"after {self._wait_s:g} s with {_ranks(before)}: planned restart, which does not count, with "
+            f"{self._note}, from the last snapshot"
+        )
+
+    def after_failure(self, culprit: RankEnd, *, lived_s: float) -> list[str]:
+        """Choose what follows the failed attempt; return the lines to be said."""
+        job, most = self._job, self._job.num_local_ranks
+        has_progress = _is_ahead(_newest_steps(self._fd), self._steps_before)
+        failed = f"{culprit.name} failed {'again ' if self.num_ended else ''}before any progress"
+        if has_progress and self.num_ranks == most:
+            self._proven, self._wait_s = 0, job.regrow_after_s
+        elif self._is_trial:  # we began it, so it costs none of the restarts
+            self._wait_s *= 2
+            self._begin(self._proven)
+            return [f"{failed}: going back to {self._note}; {most} again after {self._wait_s:g} s"]
+        if self._num_restarts == job.max_restarts:
+            self.is_over = True
+            return []
+        number, proven, steps = self.num_ranks, self._proven, []
+        if has_progress and self.num_ranks < most:
+            number, proven = most, self.num_ranks
+            steps = [f"{_ranks(proven)} made progress: going on with {_ranks(number)} of {self._bounds}"]
+        elif not has_progress and lived_s < _AT_ONCE_S and job.min_local_ranks < most:
+            if self.num_ranks == job.min_local_ranks:
+                self.is_over = True
+                return [f"{failed}, and {_ranks(self.num_ranks)} of {self._bounds} is the least"]
+            if proven:
+                self._wait_s *= 2
+            number, proven = proven or self.num_ranks - 1, 0
+            steps = [f"{failed}: going on with {_ranks(number)} of {self._bounds}"]
+        changes = number != self.num_ranks
+        self._begin(number, proven=proven)
+        self._num_restarts += 1
+        steps.append(f"restart {self._num_restarts} of {job.max_restarts}{f': {self._note}' if changes else ''}")
+        return steps
+
+    def _begin(self, num_ranks: int, *, proven: int = 0) -> None:
+        self.num_ranks = num_ranks
+        self.num_ended += 1
+        self.is_regrowing = self._is_trial = False
+        self._proven = proven
+        self._steps_before, self._steps_seen = _newest_steps(self._fd), None
+
+    @property
+    def _note(self) -> str:
+        return self._job.divide(self.num_ranks).note
+
+    @property
+    def _bounds(self) -> str:
+        return f"{self._job.min_local_ranks} to {self._job.num_local_ranks}"
+
+
+def _reserve_port(ranks: Ranks, job: Job) -> ReservedPort:
+    try:
+        return ReservedPort(job.master_port)
+    except OSError:  # somebody has taken it since
+        ranks.say(port_problem(job.master_port) or f"port {job.master_port} is taken")
+        raise SystemExit(1) from None
+
+
+def _newest_steps(fd: int) -> dict[bytes, int]:
+    """Return the newest step of which there is a whole snapshot, for each folder of checkpoints."""
+    newest: dict[bytes, int] = {}
+    for head in common_heads(fd):
+        newest[head.folder] = max(head.step, newest.get(head.folder, 0))
+    return newest
+
+
+def _is_ahead(steps: dict[bytes, int], before: dict[bytes, int]) -> bool:
+    return any(step > before.get(folder, -1) for folder, step in steps.items())
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
