@@ -24,6 +24,7 @@ FLOORS = {
     "parallel": 2,
     "session": 2,
     "testing": 2,
+    "train": 3,
     "cli": 4,
     "__main__": 5,
 }

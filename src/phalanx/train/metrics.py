@@ -1,0 +1,173 @@
+"""What a run writes down while it trains: FOLDER/metrics.jsonl, one record a line; and the same as CSV and TensorBoard.
+
+Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from 0 over all starts in this folder:
+
+- ``start``: ``world_size``, ``backend``, ``settings``; ``resumed_from``: null, or ``step``, ``source`` (memory, disk)
+- ``step``: ``step``, ``epoch``, ``loss``, ``lr``, ``samples_per_s``, ``grad_norm``; seconds a step as ``phases_s`` of
+  rank 0, ``phases_by_rank`` and ``spread`` (slowest and fastest rank); means since the last such record
+- ``evaluation``: ``step``, ``epoch``, and each value under its name
+- ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``
+
+Numbers that are not finite are written as Python writes them: ``NaN``, ``Infinity``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+_NAME = "metrics.jsonl"
+_TAIL_BYTES = 1 << 20  # holds the last record whatever the number of ranks
+_UNDONE = ("step", "evaluation", "save")  # kinds that a resumption from an earlier step takes back
+
+
+class MetricsLog:
+    """Appends records to FOLDER/metrics.jsonl; of one process, rank 0.
+
+    Each record is one write, so that a process that is killed leaves at most one torn line, the last. While it is open,
+    the file is locked (shared), which tells a run that goes on from one that was killed.
+
+    Args:
+        folder: Of the run; made if missing.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder, _NAME)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b", buffering=0)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        tail = self._file.read()
+        earlier = [record["attempt"] for record in _parse(tail)]
+        self.attempt = earlier[-1] + 1 if earlier else 0
+        if tail and not tail.endswith(b"\n"):
+            self._file.write(b"\n")
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append one record; what is neither JSON nor a number is written as text."""
+        head = {"time": time.time(), "kind": kind, "attempt": self.attempt}
+        self._file.write(json.dumps(head | values | head, default=_plain).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):  # explicit: a forked worker may hold the same file
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+
+
+def read_metrics(folder: str | Path) -> list[Record]:
+    """Return all records in the order in which they were written, without torn lines.
+
+    Raises:
+        FileNotFoundError: `folder` is not one of a run.
+    """
+    path = Path(folder, _NAME)
+    try:
+        return _parse(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"no {_NAME} in {str(folder)!r}: name the folder of a run") from None
+
+
+def is_being_written(folder: str | Path) -> bool:
+    """Tell whether a process on a host that shares locks with this one has the log open."""
+    with contextlib.suppress(OSError), Path(folder, _NAME).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def without_undone(records: list[Record]) -> list[Record]:
+    """Return `records` as if the run had never been interrupted.
+
+    What a later attempt took back by resuming from an earlier step is gone, and of two records of one kind and step the
+    later one stays.
+    """
+    kept: list[Record] = []
+    for record in records:
+        if record["kind"] == "start":
+            resumed_at = (record.get("resumed_from") or {}).get("step", 0)
+            kept = [old for old in kept if old["kind"] not in _UNDONE or old["step"] <= resumed_at]
+        kept.append(record)
+    named = {(r["kind"], r["step"] if r["kind"] in _UNDONE else number): r for number, r in enumerate(kept)}
+    return list(named.values())
+
+
+def write_csv(folder: str | Path) -> Path:
+    """Write FOLDER/metrics.csv, one row for each "step" record, and return its path.
+
+    Where TensorBoard is installed, FOLDER/tensorboard gets the same values, and those of the evaluations.
+
+    Raises:
+        FileNotFoundError: `folder` is not one of a run.
+    """
+    records = without_undone(read_metrics(folder))
+    rows = [_flat(record) for record in records if record["kind"] == "step"]
+    path = Path(folder, "metrics.csv")
+    unfinished = path.with_suffix(f".csv.{os.getpid()}")
+    with unfinished.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    unfinished.replace(path)
+    if importlib.util.find_spec("tensorboard") is not None:
+        _write_tensorboard(Path(folder, "tensorboard"), records)
+    return path
+
+
+def _flat(record: Record) -> Record:
+    """One cell for each number: ``data_s`` for ``phases_s["data"]``; what each rank did stays in the log."""
+    row = {name: value for name, value in record.items() if not isinstance(value, (dict, list)) and name != "kind"}
+    row |= {f"{phase}_s": seconds for phase, seconds in record.get("phases_s", {}).items()}
+    if "spread" in record:
+        row["slowest_s"], row["fastest_s"] = record["spread"]
+    return row
+
+
+def _write_tensorboard(folder: Path, records: list[Record]) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    for old in folder.glob("events.out.tfevents.*"):
+        old.unlink()
+    with SummaryWriter(str(folder)) as writer:
+        for record in records:
+            if record["kind"] not in ("step", "evaluation"):
+                continue
+            prefix = "" if record["kind"] == "step" else "evaluation/"
+            for name, value in _flat(record).items():
+                if name not in ("time", "attempt", "step") and isinstance(value, (int, float)):
+                    writer.add_scalar(prefix + name, value, record["step"], walltime=record["time"])
+
+
+def _parse(lines: bytes) -> list[Record]:
+    records = []
+    for line in lines.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("attempt"), int) and _is_placed(record):
+                records.append(record)
+    return records
+
+
+def _is_placed(record: Record) -> bool:
+    is_timed = isinstance(record.get("time"), (int, float)) and isinstance(record.get("kind"), str)
+    return is_timed and (record["kind"] not in _UNDONE or isinstance(record.get("step"), int))
+
+
+def _plain(value: Any) -> float | str:
+    try:
+        return float(value)  # a tensor or array of one number
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
