@@ -14,14 +14,18 @@ from phalanx.launch.flags import RIGHT_CALL, UsageError
 from phalanx.launch.plan import make_plan
 from phalanx.launch.supervisor import run
 
+_REPORT = "phalanx report FOLDER"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code: 2 for a mistake in the command line."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["run"]:
         return _run(args[1:])
+    if args[:1] == ["report"]:
+        return _report(args[1:])
     if args[:1] in (["-h"], ["--help"]):
-        print(f"usage: {RIGHT_CALL}\n\nphalanx run --help lists the flags.")
+        print(f"usage: {RIGHT_CALL}\n       {_REPORT}\n\nphalanx run --help lists the flags.")
         return 0
     if args[:1] == ["--version"]:
         print(f"phalanx {phalanx.__version__}")
@@ -43,6 +47,21 @@ def _run(args: list[str]) -> int:
         return 130
 
 
-def _refuse(who: str, what: str) -> int:
-    print(f"{who}: {what}; right: {RIGHT_CALL}", file=sys.stderr)
+def _report(args: list[str]) -> int:
+    from phalanx.train.report import write_report  # not where a job is started
+
+    if args in (["-h"], ["--help"]):
+        print(f"usage: {_REPORT}\n\nWrites FOLDER/report.html: what became of the run whose folder this is.")
+        return 0
+    if len(args) != 1:
+        return _refuse("phalanx report", f"one folder is needed, got {len(args)}", right=_REPORT)
+    try:
+        print(write_report(args[0]))
+    except (OSError, ValueError) as error:
+        return _refuse("phalanx report", str(error), right=_REPORT)
+    return 0
+
+
+def _refuse(who: str, what: str, right: str = RIGHT_CALL) -> int:
+    print(f"{who}: {what}; right: {right}", file=sys.stderr)
     return 2

@@ -1,0 +1,205 @@
+"""Plots as HTML that needs no script and no other file: curves over steps, bars of parts. Colours are report.css's.
+
+Lines are SVG that stretches with the page; labels are HTML beside it, so they keep their size on any window.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+Point = tuple[int, float]
+
+_SIZE = 1000  # of the SVG's own coordinates; the page stretches them
+_NUM_DRAWN = 600  # points of a curve at most, so that a page of a long run stays small
+_NUM_HINTS = 100
+
+
+def number(value: float) -> str:
+    """Return `value` in few characters: ``12,345``, ``0.01235``, ``1.2e-05``."""
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration as people say it: ``350 µs``, ``1.5 ms``, ``3 min 4 s``, ``2 h 5 min``."""
+    if not value > 0:
+        return "0 s"
+    if value < 60:
+        unit, factor = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("µs", 1e6)
+        return f"{value * factor:.3g} {unit}"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def curve(
+    title: str,
+    points: Sequence[Point],
+    marks: Mapping[int, str],
+    *,
+    steps: tuple[int, int],
+    from_zero: bool = False,
+    may_be_log: bool = False,
+    is_wide: bool = False,
+) -> str:
+    """Return a figure of one value over steps.
+
+    Args:
+        title: Of the value.
+        points: Step and value, steps ascending; the line is broken where a value is not finite.
+        marks: Steps at which a vertical line stands, and what it says.
+        steps: First and last on the axis, the same for all figures of a page.
+        from_zero: Whether the axis begins at zero, as it should where ratios matter.
+        may_be_log: Make the axis logarithmic where positive values differ by more than a factor of 50.
+        is_wide: Whether the figure takes a whole row.
+    """
+    finite = [point for point in points if math.isfinite(point[1])]
+    values = [value for _, value in finite] or [0.0]
+    is_log = may_be_log and min(values) > 0 and max(values) > 50 * min(values)
+    low, high, ticks = _axis(min(values), max(values), from_zero=from_zero, is_log=is_log)
+    first, last = steps[0], max(steps[1], steps[0] + 1)
+
+    def x(step: float) -> float:
+        return round((step - first) / (last - first) * _SIZE, 1)
+
+    def y(value: float) -> float:
+        part = (math.log(value) - math.log(low)) / (math.log(high) - math.log(low)) if is_log else (
+            (value - low) / (high - low)
+        )  # fmt: skip
+        return round((1 - part) * _SIZE, 1)
+
+    grid = "".join(f"M0 {y(tick)}H{_SIZE}" for tick in ticks)
+    stretch = max(1, math.ceil(len(finite) / (_NUM_DRAWN / 2)))
+    drawn = [_thinned(segment, stretch) for segment in _segments(points)]
+    path = "".join("M" + "L".join(f"{x(step)} {y(value)}" for step, value in segment) for segment in drawn)
+    dots = "".join(f"M{x(step)} {y(value)}h0" for step, value in finite) if len(finite) <= 40 else ""
+    lines = "".join(
+        f'<g><title>{escape(text)}</title><path class="mark" d="M{x(step)} 0V{_SIZE}"/></g>'
+        for step, text in marks.items()
+    )
+    y_labels = "".join(f'<span class="y" style="top:{y(tick) / 10:.1f}%">{text}</span>' for tick, text in ticks.items())
+    x_labels = "".join(
+        f'<span class="x" style="left:{x(tick) / 10:.1f}%">{text}</span>'
+        for tick, text in _ticks(first, last, 4).items()
+        if tick == int(tick)
+    )
+    now = f"{number(finite[-1][1])} at step {finite[-1][0]:,}" if finite else "no finite value"
+    lost = len(points) - len(finite)
+    notes = [*(["logarithmic"] if is_log else []), *([f"{lost:,} not finite"] if lost else [])]
+    about = _description(title, finite, marks, notes)
+    return (
+        f'<figure class="chart{" wide" if is_wide else ""}">'
+        f"<figcaption><h3>{escape(title)}</h3><span>{now}{''.join(f' · {note}' for note in notes)}</span></figcaption>"
+        f'<div class="plot"><svg role="img" aria-label="{escape(about)}" viewBox="0 0 {_SIZE} {_SIZE}" '
+        f'preserveAspectRatio="none"><path class="grid" d="{grid}"/>{_hints(finite, x)}{lines}'
+        f'<path class="line" d="{path}"/><path class="dots" d="{dots}"/></svg>'
+        f'<div aria-hidden="true">{y_labels}{x_labels}</div></div></figure>'
+    )
+
+
+def bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """Return one bar for each row, made of its parts in seconds, with a legend; equal lengths are equal times."""
+    names = list(rows[0][1])
+    colours = {name: f"part{number % 6}" for number, name in enumerate(names)}
+    longest = max(sum(parts.values()) for _, parts in rows) or 1.0
+    legend = "".join(f'<li><i class="{colours[name]}"></i>{escape(name)}</li>' for name in names)
+    lines = []
+    for label, parts in rows:
+        total = seconds(sum(parts.values()))
+        about = f"{label}: {total} a step: " + ", ".join(f"{name} {seconds(value)}" for name, value in parts.items())
+        pieces = "".join(
+            f'<i class="{colours[name]}" style="width:{100 * value / longest:.2f}%" '
+            f'title="{escape(name)}: {seconds(value)}"></i>'
+            for name, value in parts.items()
+            if value > 0
+        )
+        lines.append(
+            f'<li><span class="who">{escape(label)}</span>'
+            f'<span class="bar" role="img" aria-label="{escape(about)}">{pieces}</span>'
+            f'<span class="total">{total}</span></li>'
+        )
+    return f'<ul class="legend" aria-hidden="true">{legend}</ul><ul class="bars">{"".join(lines)}</ul>'
+
+
+def _axis(low: float, high: float, *, from_zero: bool, is_log: bool) -> tuple[float, float, dict[float, str]]:
+    """Return the axis's ends and its labels."""
+    if is_log:
+        low, high = low / 1.2, high * 1.2
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [digit * 10.0**power for power in powers for digit in ((1, 3) if high < 1000 * low else (1,))]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        return low, high, {tick: _short(tick) for tick in ticks[:: math.ceil(len(ticks) / 6)]}
+    low = min(0.0, low) if from_zero else low
+    pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    low, high = (low if from_zero else low - pad), high + pad
+    return low, high, _ticks(low, high, 4)
+
+
+def _ticks(low: float, high: float, num: int) -> dict[float, str]:
+    """Return about `num` round numbers between `low` and `high`, with their labels."""
+    raw = (high - low) / num
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    num_digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    ticks = [tick * step for tick in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return {tick: f"{tick:,.{num_digits}f}" if num_digits < 5 and high < 1e5 else _short(tick) for tick in ticks}
+
+
+def _short(value: float) -> str:
+    """Return a label of some six characters: ``12.5k``, ``0.001``, ``1e-05``."""
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 10 * factor:
+            return f"{value / factor:.4g}{unit}"
+    return f"{value:.3g}"
+
+
+def _segments(points: Sequence[Point]) -> list[list[Point]]:
+    """Divide points where a value is not finite."""
+    segments: list[list[Point]] = [[]]
+    for point in points:
+        if math.isfinite(point[1]):
+            segments[-1].append(point)
+        elif segments[-1]:
+            segments.append([])
+    return [segment for segment in segments if segment]
+
+
+def _thinned(points: list[Point], stretch: int) -> list[Point]:
+    """Keep the lowest and the highest of every `stretch` points, and both ends: no spike is lost."""
+    if stretch <= 2:
+        return points
+    kept = {points[0], points[-1]}
+    for start in range(0, len(points), stretch):
+        part = points[start : start + stretch]
+        kept |= {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+    return sorted(kept)
+
+
+def _hints(points: Sequence[Point], x: Callable[[float], float]) -> str:
+    """Return strips that tell step and value to who points at them."""
+    told = points[:: math.ceil(len(points) / _NUM_HINTS) or 1]
+    edges = [0.0, *((x(a[0]) + x(b[0])) / 2 for a, b in itertools.pairwise(told)), float(_SIZE)]
+    return "".join(
+        f'<rect class="hint" x="{left:.1f}" width="{right - left:.1f}" height="{_SIZE}">'
+        f"<title>step {step:,}: {number(value)}</title></rect>"
+        for (step, value), left, right in zip(told, edges, edges[1:], strict=False)
+    )
+
+
+def _description(title: str, points: Sequence[Point], marks: Mapping[int, str], notes: Sequence[str]) -> str:
+    if not points:
+        return f"{title}: no finite value"
+    lowest, highest = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
+    text = (
+        f"{title} from step {points[0][0]:,} to {points[-1][0]:,}: from {number(points[0][1])} to "
+        f"{number(points[-1][1])}; lowest {number(lowest[1])} at step {lowest[0]:,}, highest {number(highest[1])} at "
+        f"step {highest[0]:,}"
+    )
+    restarts = f"; restarts at steps {', '.join(f'{step:,}' for step in marks)}" if marks else ""
+    return text + restarts + "".join(f"; {note}" for note in notes)

@@ -1,0 +1,275 @@
+"""FOLDER/report.html: what became of a run, on one page that needs no network, no script and no other file.
+
+Everything that comes from the run is escaped. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import phalanx
+from phalanx.train import plots
+from phalanx.train.metrics import Record, is_being_written, read_metrics, without_undone
+from phalanx.train.plots import Point, number, seconds
+from phalanx.train.settings import Settings
+
+_NO_METRIC = ("time", "kind", "attempt", "step", "epoch")
+_MAX_RANKS = 16  # bars; of more, the slowest are shown
+_TITLES = {"loss": "Training loss", "lr": "Learning rate", "samples_per_s": "Samples per second",
+           "grad_norm": "Norm of the gradient"}  # fmt: skip
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write FOLDER/report.html from FOLDER/metrics.jsonl, at any time of a run, and return its path.
+
+    Raises:
+        FileNotFoundError: `folder` is not one of a run.
+        ValueError: The run has recorded nothing yet.
+    """
+    records = read_metrics(folder)
+    if not records:
+        raise ValueError(f"nothing recorded yet in {str(folder)!r}")
+    path = Path(folder, "report.html")
+    unfinished = path.with_suffix(f".html.{os.getpid()}")
+    unfinished.write_text(_page(_Run(Path(folder), records)), encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+class _Run:
+    """What the records of a run say.
+
+    Attributes:
+        starts: One record for each attempt.
+        steps, evaluations: As if the run had never been interrupted.
+        attempts: All records, by attempt.
+        metrics: Step and value of each evaluation metric.
+    """
+
+    def __init__(self, folder: Path, records: list[Record]) -> None:
+        self.name = folder.resolve().name
+        self.num_records = len(records)
+        self.attempts: dict[int, list[Record]] = defaultdict(list)
+        for record in records:
+            self.attempts[record["attempt"]].append(record)
+        self.starts = [record for record in records if record["kind"] == "start"]
+        kept = without_undone(records)
+        self.steps = [record for record in kept if record["kind"] == "step"]
+        self.metrics: dict[str, list[Point]] = defaultdict(list)
+        for record in kept:
+            if record["kind"] == "evaluation":
+                for name in (name for name, value in record.items() if name not in _NO_METRIC and _is_number(value)):
+                    self.metrics[name].append((record["step"], record[name]))
+        self.last_step: int = next((record["step"] for record in reversed(kept) if _is_number(record.get("step"))), 0)
+        self.began_s, self.last_s = records[0]["time"], records[-1]["time"]
+        self.settings: dict[str, Any] = self.starts[-1].get("settings", {}) if self.starts else {}
+        self.state = _ending(self.attempts[records[-1]["attempt"]])
+        if self.state == "interrupted" and is_being_written(folder):
+            self.state = "running"
+
+    def values(self, name: str) -> list[Point]:
+        """Return step and value of what step records have under `name`."""
+        return [(record["step"], record[name]) for record in self.steps if _is_number(record.get(name))]
+
+    def marks(self) -> dict[int, str]:
+        """Return the steps from which later attempts went on."""
+        return {_resumed_at(start): f"attempt {start['attempt']} goes on from here" for start in self.starts[1:]}
+
+
+def _ending(records: Sequence[Record]) -> str:
+    """Return how an attempt ended: finished, preempted or interrupted."""
+    kinds = {record["kind"] for record in records}
+    return "finished" if "end" in kinds else "preempted" if "preempted" in kinds else "interrupted"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _resumed_at(start: Record) -> int:
+    return int((start.get("resumed_from") or {}).get("step", 0))
+
+
+def _is_minimized(name: str) -> bool:
+    return Settings(max_steps=1, monitor=name).is_minimized
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def _page(run: _Run) -> str:
+    sections = [_key_figures(run), _curves(run), _phases(run), _restarts(run), _settings(run)]
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    name = escape(run.name)
+    note = {
+        "finished": "All training that was asked for is done.",
+        "running": f"This page shows the run as it was at {_clock(run.last_s)}.",
+        "preempted": "It was asked to make room, and goes on where it was when it is started again.",
+        "interrupted": "It ended before its time, and goes on from its newest checkpoint when it is started again.",
+    }[run.state]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{name}, {run.state}</title>\n<style>\n{style}</style></head>\n<body><main>\n"
+        f'<header><h1>{name}</h1><p><strong class="state {run.state}">{run.state}</strong> '
+        f"Started at {_clock(run.began_s)}. {note}</p></header>\n"
+        + "\n".join(filter(None, sections))
+        + f"\n<footer>Made at {_clock(time.time())} by Phalanx {phalanx.__version__} from {run.num_records:,} records "
+        "in metrics.jsonl; <code>phalanx report FOLDER</code> makes it anew.</footer>\n</main></body></html>\n"
+    )
+
+
+def _section(title: str, content: str, note: str = "") -> str:
+    name = title.lower().replace(" ", "-")
+    intro = f"<p>{note}</p>" if note else ""
+    return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>{intro}{content}</section>'
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table that scrolls by itself where the window is narrow; the first cell names its row."""
+    columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    )
+    return (
+        f'<div class="scroll" role="region" aria-label="{title}" tabindex="0">'
+        f"<table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _key_figures(run: _Run) -> str:
+    last = run.steps[-1] if run.steps else {}
+    start = run.starts[-1] if run.starts else {}
+    tiles = [("Steps", number(run.last_step), _of(run.settings.get("max_steps")))]
+    if _is_number(last.get("epoch")):
+        tiles.append(("Epoch", number(last["epoch"] + 1), _of(run.settings.get("max_epochs"))))
+    if _is_number(last.get("loss")):
+        tiles.append(("Training loss", number(last["loss"]), f"at step {last['step']:,}"))
+    for name, points in run.metrics.items():
+        finite = [point for point in points if math.isfinite(point[1])]
+        if finite:
+            step, best = (min if _is_minimized(name) else max)(finite, key=lambda point: point[1])
+            tiles.append((f"Evaluation: {name}", number(best), f"best, at step {step:,}"))
+    speeds = [speed for _, speed in run.values("samples_per_s") if math.isfinite(speed)]
+    if speeds:
+        tiles.append(("Samples per second", number(statistics.median(speeds)), "median"))
+    tiles.append(("Ranks", str(start.get("world_size", "?")), str(start.get("backend", ""))))
+    tiles.append(("Attempts", number(len(run.attempts)), ""))
+    trained_s = sum(records[-1]["time"] - records[0]["time"] for records in run.attempts.values())
+    in_all = f"{seconds(run.last_s - run.began_s)} with gaps" if len(run.attempts) > 1 else ""
+    tiles.append(("Time", seconds(trained_s), in_all))
+    content = "".join(
+        f"<div><dt>{escape(title)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for title, value, note in tiles
+    )
+    return _section("Key figures", f'<dl class="tiles">{content}</dl>')
+
+
+def _curves(run: _Run) -> str:
+    curves: list[tuple[str, list[Point]]] = [("loss", run.values("loss"))]
+    curves += [(f"Evaluation: {name}", points) for name, points in run.metrics.items()]
+    curves += [(name, run.values(name)) for name in ("lr", "samples_per_s", "grad_norm")]
+    curves = [(name, points) for name, points in curves if points]
+    if not curves:
+        return _section("Curves", "<p>No step has been recorded yet.</p>")
+    steps = [step for _, points in curves for step, _ in points]
+    marks = run.marks()
+    plotted = [
+        plots.curve(
+            _TITLES.get(name, name),
+            points,
+            {step: text for step, text in marks.items() if min(steps) <= step <= max(steps)},
+            steps=(min(steps), max(steps)),
+            from_zero=name == "samples_per_s",
+            may_be_log=name in ("loss", "grad_norm") or name.endswith("loss"),
+            is_wide=number == 0 and len(curves) % 2 == 1,
+        )
+        for number, (name, points) in enumerate(curves)
+    ]
+    note = "Over steps. Dashed lines: here a later attempt went on." if marks else "Over steps."
+    return _section("Curves", f'<div class="charts">{"".join(plotted)}</div>', note)
+
+
+def _phases(run: _Run) -> str:
+    """Bars of the last attempt: earlier ones may have had other ranks."""
+    records = [record for record in run.attempts[max(run.attempts)] if record.get("phases_by_rank")]
+    if not records:
+        return ""
+    names = list(records[-1]["phases_s"])
+    tables = [record["phases_by_rank"] for record in records]
+    ranks = range(len(tables[-1]))
+    means = [
+        (rank, {name: statistics.fmean(table[rank][place] for table in tables) for place, name in enumerate(names)})
+        for rank in ranks
+    ]
+    totals = [sum(parts.values()) for _, parts in means]
+    note = f"Mean of a step in the latest attempt. The slowest rank takes {seconds(max(totals))}"
+    if len(means) > 1:
+        behind = max(totals) / min(totals) - 1 if min(totals) > 0 else 0.0
+        note += f", {behind:.0%} more than the fastest; who waits for others does so in backward"
+    if len(means) > _MAX_RANKS:
+        slowest = sorted(means, key=lambda row: -sum(row[1].values()))[:_MAX_RANKS]
+        note += f". Of {len(means)} ranks, the {_MAX_RANKS} slowest are shown"
+        means = sorted(slowest, key=lambda row: row[0])
+    rows = [(f"rank {rank}", parts) for rank, parts in means]
+    cells = [(who, *map(seconds, parts.values()), seconds(sum(parts.values()))) for who, parts in rows]
+    table = _table("Time per phase and rank", ["", *names, "step"], cells)
+    return _section(
+        "Where the time goes", f"{plots.bars(rows)}<details><summary>As a table</summary>{table}</details>", f"{note}."
+    )
+
+
+def _restarts(run: _Run) -> str:
+    rows = []
+    for before, start in itertools.pairwise(run.starts):
+        earlier = run.attempts[before["attempt"]]
+        resumed = start.get("resumed_from") or {}
+        source = resumed.get("source", "?")
+        origin = f"step {_resumed_at(start):,}, from {source}" if resumed else "the beginning"
+        gap_s = start["time"] - earlier[-1]["time"]
+        size = f"{start.get('world_size', '?')} ranks"
+        rows.append((str(start["attempt"]), _clock(start["time"]), _how(earlier), origin, size, seconds(gap_s)))
+    if not rows:
+        return ""
+    head = ["Attempt", "Started", "The one before", "Went on from", "With", "Gap"]
+    note = "Gap: from the last record of the attempt before to the first of this one, recovery and waiting included."
+    return _section("Restarts", _table("Restarts", head, rows), note)
+
+
+def _how(records: Sequence[Record]) -> str:
+    """Return how an attempt ended, and where."""
+    ending = _ending(records)
+    for record in records:
+        if record["kind"] == "preempted" and ending == "preempted":
+            number = record.get("signal")
+            known = {int(member): member.name for member in signal.Signals}
+            ending = f"preempted by {known.get(number, number)}"  # type: ignore[arg-type]
+    steps = [record["step"] for record in records if _is_number(record.get("step"))]
+    return f"{ending} after step {steps[-1]:,}" if steps else f"{ending} before its first step"
+
+
+def _settings(run: _Run) -> str:
+    if not run.settings:
+        return ""
+    rows = [(str(name), "" if value is None else str(value)) for name, value in run.settings.items()]
+    return _section("Settings", _table("Settings", ["Setting", "Value"], rows))
+
+
+def _of(limit: object) -> str:
+    return f"of {limit:,}" if isinstance(limit, int) else ""
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_s))
