@@ -36,6 +36,7 @@ _EXPORTS = {
     "average_gradients": "phalanx.parallel",
     "convert_sync_batchnorm": "phalanx.parallel",
     "ring_all_reduce": "phalanx.parallel",
+    "Trainer": "phalanx.train.trainer",
     "install_as_default": "phalanx.backend",
 }
 

@@ -1,5 +1,6 @@
 """Who trains on what: samplers, partitions, loaders and seeds. Knows torch.distributed, and no backend."""
 
+from phalanx.data.batches import GlobalBatches
 from phalanx.data.loader import DataLoader
 from phalanx.data.partition import DataPartitioner, Partition
 from phalanx.data.random_state import RandomState
@@ -11,6 +12,7 @@ __all__ = [
     "DataLoader",
     "DataPartitioner",
     "DistributedSampler",
+    "GlobalBatches",
     "Partition",
     "RandomState",
     "seed_everything",

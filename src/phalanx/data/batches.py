@@ -1,0 +1,109 @@
+"""`GlobalBatches`: the batches that all ranks train on together, and this rank's part of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from phalanx.data.place import rank_and_size
+from phalanx.data.seeds import derive_seed
+
+
+class GlobalBatches:
+    """Yields this rank's indices of one global batch after the other, in parts that fit one forward pass.
+
+    Order and batches are a pure function of (seed, epoch): another number of ranks trains on the same samples in the
+    same steps. Rank r of W takes places ``[r * n // W, (r + 1) * n // W)`` of a batch of n.
+
+    Args:
+        length: Samples in the dataset.
+        batch_size: Samples of all ranks together; the last batch of an epoch is what is left.
+        micro_batch_size: At most so many of this rank in one forward pass; None: all of its part.
+        num_parts: Instead of `micro_batch_size`: cut a batch into so many parts over all ranks, whatever their number.
+        shuffle: Permute the dataset anew in each epoch.
+        seed: The same on all ranks.
+        drop_last: Leave out what is left at the end of an epoch.
+
+    Raises:
+        ValueError: The sizes do not fit the number of ranks.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        micro_batch_size: int | None = None,
+        num_parts: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self._rank, self._world_size = rank_and_size(None, None)
+        if batch_size < self._world_size:
+            raise ValueError(f"a global batch of {batch_size} does not reach for {self._world_size} ranks")
+        if num_parts is not None and num_parts % self._world_size:
+            raise ValueError(f"{num_parts} parts of a batch can't be divided among {self._world_size} ranks")
+        self.length = length
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.num_parts = num_parts
+        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self.place = 0  # in the epoch's order, of the next batch
+
+    def __len__(self) -> int:
+        """Return the number of global batches of a whole epoch."""
+        whole, rest = divmod(self.length, self.batch_size)
+        return whole + (rest > 0 and not self._drop_last)
+
+    @property
+    def parts_of_a_batch(self) -> int:
+        """Return how many forward passes this rank needs for a whole batch."""
+        return len(self._cuts(self.batch_size))
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        """Yield the rest of the epoch: for each batch this rank's parts, each a list of indices, maybe empty."""
+        order = self._order()
+        for first in range(self.place, len(self) * self.batch_size, self.batch_size):
+            batch = order[first : first + self.batch_size]
+            yield [batch[begin:end] for begin, end in self._cuts(len(batch))]
+
+    def size_at(self, place: int) -> int:
+        """Return how many samples the batch that begins there has over all ranks."""
+        return min(self.batch_size, self.length - place)
+
+    def _cuts(self, size: int) -> list[tuple[int, int]]:
+        rank, world_size = self._rank, self._world_size
+        if self.num_parts is not None:
+            own = self.num_parts // world_size
+            parts = range(rank * own, (rank + 1) * own)
+            return [(size * part // self.num_parts, size * (part + 1) // self.num_parts) for part in parts]
+        begin, end = size * rank // world_size, size * (rank + 1) // world_size
+        most = -(-size // world_size)  # of any rank: all need equally many forward passes
+        step = self.micro_batch_size or most
+        return [(min(begin + at, end), min(begin + at + step, end)) for at in range(0, most, step)]
+
+    def _order(self) -> list[int]:
+        if not self._shuffle:
+            return list(range(self.length))
+        generator = torch.Generator()
+        generator.manual_seed(derive_seed(self._seed, "order", self.epoch))
+        return torch.randperm(self.length, generator=generator).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where all ranks stand, for any number of ranks."""
+        return {"epoch": self.epoch, "place": self.place, "seed": self._seed, "length": self.length}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on there: what was not trained on in the epoch comes, once.
+
+        Raises:
+            ValueError: `state` is of another dataset or order.
+        """
+        for name, value in (("length", self.length), ("seed", self._seed)):
+            if state[name] != value:
+                raise ValueError(f"the data's {name} is {value}, and the state was taken with {state[name]}")
+        self.epoch, self.place = state["epoch"], state["place"]

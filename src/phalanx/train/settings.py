@@ -1,0 +1,91 @@
+"""What a `Trainer` is told beside model, optimizer and data, and the arithmetic of batches that follows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+_MINIMIZED = ("loss", "error", "perplexity", "mae", "mse", "rmse")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Settings:
+    """Settings of a `Trainer`; each is an argument of its constructor.
+
+    Attributes:
+        max_epochs: Train so many times on all data; with `max_steps`, whichever comes first.
+        max_steps: Train so many optimizer steps.
+        global_batch_size: Samples of one optimizer step, over all ranks and accumulated passes.
+        micro_batch_size: At most so many in one forward pass of a rank; None: all of its part.
+        on_resize: When the number of ranks changes in a run: "keep" the global batch, or "scale" it with the ranks.
+        seed: Of the data's order and everything random.
+        num_workers: Processes that load data for each rank.
+        drop_last: Leave out the samples at an epoch's end that fill no global batch.
+        precision: "fp32", "bf16" or "fp16" (with a gradient scaler): of forward and loss, through torch.autocast.
+        clip_norm: Largest norm of the gradient; None: unlimited.
+        scheduler_interval: Step the learning rate's scheduler each "step" or each "epoch".
+        monitor: Name of the evaluation's value that says which checkpoint is best.
+        patience: Stop after so many evaluations without a better one; None: never.
+        folder: Of the run; None: ``runs/<script>``.
+        resume: "auto": go on from the newest checkpoint in the folder; "never": begin anew.
+        save_every: Steps between checkpoints on disk; None: at the end of each epoch.
+        keep_last: Checkpoints that stay on disk, beside the best.
+        snapshot_every: Steps between snapshots in memory under ``phalanx run``; "auto": as many as cost 3 % of the
+            training at most; 0: none.
+        log_every: Steps between lines of metrics.jsonl.
+        deterministic: "world": the same weights, bit for bit, on 1, 2, 4, ... ranks.
+        virtual_shards: With that: parts in which a batch is computed, a power of two, at least the number of ranks.
+    """
+
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    global_batch_size: int = 32
+    micro_batch_size: int | None = None
+    on_resize: Literal["keep", "scale"] = "keep"
+    seed: int = 0
+    num_workers: int = 0
+    drop_last: bool = False
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    clip_norm: float | None = None
+    scheduler_interval: Literal["step", "epoch"] = "step"
+    monitor: str = "loss"
+    patience: int | None = None
+    folder: str | None = None
+    resume: Literal["auto", "never"] = "auto"
+    save_every: int | None = None
+    keep_last: int = 3
+    snapshot_every: int | Literal["auto"] = "auto"
+    log_every: int = 10
+    deterministic: Literal["world"] | None = None
+    virtual_shards: int = 8
+
+    def __post_init__(self) -> None:
+        choices = {
+            "on_resize": ("keep", "scale"), "precision": ("fp32", "bf16", "fp16"), "resume": ("auto", "never"),
+            "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"),
+        }  # fmt: skip
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Trainer: {name} must be one of {allowed}, got {getattr(self, name)!r}")
+        for name in ("max_epochs", "max_steps", "micro_batch_size", "patience", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Trainer: {name} must be at least 1, got {value}")
+        for name in ("global_batch_size", "keep_last", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Trainer: {name} must be at least 1, got {getattr(self, name)}")
+        if self.max_epochs is None and self.max_steps is None:
+            raise ValueError("Trainer: say when to stop: max_epochs=10 or max_steps=1000")
+        if self.virtual_shards & (self.virtual_shards - 1) or self.virtual_shards < 1:
+            raise ValueError(f"Trainer: virtual_shards must be a power of two, got {self.virtual_shards}")
+
+    @property
+    def is_minimized(self) -> bool:
+        """Whether less of `monitor` is better."""
+        return self.monitor.lower().split("_")[-1] in _MINIMIZED
+
+    def batch_size_for(self, world_size: int, first_world_size: int) -> int:
+        """Return the global batch size on `world_size` ranks of a run that began on `first_world_size`."""
+        if self.on_resize == "keep":
+            return self.global_batch_size
+        return max(world_size, self.global_batch_size * world_size // first_world_size)

@@ -1,0 +1,500 @@
+"""`Trainer`: the loop that trains one model on all ranks, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import data as torch_data
+
+from phalanx import _env, checkpoint, session
+from phalanx.data import GlobalBatches, RandomState
+from phalanx.parallel import DistributedDataParallel
+from phalanx.train import world
+from phalanx.train.feed import DatasetFeed, Feed, LoaderFeed, Part, evaluation_parts
+from phalanx.train.preemption import EXIT_CODE, Preemption, requeue
+from phalanx.train.settings import Settings
+from phalanx.train.watch import Watch
+
+_SNAPSHOT_SHARE = 0.03  # of the time of training
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainer:
+    """Trains a model on all ranks of the job; joins it first, if the script has not.
+
+    Every rank makes the same one and calls the same methods. Under ``phalanx run --max-restarts N`` the ranks keep a
+    snapshot of each step, and go on from the last when one of them was killed.
+
+    Args:
+        model: A module, which is then wrapped in `DistributedDataParallel`, or one that is wrapped already: in that, in
+            torch's, by FSDP2's ``fully_shard``.
+        optimizer: Of the model's parameters.
+        loss: ``loss(model(inputs), targets)`` of a batch ``(inputs, targets)``, a mean over its samples.
+        training_step: Instead of `loss`: ``training_step(model, batch)`` returns the loss, a mean over the samples.
+        scheduler: Of the learning rate.
+        metrics: Values to evaluate beside the loss: ``metric(outputs, targets)`` returns one number for each sample.
+        callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
+            ``on_fit_end``, each called with the trainer on every rank; with ``state_dict`` and ``load_state_dict`` they
+            are part of the checkpoints.
+        settings: See `Settings`.
+
+    Attributes:
+        model: As it trains; `module` is the one inside the wrapper.
+        step: Optimizer steps done.
+        epoch: That it is in, from 0.
+        evaluation: What the last evaluation in `fit` came to.
+
+    Raises:
+        ValueError: Arguments that contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        training_step: Callable[[nn.Module, Any], Tensor] | None = None,
+        scheduler: Any = None,
+        metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
+        callbacks: Sequence[Any] = (),
+        **settings: Any,
+    ) -> None:
+        if (loss is None) == (training_step is None):
+            raise ValueError("Trainer: give it either a loss or a training_step")
+        self.settings = Settings(**settings)
+        self.session = session.init()
+        self.device = self.session.device
+        self.module = checkpoint.unwrap(model)
+        self.optimizer, self.scheduler, self.callbacks = optimizer, scheduler, callbacks
+        self._loss, self._training_step, self._metrics = loss, training_step, dict(metrics or {})
+        if self.settings.deterministic:
+            world.check_model(model)
+            torch.set_num_threads(1)  # more of them add in another order
+        self.model = self._wrap(model)
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.settings.precision == "fp16")
+        self.folder = self.settings.folder or _default_folder()
+        self.checkpoints = os.path.join(self.folder, "checkpoints")
+        self.step = self.epoch = 0
+        self.evaluation: dict[str, float] = {}
+        self._best: float | None = None
+        self._num_worse = 0
+        self._is_complete = False
+        self._first_world_size = self.session.world_size
+        self._grad_norm: Tensor | None = None
+        self._evaluation_data: Any = None
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if model is self.module and not _is_sharded(model):
+            model.to(self.device)
+            if self.session.world_size > 1:
+                return DistributedDataParallel(model)
+        return model
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def fit(self, data: Any, validation_data: torch_data.Dataset[Any] | None = None) -> dict[str, float]:
+        """Train to the end, from wherever the last run in the folder was; return the last evaluation.
+
+        Args:
+            data: A map-style dataset, which is divided here; or a loader of this rank's own batches, each of which is
+                then a step of its rank.
+            validation_data: A map-style dataset, evaluated after each epoch.
+
+        Raises:
+            SystemExit: With code 75, when SIGTERM or SIGUSR1 came to any rank; everything is saved.
+        """
+        self._feed = self._open(data)
+        loaded = checkpoint.load(self.checkpoints, self._state()) if self._may_resume() else None
+        with self._begin(loaded) as self._watch, Preemption() as self._preemption:
+            self._call("on_fit_start")
+            while not self._is_over():
+                self.model.train()
+                self._feed.begin_epoch(self.epoch)
+                for parts, num_samples in self._in_step(self._feed.steps()):
+                    loss = self._train_on(parts, num_samples)
+                    self.step += 1
+                    self._feed.advance()
+                    self._after_step(loss, num_samples)
+                    if self.step == self.settings.max_steps:
+                        break
+                else:
+                    self.epoch += 1
+                    self._feed.begin_epoch(self.epoch)
+                self._after_epoch(validation_data)
+            self._end()
+        return self.evaluation
+
+    def _train_on(self, parts: list[Part], num_samples: int) -> Tensor:
+        """Take one optimizer step on this rank's parts of a global batch; return this rank's part of its mean loss."""
+        if self.settings.deterministic:
+            loss = self._sum_over_shards(parts, num_samples)
+        else:
+            loss = torch.zeros((), device=self.device)
+            for number, (batch, size) in enumerate(parts, start=1):
+                # The model averages over ranks, so what makes it a mean over all samples is this.
+                weight = size * self.session.world_size / num_samples if num_samples else 1 / len(parts)
+                with self._synchronizing(number == len(parts)):
+                    loss += self._forward_backward(batch, weight)
+        self._optimize()
+        return loss / self.session.world_size
+
+    def _forward_backward(self, batch: Any, weight: float) -> Tensor:
+        clock = self._watch.clock
+        batch = _to(batch, self.device)
+        dtype = _DTYPES.get(self.settings.precision)
+        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
+            loss = self._loss_of(batch)
+        clock.lap("forward")
+        self._scaler.scale(loss * weight).backward()
+        clock.lap("backward")
+        return loss.detach() * weight
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        if self._training_step is not None:
+            return self._training_step(self.model, batch)
+        assert self._loss is not None
+        inputs, targets = batch
+        return self._loss(self.model(inputs), targets)
+
+    def _sum_over_shards(self, parts: list[Part], num_samples: int) -> Tensor:
+        def backward(shard: int) -> Tensor:
+            batch, size = parts[shard]
+            if size == 0:
+                return torch.zeros((), device=self.device)
+            with self._synchronizing(False):
+                return self._forward_backward(batch, size / num_samples)
+
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        return world.sum_gradients(parameters, len(parts), backward, (self.settings.seed, self.step))
+
+    @contextlib.contextmanager
+    def _synchronizing(self, averages: bool) -> Iterator[None]:
+        """Average gradients over the ranks in this backward pass, or let them add up."""
+        model: Any = self.model
+        if _is_sharded(model):
+            model.set_requires_gradient_sync(averages)
+        with contextlib.nullcontext() if averages or not hasattr(model, "no_sync") else model.no_sync():
+            yield
+
+    def _optimize(self) -> None:
+        if self.settings.clip_norm is not None:
+            self._clip(self.settings.clip_norm)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None and self.settings.scheduler_interval == "step":
+            self.scheduler.step()
+        self._watch.clock.lap("optimizer")
+
+    def _clip(self, largest: float) -> None:
+        self._scaler.unscale_(self.optimizer)
+        model, does_average = self.model, not self.settings.deterministic and not self._scaler.is_enabled()
+        if does_average and isinstance(model, DistributedDataParallel):
+            self._grad_norm = model.grad_norm()  # added up while gradients were averaged
+            if self._grad_norm > largest:
+                grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+                torch._foreach_mul_(grads, float(largest / (self._grad_norm + 1e-6)))
+        else:
+            self._grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), largest)
+
+    # ---- around the steps ------------------------------------------------------------------------------------------
+
+    def _open(self, data: Any) -> Feed:
+        s, world_size = self.settings, self.session.world_size
+        if not isinstance(data, torch_data.Dataset) or isinstance(data, torch_data.IterableDataset):
+            if s.deterministic:
+                raise ValueError('Trainer: deterministic="world" divides the data itself: pass fit() a dataset')
+            return LoaderFeed(data, s.seed)
+        length = len(data)  # type: ignore[arg-type]
+        if length < world_size:
+            raise ValueError(f"Trainer: {length} samples do not reach for {world_size} ranks")
+        self._batches = GlobalBatches(
+            length,
+            s.batch_size_for(world_size, self._first_world_size),
+            micro_batch_size=s.micro_batch_size,
+            num_parts=s.virtual_shards if s.deterministic else None,
+            seed=s.seed,
+            drop_last=s.drop_last,
+        )
+        return DatasetFeed(data, self._batches, s.num_workers, s.seed)
+
+    def _state(self) -> dict[str, Any]:
+        names = (type(callback).__qualname__ for callback in self.callbacks)
+        stateful = {name: c for name, c in zip(names, self.callbacks, strict=True) if hasattr(c, "load_state_dict")}
+        state = {
+            "model": self.module, "optimizer": self.optimizer, "scaler": self._scaler, "random": RandomState(),
+            "callbacks": stateful, "data": self._feed, "trainer": _Progress(self),
+        }  # fmt: skip
+        return state if self.scheduler is None else {**state, "scheduler": self.scheduler}
+
+    def _may_resume(self) -> bool:
+        is_restart = int(_env.environment().get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+        return is_restart or self.settings.resume == "auto"
+
+    def _begin(self, loaded: checkpoint.Loaded | None) -> Watch:
+        s, world_size = self.settings, self.session.world_size
+        if s.on_resize == "scale" and hasattr(self, "_batches"):
+            self._batches.batch_size = s.batch_size_for(world_size, self._first_world_size)
+        num_steps = min(s.max_steps or sys.maxsize, (s.max_epochs or sys.maxsize) * len(self._feed))
+        watch = Watch(self.folder, num_steps, self._collective_device())
+        self._snapshot_every = 1 if s.snapshot_every == "auto" else s.snapshot_every
+        self._began_s = time.monotonic()
+        resumed = None if loaded is None else dataclasses.asdict(loaded)
+        watch.record(
+            "start", world_size=world_size, backend=self.session.backend, settings=dataclasses.asdict(s),
+            resumed_from=resumed,
+        )  # fmt: skip
+        watch.say(f"{self._describe_batches(num_steps)}; run folder {self.folder}")
+        if loaded is not None:
+            watch.say(f"going on after step {loaded.step}, from {loaded.source}")
+        return watch
+
+    def _describe_batches(self, num_steps: int) -> str:
+        if not hasattr(self, "_batches"):
+            return f"batches as the loader gives them; {len(self._feed)} steps an epoch, {num_steps} in all"
+        world_size, size = self.session.world_size, self._batches.batch_size
+        passes = self._batches.parts_of_a_batch
+        return (
+            f"global batch {size} = {world_size} ranks x {passes} passes x {size / world_size / passes:g}; "
+            f"{self._batches.length:,} samples, {len(self._feed)} steps an epoch, {num_steps} in all"
+        )
+
+    def _is_over(self) -> bool:
+        s = self.settings
+        is_over = self.epoch >= (s.max_epochs or math.inf) or self.step >= (s.max_steps or math.inf)
+        return is_over or (s.patience is not None and self._num_worse >= s.patience)
+
+    def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
+        """Yield steps while every rank has one; first let all obey a signal that any has got."""
+        flags = torch.zeros(2, dtype=torch.int64, device=self._collective_device())
+        clock = self._watch.clock
+        while True:
+            clock.restart()
+            step = next(steps, None)
+            clock.lap("data")
+            signal = self._preemption.signal
+            has_none = step is None
+            if self.session.world_size > 1:
+                flags[0], flags[1] = signal, has_none
+                dist.all_reduce(flags, dist.ReduceOp.MAX)
+                signal, has_none = flags.tolist()
+            if signal:
+                self._make_room(signal)
+            if has_none:
+                return
+            assert step is not None
+            yield step
+
+    def _after_step(self, loss: Tensor, num_samples: int) -> None:
+        s, watch = self.settings, self._watch
+        watch.count(loss, num_samples)
+        if self._snapshot_every and self.step % self._snapshot_every == 0:
+            checkpoint.snapshot(self.checkpoints, self._state(), self.step)
+            watch.clock.lap("snapshot")
+        if self.step % s.log_every == 0:
+            self._log()
+        if s.save_every and self.step % s.save_every == 0:
+            self._save()
+        self._call("on_step")
+
+    def _log(self) -> None:
+        lr = self.optimizer.param_groups[0]["lr"]
+        by_rank = self._watch.log(self.step, self.epoch, lr, self._grad_norm)
+        if self.settings.snapshot_every == "auto" and self._snapshot_every:
+            # Mean seconds of a step: what snapshots take of it is their cost over the steps between them.
+            cost_s = max(phases[-1] for phases in by_rank) * self._snapshot_every
+            rest_s = min(sum(phases[:-1]) for phases in by_rank)
+            self._snapshot_every = max(1, math.ceil(cost_s / (_SNAPSHOT_SHARE * rest_s)))
+
+    def _after_epoch(self, validation_data: torch_data.Dataset[Any] | None) -> None:
+        if self._watch.has_news:
+            self._log()
+        if validation_data is not None:
+            self.evaluation = self.evaluate(validation_data)
+            self._judge()
+            self._watch.record("evaluation", step=self.step, epoch=self.epoch, **self.evaluation)
+            self._call("on_evaluation")
+        if self.scheduler is not None and self.settings.scheduler_interval == "epoch":
+            needs_metric = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            self.scheduler.step(*([self.evaluation[self.settings.monitor]] if needs_metric else []))
+        values = "".join(f", {name} {value:.4f}" for name, value in self.evaluation.items())
+        self._watch.say(f"epoch {self.epoch}, step {self.step}: training loss {self._watch.last_loss:.4f}{values}")
+        self._call("on_epoch")
+        self._is_complete = self._is_over()
+        if self.settings.save_every is None or self._is_complete:
+            self._save()
+
+    def _judge(self) -> None:
+        value = self.evaluation.get(self.settings.monitor)
+        if value is None:
+            known = ", ".join(self.evaluation)
+            raise ValueError(f"Trainer: monitor={self.settings.monitor!r} is no value of the evaluation: {known}")
+        score = -value if self.settings.is_minimized else value
+        if self._best is None or score > self._best:
+            self._best, self._num_worse = score, 0
+        else:
+            self._num_worse += 1
+        self._score = score
+
+    def _save(self, *, wait: bool = False) -> None:
+        begin = time.perf_counter()
+        score = getattr(self, "_score", None)
+        keep = {"keep_last": self.settings.keep_last, "keep_best": None if score is None else 1}
+        checkpoint.save(self.checkpoints, self._state(), self.step, metric=score, keep=keep, wait=wait)
+        self._watch.record("save", step=self.step, blocked_s=time.perf_counter() - begin)
+        self._call("on_save")
+
+    def _make_room(self, signal: int) -> None:
+        self._save(wait=True)
+        self._watch.record("preempted", step=self.step, signal=signal)
+        note = requeue() if self.session.rank == 0 else ""
+        self._watch.say(f"asked to make room by signal {signal}: saved after step {self.step}{note and f'; {note}'}")
+        self._report()
+        raise SystemExit(EXIT_CODE)
+
+    def _end(self) -> None:
+        self._call("on_fit_end")
+        checkpoint.wait()
+        self._watch.record("end", step=self.step, epoch=self.epoch, seconds=time.monotonic() - self._began_s)
+        self._report()
+
+    def _report(self) -> None:
+        if self.session.rank == 0:
+            from phalanx.train.report import write_report  # brings matplotlib, if that is installed
+
+            self._watch.say(f"report: {write_report(self.folder)}")
+
+    def _call(self, event: str) -> None:
+        for callback in self.callbacks:
+            if hasattr(callback, event):
+                getattr(callback, event)(self)
+
+    def _collective_device(self) -> torch.device:
+        on_cpu = any(name in self.session.backend for name in ("phalanx", "gloo", "mpi"))
+        return torch.device("cpu") if on_cpu else self.device
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, data: torch_data.Dataset[Any]) -> dict[str, float]:
+        """Return the means over all samples of `data`, each counted once, the same on every rank."""
+        sums: dict[str, float] = dict.fromkeys(("loss", *self._metrics), 0.0)
+        for batch, size in self._evaluation_batches(data):
+            values = self._values_of(_to(batch, self.device))
+            if size:
+                for name, value in values.items():
+                    sums[name] += float(value.double().mean()) * size
+        totals = torch.tensor([*sums.values()], dtype=torch.float64, device=self._collective_device())
+        if self.session.world_size > 1:
+            dist.all_reduce(totals)
+        length = len(data)  # type: ignore[arg-type]
+        return dict(zip(sums, (totals / length).tolist(), strict=True))
+
+    def _values_of(self, batch: Any) -> dict[str, Tensor]:
+        if self._training_step is not None:
+            return {"loss": self._training_step(self._evaluated, batch)}
+        assert self._loss is not None
+        inputs, targets = batch
+        outputs = self._evaluated(inputs)
+        values = {name: metric(outputs, targets) for name, metric in self._metrics.items()}
+        return {"loss": self._loss(outputs, targets), **values}
+
+    @torch.no_grad()
+    def predict(self, data: torch_data.Dataset[Any]) -> Tensor:
+        """Return the model's outputs for all samples, in their order, on the CPU of every rank.
+
+        A sample is what the model takes, or a tuple that begins with it.
+        """
+        outputs = []
+        for batch, size in self._evaluation_batches(data):
+            inputs = _to(batch, self.device)
+            inputs = inputs[0] if isinstance(inputs, tuple | list) else inputs
+            outputs.append(self._evaluated(inputs)[:size].cpu())
+        every: list[Any] = [None] * self.session.world_size
+        own = torch.cat(outputs) if outputs else None
+        if self.session.world_size > 1:
+            dist.all_gather_object(every, own)
+        else:
+            every = [own]
+        return torch.cat([part for part in every if part is not None])
+
+    @property
+    def _evaluated(self) -> nn.Module:
+        """The model without averaging: ranks may have different numbers of batches."""
+        return self.model if _is_sharded(self.model) else self.module
+
+    def _evaluation_batches(self, data: torch_data.Dataset[Any]) -> Iterator[Part]:
+        """Yield this rank's batches in the model's evaluation mode; sharded models get as many on all ranks."""
+        loader, num_own, size, most = self._evaluation_loader(data)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            number, batch = 0, None
+            for number, batch in enumerate(loader, start=1):
+                yield batch, min(size, num_own - (number - 1) * size)
+            for _ in range(number, most if _is_sharded(self.model) else number):
+                yield batch if batch is not None else next(iter(torch_data.DataLoader(data, batch_size=1))), 0
+        finally:
+            self.model.train(was_training)
+
+    def _evaluation_loader(self, data: Any) -> tuple[Any, int, int, int]:
+        """Return a loader of this rank's samples, their number, its batch size and the most batches of any rank."""
+        if self._evaluation_data is not data:
+            per_rank = -(-self.settings.global_batch_size // self.session.world_size)
+            size = self.settings.micro_batch_size or per_rank
+            own, most = evaluation_parts(len(data), size)
+            loader = torch_data.DataLoader(
+                torch_data.Subset(data, own), batch_size=size, num_workers=self.settings.num_workers,
+                persistent_workers=self.settings.num_workers > 0, generator=torch.Generator(),
+            )  # fmt: skip
+            self._evaluation_data, self._loading = data, (loader, len(own), size, most)
+        return self._loading
+
+
+class _Progress:
+    """The trainer's own numbers, as part of its state."""
+
+    _names = ("step", "epoch", "evaluation", "_best", "_num_worse", "_is_complete", "_first_world_size")
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name.lstrip("_"): getattr(self._trainer, name) for name in self._names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self._names:
+            setattr(self._trainer, name, state[name.lstrip("_")])
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether it is one of FSDP2's."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _to(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_to(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _default_folder() -> str:
+    given = _env.environment().get(_env.FOLDER_VARIABLE)
+    script = os.path.splitext(os.path.basename(sys.argv[0]))[0] or "run"
+    return given or os.path.join("runs", script)

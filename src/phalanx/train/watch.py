@@ -1,0 +1,156 @@
+"""What a run shows while it goes: one progress bar or plain lines, metrics of all ranks, where the time went."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from phalanx.train.metrics import MetricsLog
+
+PHASES = ("data", "forward", "backward", "optimizer", "snapshot")
+_LINE_EVERY_S = 10.0
+
+
+class Clock:
+    """Seconds that this rank has spent in each phase since it was asked last."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._at = time.perf_counter()
+
+    def restart(self) -> None:
+        """Count from now on: what was before belongs to no phase."""
+        self._at = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap to `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._at
+        self._at = now
+
+    def take(self) -> list[float]:
+        """Return the seconds of each phase, and begin anew."""
+        taken = list(self.seconds.values())
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        return taken
+
+
+class Watch:
+    """Shows and logs a run; every rank has one, rank 0's speaks.
+
+    Args:
+        folder: Of the run.
+        num_steps: That the run will have at most.
+        device: Where collectives of this run take place.
+    """
+
+    def __init__(self, folder: str, num_steps: int, device: torch.device) -> None:
+        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._log = MetricsLog(folder) if self._rank == 0 else None
+        self._num_steps = num_steps
+        self._device = device
+        self._bar: Any = None
+        self._said_s = time.monotonic()
+        self.clock = Clock()
+        self._loss: torch.Tensor | None = None
+        self._num_steps_since = self._num_samples_since = 0
+        self.last_loss = math.nan  # of all ranks, when it was logged last
+
+    def __enter__(self) -> Watch:
+        if self._rank == 0 and sys.stdout.isatty():
+            with contextlib.suppress(ImportError):
+                self._bar = _Bar(self._num_steps)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._log is not None:
+            self._log.close()
+
+    def say(self, text: str) -> None:
+        """Print a line, on rank 0."""
+        if self._rank == 0:
+            print(text, flush=True)
+
+    def record(self, kind: str, **values: Any) -> None:
+        """Write a line of metrics.jsonl, on rank 0."""
+        if self._log is not None:
+            self._log.write(kind, **values)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether steps came since `log` was called."""
+        return self._num_steps_since > 0
+
+    def count(self, loss: torch.Tensor, num_samples: int) -> None:
+        """Take in a step: its loss, this rank's part of the mean, and the samples of all ranks."""
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._num_steps_since += 1
+        self._num_samples_since += num_samples
+
+    def log(self, step: int, epoch: int, lr: float, grad_norm: torch.Tensor | None) -> list[list[float]]:
+        """Gather, show and write what came since the last call; return each rank's mean seconds by phase.
+
+        Every rank calls it after the same step.
+        """
+        assert self._loss is not None
+        num = self._num_steps_since
+        phases = [seconds / num for seconds in self.clock.take()]
+        own = torch.tensor([self._loss.item() / num, *phases], dtype=torch.float64, device=self._device)
+        rows = [torch.empty_like(own) for _ in range(self._world_size)]
+        if self._world_size > 1:
+            dist.all_gather(rows, own)
+        else:
+            rows = [own]
+        table = [row.tolist() for row in rows]
+        loss = self.last_loss = sum(row[0] for row in table)
+        by_rank = [row[1:] for row in table]
+        totals = [sum(row) for row in by_rank]
+        samples_per_s = self._num_samples_since / num / max(totals)
+        norm = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
+        self.record(
+            "step", step=step, epoch=epoch, loss=loss, lr=lr, samples_per_s=samples_per_s, **norm,
+            phases_s=dict(zip(PHASES, by_rank[0], strict=True)), spread=[max(totals), min(totals)],
+            phases_by_rank=by_rank,
+        )  # fmt: skip
+        behind = max(totals) / min(totals) - 1
+        line = f"loss {loss:.4f}, {samples_per_s:,.0f} samples/s, slowest rank {behind:.0%} behind"
+        self._show(step, epoch, line)
+        self._loss = None
+        self._num_steps_since = self._num_samples_since = 0
+        return by_rank
+
+    def _show(self, step: int, epoch: int, line: str) -> None:
+        if self._bar is not None:
+            self._bar.update(step, f"epoch {epoch + 1}: {line}")
+        elif time.monotonic() - self._said_s > _LINE_EVERY_S:
+            self._said_s = time.monotonic()
+            self.say(f"step {step} of {self._num_steps}, epoch {epoch + 1}: {line}")
+
+
+class _Bar:
+    """A progress bar of rich.
+
+    Raises:
+        ImportError: rich is not installed.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, transient=True)
+        self._task = self._progress.add_task("starting", total=num_steps)
+        self._progress.start()
+
+    def update(self, step: int, text: str) -> None:
+        self._progress.update(self._task, completed=step, description=text)
+
+    def close(self) -> None:
+        self._progress.stop()

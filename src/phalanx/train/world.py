@@ -1,0 +1,66 @@
+"""Gradients whose bits do not depend on the number of ranks: a fixed tree of additions over virtual shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.data.seeds import derive_seed, seed_process
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise if the model's result depends on more than its weights and one shard.
+
+    Raises:
+        ValueError: It has running statistics.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise ValueError(
+                f'Trainer: deterministic="world" can\'t have {name}, a {type(module).__name__}: its running statistics '
+                "depend on which rank sees what. Use GroupNorm or LayerNorm, or track_running_stats=False"
+            )
+
+
+def sum_gradients(
+    parameters: Sequence[nn.Parameter], num_shards: int, backward: Callable[[int], Tensor], seed: tuple[int, int]
+) -> Tensor:
+    """Leave in ``.grad`` the sum over all ranks' shards, and return the sum of what `backward` has returned.
+
+    Shards of a rank, then ranks, are added as neighbours in a binary tree: with numbers of ranks and of shards that are
+    powers of two, the tree over all shards is the same for any number of ranks.
+
+    Args:
+        num_shards: Of this rank.
+        backward: Runs the shard of that index of this rank forward and backward, and returns its loss.
+        seed: Seed and step; each shard draws random numbers of its own.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    pending: list[tuple[int, list[Tensor]]] = []  # sums of 1, 2, 4, ... shards that wait for their neighbour
+    for shard in range(num_shards):
+        seed_process(derive_seed(seed[0], "shard", seed[1], rank * num_shards + shard))
+        for parameter in parameters:
+            parameter.grad = None
+        loss = backward(shard)
+        total = [loss.reshape(1), *(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)]
+        size = 1
+        while pending and pending[-1][0] == size:
+            torch._foreach_add_(pending[-1][1], total)
+            total, size = pending.pop()[1], 2 * size
+        pending.append((size, total))
+    [(_, own)] = pending
+    flat = torch.cat([tensor.reshape(-1) for tensor in own])
+    sums = [torch.empty_like(flat) for _ in range(world_size)]
+    if world_size > 1:
+        dist.all_gather(sums, flat)
+    else:
+        sums = [flat]
+    while len(sums) > 1:
+        sums = [left.add_(right) for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    parts = sums[0].split([tensor.numel() for tensor in own])
+    for parameter, part in zip(parameters, parts[1:], strict=True):
+        parameter.grad = part.view_as(parameter).to(parameter.dtype)
+    return parts[0]
