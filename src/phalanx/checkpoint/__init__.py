@@ -9,5 +9,6 @@ from phalanx.checkpoint.loading import Loaded, load
 from phalanx.checkpoint.memory import snapshot
 from phalanx.checkpoint.retention import list, prune, verify
 from phalanx.checkpoint.saving import save, wait
+from phalanx.checkpoint.tree import unwrap
 
-__all__ = ["Checkpoint", "Loaded", "list", "load", "prune", "save", "snapshot", "verify", "wait"]
+__all__ = ["Checkpoint", "Loaded", "list", "load", "prune", "save", "snapshot", "unwrap", "verify", "wait"]
