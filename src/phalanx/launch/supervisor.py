@@ -12,10 +12,11 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from phalanx import _env
 from phalanx.launch.attempts import run_on_this_node
+from phalanx.launch.cpus import Share
 from phalanx.launch.descriptors import descriptor_problem, open_streams, raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.failure import LastWords, RankEnd, count_oom_kills, find_culprit, hint_for, report
@@ -92,20 +93,19 @@ class Supervisor:
         self._descriptors = raise_descriptor_limit()
         self._catch_signals()
         self._snapshots = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
-        self._start_warden(self._job.num_local_ranks)
+        self._start_warden(self._job.divide(self._job.num_local_ranks).shares)
         self._previous[signal.SIGTTIN] = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
         return self
 
-    def _warden_environment(self, num_ranks: int) -> dict[str, str]:
-        """Return what so many ranks have in common; torch is imported with their number of threads."""
-        num_threads = min(share.num_threads for share in self._job.divide(num_ranks).shares)
-        environ = shared_environment(_env.environment(), num_threads=num_threads)
+    def _warden_environment(self, shares: Sequence[Share]) -> dict[str, str]:
+        """Return what the ranks have in common; torch is imported with their number of threads."""
+        environ = shared_environment(_env.environment(), num_threads=min(share.num_threads for share in shares))
         return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self._snapshots}"}
 
-    def _start_warden(self, num_ranks: int) -> None:
+    def _start_warden(self, shares: Sequence[Share]) -> None:
         job = self._job
         self._warden_ready = False
-        self._environ = self._warden_environment(num_ranks)
+        self._environ = self._warden_environment(shares)
         log = os.path.join(self._folder.path, "launch.log")
         self._warden_output = Output(self._err, b"phalanx run: ", log, live=False, shown=True)
         self._warden = Warden(
@@ -167,9 +167,10 @@ class Supervisor:
         self._ending_by = self._first_failure_s = None
         self.began_s = time.monotonic()
         self._warden_failure: RankEnd | None = None
-        if not self._warden.channel.alive or self._environ != self._warden_environment(attempt.num_local_ranks):
+        shares = self._job.divide(attempt.num_local_ranks).shares
+        if not self._warden.channel.alive or self._environ != self._warden_environment(shares):
             self._end_warden()
-            self._start_warden(attempt.num_local_ranks)
+            self._start_warden(shares)
         self._open_ranks(attempt)
         while self.received is None and not self._warden_ready and self._warden.channel.alive:
             self.wait()
@@ -177,7 +178,7 @@ class Supervisor:
             return None
         for local_rank, rank in enumerate(self._ranks):
             environ = rank_environment(attempt, local_rank, os.path.abspath(os.path.join(rank.folder, "error.json")))
-            self._start_rank(rank, local_rank, environ)
+            self._start_rank(rank, local_rank, environ, shares[local_rank])
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
         self.began_s = time.monotonic()
         while any(rank.end is None for rank in self._ranks):
@@ -215,14 +216,14 @@ class Supervisor:
             self._ranks.append(Rank(rank_number, folder, *outputs))
         self._num_attempts += 1
 
-    def _start_rank(self, rank: Rank, local_rank: int, environ: dict[str, str]) -> None:
+    def _start_rank(self, rank: Rank, local_rank: int, environ: dict[str, str], share: Share) -> None:
         job = self._job
         stdin = self._stdin_of(rank) if local_rank == 0 else os.open(os.devnull, os.O_RDONLY)
         self._warden.start_rank(
             rank.rank,
             environ,
             (stdin, rank.stdout.rank_fd, rank.stderr.rank_fd),
-            job.divide(len(self._ranks)).shares[local_rank].cpus,
+            share.cpus,
             f"--local-rank={local_rank}" if job.local_rank_argument else "",
         )
         os.close(stdin)
