@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.image import Image, Part
+from phalanx.checkpoint.image import Image, Part, as_stored
 from phalanx.checkpoint.tree import Json, Leaf, as_dtype
 
 _SMALL_BYTES = 64 * 1024
+_NUM_SAMPLED = 64  # elements of a tensor
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in the whole tensor
 
@@ -135,6 +137,22 @@ def _window(tensor: Tensor, block: Block, origin: Iterable[int]) -> Tensor:
     return tensor
 
 
-def describe(leaves: Sequence[Leaf]) -> list[Any]:
-    """Return names, shapes and dtypes, by which ranks find out whether they have the same tensors."""
-    return [[leaf.name, list(leaf.tensor.shape), str(leaf.tensor.dtype)] for leaf in leaves]
+def fingerprint(leaves: Sequence[Leaf]) -> int:
+    """Return a number of 62 bits by which ranks find out whether they have the same tensors.
+
+    It is of names, shapes and dtypes, and of a few elements of each tensor of which a rank would save only a part:
+    ranks that hold different stages of a model may well call them the same.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in leaves:
+        if not leaf.is_local:
+            digest.update(f"{leaf.name} {list(leaf.tensor.shape)} {leaf.tensor.dtype}".encode())
+        if is_shared(leaf):
+            digest.update(_sample(leaf.tensor))
+    return int.from_bytes(digest.digest(), "little") >> 2
+
+
+def _sample(tensor: Tensor) -> bytes:
+    per_dim = max(int(_NUM_SAMPLED ** (1 / tensor.dim())), 2)
+    some = tensor[tuple(slice(None, None, -(-size // per_dim)) for size in tensor.shape)]
+    return as_stored(some).contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()

@@ -9,6 +9,7 @@ latest                                     the name of the newest
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -18,6 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 _FORMAT = 1
@@ -79,9 +81,10 @@ def read_manifest(folder: str, step: int) -> Checkpoint:
     path = path_of(folder, step)
     try:
         with open(os.path.join(path, _MANIFEST), "rb") as file:
-            manifest = json.loads(file.read())
-        checksum = manifest.pop("checksum")
-        if checksum != _checksum(manifest) or manifest["step"] != step:
+            text = file.read()
+        manifest = json.loads(text)
+        del manifest["checksum"]
+        if text != _sign(manifest).encode() or manifest["step"] != step:
             raise Damaged(f"{path}/{_MANIFEST} was altered")
         if manifest["format"] > _FORMAT:
             raise Damaged(f"{path} is of a newer phalanx (format {manifest['format']})")
@@ -130,19 +133,15 @@ class Draft:
     metric: float | None
     saved_at: float
 
-    def write(self, rank: int, image: memoryview) -> None:
+    def write(self, rank: int, image: memoryview, sha256: Future[str]) -> None:
         """Write a rank's file and sign it."""
         name = file_of(rank)
-        digest = hashlib.sha256()
         with open(os.path.join(self.path, name), "xb", buffering=0) as file:
-            for start in range(0, len(image), _CHUNK_BYTES):
-                chunk = image[start : start + _CHUNK_BYTES]
-                written = 0
-                while written < len(chunk):
-                    written += file.write(chunk[written:])
-                digest.update(chunk)
+            written = 0
+            while written < len(image):
+                written += file.write(image[written : written + _CHUNK_BYTES])
             os.fsync(file.fileno())
-        signed = {"size_bytes": len(image), "sha256": digest.hexdigest()}
+        signed = {"size_bytes": len(image), "sha256": sha256.result()}
         _write_whole(os.path.join(self.path, f"{name}.json"), json.dumps(signed))
 
     def publish(self) -> bool:
@@ -163,30 +162,32 @@ class Draft:
             "format": _FORMAT, "step": self.step, "world_size": self.world_size, "saved_at": self.saved_at,
             "metric": self.metric, "files": files,
         }  # fmt: skip
-        _write_whole(os.path.join(self.path, _MANIFEST), json.dumps({**manifest, "checksum": _checksum(manifest)}))
+        _write_whole(os.path.join(self.path, _MANIFEST), _sign(manifest))
         for path in (*signatures, os.path.join(self.path, "publisher")):
             os.unlink(path)
         _sync(self.path)
         final = path_of(self.folder, self.step)
         if os.path.exists(final):  # saved again
-            old = f"{self.path}.old"
-            os.rename(final, old)
-            os.rename(self.path, final)
-            shutil.rmtree(old, ignore_errors=True)
+            _exchange(self.path, final)
+            self.remove()
         else:
             os.rename(self.path, final)
         _write_whole(os.path.join(self.folder, "latest"), f"{os.path.basename(final)}\n")
         return True
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove what is there; a rank that still writes can't add to it."""
+        doomed = f"{self.path}.old"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
-def begin(folder: str, step: int, world_size: int, metric: float | None, needed_bytes: int = 0) -> Draft:
+def begin(folder: str, step: int, world_size: int, metric: float | None) -> Draft:
     """Make the place where the ranks write.
 
     Raises:
-        OSError: It can't be made, or is too small.
+        OSError: It can't be made.
     """
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f".step-{step:08}-{os.urandom(4).hex()}.part")
@@ -231,5 +232,18 @@ def _sync(folder: str) -> None:
         os.close(fd)
 
 
-def _checksum(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def _sign(manifest: Mapping[str, Any]) -> str:
+    """Return the text of a manifest, with a checksum of its own."""
+    checksum = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "checksum": checksum})
+
+
+def _exchange(path: str, other: str) -> None:
+    """Let two folders change names at once, where the file system can; else there is a moment without `other`."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    at_cwd, exchange = -100, 2
+    if renameat2 is None or renameat2(at_cwd, os.fsencode(path), at_cwd, os.fsencode(other), exchange) != 0:
+        between = f"{path}.old"
+        os.rename(other, between)
+        os.rename(path, other)
+        os.rename(between, path)

@@ -69,24 +69,24 @@ def lay_out(parts: Sequence[Part], metadata: Mapping[str, Any]) -> Layout:
     """Return the layout of an image of `parts`; `metadata` is JSON, and goes into its header."""
     entries: dict[str, Any] = {}
     blocks: dict[str, list[Any]] = {}
+    places = [0] * len(parts)
     end = 0
-    for part in sorted(parts, key=lambda part: -_item_bytes(part.block)):  # so that each is aligned to its elements
-        stored = as_stored(part.block)
-        size = stored.numel() * stored.element_size()
-        shape, data_offsets = list(stored.shape), [end, end + size]
-        entries[part.key] = {"dtype": _NAMES[stored.dtype], "shape": shape, "data_offsets": data_offsets}
-        blocks[part.key] = [part.name, list(part.offset), list(part.block.shape)]
-        end += size
-    places = [entries[part.key]["data_offsets"][0] for part in parts]
+    # Large elements first, so that each is aligned to its size: torch crashes on complex numbers that are not.
+    for i in sorted(range(len(parts)), key=lambda i: -parts[i].block.element_size()):
+        part, stored = parts[i], as_stored(parts[i].block)
+        key = part.key
+        while key in entries:  # a tensor may be named like another's block
+            key += "'"
+        places[i], end = end, end + stored.numel() * stored.element_size()
+        entries[key] = {
+            "dtype": _NAMES[stored.dtype], "shape": list(stored.shape), "data_offsets": [places[i], end],
+        }  # fmt: skip
+        blocks[key] = [part.name, list(part.offset), list(part.block.shape)]
     entries["__metadata__"] = {"format": "pt", "phalanx": json.dumps({**metadata, "blocks": blocks})}
     text = json.dumps(entries).encode()
     text = text.ljust(math.ceil((len(text) + 8) / _ALIGNMENT) * _ALIGNMENT - 8)
     header = len(text).to_bytes(8, "little") + text
     return Layout(header, tuple(len(header) + place for place in places), len(header) + end)
-
-
-def _item_bytes(block: Tensor) -> int:
-    return as_stored(block[:0] if block.dim() else block).element_size()
 
 
 @torch.no_grad()
@@ -129,7 +129,7 @@ class Image:
         entry = self._entries[key]
         start, end = entry["data_offsets"]
         stored = _DTYPES[entry["dtype"]]
-        if start == end:
+        if start == end:  # torch takes no empty buffer
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(self._data, dtype=stored, count=(end - start) // stored.itemsize, offset=start)
         if dtype.is_complex:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from phalanx._errors import CheckpointError
@@ -15,7 +15,7 @@ from phalanx.checkpoint.folder import Checkpoint, Damaged
 from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.meeting import gather, place, raise_problems
 from phalanx.checkpoint.memory import memory
-from phalanx.checkpoint.tree import assign
+from phalanx.checkpoint.tree import restore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,15 @@ def load(
         strict: Refuse a checkpoint that lacks an entry of `state`.
 
     Raises:
-        CheckpointError: None that was asked for is whole, or not all ranks call this; on every rank.
+        CheckpointError: None that was asked for is whole, it does not fit `state`, or not all ranks call this; on every
+            rank.
     """
     rank, world_size = place()
     path = os.path.abspath(folder)
-    [(problem, candidates), *_] = gather("load", _candidates(path, step) if rank == 0 else ("", []))
+    answers = gather("load", (path, step, *(_candidates(path, step) if rank == 0 else ("", []))))
+    if any(answer[:2] != answers[0][:2] for answer in answers):
+        raise_problems("load", [f"loads step {answer[1]} from {answer[0]}" for answer in answers])
+    problem, candidates = answers[0][2:]
     raise_problems("load", [problem])
     damage: list[str] = []
     for source, number in candidates:
@@ -68,7 +72,10 @@ def load(
 
 def _candidates(path: str, step: int | str) -> tuple[str, list[tuple[str, int]]]:
     """Return what may be loaded, best first."""
-    published = folders.steps(path)
+    try:
+        published = folders.steps(path)
+    except OSError as error:
+        return f"can't read {path}: {error.strerror}", []
     if step != "latest":
         if step not in published:
             return f"{path} has no checkpoint of step {step}, but of {published or 'none'}", []
@@ -82,39 +89,39 @@ def _candidates(path: str, step: int | str) -> tuple[str, list[tuple[str, int]]]
 
 
 def _check(path: str, source: str, step: int, rank: int, world_size: int) -> tuple[Any, list[str]]:
-    """Return the checkpoint's images or files, and what any rank has found wrong with them."""
-    if source == "memory":
-        return memory.read(path, step), []
-    problem, found = "", None
+    """Return the checkpoint's images, and what any rank has found wrong with them."""
+    problem, images = "", []
     try:
-        found = folders.read_manifest(path, step)
+        if source == "memory":
+            images = memory.read(path, step)
+        else:
+            found = folders.read_manifest(path, step)
+            mine = [name for i, name in enumerate(sorted(found.files)) if i % world_size == rank]
+            problem = "; ".join(filter(None, (folders.check_file(found, name) for name in mine)))
+            images = images_of(found) if not problem else []
     except Damaged as error:
         problem = str(error)
-    else:
-        mine = [name for i, name in enumerate(sorted(found.files)) if i % world_size == rank]
-        problem = "; ".join(filter(None, (folders.check_file(found, name) for name in mine)))
-    return found, list(dict.fromkeys(filter(None, gather("load", problem))))
+    except (OSError, ValueError, LookupError) as error:
+        problem = f"the checkpoint of step {step} {'on' if source == 'disk' else 'in'} {source} can't be read: {error}"
+    return images, list(dict.fromkeys(filter(None, gather("load", problem))))
 
 
-def _images(found: Checkpoint | list[Image]) -> Iterator[Image]:
-    if isinstance(found, Checkpoint):
-        for rank in range(found.world_size):
-            yield Image(folders.map_file(found, folders.file_of(rank)))
-    else:
-        yield from found
+def images_of(checkpoint: Checkpoint) -> list[Image]:
+    """Return what each rank has saved, in rank order."""
+    return [Image(folders.map_file(checkpoint, folders.file_of(rank))) for rank in range(checkpoint.world_size)]
 
 
-def _restore(found: Any, state: Any, rank: int, world_size: int, strict: bool) -> None:
-    images = list(_images(found))
-    if not images[0].metadata["is_alike"] and len(images) != world_size:
-        raise CheckpointError(
-            f"rank {rank}: checkpoint.load: each of {len(images)} ranks has saved tensors of its own, so that many "
-            f"must load them, and this is one of {world_size}",
-            op="load",
-        )
+def _restore(images: list[Image], state: MutableMapping[str, Any], rank: int, world_size: int, strict: bool) -> None:
+    problem, cause = "", None
     own = rank if len(images) == world_size else 0
     try:
-        assign(state, images[own].metadata["tree"], Reader(images, own), strict=strict)
-    except (KeyError, ValueError, RuntimeError) as error:
-        what = error.args[0] if error.args else error
-        raise CheckpointError(f"rank {rank}: checkpoint.load: {what}", op="load") from error
+        if not images[own].metadata["is_alike"] and len(images) != world_size:
+            raise ValueError(
+                f"each of {len(images)} ranks has saved tensors of its own, so that many must load them, and these are "
+                f"{world_size}"
+            )
+        restore(state, images[own].metadata["tree"], Reader(images, own), strict=strict)
+    except Exception as error:  # whatever a load_state_dict() raises, the others must know
+        is_ours = isinstance(error, KeyError | ValueError | RuntimeError) and error.args
+        problem, cause = str(error.args[0]) if is_ours else f"{type(error).__name__}: {error}", error
+    raise_problems("load", gather("load", problem), cause)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from phalanx._errors import CheckpointError
 
@@ -18,34 +20,58 @@ def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def gather(op: str, message: Any) -> list[Any]:
-    """Return the messages of all ranks, in rank order.
+def meet(op: str) -> None:
+    """Return when every rank has called this.
 
     Raises:
         CheckpointError: Another rank does something else, or nothing for a minute.
     """
     rank, world_size = place()
+    backend = str(dist.get_backend_config()) if world_size > 1 else ""
+    if "phalanx" not in backend and "gloo" not in backend:  # only these can tell who is missing
+        return
+    world: Any = dist.group.WORLD
+    try:
+        # Not dist.monitored_barrier, which before torch 2.14 refuses a Gloo that stands beside NCCL.
+        world.monitored_barrier(timedelta(seconds=_MEETING_S), True)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"rank {rank}: checkpoint.{op}: not every rank has called it. All must, not only rank 0: take the call "
+            f"out of `if rank == 0:`. {error}",
+            op=op,
+            ranks=getattr(error, "ranks", ()),
+        ) from error
+
+
+def gather(op: str, message: Any) -> list[Any]:
+    """Return the messages of all ranks, in rank order.
+
+    Raises:
+        CheckpointError: As in `meet`.
+    """
+    _, world_size = place()
     if world_size == 1:
         return [message]
-    backend = str(dist.get_backend_config())
-    if "phalanx" in backend or "gloo" in backend:  # these can tell who is missing
-        try:
-            dist.monitored_barrier(timeout=timedelta(seconds=_MEETING_S), wait_all_ranks=True)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"rank {rank}: checkpoint.{op}: not every rank has called it. All must, not only rank 0: take the call "
-                f"out of `if rank == 0:`. {error}",
-                op=op,
-                ranks=getattr(error, "ranks", ()),
-            ) from error
+    meet(op)
     messages: list[Any] = [None] * world_size
     dist.all_gather_object(messages, message)
     return messages
 
 
-def raise_problems(op: str, problems: Sequence[str]) -> None:
+def largest(numbers: Sequence[int]) -> list[int]:
+    """Return the largest of each number over all ranks."""
+    _, world_size = place()
+    if world_size == 1:
+        return [*numbers]
+    tensor = torch.tensor(numbers, device=_get_object_coll_device())
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None) -> None:
     """Raise on every rank what any rank has found wrong, each rank's in a line."""
     found = {rank: problem for rank, problem in enumerate(problems) if problem}
     if found:
         lines = "\n".join(f"rank {rank}: {problem}" for rank, problem in found.items())
-        raise CheckpointError(f"checkpoint.{op}: {lines}" if len(found) == 1 else f"checkpoint.{op}:\n{lines}", op=op)
+        message = f"checkpoint.{op}: {lines}" if len(found) == 1 else f"checkpoint.{op}:\n{lines}"
+        raise CheckpointError(message, op=op, ranks=tuple(found)) from cause

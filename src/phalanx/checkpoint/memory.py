@@ -21,10 +21,12 @@ from phalanx import _env
 from phalanx._snapshots import HEAD_BYTES, MAGIC, Head, common_heads, heads_of_rank, region_offset
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint.image import Image, fill, lay_out
-from phalanx.checkpoint.meeting import gather, place
+from phalanx.checkpoint.meeting import gather, largest, place
 from phalanx.checkpoint.tree import pack
 
 _PAGE_BYTES = mmap.PAGESIZE
+_SLACK_BYTES = 64 * 1024  # headers grow a little
+_IS_WHOLE = slice(8, 16)  # bytes of a head: written at once, so it never says so of what is not
 _MAX_SHARE = 0.25  # of the host's memory, for all ranks' snapshots
 
 
@@ -39,8 +41,6 @@ class SnapshotMemory:
         self._fd = -1
         self._regions: dict[int, mmap.mmap] = {}
         self._slot = 0
-        self._names = ""
-        self._is_alike = True
         self.size_bytes = 0
         environ = _env.environment()
         self._attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
@@ -50,6 +50,8 @@ class SnapshotMemory:
         path = environ.get(_env.SNAPSHOT_VARIABLE)
         if not path:
             return "no supervisor holds memory for them: start with phalanx run"
+        if environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE"):
+            return "the ranks are on several hosts, and each keeps only its own memory"
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -64,67 +66,67 @@ class SnapshotMemory:
         Raises:
             TypeError: A value can't be saved.
         """
-        if self.problem:
+        if self.problem:  # the same ranks have it
             return
         rank, world_size = place()
         tree, leaves = pack(state)
-        names = hashlib.sha256(repr(blocks.describe(leaves)).encode()).hexdigest()
-        if names != self._names:  # at the first snapshot, and at the first with an optimizer's state
-            self._is_alike = len(set(gather("snapshot", names))) == 1
-        parts = blocks.parts_of_rank(leaves, *((rank, world_size) if self._is_alike else (0, 1)))
-        metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": self._is_alike, "tree": tree}
+        number = blocks.fingerprint(leaves)
+        largest_number, smallest_number = largest([number, -number])
+        is_alike = largest_number == -smallest_number
+        parts = blocks.parts_of_rank(leaves, *((rank, world_size) if is_alike else (0, 1)))
+        metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
         layout = lay_out(parts, metadata)
-        if names != self._names:
-            sizes = gather("snapshot", layout.size_bytes)
-            self.problem = self._make_room(sum(sizes))
-            self._names = names
+        is_short = not self._regions or len(self._regions[0]) < _PAGE_BYTES + layout.size_bytes
+        if any(largest([is_short])):  # at the first snapshot, and at the first with an optimizer's state
+            self.problem = self._make_room(rank, layout.size_bytes)
             if self.problem:
                 return
-        region = self._region(rank, self._slot, layout.size_bytes)
-        if region is None:
-            return
+        region = self._regions[self._slot]
         head = Head(MAGIC, 0, step, layout.size_bytes, world_size, self._attempt, _digest(folder))
+        region[_IS_WHOLE] = bytes(8)
         region[:HEAD_BYTES] = head.pack()
         fill(memoryview(region)[_PAGE_BYTES:], layout, parts)
-        region[:HEAD_BYTES] = head._replace(is_whole=1).pack()
+        region[_IS_WHOLE] = (1).to_bytes(8, "little")
         self._slot = 1 - self._slot
 
-    def _make_room(self, total_bytes: int) -> str:
+    def _make_room(self, rank: int, size_bytes: int) -> str:
+        """Get memory for two snapshots of every rank; return why not, the same on every rank, or nothing."""
+        total_bytes = 2 * sum(gather("snapshot", size_bytes))
         limit = _memory_bytes()
-        if 2 * total_bytes > _MAX_SHARE * limit:
-            return (
-                f"two of all ranks would take {2 * total_bytes >> 20} MiB, more than "
-                f"{_MAX_SHARE:.0%} of this host's {limit >> 20} MiB"
+        problem = ""
+        if total_bytes > _MAX_SHARE * limit:
+            problem = (
+                f"two of all ranks would take {total_bytes >> 20} MiB, more than {_MAX_SHARE:.0%} of this host's "
+                f"{limit >> 20} MiB"
             )
-        return ""
-
-    def _region(self, rank: int, slot: int, size_bytes: int) -> mmap.mmap | None:
-        """Return the mapped region, with memory behind it, or None if there is not enough."""
-        region = self._regions.get(slot)
-        wanted = _PAGE_BYTES + size_bytes
-        if region is None or len(region) < wanted:
-            length = -(-wanted // _PAGE_BYTES) * _PAGE_BYTES
-            offset = region_offset(rank, slot)
+        else:
             try:
-                os.posix_fallocate(self._fd, offset, length)
+                self._allocate(rank, size_bytes)
             except OSError as error:
-                self.problem = f"{length >> 20} MiB more can't be had: {error.strerror}"
-                return None
-            region = self._regions[slot] = mmap.mmap(self._fd, length, offset=offset)
-            self.size_bytes = sum(map(len, self._regions.values()))
-        return region
+                problem = f"{total_bytes >> 20} MiB can't be had on rank {rank}: {error.strerror}"
+        return next(filter(None, gather("snapshot", problem)), "")
+
+    def _allocate(self, rank: int, size_bytes: int) -> None:
+        length = -(-(_PAGE_BYTES + size_bytes + _SLACK_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        for slot in (0, 1):
+            offset = region_offset(rank, slot)
+            os.posix_fallocate(self._fd, offset, length)
+            self._regions[slot] = mmap.mmap(self._fd, length, offset=offset)
+        self.size_bytes = 2 * length
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def newest(self, folder: str) -> int | None:
         """Return the newest step of which every rank that trained has left a whole snapshot."""
-        heads = self._common(folder)
-        return max((head.step for head in heads), default=None)
+        head = self._newest(folder)
+        return None if head is None else head.step
 
     def read(self, folder: str, step: int) -> list[Image]:
         """Return the snapshots of a step that `newest` has found, in rank order; the next goes elsewhere."""
         rank, _ = place()
-        head = next(head for head in self._common(folder) if head.step == step)
+        head = self._newest(folder)
+        if head is None or head.step != step:
+            raise ValueError("not every rank finds it")
         images = []
         for other in range(head.world_size):
             slot, head = next(e for e in heads_of_rank(self._fd, other) if e[1].is_of_one_snapshot_with(head))
@@ -135,10 +137,10 @@ class SnapshotMemory:
             images.append(Image(memoryview(region)[_PAGE_BYTES : _PAGE_BYTES + head.size_bytes]))
         return images
 
-    def _common(self, folder: str) -> list[Head]:
-        if self.problem:
-            return []
-        return [head for head in common_heads(self._fd) if head.folder == _digest(folder)]
+    def _newest(self, folder: str) -> Head | None:
+        heads = common_heads(self._fd) if self._fd >= 0 else []
+        ours = (head for head in heads if head.folder == _digest(folder))
+        return max(ours, key=lambda head: (head.attempt, head.step), default=None)
 
 
 def _memory_bytes() -> int:

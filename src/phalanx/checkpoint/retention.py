@@ -53,16 +53,21 @@ def prune(
     Raises:
         ValueError: A number is less than 1.
     """
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("keep_best", keep_best)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_numbers(keep_last, keep_every, keep_best)
     found = list(folder)
     kept = {checkpoint.step for checkpoint in found[-keep_last:]}
     if keep_every is not None:
         kept |= {checkpoint.step for checkpoint in found if checkpoint.step % keep_every == 0}
     if keep_best is not None:
-        ranked = [(c.metric, c.step) for c in found if c.metric is not None]
+        ranked = [(c.metric, c.step) for c in found if c.metric is not None and c.metric == c.metric]  # not a NaN
         kept |= {step for _, step in sorted(ranked)[-keep_best:]}
     doomed = [checkpoint.step for checkpoint in found if checkpoint.step not in kept]
     folders.remove(os.fspath(folder), doomed)
     return doomed
+
+
+def check_numbers(keep_last: int = 3, keep_every: int | None = None, keep_best: int | None = None) -> None:
+    """Raise the errors of `prune`'s arguments."""
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("keep_best", keep_best)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")

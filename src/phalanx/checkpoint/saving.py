@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
-import json
 import mmap
 import os
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.image import Part, fill, lay_out
-from phalanx.checkpoint.meeting import gather, place, raise_problems
-from phalanx.checkpoint.retention import prune
+from phalanx.checkpoint.meeting import gather, meet, place, raise_problems
+from phalanx.checkpoint.retention import check_numbers, prune
 from phalanx.checkpoint.tree import Leaf, pack
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -40,8 +39,9 @@ def save(
         folder: Holds the checkpoints; on a file system that all ranks share.
         state: Any nesting of dicts, lists, tensors, modules, optimizers, whatever has ``state_dict`` and
             ``load_state_dict``, and plain values. Parameters and other tensors of 64 KiB and more are taken to be the
-            same on all ranks, unless they are DTensors or the ranks' names and shapes differ; buffers and smaller
-            values are saved for each rank.
+            same on all ranks, unless they are DTensors or the ranks' names, shapes or values differ (every rank then
+            saves its own, which as many ranks can load); buffers, arrays of NumPy and smaller values are saved for
+            each rank.
         step: Of the training, at least 0; a checkpoint of the same step is replaced.
         metric: Ranks the checkpoint for ``prune(keep_best=...)``; larger is better.
         keep: Arguments of `prune`, called when this checkpoint is published.
@@ -67,34 +67,41 @@ class Saver:
     """The saves of this process, one at a time."""
 
     def __init__(self) -> None:
-        self._threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="phalanx-checkpoint")
-        self._pending: concurrent.futures.Future[str] | None = None
+        self._pending: Future[str] | None = None
         self._staging = mmap.mmap(-1, 1)
         self._swept: set[str] = set()
 
     def save(self, folder: str, state: Any, step: int, metric: float | None, keep: dict[str, Any], wait: bool) -> None:
         rank, world_size = place()
-        problem, draft = self.settle(), None
+        problem, cause = self.settle(), None
+        meet("save")  # before anything else, since state_dict() may be a collective
+        tree, draft = None, None
         leaves: list[Leaf] = []
         try:
             if step < 0:
                 raise ValueError(f"step must be at least 0, got {step}")
+            check_numbers(**keep)
             tree, leaves = pack(state)
             if rank == 0 and not problem:
-                draft = self._begin(folder, step, world_size, metric, leaves)
-        except (TypeError, ValueError) as error:
-            problem = problem or str(error)
-        except OSError as error:
-            problem = problem or f"can't save to {folder}: {error.strerror or error}"
-        names = hashlib.sha256(json.dumps(blocks.describe(leaves)).encode()).hexdigest()
-        answers = gather("save", (problem, step, folder, names, draft))
-        self._check(answers, draft)
-        draft = answers[0][4]
+                draft = self._begin(folder, step, metric, leaves)
+        except Exception as error:  # whatever a state_dict() raises, the others must know
+            problem, cause = problem or _describe(error, folder), error
+        try:
+            answers = gather("save", (problem, step, folder, blocks.fingerprint(leaves), draft))
+            _raise_disagreement(answers, cause)
+        except BaseException:
+            if draft is not None:
+                draft.remove()
+            raise
         is_alike = len({answer[3] for answer in answers}) == 1
         parts = blocks.parts_of_rank(leaves, *((rank, world_size) if is_alike else (0, 1)))
         metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
         image = self._stage(parts, metadata)
-        self._pending = self._threads.submit(_write, draft, rank, image, keep)
+        # One writes while the other hashes. Both start here: when the interpreter ends, no thread can start any more.
+        threads = ThreadPoolExecutor(2, thread_name_prefix="phalanx-checkpoint")
+        sha256 = threads.submit(_sha256, image)
+        self._pending = threads.submit(_write, answers[0][4], rank, image, sha256, keep)
+        threads.shutdown(wait=False)
         if wait:
             raise_problems("save", gather("save", self.settle()))
 
@@ -103,28 +110,18 @@ class Saver:
         pending, self._pending = self._pending, None
         return pending.result() if pending is not None else ""
 
-    def _begin(self, folder: str, step: int, world_size: int, metric: float | None, leaves: list[Leaf]) -> Any:
+    def _begin(self, folder: str, step: int, metric: float | None, leaves: list[Leaf]) -> folders.Draft:
         if folder not in self._swept:
             folders.sweep(folder)
             self._swept.add(folder)
-        draft = folders.begin(folder, step, world_size, metric)
+        draft = folders.begin(folder, step, place()[1], None if metric is None else float(metric))
         needed = sum(leaf.tensor.numel() * leaf.tensor.element_size() for leaf in leaves)
         disk = os.statvfs(draft.path)
         if disk.f_bavail * disk.f_frsize < needed:
             draft.remove()
-            free_mib, needed_mib = (n >> 20 for n in (disk.f_bavail * disk.f_frsize, needed))
-            raise ValueError(f"{folder} has {free_mib} MiB left and the checkpoint needs {needed_mib}")
+            free_mib, needed_mib = (n / 2**20 for n in (disk.f_bavail * disk.f_frsize, needed))
+            raise ValueError(f"{folder} has {free_mib:,.1f} MiB left and the checkpoint needs {needed_mib:,.1f}")
         return draft
-
-    @staticmethod
-    def _check(answers: list[Any], draft: Any) -> None:
-        problems = [answer[0] for answer in answers]
-        calls = [answer[1:3] for answer in answers]
-        if not any(problems) and any(call != calls[0] for call in calls):
-            problems = [f"saves step {step} to {folder}" for step, folder in calls]
-        if any(problems) and draft is not None:
-            draft.remove()
-        raise_problems("save", problems)
 
     def _stage(self, parts: list[Part], metadata: dict[str, Any]) -> memoryview:
         """Return a copy of the parts, laid out as their file."""
@@ -137,23 +134,43 @@ class Saver:
         return memoryview(self._staging)[: layout.size_bytes]
 
 
-def _write(draft: folders.Draft, rank: int, image: memoryview, keep: dict[str, Any]) -> str:
+def _describe(error: Exception, folder: str) -> str:
+    if isinstance(error, OSError):
+        return f"can't save to {folder}: {error.strerror or error}"
+    return str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
+
+
+def _raise_disagreement(answers: list[Any], cause: Exception | None) -> None:
+    problems = [answer[0] for answer in answers]
+    calls = [answer[1:3] for answer in answers]
+    if not any(problems) and any(call != calls[0] for call in calls):
+        problems = [f"saves step {step} to {folder}" for step, folder in calls]
+    raise_problems("save", problems, cause)
+
+
+def _sha256(image: memoryview) -> str:
+    return hashlib.sha256(image).hexdigest()
+
+
+def _write(draft: folders.Draft, rank: int, image: memoryview, sha256: Future[str], keep: dict[str, Any]) -> str:
     """Write this rank's file, publish if it is the last; return what went wrong, or nothing."""
+    what, is_published = f"the checkpoint of step {draft.step} was not saved to {draft.folder}", False
     try:
-        draft.write(rank, image)
-        if draft.publish() and keep:
+        draft.write(rank, image, sha256)
+        is_published = draft.publish()
+        if is_published and keep:
+            what = f"older checkpoints in {draft.folder} could not be removed"
             prune(draft.folder, **keep)
-    except OSError as error:
-        gone = not os.path.isdir(draft.path)
-        draft.remove()
-        why = "another rank could not write, or the folder is not on a shared file system" if gone else error.strerror
-        problem = (
-            f"the checkpoint of step {draft.step} was not saved to {draft.folder}: {why}. "
-            "Those before it are as they were; make room or choose another folder"
-        )
-        print(f"phalanx: rank {rank}: {problem}", file=sys.stderr, flush=True)  # it may be the last that is called
-        return problem
-    return ""
+        return ""
+    except Exception as error:
+        why = str(getattr(error, "strerror", None) or error)
+        if not is_published:
+            if not os.path.isdir(draft.path):
+                why = "another rank could not write, or the folder is not on a file system that all ranks share"
+            draft.remove()
+            why += ". Those before it are as they were; make room or choose another folder"
+    print(f"phalanx: rank {rank}: {what}: {why}", file=sys.stderr, flush=True)  # it may be the last that is called
+    return f"{what}: {why}"
 
 
 _saver = Saver()

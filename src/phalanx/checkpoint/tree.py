@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ Json = Any
 _SCALARS = (bool, int, str, type(None))
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 _MAPPINGS = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
+_INLINE_BYTES = 1024  # bytes above that are a tensor's
 
 
 @dataclasses.dataclass
@@ -29,7 +30,7 @@ class Leaf:
     Attributes:
         name: Where it stands, such as ``model.0.weight``; the same on every rank.
         tensor: The rank's own, or its DTensor.
-        is_local: Whether it is each rank's own: buffers of modules.
+        is_local: Whether it is each rank's own: buffers of modules, bytes, arrays of NumPy.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Leaf:
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module without wrappers that only prefix its names: data parallel, torch.compile."""
     while True:
-        if hasattr(module, "_orig_mod"):
+        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
             module = module._orig_mod  # type: ignore[assignment]
         elif type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
             module = module.module  # type: ignore[assignment]
@@ -54,87 +55,115 @@ def pack(state: Any) -> tuple[Json, list[Leaf]]:
     Raises:
         TypeError: A value is of a class that can't be written without pickling; says where it stands.
     """
-    leaves: list[Leaf] = []
-    return _pack(state, "", leaves, frozenset()), leaves
+    packer = _Packer()
+    return packer.pack(state, ""), packer.leaves
 
 
-def _pack(value: Any, name: str, leaves: list[Leaf], local_names: frozenset[str]) -> Json:
-    if isinstance(value, _SCALARS) and type(value) in _SCALARS:
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, Tensor):
-        leaves.append(Leaf(name, value.detach(), name in local_names))
-        return {"tensor": name, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, nn.Module):
-        value = unwrap(value)
-        buffers = frozenset(_join(name, buffer) for buffer, _ in value.named_buffers())
-        return _pack(value.state_dict(), name, leaves, buffers)
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return _pack(value.state_dict(), name, leaves, local_names)
-    for kind, cls in _MAPPINGS.items():
-        if type(value) is cls:
-            pairs = [[_pack_key(k, name), _pack(v, _join(name, k), leaves, local_names)] for k, v in value.items()]
-            return {kind: pairs}
-    if isinstance(value, Mapping):
-        return _pack(dict(value), name, leaves, local_names)
-    for kind, cls in _SEQUENCES.items():
-        if type(value) is cls or (kind == "tuple" and isinstance(value, tuple) and not isinstance(value, torch.Size)):
-            return {kind: [_pack(item, _join(name, i), leaves, local_names) for i, item in enumerate(value)]}
-    return _pack_atom(value, name)
+class _Packer:
+    """Turns values into JSON and collects the tensors."""
 
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self._names = {"__metadata__"}  # is no tensor in a file of safetensors
+        self._buffers: frozenset[str] = frozenset()
 
-def _pack_atom(value: Any, name: str) -> Json:
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, complex):
-        return {"complex": [repr(value.real), repr(value.imag)]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if isinstance(value, torch.Size):
-        return {"size": list(value)}
-    if isinstance(value, pathlib.PurePath):
-        return {"path": str(value)}
-    if type(value).__module__ == "numpy":
-        return _pack_numpy(value)
-    raise TypeError(
-        f"{name or 'the state'} is a {type(value).__qualname__}, which can't be saved without pickling: "
-        "save plain values and tensors, or give it state_dict() and load_state_dict()"
-    )
+    def pack(self, value: Any, name: str) -> Json:
+        if type(value) in _SCALARS:
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, Tensor):
+            return self._pack_tensor(value.detach(), name, name in self._buffers)
+        if isinstance(value, nn.Module):
+            value = unwrap(value)
+            self._buffers |= {_join(name, buffer) for buffer, _ in value.named_buffers()}
+            return self.pack(value.state_dict(), name)
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            return self.pack(value.state_dict(), name)
+        for kind, cls in _MAPPINGS.items():
+            if type(value) is cls:
+                return {kind: [[_pack_key(k, name), self.pack(v, _join(name, k))] for k, v in value.items()]}
+        if isinstance(value, Mapping):
+            return self.pack(dict(value), name)
+        for kind, cls in _SEQUENCES.items():
+            if type(value) is cls or (kind == "tuple" and hasattr(value, "_fields")):
+                items = [self.pack(item, _join(name, i)) for i, item in enumerate(value)]
+                return {kind: items, "maxlen": value.maxlen} if kind == "deque" else {kind: items}
+        return self._pack_atom(value, name)
 
+    def _pack_tensor(self, tensor: Tensor, name: str, is_local: bool) -> Json:
+        kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else tensor.layout
+        if kind != torch.strided:
+            raise TypeError(
+                f"{name or 'the state'} is a tensor that is {kind}, which can't be saved: make it a dense one"
+            )
+        if any(how.is_partial() for how in getattr(tensor, "placements", ())):
+            raise TypeError(
+                f"{name} is a DTensor that is not reduced yet (Partial), which can't be saved: redistribute it"
+            )
+        own, number = name, 1
+        while own in self._names:  # {"a.b": x, "a": {"b": y}} has one path twice
+            number += 1
+            own = f"{name}#{number}"
+        self._names.add(own)
+        self.leaves.append(Leaf(own, tensor, is_local))
+        return {"tensor": own, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
-def _pack_numpy(value: Any) -> Json:
-    import numpy
+    def _pack_bytes(self, data: bytes | bytearray, name: str) -> Json:
+        if len(data) <= _INLINE_BYTES:
+            return base64.b64encode(data).decode()
+        return self._pack_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8), name, is_local=True)
 
-    array = numpy.asarray(value)
-    if array.dtype.hasobject:
-        raise TypeError("arrays of Python objects can't be saved without pickling")
-    data = base64.b64encode(numpy.ascontiguousarray(array).tobytes()).decode()
-    return {
-        "numpy": data,
-        "dtype": array.dtype.str,
-        "shape": list(array.shape),
-        "scalar": isinstance(value, numpy.generic),
-    }
+    def _pack_atom(self, value: Any, name: str) -> Json:
+        if type(value).__module__ == "numpy":
+            return self._pack_numpy(value, name)
+        if type(value) in (bytes, bytearray):
+            return {type(value).__name__: self._pack_bytes(value, name)}
+        if type(value) is complex:
+            return {"complex": [repr(value.real), repr(value.imag)]}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        if isinstance(value, torch.Size):
+            return {"size": list(value)}
+        if isinstance(value, pathlib.PurePath):
+            return {"path": str(value)}
+        raise TypeError(
+            f"{name or 'the state'} is a {type(value).__qualname__}, which can't be saved without pickling: "
+            "save plain values and tensors, or give it state_dict() and load_state_dict()"
+        )
+
+    def _pack_numpy(self, value: Any, name: str) -> Json:
+        import numpy
+
+        array = numpy.asarray(value)
+        if array.dtype.hasobject or array.dtype.names:
+            raise TypeError(f"{name} is an array of objects or records, which can't be saved without pickling")
+        return {
+            "numpy": self._pack_bytes(numpy.ascontiguousarray(array).tobytes(), name),
+            "dtype": array.dtype.str,
+            "shape": list(array.shape),
+            "scalar": isinstance(value, numpy.generic),
+        }
 
 
 def _pack_key(key: Any, name: str) -> Json:
     if type(key) in (*_SCALARS, float):
-        return _pack(key, name, [], frozenset())
-    if isinstance(key, tuple):
+        return _Packer().pack(key, name)
+    if type(key) is tuple:
         return {"tuple": [_pack_key(item, name) for item in key]}
-    raise TypeError(f"{name}: the key {key!r} can't be saved; use strings or numbers")
+    raise TypeError(f"{name or 'the state'} has the key {key!r}, which can't be saved; use strings or numbers")
 
 
 def _join(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
+Read = Callable[[Json, Tensor | None], Tensor]
+
 _ATOMS: dict[str, Callable[[Json], Any]] = {
     "float": lambda node: float(node["float"]),
-    "bytes": lambda node: base64.b64decode(node["bytes"]),
     "complex": lambda node: complex(*map(float, node["complex"])),
     "dtype": lambda node: as_dtype(node["dtype"]),
     "device": lambda node: torch.device(node["device"]),
@@ -151,7 +180,7 @@ def as_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def unpack(node: Json, read: Callable[[Json, Tensor | None], Tensor], like: Any = None) -> Any:
+def unpack(node: Json, read: Read, like: Any = None) -> Any:
     """Return the value of a tree; where `like` has a tensor of the same shape, in that one.
 
     Args:
@@ -166,30 +195,52 @@ def unpack(node: Json, read: Callable[[Json, Tensor | None], Tensor], like: Any 
     for kind, mapping in _MAPPINGS.items():
         if kind in node:
             own = like if isinstance(like, Mapping) else {}
-            pairs = ((_unpack_key(key), value) for key, value in node[kind])
-            return mapping({key: unpack(value, read, own.get(key)) for key, value in pairs})
+            return mapping({key: unpack(value, read, own.get(key)) for key, value in pairs_of(node)})
     for kind, sequence in _SEQUENCES.items():
         if kind in node:
-            items = list(like) if isinstance(like, list | tuple) and len(like) == len(node[kind]) else None
-            return sequence(unpack(item, read, items[i] if items else None) for i, item in enumerate(node[kind]))
+            likes = (
+                like if isinstance(like, list | tuple) and len(like) == len(node[kind]) else [None] * len(node[kind])
+            )
+            items = [unpack(item, read, own) for item, own in zip(node[kind], likes, strict=True)]
+            return collections.deque(items, node["maxlen"]) if kind == "deque" else sequence(items)
+    for kind, cls in (("bytes", bytes), ("bytearray", bytearray)):
+        if kind in node:
+            return cls(_unpack_bytes(node[kind], read))
     if "numpy" in node:
-        return _unpack_numpy(node)
+        return _unpack_numpy(node, read)
     [kind] = node
     return _ATOMS[kind](node)
 
 
-def _unpack_key(node: Json) -> Any:
-    return unpack(node, _no_tensor)
+def pairs_of(node: Json) -> list[tuple[Any, Json]]:
+    """Return keys and nodes of a mapping's node.
+
+    Raises:
+        ValueError: It is of something else.
+    """
+    for kind in _MAPPINGS:
+        if isinstance(node, dict) and kind in node:
+            return [(unpack(key, _no_tensor), value) for key, value in node[kind]]
+    raise ValueError(f"the checkpoint has {_name_kind(node)} where a mapping is wanted")
+
+
+def _name_kind(node: Json) -> str:
+    return f"a {next(iter(node))}" if isinstance(node, dict) else repr(node)
 
 
 def _no_tensor(node: Json, _: Tensor | None) -> Tensor:
     raise ValueError("a key is no tensor")
 
 
-def _unpack_numpy(node: Json) -> Any:
+def _unpack_bytes(data: Json, read: Read) -> bytes:
+    return base64.b64decode(data) if isinstance(data, str) else read(data, None).numpy().tobytes()
+
+
+def _unpack_numpy(node: Json, read: Read) -> Any:
     import numpy
 
-    array = numpy.frombuffer(base64.b64decode(node["numpy"]), numpy.dtype(node["dtype"])).reshape(node["shape"]).copy()
+    data = bytearray(_unpack_bytes(node["numpy"], read))
+    array = numpy.ndarray(node["shape"], numpy.dtype(node["dtype"]), data)
     return array[()] if node["scalar"] else array
 
 
@@ -205,12 +256,23 @@ def tensor_nodes(node: Json) -> Iterator[Json]:
             yield from tensor_nodes(value)
 
 
-def assign(target: Any, node: Json, read: Callable[[Json, Tensor | None], Tensor], *, strict: bool = True) -> Any:
-    """Restore `target` from a tree: objects and tensors in place, plain values as the return value.
+def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool = True) -> None:
+    """Fill `state` from a tree: objects and tensors in place, plain values replaced.
 
     Raises:
-        KeyError: With `strict`: `target` has an entry that the tree lacks.
+        KeyError: With `strict`: `state` has an entry that the tree lacks.
+        ValueError: The tree has another form.
     """
+    saved = dict(pairs_of(node))
+    if strict and (missing := [key for key in state if key not in saved]):
+        raise KeyError(f"the checkpoint has no {missing[0]!r}, but {', '.join(map(repr, saved))}")
+    for key in state:
+        if key in saved:
+            state[key] = _assign(state[key], saved[key], read, strict)
+
+
+def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:
+    """Return what takes the place of `target`: itself, restored, if it is an object or holds some."""
     if isinstance(target, nn.Module):
         module = unwrap(target)
         with torch.no_grad():
@@ -223,19 +285,15 @@ def assign(target: Any, node: Json, read: Callable[[Json, Tensor | None], Tensor
     if hasattr(target, "state_dict") and hasattr(target, "load_state_dict"):
         target.load_state_dict(unpack(node, read))
         return target
-    if isinstance(target, dict) and _holds_objects(target) and isinstance(node, dict) and "dict" in node:
-        saved = {_unpack_key(key): value for key, value in node["dict"]}
-        for key in target:
-            if key in saved:
-                target[key] = assign(target[key], saved[key], read, strict=strict)
-            elif strict:
-                raise KeyError(f"the checkpoint has no {key!r}, but {', '.join(map(repr, saved))}")
+    if isinstance(target, MutableMapping) and _holds_objects(target):
+        restore(target, node, read, strict=strict)
         return target
     if isinstance(target, list | tuple) and _holds_objects(target):
-        [saved_items] = node.values()
-        return type(target)(
-            assign(own, item, read, strict=strict) for own, item in zip(target, saved_items, strict=True)
-        )
+        saved = next(iter(node.values())) if isinstance(node, dict) else None
+        if not isinstance(saved, list) or len(saved) != len(target):
+            raise ValueError(f"the checkpoint has {_name_kind(node)} where a list of {len(target)} is wanted")
+        items = [_assign(own, item, read, strict) for own, item in zip(target, saved, strict=True)]
+        return type(target)(*items) if hasattr(target, "_fields") else type(target)(items)
     return unpack(node, read, target)
 
 
@@ -251,14 +309,13 @@ def _sharded_state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[st
     """Return empty tensors for the state of parameters that are sharded, laid out as these."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[Any, dict[str, Tensor]] = {}
-    [saved] = [value for key, value in node["dict"] if key == "state"]
-    for index, values in saved["dict"]:
+    for index, values in pairs_of(dict(pairs_of(node))["state"]):
         if not hasattr(parameters[index], "device_mesh"):
             continue
         parameter = parameters[index]
         state[index] = {
             name: torch.empty_like(parameter, dtype=as_dtype(value["dtype"]))
-            for name, value in values["dict"]
+            for name, value in pairs_of(values)
             if isinstance(value, dict) and value.get("shape") == list(parameter.shape)
         }
     return {"state": state}

@@ -1,0 +1,200 @@
+"""Behaviours: how the calls go wrong, and what they leave behind then."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx.checkpoint as ckpt
+from phalanx import CheckpointError
+from tests.checkpoint._tools import behaviour, flip_bit, model, save
+
+
+def names_in(folder):
+    return sorted(path.name for path in pathlib.Path(folder).iterdir()) if os.path.exists(folder) else []
+
+
+@behaviour
+def nothing_is_unpickled(rank, world_size, folder):
+    module = model()
+    save(folder, {"model": module, "plain": {"a": (1, b"x" * 5000)}})
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("something is unpickled")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((pickle, "Unpickler"), (pickle, "load"), (pickle, "loads"), (torch, "load")):
+            patch.setattr(owner, name, refuse)
+        ckpt.load(folder, {"model": model(), "plain": None})
+
+
+@behaviour
+def files_are_ones_of_safetensors(rank, world_size, folder):
+    from safetensors import safe_open
+
+    module = model()
+    state = {"model": module, "half": torch.ones(3, dtype=torch.bfloat16), "z": torch.ones(2, dtype=torch.complex64)}
+    save(folder, state)
+    checkpoint = ckpt.list(folder)[0]
+    found = {}
+    for name in checkpoint.files:
+        with safe_open(os.path.join(checkpoint.path, name), "pt") as file:
+            found[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 it is no dict
+    assert len(found) == world_size
+    own = found[f"rank_{rank:05}.safetensors"]
+    assert torch.equal(own["half"], state["half"])
+    assert torch.equal(own["z"], torch.view_as_real(state["z"]))
+    rows = [t for tensors in found.values() for key, t in tensors.items() if key.split("@")[0] == "model.3.weight"]
+    assert len(rows) == world_size, "a large tensor is divided among the ranks"
+    assert torch.equal(torch.cat(rows), module[3].weight)
+
+
+@behaviour
+def a_wrong_argument_is_refused_on_every_rank(rank, world_size, folder):
+    for options, said in (
+        ({"step": -1}, "step must be at least 0, got -1"),
+        ({"step": 1, "keep": {"keep_last": 0}}, "keep_last must be at least 1, got 0"),
+        ({"step": 1, "keep": {"last": 2}}, "unexpected keyword argument 'last'"),
+        ({"step": 1, "metric": "good"}, "could not convert string to float"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            ckpt.save(folder, {"x": 1}, **options)
+    assert not any(".part" in name for name in names_in(folder))
+
+
+@behaviour
+def a_state_dict_that_raises_on_one_rank_is_told_on_all(rank, world_size, folder):
+    class Broken:
+        def state_dict(self):
+            raise AttributeError("no such field")
+
+        def load_state_dict(self, state):
+            raise AttributeError("no such field either")
+
+    save(folder, {"thing": {"a": 1}})
+    mine = Broken() if rank == world_size - 1 else torch.nn.Identity()
+    with pytest.raises(CheckpointError, match=f"rank {world_size - 1}: AttributeError: no such field$"):
+        ckpt.save(folder, {"thing": mine}, 2)
+    with pytest.raises(CheckpointError, match=f"rank {world_size - 1}: AttributeError: no such field either"):
+        ckpt.load(folder, {"thing": mine}, strict=False)
+    assert names_in(folder) == ["latest", "step-00000001"]
+
+
+@behaviour
+def ranks_that_save_different_steps_or_folders_are_told(rank, world_size, folder):
+    if world_size == 1:
+        return
+    with pytest.raises(CheckpointError, match=r"rank 0: saves step 0 to .*\n?.*rank 1: saves step 1 to "):
+        ckpt.save(folder, {"x": 1}, rank)
+    with pytest.raises(CheckpointError, match=r"saves step 1 to .*0\nrank 1: saves step 1 to .*1"):
+        ckpt.save(f"{folder}-{rank}", {"x": 1}, 1)
+    assert names_in(folder) == names_in(f"{folder}-{rank}") == []
+    save(folder, {"x": 1})
+    with pytest.raises(CheckpointError, match=r"rank 0: loads step 1 from .*\nrank 1: loads step latest from "):
+        ckpt.load(folder, {"x": 1}, "latest" if rank else 1)
+
+
+@behaviour
+def a_folder_that_is_a_file_is_named_on_every_rank(rank, world_size, folder):
+    if rank == 0:
+        pathlib.Path(folder).write_text("mine")
+    with pytest.raises(CheckpointError, match=r"rank 0: can't save to .*: Not a directory"):
+        ckpt.save(folder, {"x": 1}, 1)
+    with pytest.raises(CheckpointError, match=r"rank 0: can't read .*: Not a directory"):
+        ckpt.load(folder, {"x": 1})
+    assert pathlib.Path(folder).read_text() == "mine"
+
+
+@behaviour
+def too_little_room_is_told_before_anything_is_copied(rank, world_size, folder):
+    save(folder, {"x": 1})
+    real = os.statvfs(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        full = os.statvfs_result([*real[:4], 3 * 2**20 // real.f_frsize, *real[5:]])
+        patch.setattr(os, "statvfs", lambda path: full)
+        patch.setattr("phalanx.checkpoint.saving.fill", None)  # a copy would raise a TypeError
+        with pytest.raises(CheckpointError, match=r"has 3\.0 MiB left and the checkpoint needs 4\.0"):
+            ckpt.save(folder, {"x": torch.ones(2**20)}, 2)
+    assert names_in(folder) == ["latest", "step-00000001"]
+
+
+@behaviour
+def a_write_that_fails_is_told_at_the_next_call_on_every_rank(rank, world_size, folder):
+    class Full:
+        def fsync(self, fd):
+            raise OSError(28, "No space left on device")
+
+    save(folder, {"x": torch.ones(100_000)})
+    said = "the checkpoint of step 2 was not saved to .*(No space left on device|another rank could not write)"
+    for how in (ckpt.wait, lambda: ckpt.save(folder, {"x": 1}, 3), lambda: save(folder, {"x": 1}, 3)):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == world_size - 1:
+                patch.setattr(os, "fsync", Full().fsync)
+            ckpt.save(folder, {"x": torch.ones(100_000)}, 2)
+            _settle()
+        with pytest.raises(CheckpointError, match=said):
+            how()
+        assert names_in(folder) == ["latest", "step-00000001"], "nothing half written stays"
+    assert ckpt.load(folder, {"x": None}).step == 1
+    save(folder, {"x": torch.ones(100_000)}, 2)
+
+
+def _settle():
+    from phalanx.checkpoint.saving import _saver
+
+    _saver._pending.exception()  # waits, and leaves the outcome to the next call
+
+
+@behaviour
+def leftovers_of_killed_saves_are_swept(rank, world_size, folder):
+    other = pathlib.Path(folder) / ".step-00000009-0123abcd.part"
+    if rank == 0:
+        other.mkdir(parents=True)
+        (other / "rank_00000.safetensors").write_bytes(b"half")
+        (pathlib.Path(folder) / ".mine.part").mkdir()
+    save(folder, {"x": 1})
+    assert names_in(folder) == [".mine.part", "latest", "step-00000001"]
+
+
+@behaviour
+def a_damaged_checkpoint_gives_way_to_the_one_before(rank, world_size, folder):
+    for number in (1, 2, 3):
+        save(folder, {"x": torch.full((50_000,), float(number))}, number)
+    if rank == 0:
+        flip_bit(pathlib.Path(folder) / "step-00000003" / f"rank_{world_size - 1:05}.safetensors", 80_001)
+        (pathlib.Path(folder) / "step-00000002" / "manifest.json").unlink()
+    if world_size > 1:
+        dist.barrier()
+    state = {"x": None}
+    if rank == 0:
+        with pytest.warns(
+            UserWarning, match=r"(?s)step-00000003/rank_.* was altered.*manifest\.json is missing"
+        ) as seen:
+            found = ckpt.load(folder, state)
+        assert str(seen[0].message).endswith("The checkpoint of step 1 is loaded instead")
+        assert seen[0].filename == __file__, "the line that loads"
+    else:
+        found = ckpt.load(folder, state)  # a warning would be an error here
+    assert found == ckpt.Loaded(1, "disk")
+    assert state["x"].eq(1).all()
+    for number, said in ((3, "was altered"), (2, "is missing")):
+        with pytest.raises(CheckpointError, match=said):
+            ckpt.load(folder, {"x": None}, number)
+
+
+@behaviour
+def nothing_whole_is_an_error_and_changes_nothing(rank, world_size, folder):
+    save(folder, {"x": torch.ones(5)})
+    if rank == 0:
+        flip_bit(pathlib.Path(folder) / "step-00000001" / "rank_00000.safetensors", 7)
+    if world_size > 1:
+        dist.barrier()
+    state = {"x": torch.zeros(5)}
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint: .*was altered"):
+        ckpt.load(folder, state)
+    assert state["x"].eq(0).all()
