@@ -21,9 +21,7 @@ def number(value: float) -> str:
     """Return `value` in few characters: ``12,345``, ``0.01235``, ``1.2e-05``."""
     if not math.isfinite(value):
         return str(value)
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def seconds(value: float) -> str:
@@ -152,9 +150,9 @@ def _ticks(low: float, high: float, num: int) -> dict[float, str]:
 
 
 def _short(value: float) -> str:
-    """Return a label of some six characters: ``12.5k``, ``0.001``, ``1e-05``."""
-    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 10 * factor:
+    """Return a label of some six characters: ``12.5k``, ``0.001``, ``1e+30``."""
+    for unit, factor, limit in (("k", 1e3, 1e6), ("M", 1e6, 1e9), ("G", 1e9, 1e12)):
+        if factor <= abs(value) < limit:
             return f"{value / factor:.4g}{unit}"
     return f"{value:.3g}"
 

@@ -257,13 +257,13 @@ def _how(records: Sequence[Record]) -> str:
             known = {int(member): member.name for member in signal.Signals}
             ending = f"preempted by {known.get(number, number)}"  # type: ignore[arg-type]
     steps = [record["step"] for record in records if _is_number(record.get("step"))]
-    return f"{ending} after step {steps[-1]:,}" if steps else f"{ending} before its first step"
+    return f"{ending}, last record at step {steps[-1]:,}" if steps else f"{ending} before its first step"
 
 
 def _settings(run: _Run) -> str:
     if not run.settings:
         return ""
-    rows = [(str(name), "" if value is None else str(value)) for name, value in run.settings.items()]
+    rows = [(str(name), "none" if value is None else str(value)) for name, value in run.settings.items()]
     return _section("Settings", _table("Settings", ["Setting", "Value"], rows))
 
 
