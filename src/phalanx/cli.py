@@ -15,6 +15,7 @@ from phalanx.launch.plan import make_plan
 from phalanx.launch.supervisor import run
 
 _REPORT = "phalanx report FOLDER"
+_VERIFY_RESUME = "phalanx verify-resume --nproc-per-node 2 train.py [args]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,8 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args[1:])
     if args[:1] == ["report"]:
         return _report(args[1:])
+    if args[:1] == ["verify-resume"]:
+        return _verify_resume(args[1:])
     if args[:1] in (["-h"], ["--help"]):
-        print(f"usage: {RIGHT_CALL}\n       {_REPORT}\n\nphalanx run --help lists the flags.")
+        print(f"usage: {RIGHT_CALL}\n       {_REPORT}\n       {_VERIFY_RESUME}\n\nphalanx run --help lists the flags.")
         return 0
     if args[:1] == ["--version"]:
         print(f"phalanx {phalanx.__version__}")
@@ -60,6 +63,22 @@ def _report(args: list[str]) -> int:
     except (OSError, ValueError) as error:
         return _refuse("phalanx report", str(error), right=_REPORT)
     return 0
+
+
+def _verify_resume(args: list[str]) -> int:
+    if args in (["-h"], ["--help"]):
+        print(
+            f"usage: {_VERIFY_RESUME}\n\nRuns a script that trains with a Trainer whole, with a rank killed, and "
+            "preempted and started again; says whether all end with the same bits. Takes the flags of phalanx run."
+        )
+        return 0
+    try:
+        make_plan(args, _env.environment())
+    except UsageError as error:
+        return _refuse("phalanx verify-resume", str(error), right=_VERIFY_RESUME)
+    from phalanx.train.verification import verify_resume  # brings torch
+
+    return verify_resume(args)
 
 
 def _refuse(who: str, what: str, right: str = RIGHT_CALL) -> int:

@@ -66,6 +66,8 @@ def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | Non
                 return None
             ranks.say(course.regrow())
             continue
+        if culprit.made_room:
+            return culprit
         steps = course.after_failure(culprit, lived_s=culprit.when_s - ranks.began_s)
         if course.is_over:
             for step in steps:

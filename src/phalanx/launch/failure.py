@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 
+from phalanx._env import PREEMPTED_CODE
 from phalanx.launch.causes import is_victim
 from phalanx.launch.cpus import format_ranges
 from phalanx.launch.tracebacks import EXCEPTION, STYLE, TORCH_PREFIX, TRACEBACK, class_name
@@ -95,6 +96,11 @@ class RankEnd:
     @property
     def failed(self) -> bool:
         return self.returncode != 0 and not self.asked
+
+    @property
+    def made_room(self) -> bool:
+        """Whether it was asked to end, has saved its state, and can go on from there."""
+        return self.returncode == PREEMPTED_CODE
 
     @property
     def raised(self) -> str:

@@ -151,12 +151,18 @@ class Supervisor:
             culprit = run_with_other_nodes(self, job)
         else:
             culprit = run_on_this_node(self, job, self._snapshots)
+        if self._have_made_room():
+            self.say(f"all ranks have saved and made room; exit code {_env.PREEMPTED_CODE}, start again to go on")
+            return _env.PREEMPTED_CODE
         if self.received is not None:
             return 128 + self.received
         if culprit is None:
             return 0
         self._report(culprit)
         return culprit.exit_code
+
+    def _have_made_room(self) -> bool:
+        return bool(self._ranks) and all(rank.end is not None and rank.end.made_room for rank in self._ranks)
 
     def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> RankEnd | None:
         """Start the group once and return the cause of its failure; None if every rank ended with 0 or was told to end.
@@ -342,6 +348,8 @@ class Supervisor:
             silent = culprit.returncode > 0 and not culprit.last_words.kind
             awaited = silent and any(rank.end is None and rank.said_why for rank in self._ranks)
         give_up_s = self._first_failure_s + _CAUSE_WAIT_S
+        if culprit.made_room:  # and so will the others
+            awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
             self._deadline = give_up_s
         else:
@@ -398,7 +406,7 @@ class Supervisor:
         for fd in (self._wake_read, self._wake_write):
             os.set_blocking(fd, False)
         self.watch(self._wake_read, self._drain_wakes)
-        for sig in (*self._job.signals, signal.SIGWINCH):
+        for sig in dict.fromkeys((*self._job.signals, *_HARMLESS)):
             if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup stays nohup
                 self._previous[sig] = signal.signal(sig, lambda got, _: self._unhandled.append(got))
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)

@@ -26,7 +26,7 @@ class Settings:
         scheduler_interval: Step the learning rate's scheduler each "step" or each "epoch".
         monitor: Name of the evaluation's value that says which checkpoint is best.
         patience: Stop after so many evaluations without a better one; None: never.
-        folder: Of the run; None: ``runs/<script>``.
+        folder: Of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
         resume: "auto": go on from the newest checkpoint in the folder; "never": begin anew.
         save_every: Steps between checkpoints on disk; None: at the end of each epoch.
         keep_last: Checkpoints that stay on disk, beside the best.

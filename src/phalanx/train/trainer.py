@@ -83,7 +83,7 @@ class Trainer:
             torch.set_num_threads(1)  # more of them add in another order
         self.model = self._wrap(model)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.settings.precision == "fp16")
-        self.folder = self.settings.folder or _default_folder()
+        self.folder = _env.environment().get(_env.FOLDER_VARIABLE) or self.settings.folder or _default_folder()
         self.checkpoints = os.path.join(self.folder, "checkpoints")
         self.step = self.epoch = 0
         self.evaluation: dict[str, float] = {}
@@ -252,8 +252,8 @@ class Trainer:
         self._began_s = time.monotonic()
         resumed = None if loaded is None else dataclasses.asdict(loaded)
         watch.record(
-            "start", world_size=world_size, backend=self.session.backend, settings=dataclasses.asdict(s),
-            resumed_from=resumed,
+            "start", pid=os.getpid(), world_size=world_size, backend=self.session.backend,
+            settings=dataclasses.asdict(s), resumed_from=resumed,
         )  # fmt: skip
         watch.say(f"{self._describe_batches(num_steps)}; run folder {self.folder}")
         if loaded is not None:
@@ -495,6 +495,4 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def _default_folder() -> str:
-    given = _env.environment().get(_env.FOLDER_VARIABLE)
-    script = os.path.splitext(os.path.basename(sys.argv[0]))[0] or "run"
-    return given or os.path.join("runs", script)
+    return os.path.join("runs", os.path.splitext(os.path.basename(sys.argv[0]))[0] or "run")

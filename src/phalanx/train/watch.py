@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from phalanx.train.metrics import MetricsLog
 
 PHASES = ("data", "forward", "backward", "optimizer", "snapshot")

@@ -1,0 +1,100 @@
+"""What differs between two checkpoints, tensor by tensor and value by value."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from phalanx.checkpoint import folder as folders
+from phalanx.checkpoint.blocks import Reader
+from phalanx.checkpoint.image import Image
+from phalanx.checkpoint.tree import unpack
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One thing that is not the same in two checkpoints.
+
+    Attributes:
+        name: Where it stands, such as ``model.0.weight``; of a rank's own values with the rank.
+        first: In one checkpoint, shortened.
+        second: In the other.
+        largest: Of a tensor of numbers the largest absolute difference, else None.
+    """
+
+    name: str
+    first: str
+    second: str
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        by = "" if self.largest is None else f" (by at most {self.largest:g})"
+        return f"{self.name}: {self.first} and {self.second}{by}"
+
+
+def compare(first: tuple[str | os.PathLike[str], int], second: tuple[str | os.PathLike[str], int]) -> list[Difference]:
+    """Return what differs between two checkpoints, each given by folder and step; nothing if every bit is the same.
+
+    Of checkpoints of different numbers of ranks, what rank 0 has is compared.
+
+    Raises:
+        Damaged: A manifest is not whole.
+    """
+    states = [_states(os.fspath(folder), step) for folder, step in (first, second)]
+    if len(states[0]) != len(states[1]):
+        states = [of_ranks[:1] for of_ranks in states]
+    found: dict[str, Difference] = {}
+    for rank, (one, other) in enumerate(zip(*states, strict=True)):
+        for difference in _differences("", one, other):
+            found.setdefault(difference.name, dataclasses.replace(difference, name=f"{difference.name} (rank {rank})"))
+    return list(found.values())
+
+
+def _states(folder: str, step: int) -> list[Any]:
+    """Return each rank's state as plain values and tensors."""
+    checkpoint = folders.read_manifest(folder, step)
+    images = [Image(folders.map_file(checkpoint, folders.file_of(rank))) for rank in range(checkpoint.world_size)]
+    return [unpack(image.metadata["tree"], Reader(images, rank)) for rank, image in enumerate(images)]
+
+
+def _differences(name: str, one: Any, other: Any) -> Iterator[Difference]:
+    if type(one) is not type(other):
+        yield Difference(name, _short(one), _short(other))
+    elif isinstance(one, dict):
+        for key in [*one, *(key for key in other if key not in one)]:
+            path = f"{name}.{key}" if name else str(key)
+            if key in one and key in other:
+                yield from _differences(path, one[key], other[key])
+            else:
+                yield Difference(path, "there" if key in one else "missing", "there" if key in other else "missing")
+    elif isinstance(one, list | tuple) and len(one) == len(other):
+        for index, (item, another) in enumerate(zip(one, other, strict=True)):
+            yield from _differences(f"{name}.{index}", item, another)
+    elif isinstance(one, torch.Tensor):
+        yield from _tensor_difference(name, one, other)
+    elif repr(one) != repr(other):  # not-a-number is like itself
+        yield Difference(name, _short(one), _short(other))
+
+
+def _tensor_difference(name: str, one: torch.Tensor, other: torch.Tensor) -> Iterator[Difference]:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        yield Difference(name, _short(one), _short(other))
+    elif not torch.equal(_bits(one), _bits(other)):
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        gap = (one.to(wide) - other.to(wide)).abs().max()
+        yield Difference(name, _short(one), _short(other), float(gap))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,122 @@
+"""``phalanx verify-resume``: does a script that is interrupted end with the same bits as one that is not?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx import _env
+from phalanx.checkpoint.comparison import compare
+from phalanx.checkpoint.folder import steps
+from phalanx.train.metrics import read_metrics
+
+_LIMIT_S = 3600.0
+_LOOK_EVERY_S = 0.01
+
+
+class Failed(Exception):
+    """A run did not go as it should; the text says how."""
+
+
+def verify_resume(run_arguments: Sequence[str]) -> int:
+    """Run a script whole, with a rank killed, and preempted and started again; compare the last checkpoints.
+
+    Args:
+        run_arguments: As of ``phalanx run``: flags, the script, its arguments. The script trains with a `Trainer`.
+
+    Returns:
+        0 if all three end with the same bits, 1 if not or if a run failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as base:
+        whole, killed, preempted = (os.path.join(base, name) for name in ("whole", "killed", "preempted"))
+        try:
+            print("1 of 3: the whole run", flush=True)
+            _run(run_arguments, whole)
+            middle = _middle_step(whole)
+            print(f"2 of 3: rank 0 is killed after step {middle} and started again", flush=True)
+            _run(["--max-restarts", "1", *run_arguments], killed, middle, _kill_rank)
+            print(f"3 of 3: SIGUSR1 after step {middle}, and the job is started again", flush=True)
+            _run(run_arguments, preempted, middle, _ask_for_room, code=_env.PREEMPTED_CODE)
+            _run(run_arguments, preempted)
+        except Failed as failure:
+            print(f"phalanx verify-resume: {failure}")
+            return 1
+        return max(_report(whole, killed, "killed"), _report(whole, preempted, "preempted"))
+
+
+def _run(
+    arguments: Sequence[str],
+    folder: str,
+    step: int = 0,
+    interrupt: Callable[[subprocess.Popen[bytes], int], None] | None = None,
+    code: int = 0,
+) -> None:
+    """Run the job to its end, interrupted after `step`.
+
+    Raises:
+        Failed: It has ended with another code than `code`, or before it could be interrupted.
+    """
+    environ = {**_env.environment(), _env.FOLDER_VARIABLE: folder, "PHALANX_LOG_DIR": os.path.join(folder, "logs")}
+    command = [sys.executable, "-m", "phalanx", "run", *arguments]
+    with (
+        tempfile.TemporaryFile() as printed,
+        subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT
+        ) as job,
+    ):
+        deadline = time.monotonic() + _LIMIT_S
+        while interrupt is not None and job.poll() is None and time.monotonic() < deadline:
+            if (pid := _pid_once_past(folder, step)) is not None:
+                interrupt(job, pid)
+                interrupt = None
+            else:
+                time.sleep(_LOOK_EVERY_S)
+        ended = job.wait(max(0.0, deadline - time.monotonic()))
+        if interrupt is None and ended == code:
+            return
+        printed.seek(0)
+        why = (
+            f"ended with code {ended} instead of {code}" if interrupt is None else "was over too soon to be interrupted"
+        )
+        raise Failed(f"the job {why}. It has printed:\n{printed.read().decode(errors='replace')}")
+
+
+def _pid_once_past(folder: str, step: int) -> int | None:
+    """Return the process of rank 0, once it has written of `step` or a later one."""
+    records = read_metrics(folder) if os.path.exists(os.path.join(folder, "metrics.jsonl")) else []
+    if not any(record["kind"] == "step" and record["step"] >= step for record in records):
+        return None
+    return int(next(record["pid"] for record in reversed(records) if record["kind"] == "start"))
+
+
+def _kill_rank(_: subprocess.Popen[bytes], pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def _ask_for_room(job: subprocess.Popen[bytes], _: int) -> None:
+    job.send_signal(signal.SIGUSR1)
+
+
+def _middle_step(folder: str) -> int:
+    logged = [record["step"] for record in read_metrics(folder) if record["kind"] == "step"]
+    if len(logged) < 2:
+        raise Failed("the script must train with a phalanx.Trainer, for more steps than twice its log_every")
+    return int(logged[len(logged) // 2 - 1])
+
+
+def _report(whole: str, other: str, name: str) -> int:
+    first, second = (os.path.join(folder, "checkpoints") for folder in (whole, other))
+    differences: list[Any] = compare((first, steps(first)[-1]), (second, steps(second)[-1]))
+    if not differences:
+        print(f"{name}: the same bits as the whole run, to the last number of the state")
+        return 0
+    print(f"{name}: {len(differences)} differences from the whole run:")
+    for difference in differences[:20]:
+        print(f"  {difference}")
+    return 1
