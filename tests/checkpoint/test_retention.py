@@ -1,0 +1,83 @@
+"""Which checkpoints stay, and what is said of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import phalanx.checkpoint as ckpt
+from tests.checkpoint._tools import flip_bit, save
+
+METRICS = {1: 0.3, 2: 0.9, 3: float("nan"), 4: 0.5, 5: None, 6: 0.8, 7: 0.1}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number, metric in METRICS.items():
+        save(tmp_path, {"x": number}, number, metric=metric)
+    return tmp_path
+
+
+def steps(folder):
+    return [checkpoint.step for checkpoint in ckpt.list(folder)]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [5, 6, 7]),
+        ({"keep_last": 1}, [7]),
+        ({"keep_last": 100}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"keep_last": 1, "keep_every": 3}, [3, 6, 7]),
+        ({"keep_last": 1, "keep_best": 2}, [2, 6, 7]),
+        ({"keep_last": 1, "keep_every": 4, "keep_best": 1}, [2, 4, 7]),
+        ({"keep_last": 1, "keep_best": 100}, [1, 2, 4, 6, 7]),
+    ],
+)
+def test_what_is_to_be_kept_is_kept(folder, options, kept):
+    assert ckpt.prune(folder, **options) == [step for step in METRICS if step not in kept]
+    assert steps(folder) == kept
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert ckpt.prune(folder, **options) == []
+
+
+@pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_best"])
+def test_less_than_one_is_refused(folder, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        ckpt.prune(folder, **{name: 0})
+    assert len(steps(folder)) == len(METRICS)
+
+
+def test_save_prunes_when_it_has_published(tmp_path):
+    for number in range(6):
+        ckpt.save(tmp_path, {"x": number}, number, keep={"keep_last": 2, "keep_every": 3})
+    ckpt.wait()
+    assert steps(tmp_path) == [0, 3, 4, 5]
+
+
+def test_a_list_says_what_each_is(tmp_path):
+    before = time.time()
+    save(tmp_path, {"x": bytes(10_000)}, 12, metric=0.5)
+    [checkpoint] = ckpt.list(tmp_path)
+    assert (checkpoint.step, checkpoint.world_size, checkpoint.metric) == (12, 1, 0.5)
+    assert checkpoint.path == str(tmp_path / "step-00000012")
+    assert before - 1 <= checkpoint.saved_at <= time.time() + 1
+    on_disk = (tmp_path / "step-00000012" / "rank_00000.safetensors").stat().st_size
+    assert checkpoint.size_bytes == on_disk > 10_000
+    assert (tmp_path / "latest").read_text() == "step-00000012\n"
+
+
+def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
+    assert ckpt.list(tmp_path / "none") == []
+    assert ckpt.prune(tmp_path / "none") == []
+    with pytest.raises(FileNotFoundError, match="has no checkpoint of step latest"):
+        ckpt.verify(tmp_path / "none")
+
+
+def test_verify_names_the_damaged_file_of_any_step(folder):
+    flip_bit(folder / "step-00000002" / "rank_00000.safetensors", 100)
+    assert ckpt.verify(folder) == ckpt.verify(folder, 7) == []
+    [problem] = ckpt.verify(folder, 2)
+    assert problem.startswith(str(folder / "step-00000002" / "rank_00000.safetensors"))
+    assert "was altered" in problem
