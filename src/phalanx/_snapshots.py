@@ -14,6 +14,8 @@ from typing import NamedTuple
 REGION_BYTES = 1 << 36  # of addresses, not of memory
 MAGIC = b"phalanx1"
 _HEAD = struct.Struct("<8sQQQQQ16s")
+_PLAN = struct.Struct("<Q")
+_PLAN_OFFSET = 1 << 62  # behind all regions
 HEAD_BYTES = _HEAD.size
 
 
@@ -58,3 +60,13 @@ def common_heads(fd: int) -> list[Head]:
             for rank in range(1, head.world_size)
         )
     ]
+
+
+def announce_restart(fd: int, attempt: int) -> None:
+    """Let the ranks of `attempt` know that they are told to end only to be started again, in another number."""
+    os.pwrite(fd, _PLAN.pack(attempt + 1), _PLAN_OFFSET)
+
+
+def is_restart_announced(fd: int, attempt: int) -> bool:
+    data = os.pread(fd, _PLAN.size, _PLAN_OFFSET)
+    return len(data) == _PLAN.size and _PLAN.unpack(data)[0] == attempt + 1

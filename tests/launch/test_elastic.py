@@ -19,9 +19,9 @@ from phalanx.launch.job import Job
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
 
 HEAD = """
-from phalanx._snapshots import MAGIC, Head, common_heads, region_offset
+from phalanx._snapshots import MAGIC, Head, common_heads, is_restart_announced, region_offset
 SIZE, ATTEMPT = (int(os.environ[name]) for name in ("WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-print(ATTEMPT, "of", SIZE, flush=True)
+os.write(1, f"{ATTEMPT} of {SIZE}\\n".encode())  # whole, or not at all: another rank may already be dying
 
 def snapshot(step):
     fd = os.open(os.environ["PHALANX_SNAPSHOTS"], os.O_RDWR)
@@ -100,6 +100,25 @@ def test_a_planned_restart_takes_the_ranks_back_and_is_not_counted(tmp_path):
     assert (code, attempts) == (0, [(0, 2), (1, 1), (2, 2)])
     planned = "after 0.2 s with 1 rank: planned restart, which does not count, with"
     assert said[2:] == [f"{planned} {shares_note(2)}, from the last snapshot"]
+
+
+def test_ranks_can_tell_a_planned_restart_from_the_end_of_their_job(tmp_path):
+    source = (
+        RANK_1_DIES_ONCE
+        + """
+def tell(*_):
+    fd = os.open(os.environ["PHALANX_SNAPSHOTS"], os.O_RDONLY)
+    open("told", "w").write(str([is_restart_announced(fd, attempt) for attempt in range(3)]))
+    sys.exit(0)
+
+if SIZE == 1:
+    signal.signal(signal.SIGTERM, tell)
+    snapshots_until(time.monotonic() + 60)
+"""
+    )
+    code, attempts, _ = run(tmp_path, source, "--max-restarts", "1", "--regrow-after", "0.2")
+    assert (code, attempts) == (0, [(0, 2), (1, 1), (2, 2)])
+    assert (tmp_path / "told").read_text() == "[False, True, False]"
 
 
 def test_a_planned_restart_that_fails_costs_nothing_but_patience(tmp_path):

@@ -18,7 +18,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx import _env
-from phalanx._snapshots import HEAD_BYTES, MAGIC, Head, common_heads, heads_of_rank, region_offset
+from phalanx._snapshots import (
+    HEAD_BYTES,
+    MAGIC,
+    Head,
+    common_heads,
+    heads_of_rank,
+    is_restart_announced,
+    region_offset,
+)
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint.image import Image, fill, lay_out
 from phalanx.checkpoint.meeting import gather, largest, place
@@ -113,6 +121,11 @@ class SnapshotMemory:
             os.posix_fallocate(self._fd, offset, length)
             self._regions[slot] = mmap.mmap(self._fd, length, offset=offset)
         self.size_bytes = 2 * length
+
+    @property
+    def restart_is_planned(self) -> bool:
+        """Whether the supervisor ends this rank only to start it again, with more ranks, from the last snapshot."""
+        return self._fd >= 0 and is_restart_announced(self._fd, self._attempt)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 

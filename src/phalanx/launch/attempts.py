@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from phalanx._snapshots import common_heads
+from phalanx._snapshots import announce_restart, common_heads
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import RankEnd
 from phalanx.launch.job import Job
@@ -115,11 +115,16 @@ class Course:
         return self.num_ranks < self._job.num_local_ranks and self._job.regrow_after_s > 0
 
     def is_time_to_regrow(self, lived_s: float) -> bool:
-        """Whether the wait is over and a snapshot has just been taken, so that next to nothing is lost."""
+        """Whether the wait is over and a snapshot has just been taken, so that next to nothing is lost.
+
+        If so, the ranks can know it when they are told to end, and need not ask for another job.
+        """
         if lived_s < self._wait_s:
             return False
         seen, self._steps_seen = self._steps_seen, _newest_steps(self._fd)
         self.is_regrowing = seen is not None and _is_ahead(self._steps_seen, seen)
+        if self.is_regrowing:
+            announce_restart(self._fd, self.num_ended)
         return self.is_regrowing
 
     def regrow(self) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import data as torch_data
 
 from phalanx import _env, checkpoint, session
+from phalanx.checkpoint.memory import memory
 from phalanx.data import GlobalBatches, RandomState
 from phalanx.parallel import DistributedDataParallel
 from phalanx.train import world
@@ -356,6 +357,9 @@ class Trainer:
         self._call("on_save")
 
     def _make_room(self, signal: int) -> None:
+        if memory.restart_is_planned:  # to have more ranks: this run goes on at once
+            checkpoint.snapshot(self.checkpoints, self._state(), self.step)
+            raise SystemExit(EXIT_CODE)
         self._save(wait=True)
         self._watch.record("preempted", step=self.step, signal=signal)
         note = requeue() if self.session.rank == 0 else ""
