@@ -25,6 +25,7 @@ from phalanx.launch.output import Screen, prefix
 from phalanx.launch.ports import port_problem
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.run_folder import RunFolder
+from phalanx.launch.standby import Standby, is_noted
 from phalanx.launch.warden import adopt_orphans
 from phalanx.launch.warden_client import Warden
 
@@ -87,6 +88,7 @@ class Supervisor:
         self.spared: list[int] = []  # children of ours that are not the ranks'
         self._said_log_problem = False
         self._num_oom_kills = count_oom_kills()
+        self._standby: Standby | None = None
 
     def __enter__(self) -> Supervisor:
         adopt_orphans()  # of a warden that is killed
@@ -127,8 +129,44 @@ class Supervisor:
         self._warden.close(self.spared)
         self._close_output(self._warden_output)
 
+    def _wants_standby(self) -> bool:
+        """Whether a second warden is to be prepared; does it once rank 0 has told what to import."""
+        job = self._job
+        if not (job.preload and job.max_restarts) or self._standby is not None or job.max_nodes > 1:
+            return False
+        folder = self._ranks[0].folder
+        if self._ending_by is None and is_noted(folder):
+            log = os.path.join(self._folder.path, "standby.log")
+            self._standby = Standby.start(job, self._environ, folder, self._err, log, self._descriptors)
+            self._watch_output(self._standby.output)
+            self.watch(self._standby.warden.channel.fileno(), self._hear_standby)
+        return True
+
+    def _hear_standby(self) -> None:
+        assert self._standby is not None
+        self._standby.hear()
+        if not self._standby.warden.channel.alive:
+            self.unwatch(self._standby.warden.channel.fileno())
+
+    def _relieve_warden(self) -> None:
+        """Make the standby the warden, if it is ready; between attempts."""
+        ready = self._standby
+        if ready is None or not (ready.is_ready and ready.warden.channel.alive and ready.environ == self._environ):
+            return
+        self.spared.append(ready.warden.pid)
+        self._end_warden()
+        self.spared.remove(ready.warden.pid)
+        self.unwatch(ready.warden.channel.fileno())
+        self._standby = None
+        self._warden, self._warden_output, self._warden_ready = ready.warden, ready.output, True
+        self.watch(self._warden.channel.fileno(), self._hear_warden)
+
     def __exit__(self, *_: object) -> None:
         self._end_warden()
+        if self._standby is not None:
+            self._standby.warden.kill()
+            self._standby.warden.close(self.spared)
+            self._standby.output.close()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
         self._selector.close()
@@ -177,6 +215,7 @@ class Supervisor:
         if not self._warden.channel.alive or self._environ != self._warden_environment(shares):
             self._end_warden()
             self._start_warden(shares)
+        self._relieve_warden()
         self._open_ranks(attempt)
         while self.received is None and not self._warden_ready and self._warden.channel.alive:
             self.wait()
@@ -188,7 +227,7 @@ class Supervisor:
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
         self.began_s = time.monotonic()
         while any(rank.end is None for rank in self._ranks):
-            self.wait(_LOOK_S if until else None)
+            self.wait(_LOOK_S if until or self._wants_standby() else None)
             self._judge()
             if until and self._ending_by is None and all(rank.end is None for rank in self._ranks) and until():
                 self.stop_attempt()

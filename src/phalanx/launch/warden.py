@@ -16,6 +16,7 @@ import ctypes
 import errno
 import fcntl
 import gc
+import importlib
 import json
 import os
 import resource
@@ -31,6 +32,7 @@ from typing import Any
 from phalanx.launch.channel import MAX_PACKET_BYTES
 
 FD_VARIABLE = "PHALANX_WARDEN_FD"
+MODULES_VARIABLE = "PHALANX_WARDEN_MODULES"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None)  # loaded before any fork
@@ -219,6 +221,7 @@ def serve_preloaded(loaded_before: Collection[str]) -> None:
         loaded_before: Modules that Python itself loads at start.
     """
     channel = socket.socket(fileno=int(os.environ.pop(FD_VARIABLE)))
+    modules_file = os.environ.pop(MODULES_VARIABLE)
     trouble = ""
     gc.disable()  # what an import leaves is not worth looking for: a sixth of the time
     for name in _PRELOADED_MODULES:
@@ -227,14 +230,26 @@ def serve_preloaded(loaded_before: Collection[str]) -> None:
         except BaseException as error:  # the script will meet it itself, and tell it as it would without us
             trouble = f"{type(error).__name__}: {error}"
             break
+    if modules_file and not trouble:
+        _import_all(modules_file)
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
     try:
         can_go_on = not _has_threads_or_devices() and not _hides_modules_of_the_script(loaded_before)
-        serve(channel, _go_on if can_go_on else execute(sys.orig_argv), trouble=trouble)
+        begin = _go_on if can_go_on else execute(sys.orig_argv)
+        serve(channel, begin, trouble=trouble, can_go_on=can_go_on and not trouble)
     except BaseException as error:  # site would go on, and the script would run here
         print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _import_all(modules_file: str) -> None:
+    """Import what ranks before have imported; what fails now is left to the script."""
+    with open(modules_file) as file:
+        names = json.load(file)
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def _has_threads_or_devices() -> bool:

@@ -25,6 +25,7 @@ class Warden:
         preload: Stop `command`, a Python interpreter's, in the site hook and fork it there.
         output_fd: Where the warden's own output goes, such as a warning of ``import torch``.
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
+        modules_file: With `preload`: names what is imported beside torch; "": nothing.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Warden:
         preload: bool,
         output_fd: int,
         descriptors: tuple[int, int],
+        modules_file: str = "",
     ) -> None:
         self._descriptors = descriptors
         self._status: int | None = None
@@ -48,7 +50,7 @@ class Warden:
                 self.channel.close()
                 _settle(output_fd)
                 if preload:
-                    _execute_preloading(command, environ, theirs)
+                    _execute_preloading(command, environ, theirs, modules_file)
                 os.environ.clear()
                 os.environ.update(environ)
                 warden.serve(theirs, warden.execute(command))
@@ -110,12 +112,15 @@ def _settle(output_fd: int) -> None:
     os.close(null)
 
 
-def _execute_preloading(command: Sequence[str], environ: Mapping[str, str], channel: socket.socket) -> None:
+def _execute_preloading(
+    command: Sequence[str], environ: Mapping[str, str], channel: socket.socket, modules_file: str
+) -> None:
     os.set_inheritable(channel.fileno(), True)
     path = environ.get("PYTHONPATH")
     hooked = {
         **environ,
         "PYTHONPATH": f"{_PRELOAD_FOLDER}{os.pathsep}{path}" if path else _PRELOAD_FOLDER,
         warden.FD_VARIABLE: str(channel.fileno()),
+        warden.MODULES_VARIABLE: modules_file,
     }
     os.execvpe(command[0], list(command), hooked)

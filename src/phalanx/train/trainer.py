@@ -19,6 +19,7 @@ from torch.utils import data as torch_data
 from phalanx import _env, checkpoint, session
 from phalanx.checkpoint.memory import memory
 from phalanx.data import GlobalBatches, RandomState
+from phalanx.launch.standby import note_modules
 from phalanx.parallel import DistributedDataParallel
 from phalanx.train import world
 from phalanx.train.feed import DatasetFeed, Feed, LoaderFeed, Part, evaluation_parts
@@ -250,7 +251,7 @@ class Trainer:
         num_steps = min(s.max_steps or sys.maxsize, (s.max_epochs or sys.maxsize) * len(self._feed))
         watch = Watch(self.folder, num_steps, self._collective_device())
         self._snapshot_every = 1 if s.snapshot_every == "auto" else s.snapshot_every
-        self._began_s = time.monotonic()
+        self._began_s, self._first_step = time.monotonic(), self.step + 1
         resumed = None if loaded is None else dataclasses.asdict(loaded)
         watch.record(
             "start", pid=os.getpid(), world_size=world_size, backend=self.session.backend,
@@ -303,6 +304,8 @@ class Trainer:
         if self._snapshot_every and self.step % self._snapshot_every == 0:
             checkpoint.snapshot(self.checkpoints, self._state(), self.step)
             watch.clock.lap("snapshot")
+        if self.step == self._first_step:
+            note_modules()
         if self.step % s.log_every == 0:
             self._log()
         if s.save_every and self.step % s.save_every == 0:
