@@ -16,12 +16,12 @@ TESTS ?= tests
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
-	$(BIN)/phalanx run --nproc-per-node 2 examples/train_digits.py --out runs/digits
+	$(BIN)/phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_digits.py --out runs/digits --fresh
 	@echo
-	@echo "That was: phalanx run --nproc-per-node 2 examples/train_digits.py --out runs/digits"
-	@echo "Next: your own script with init_process_group(\"phalanx\"), or"
-	@echo "      $(BIN)/phalanx run --nproc-per-node 2 examples/train_digits.py --epochs 20"
-	@echo "      $(BIN)/phalanx run --nproc-per-node 2 examples/train_digits.py --data FOLDER_WITH_MNIST_IDX_FILES"
+	@echo "That was: phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_digits.py --out runs/digits --fresh"
+	@echo "Look at runs/digits/report.html. Next: your own script with init_process_group(\"phalanx\"), or"
+	@echo "      $(BIN)/phalanx run --max-restarts 3 examples/train_digits.py --epochs 100  # and kill -9 one of its ranks"
+	@echo "      $(BIN)/phalanx run examples/train_digits.py --out runs/mnist --data FOLDER_WITH_MNIST_IDX_FILES"
 	@echo "      make bench"
 
 test: $(VENV)/built

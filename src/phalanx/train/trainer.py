@@ -28,6 +28,7 @@ from phalanx.train.settings import Settings
 from phalanx.train.watch import Watch
 
 _SNAPSHOT_SHARE = 0.03  # of the time of training
+_MAX_PIDS = 16  # in a line
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -258,6 +259,8 @@ class Trainer:
             settings=dataclasses.asdict(s), resumed_from=resumed,
         )  # fmt: skip
         watch.say(f"{self._describe_batches(num_steps)}; run folder {self.folder}")
+        pids = " ".join(str(pid) for pid in _gather(os.getpid())[:_MAX_PIDS])
+        watch.say(f"processes of the ranks: {pids}")
         if loaded is not None:
             watch.say(f"going on after step {loaded.step}, from {loaded.source}")
         return watch
@@ -428,12 +431,7 @@ class Trainer:
             inputs = _to(batch, self.device)
             inputs = inputs[0] if isinstance(inputs, tuple | list) else inputs
             outputs.append(self._evaluated(inputs)[:size].cpu())
-        every: list[Any] = [None] * self.session.world_size
-        own = torch.cat(outputs) if outputs else None
-        if self.session.world_size > 1:
-            dist.all_gather_object(every, own)
-        else:
-            every = [own]
+        every = _gather(torch.cat(outputs) if outputs else None)
         return torch.cat([part for part in every if part is not None])
 
     @property
@@ -483,6 +481,15 @@ class _Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self._names:
             setattr(self._trainer, name, state[name.lstrip("_")])
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, in rank order."""
+    values: list[Any] = [value]
+    if dist.get_world_size() > 1:
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 
 def _is_sharded(model: nn.Module) -> bool:
