@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 
@@ -71,16 +70,19 @@ def test_a_torn_line_is_skipped_and_a_restart_goes_on_after_it(tmp_path, torn):
 
 def test_a_killed_process_leaves_every_record_that_it_has_written(tmp_path):
     code = (
-        "import sys; from phalanx.train.metrics import MetricsLog\n"
+        "import sys, time; from phalanx.train.metrics import MetricsLog\n"
         "log = MetricsLog(sys.argv[1])\n"
-        "for step in range(10**9):\n"
+        "for step in range(5000):\n"  # 25 MB at most, should nobody kill it
         "    log.write('step', step=step, filling='x' * 5000)\n"
         "    if step == 200: print(flush=True)\n"
+        "time.sleep(30)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        assert is_being_written(tmp_path)
-        process.send_signal(signal.SIGKILL)
+        try:
+            process.stdout.readline()
+            assert is_being_written(tmp_path)
+        finally:
+            process.kill()
     assert not is_being_written(tmp_path)
     steps = step_numbers(read_metrics(tmp_path))
     assert steps == list(range(len(steps)))

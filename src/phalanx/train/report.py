@@ -185,13 +185,14 @@ def _curves(run: _Run) -> str:
     if not curves:
         return _section("Curves", "<p>No step has been recorded yet.</p>")
     steps = [step for _, points in curves for step, _ in points]
-    marks = run.marks()
+    first, last = min(steps), max(steps)
+    marks = {step: text for step, text in run.marks().items() if first <= step <= last}
     plotted = [
         plots.curve(
             _TITLES.get(name, name),
             points,
-            {step: text for step, text in marks.items() if min(steps) <= step <= max(steps)},
-            steps=(min(steps), max(steps)),
+            marks,
+            steps=(first, last),
             from_zero=name == "samples_per_s",
             may_be_log=name in ("loss", "grad_norm") or name.endswith("loss"),
             is_wide=number == 0 and len(curves) % 2 == 1,
@@ -203,10 +204,11 @@ def _curves(run: _Run) -> str:
 
 
 def _phases(run: _Run) -> str:
-    """Bars of the last attempt: earlier ones may have had other ranks."""
-    records = [record for record in run.attempts[max(run.attempts)] if record.get("phases_by_rank")]
-    if not records:
+    """Bars of the last attempt that came to a step: earlier ones may have had other ranks."""
+    timed = [record for record in run.steps if record.get("phases_by_rank") and record.get("phases_s")]
+    if not timed:
         return ""
+    records = [record for record in timed if record["attempt"] == timed[-1]["attempt"]]
     names = list(records[-1]["phases_s"])
     tables = [record["phases_by_rank"] for record in records]
     ranks = range(len(tables[-1]))
