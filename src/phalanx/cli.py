@@ -15,6 +15,7 @@ from phalanx.launch.plan import make_plan
 from phalanx.launch.supervisor import run
 
 _REPORT = "phalanx report FOLDER"
+_CKPT = "phalanx ckpt ls|show|verify|diff|export FOLDER"
 _VERIFY_RESUME = "phalanx verify-resume --nproc-per-node 2 train.py [args]"
 
 
@@ -25,10 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args[1:])
     if args[:1] == ["report"]:
         return _report(args[1:])
+    if args[:1] == ["ckpt"]:
+        from phalanx.checkpoint.command import main as ckpt  # brings torch
+
+        return ckpt(args[1:])
     if args[:1] == ["verify-resume"]:
         return _verify_resume(args[1:])
     if args[:1] in (["-h"], ["--help"]):
-        print(f"usage: {RIGHT_CALL}\n       {_REPORT}\n       {_VERIFY_RESUME}\n\nphalanx run --help lists the flags.")
+        usage = "\n       ".join((RIGHT_CALL, _REPORT, _CKPT, _VERIFY_RESUME))
+        print(f"usage: {usage}\n\nphalanx run --help lists the flags.")
         return 0
     if args[:1] == ["--version"]:
         print(f"phalanx {phalanx.__version__}")

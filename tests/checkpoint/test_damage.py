@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import phalanx.checkpoint as ckpt
@@ -53,12 +53,14 @@ def assert_gives_way(folder):
 
 
 @pytest.mark.parametrize("name", FILES)
+@settings(max_examples=50)
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_one_flipped_bit_anywhere_is_noticed(damaged, name, where):
     assert_gives_way(damaged(lambda path: flip_bit(path, int(where * 8 * path.stat().st_size)), name))
 
 
 @pytest.mark.parametrize("name", FILES)
+@settings(max_examples=50)
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_a_file_that_ends_too_early_is_noticed(damaged, name, where):
     assert_gives_way(

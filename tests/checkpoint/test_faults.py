@@ -174,7 +174,7 @@ if "exit" in sys.argv:
 
 @pytest.mark.parametrize(
     ("launcher", "how"),
-    [("python", "return"), ("python", "exit"), ("phalanx run", "destroy"), ("phalanx run", "raise")],
+    [("python", "exit"), ("phalanx run", "destroy"), ("phalanx run", "raise")],
 )
 def test_the_last_save_is_completed_before_the_interpreter_ends(tmp_path, launcher, how):
     (tmp_path / "end.py").write_text(textwrap.dedent(ENDING))

@@ -21,7 +21,8 @@ _ALIGNMENT = 4096  # of the data: headers differ a little from step to step, and
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
-    "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+    "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -65,8 +66,13 @@ def as_stored(block: Tensor) -> Tensor:
     return block.unsqueeze(-1).view(torch.uint8) if block.dim() else block.reshape(1).view(torch.uint8)
 
 
-def lay_out(parts: Sequence[Part], metadata: Mapping[str, Any]) -> Layout:
-    """Return the layout of an image of `parts`; `metadata` is JSON, and goes into its header."""
+def is_storable(dtype: torch.dtype) -> bool:
+    """Whether the format knows the dtype itself."""
+    return dtype in _NAMES
+
+
+def lay_out(parts: Sequence[Part], metadata: Mapping[str, Any] | None) -> Layout:
+    """Return the layout of an image of `parts`; `metadata` is JSON, and goes into its header if there is any."""
     entries: dict[str, Any] = {}
     blocks: dict[str, list[Any]] = {}
     places = [0] * len(parts)
@@ -82,7 +88,8 @@ def lay_out(parts: Sequence[Part], metadata: Mapping[str, Any]) -> Layout:
             "dtype": _NAMES[stored.dtype], "shape": list(stored.shape), "data_offsets": [places[i], end],
         }  # fmt: skip
         blocks[key] = [part.name, list(part.offset), list(part.block.shape)]
-    entries["__metadata__"] = {"format": "pt", "phalanx": json.dumps({**metadata, "blocks": blocks})}
+    ours = {} if metadata is None else {"phalanx": json.dumps({**metadata, "blocks": blocks})}
+    entries["__metadata__"] = {"format": "pt", **ours}
     text = json.dumps(entries).encode()
     text = text.ljust(math.ceil((len(text) + 8) / _ALIGNMENT) * _ALIGNMENT - 8)
     header = len(text).to_bytes(8, "little") + text

@@ -1,0 +1,222 @@
+"""``phalanx ckpt``: look at checkpoints, compare and export them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from phalanx.checkpoint import folder as folders
+from phalanx.checkpoint.comparison import compare
+from phalanx.checkpoint.export import export, read, rows_of
+from phalanx.checkpoint.folder import Checkpoint, Damaged
+from phalanx.checkpoint.retention import verify
+
+_CALLS = {
+    "ls": "phalanx ckpt ls FOLDER",
+    "show": "phalanx ckpt show FOLDER [--step N] [--rank R]",
+    "verify": "phalanx ckpt verify FOLDER [--step N | --all]",
+    "diff": "phalanx ckpt diff FOLDER STEP STEP  or  phalanx ckpt diff FOLDER_A FOLDER_B",
+    "export": "phalanx ckpt export FOLDER OUT.safetensors [--step N] [--key model] [--rank R]",
+}
+_HELP = {
+    "ls": "which checkpoints there are",
+    "show": "names, dtypes, shapes and values in one",
+    "verify": "whether every bit is as it was saved; exit code 1 if not",
+    "diff": "what differs between two; exit code 1 if anything does",
+    "export": "the whole model of any number of ranks as one .safetensors or .pt file",
+}
+
+
+class _Mistake(Exception):
+    """The command can't be carried out; says why."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _Mistake(message)
+
+
+def main(args: Sequence[str]) -> int:
+    """Run ``phalanx ckpt`` and return its exit code: 2 for what can't be done, with one line that says why."""
+    if not args or args[0] in ("-h", "--help"):
+        lines = "\n".join(f"  {_CALLS[name]}\n      {_HELP[name]}" for name in _CALLS)
+        print(f"usage:\n{lines}\n\nFOLDER holds checkpoints, or is one of them; without --step its newest is meant.")
+        return 0
+    name = args[0]
+    try:
+        if name not in _CALLS:
+            raise _Mistake(f"unknown command {name!r}")
+        code = _COMMANDS[name](_parse(name, args[1:]))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read our output has gone; nothing more is to be written at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (_Mistake, Damaged, ValueError, FileNotFoundError) as error:
+        print(f"phalanx ckpt: {error}; right: {_CALLS.get(name, 'phalanx ckpt --help')}", file=sys.stderr)
+    except OSError as error:
+        print(f"phalanx ckpt: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+    return 2
+
+
+def _parse(name: str, args: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog=f"phalanx ckpt {name}", usage=_CALLS[name], description=_HELP[name], allow_abbrev=False)
+    parser.add_argument("folder", metavar="FOLDER")
+    if name == "diff":
+        parser.add_argument("others", nargs="+", metavar="STEP")
+    if name == "export":
+        parser.add_argument("out", metavar="OUT")
+        parser.add_argument("--key", help="what of it, such as model.encoder (default: model, if there is one)")
+    if name in ("show", "verify", "export"):
+        parser.add_argument("--step", type=int, help="default: the newest")
+    if name in ("show", "export"):
+        parser.add_argument("--rank", type=int, help="whose, where ranks have saved what is their own")
+    if name == "verify":
+        parser.add_argument("--all", action="store_true", help="every checkpoint of the folder")
+    try:
+        return parser.parse_args(args)
+    except SystemExit:  # of --help
+        sys.stdout.flush()
+        raise
+
+
+def _find(path: str, step: int | None = None) -> Checkpoint:
+    """Return the checkpoint that is meant: of a step, or the newest, or the one whose own folder `path` is."""
+    match = re.fullmatch(r"step-(\d+)", os.path.basename(os.path.abspath(path)))
+    if match and step is None and folders.steps(path) == []:
+        path, step = os.path.dirname(os.path.abspath(path)), int(match[1])
+    published = folders.steps(path)
+    if not published:
+        raise _Mistake(f"{path} {'holds no checkpoint' if os.path.isdir(path) else 'is no folder'}")
+    if step is not None and step not in published:
+        raise _Mistake(f"{path} has no checkpoint of step {step}, but of {', '.join(map(str, published))}")
+    return folders.read_manifest(path, published[-1] if step is None else step)
+
+
+def _find_whole(path: str, step: int | None = None) -> Checkpoint:
+    checkpoint = _find(path, step)
+    problems = [folders.check_file(checkpoint, name) for name in checkpoint.files]
+    if any(problems):
+        raise Damaged("; ".join(filter(None, problems)))
+    return checkpoint
+
+
+def _rank_of(checkpoint: Checkpoint, rank: int | None) -> int | None:
+    if rank is not None and not 0 <= rank < checkpoint.world_size:
+        raise _Mistake(f"--rank must lie in [0, {checkpoint.world_size}), got {rank}")
+    return rank
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def _ls(given: argparse.Namespace) -> int:
+    if not os.path.isdir(given.folder):
+        raise _Mistake(f"{given.folder} is no folder")
+    rows = []
+    for step in folders.steps(given.folder):
+        try:
+            checkpoint = folders.read_manifest(given.folder, step)
+        except Damaged as error:
+            rows.append([str(step), "", "", "", "", f"damaged: {error}"])
+            continue
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.saved_at))
+        metric = "" if checkpoint.metric is None else f"{checkpoint.metric:g}"
+        wrong = [name for name in checkpoint.files if _size(checkpoint, name) != checkpoint.files[name]["size_bytes"]]
+        state = f"damaged: {', '.join(wrong)}" if wrong else "whole"
+        rows.append([str(step), when, _in_units(checkpoint.size_bytes), str(checkpoint.world_size), metric, state])
+    _print_table(["step", "saved", "size", "ranks", "metric", "state"], rows)
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    checkpoint = _find_whole(given.folder, given.step)
+    rank = _rank_of(checkpoint, given.rank) or 0
+    ranks = f"{checkpoint.world_size} rank{'s' * (checkpoint.world_size > 1)}"
+    print(f"step {checkpoint.step}, {_in_units(checkpoint.size_bytes)} of {ranks}; what rank {rank} has saved:")
+    _print_table(["name", "what"], [list(row) for row in rows_of(checkpoint, rank)])
+    return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    if given.all and given.step is not None:
+        raise _Mistake("--step and --all contradict each other")
+    published = folders.steps(given.folder)
+    if not published:
+        raise _Mistake(f"{given.folder} {'holds no checkpoint' if os.path.isdir(given.folder) else 'is no folder'}")
+    is_damaged = False
+    for step in published if given.all else [published[-1] if given.step is None else given.step]:
+        problems = verify(given.folder, step)
+        is_damaged |= bool(problems)
+        print(f"step {step}: {'; '.join(problems) or 'whole'}")
+    return int(is_damaged)
+
+
+def _diff(given: argparse.Namespace) -> int:
+    if len(given.others) > 2 or (len(given.others) == 2 and not all(other.isdecimal() for other in given.others)):
+        raise _Mistake(
+            f"a folder and two steps, or two folders are needed, got {given.folder} {' '.join(given.others)}"
+        )
+    if len(given.others) == 2:
+        pair = [_find_whole(given.folder, int(other)) for other in given.others]
+    else:
+        pair = [_find_whole(path) for path in (given.folder, given.others[0])]
+    found = compare(*((os.path.dirname(checkpoint.path), checkpoint.step) for checkpoint in pair))
+    for difference in found:
+        print(difference)
+    if not found:
+        print(f"{pair[0].path} and {pair[1].path} hold the same bits")
+    return int(bool(found))
+
+
+def _export(given: argparse.Namespace) -> int:
+    checkpoint = _find_whole(given.folder, given.step)
+    rank = _rank_of(checkpoint, given.rank)
+    key = given.key
+    if key is None:
+        key = "model" if any(name.startswith("model.") for name, _ in rows_of(checkpoint, rank or 0)) else ""
+    num_tensors = export(read(checkpoint, key, rank), given.out)
+    print(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {_in_units(os.path.getsize(given.out))}")
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[Any], int]] = {
+    "ls": _ls, "show": _show, "verify": _verify, "diff": _diff, "export": _export,
+}  # fmt: skip
+
+
+def _size(checkpoint: Checkpoint, name: str) -> int:
+    path = os.path.join(checkpoint.path, name)
+    return os.path.getsize(path) if os.path.exists(path) else -1
+
+
+def _in_units(size_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def _print_table(heads: list[str], rows: list[list[str]]) -> None:
+    """Print rows: as a table where somebody looks on, as aligned lines for other programs."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            table = Table(*heads)
+            for row in rows:
+                table.add_row(*(cell.replace("[", r"\[") for cell in row))
+            Console(highlight=False).print(table)
+            return
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    for row in [heads, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,117 @@
+"""What a checkpoint holds, put together from the files of all ranks: as rows to read, as one file for others."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.blocks import Reader
+from phalanx.checkpoint.folder import Checkpoint
+from phalanx.checkpoint.image import Part, fill, is_storable, lay_out
+from phalanx.checkpoint.loading import images_of
+from phalanx.checkpoint.tree import Json, pairs_of, unpack
+
+_MOST_CHARS = 60
+
+
+def rows_of(checkpoint: Checkpoint, rank: int) -> list[tuple[str, str]]:
+    """Return name and description of each tensor and each value that `rank` has saved, without reading the tensors."""
+    return list(_rows("", images_of(checkpoint)[rank].metadata["tree"]))
+
+
+def _rows(name: str, node: Json) -> Iterator[tuple[str, str]]:
+    kind = next(iter(node)) if isinstance(node, dict) else ""
+    if kind == "tensor":
+        yield name, f"{node['dtype']} {node['shape']}"
+    elif kind == "numpy":
+        yield name, f"numpy {node['dtype']} {node['shape']}"
+    elif kind in ("dict", "ordered", "counter"):
+        pairs = pairs_of(node)
+        yield from ((name, "{}") for _ in range(not pairs))
+        for key, value in pairs:
+            yield from _rows(f"{name}.{key}" if name else str(key), value)
+    elif isinstance(node, dict) and isinstance(node[kind], list) and any(_is_nested(item) for item in node[kind]):
+        for index, item in enumerate(node[kind]):
+            yield from _rows(f"{name}.{index}" if name else str(index), item)
+    else:
+        has_tensor = isinstance(node, dict) and isinstance(node[kind], dict)
+        text = f"{kind} {node[kind]['shape']}" if has_tensor else repr(unpack(node, _no_tensor))
+        yield name, text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
+
+
+def _is_nested(node: Json) -> bool:
+    return isinstance(node, dict) and not {"float", "complex"} & node.keys()
+
+
+def _no_tensor(node: Json, _: Tensor | None) -> Tensor:
+    raise ValueError("it is read without tensors")
+
+
+def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:
+    """Return what stands under `key`, such as ``"model"``, whole.
+
+    Args:
+        rank: Whose; only where each rank has saved tensors of its own, one must be named.
+
+    Raises:
+        ValueError: There is no such key, or a rank must be named.
+    """
+    images = images_of(checkpoint)
+    if rank is None and not images[0].metadata["is_alike"]:
+        raise ValueError(f"each of {len(images)} ranks has saved tensors of its own: choose one with --rank")
+    node = images[rank or 0].metadata["tree"]
+    for part in key.split(".") if key else ():
+        entries = {str(name): value for name, value in pairs_of(node)}
+        if part not in entries:
+            raise ValueError(f"the checkpoint has no {part!r}, but {', '.join(map(repr, entries))}")
+        node = entries[part]
+    return unpack(node, Reader(images, rank or 0))
+
+
+def export(value: Any, path: str) -> int:
+    """Write `value` for others and return the number of tensors: through ``torch.save``, or as safetensors.
+
+    Raises:
+        ValueError: The file's name ends in neither .pt nor .safetensors, or it can't hold a tensor.
+    """
+    tensors = dict(_tensors("", value))
+    is_safetensors = path.endswith(".safetensors")
+    if not is_safetensors and not path.endswith((".pt", ".pth")):
+        raise ValueError(f"{path} must end in .safetensors or .pt")
+    part = f"{path}.{os.getpid()}.part"
+    try:
+        with open(part, "w+b") as file:
+            if is_safetensors:
+                _write_safetensors(tensors, file)
+            else:
+                torch.save(value, file)
+        os.rename(part, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+    return len(tensors)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(f"{name}.{key}" if name else str(key), item)
+
+
+def _write_safetensors(tensors: dict[str, Tensor], file: IO[bytes]) -> None:
+    for name, tensor in tensors.items():
+        if not is_storable(tensor.dtype):
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors do not know; export to a .pt file")
+    parts = [Part(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()]
+    layout = lay_out(parts, None)
+    file.truncate(layout.size_bytes)
+    with mmap.mmap(file.fileno(), layout.size_bytes) as memory:
+        fill(memory, layout, parts)

@@ -1,0 +1,235 @@
+"""``phalanx ckpt``: what it shows, compares and exports, and the line with which it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+
+from phalanx import cli
+from phalanx.testing import run_ranks
+from tests.checkpoint._tools import assert_same, copy_of, flip_bit, model, save, step
+
+
+def save_sharded(rank, world_size, folder):
+    """Two steps of training, and a third that differs in one weight and one value."""
+    module = model()
+    wanted = copy_of(module)
+    fully_shard(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    state = {"model": module, "optimizer": optimizer, "epoch": 1, "note": {"names": ["a", "b"], "loss": float("nan")}}
+    save(folder, state, 10, metric=0.5)
+    state["epoch"] = 2
+    with torch.no_grad():
+        next(iter(module.parameters())).add_(0.25)
+    save(folder, state, 20)
+    step(module, optimizer, 0)
+    save(folder, {**state, "array": numpy.zeros((3, 5)), "bytes": bytes(5000)}, 30)
+    return wanted
+
+
+def save_stages(rank, world_size, folder):
+    save(folder, {"stage": torch.full((300, 300), float(rank))})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "c"
+    [wanted, _] = run_ranks(save_sharded, 2, str(folder))
+    run_ranks(save_stages, 2, str(folder.parent / "stages"))
+    return folder, wanted
+
+
+@pytest.fixture
+def ckpt(capsys):
+    """``ckpt(*args)``: exit code, lines of stdout, stderr."""
+
+    def call(*args):
+        code = cli.main(["ckpt", *map(str, args)])
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err
+
+    return call
+
+
+@pytest.fixture
+def damaged(saved, tmp_path):
+    """A copy in which a file of step 20 and the manifest of step 30 are damaged."""
+    import shutil
+
+    folder = shutil.copytree(saved[0], tmp_path / "damaged")
+    flip_bit(folder / "step-00000020" / "rank_00001.safetensors", 8 * 4096)
+    flip_bit(folder / "step-00000030" / "manifest.json", 99)
+    return folder
+
+
+def test_ls_has_a_line_for_each(saved, ckpt):
+    code, lines, err = ckpt("ls", saved[0])
+    assert (code, err) == (0, "")
+    assert lines[0].split() == ["step", "saved", "size", "ranks", "metric", "state"]
+    assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30"]
+    assert lines[1].split()[-3:] == ["2", "0.5", "whole"]
+    assert lines[2].split()[-2:] == ["2", "whole"]
+
+
+def test_ls_names_damage_that_the_manifest_tells(damaged, ckpt):
+    (damaged / "step-00000010" / "rank_00000.safetensors").write_bytes(b"short")
+    code, lines, _ = ckpt("ls", damaged)
+    assert code == 0
+    assert lines[1].endswith("damaged: rank_00000.safetensors")
+    assert lines[3].endswith("manifest.json was altered")
+
+
+def test_show_has_names_dtypes_shapes_and_values(saved, ckpt):
+    code, lines, _ = ckpt("show", saved[0])
+    assert code == 0
+    assert lines[0].startswith("step 30, ")
+    assert lines[0].endswith(" of 2 ranks; what rank 0 has saved:")
+    rows = dict(line.split(None, 1) for line in lines[2:])
+    assert rows["model.3.weight"] == "float32 [150, 150]"
+    assert rows["optimizer.state.0.momentum_buffer"] == "float32 [150, 20]"
+    assert rows["optimizer.param_groups.0.lr"] == "0.1"
+    assert rows["epoch"] == "2"
+    assert rows["note.names"] == "['a', 'b']"
+    assert rows["note.loss"] == "nan"
+    assert rows["array"] == "numpy <f8 [3, 5]"
+    assert rows["bytes"] == "bytes [5000]"
+    _, lines, _ = ckpt("show", saved[0], "--step", 10)
+    assert dict(line.split(None, 1) for line in lines[2:])["epoch"] == "1"
+    assert ckpt("show", saved[0] / "step-00000010")[1] == lines, "a checkpoint's own folder will do"
+
+
+def test_verify_names_the_damaged_file(damaged, ckpt):
+    assert ckpt("verify", damaged, "--step", 10) == (0, ["step 10: whole"], "")
+    code, lines, _ = ckpt("verify", damaged)
+    assert (code, len(lines)) == (1, 1)
+    code, lines, _ = ckpt("verify", damaged, "--all")
+    assert code == 1
+    assert lines[0] == "step 10: whole"
+    assert "step-00000020/rank_00001.safetensors was altered" in lines[1]
+    assert "step-00000030/manifest.json was altered" in lines[2]
+
+
+def test_diff_names_what_differs_and_by_how_much(saved, ckpt):
+    code, lines, _ = ckpt("diff", saved[0], 10, 20)
+    assert code == 1
+    assert len(lines) == 2
+    assert lines[0].startswith("model.0.weight")
+    assert "by at most 0.25" in lines[0]
+    assert lines[1].startswith("epoch")
+    assert "1 and 2" in lines[1]
+    assert ckpt("diff", saved[0] / "step-00000010", saved[0] / "step-00000020")[:2] == (code, lines)
+
+
+def test_diff_of_equal_bits_is_none(saved, ckpt):
+    code, lines, _ = ckpt("diff", saved[0], saved[0])
+    assert code == 0
+    assert lines[0].endswith("hold the same bits")
+
+
+def test_export_makes_one_file_of_the_whole_model(saved, ckpt, tmp_path):
+    folder, wanted = saved
+    code, lines, _ = ckpt("export", folder, tmp_path / "m.safetensors", "--step", 10)
+    assert code == 0
+    assert f"{len(wanted)} tensors of step 10" in lines[0]
+    got = load_file(tmp_path / "m.safetensors")
+    assert_same({name: got[name] for name in wanted}, wanted)
+    assert ckpt("export", folder, tmp_path / "m.pt", "--step", 10)[0] == 0
+    fresh = model()
+    fresh.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True))
+    assert_same(copy_of(fresh), wanted)
+    assert sorted(os.listdir(tmp_path)) == ["m.pt", "m.safetensors"]
+
+
+def test_export_of_a_part(saved, ckpt, tmp_path):
+    assert ckpt("export", saved[0], tmp_path / "o.safetensors", "--key", "optimizer.state")[0] == 0
+    assert load_file(tmp_path / "o.safetensors")["0.momentum_buffer"].shape == (150, 20)
+
+
+def test_export_of_ranks_that_differ_needs_one_named(saved, ckpt, tmp_path):
+    stages = saved[0].parent / "stages"
+    code, _, err = ckpt("export", stages, tmp_path / "s.safetensors")
+    assert code == 2
+    assert "each of 2 ranks has saved tensors of its own: choose one with --rank" in err
+    assert ckpt("export", stages, tmp_path / "s.safetensors", "--rank", 1)[0] == 0
+    assert load_file(tmp_path / "s.safetensors")["stage"].eq(1).all()
+
+
+def test_every_dtype_is_exported_or_refused(ckpt, tmp_path):
+    known = {str(dtype): torch.ones(3).to(dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.bool)}
+    save(tmp_path / "c", {"known": known, "odd": torch.ones(2, dtype=torch.complex64)})
+    assert ckpt("export", tmp_path / "c", tmp_path / "k.safetensors", "--key", "known")[0] == 0
+    assert_same(dict(sorted(load_file(tmp_path / "k.safetensors").items())), dict(sorted(known.items())))
+    code, _, err = ckpt("export", tmp_path / "c", tmp_path / "o.safetensors")
+    assert code == 2
+    assert "odd is torch.complex64, which safetensors do not know; export to a .pt file" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["fly"], "unknown command 'fly'; right: phalanx ckpt --help"),
+        (["ls"], "the following arguments are required: FOLDER; right: phalanx ckpt ls FOLDER"),
+        (["ls", "none"], "none is no folder"),
+        (["show", "none"], "none is no folder"),
+        (["show", "SAVED", "--step", "7"], "has no checkpoint of step 7, but of 10, 20, 30"),
+        (["show", "SAVED", "--step", "x"], "argument --step: invalid int value: 'x'"),
+        (["show", "SAVED", "--rank", "2"], "--rank must lie in [0, 2), got 2"),
+        (["verify", "."], "holds no checkpoint"),
+        (["verify", "SAVED", "--step", "7"], "has no checkpoint of step 7"),
+        (["verify", "SAVED", "--step", "10", "--all"], "--step and --all contradict each other"),
+        (["diff", "SAVED", "10", "x"], "a folder and two steps, or two folders are needed"),
+        (["diff", "SAVED", "10", "7"], "has no checkpoint of step 7"),
+        (["export", "SAVED", "m.bin"], "m.bin must end in .safetensors or .pt"),
+        (["export", "SAVED", "m.pt", "--key", "net"], "the checkpoint has no 'net', but 'model', 'optimizer'"),
+        (["export", "SAVED", "none/m.pt"], "none"),
+    ],
+)
+def test_a_mistake_is_one_line(saved, ckpt, tmp_path, monkeypatch, args, said):
+    monkeypatch.chdir(tmp_path)
+    code, lines, err = ckpt(*(str(saved[0]) if arg == "SAVED" else arg for arg in args))
+    assert code == 2
+    assert lines == []
+    assert said in err
+    assert err.startswith("phalanx ckpt: ")
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_damaged_is_neither_shown_nor_exported(damaged, ckpt, tmp_path):
+    for args in (["show", damaged, "--step", 20], ["export", damaged, tmp_path / "m.pt", "--step", 20]):
+        code, lines, err = ckpt(*args)
+        assert (code, lines) == (2, [])
+        assert "rank_00001.safetensors was altered" in err
+    assert ckpt("diff", damaged, 10, 20)[0] == 2
+
+
+@pytest.mark.parametrize("args", [["--help"], [], ["export", "--help"]])
+def test_help_is_no_mistake(capsys, args):
+    with contextlib.suppress(SystemExit):
+        assert cli.main(["ckpt", *args]) == 0
+    assert "phalanx ckpt export FOLDER OUT.safetensors" in capsys.readouterr().out
+
+
+def test_a_terminal_gets_a_table_and_a_reader_that_goes_is_no_error(saved):
+    command = [sys.executable, "-m", "phalanx", "ckpt", "ls", str(saved[0])]
+    ours, theirs = os.openpty()
+    subprocess.run(command, stdout=theirs, check=True, timeout=60)
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert "│ 10 " in shown
+    assert "│ whole" in shown
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write_end)
+    assert done.stderr == ""
+    assert done.returncode == 141
