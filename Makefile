@@ -2,6 +2,7 @@
 # make test   set up, run all tests                make check        what CI runs: format, lint, types, all tests
 # make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
 # make bench-ddp  what data parallel training costs over a step without communication
+# make bench-checkpoint  what saving and snapshots cost the training, against memcpy and torch.save
 # make stress the long forms of the fault and start-up tests         make model  check the flag protocol with SPIN
 #
 # make test TORCH=2.13.0 tests on another torch, in a virtual environment of its own.
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
 
-.PHONY: demo test check lint bench bench-ddp conformance stress model clean
+.PHONY: demo test check lint bench bench-ddp bench-checkpoint conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -40,6 +41,9 @@ bench: $(VENV)/built
 
 bench-ddp: $(VENV)/built
 	$(BIN)/python -m bench.ddp
+
+bench-checkpoint: $(VENV)/built
+	$(BIN)/python -m bench.checkpoint
 
 conformance: $(VENV)/built
 	for n in 2 3 4; do $(BIN)/python -m tests.conformance.exam --backend phalanx --world-size $$n --check || exit 1; done
