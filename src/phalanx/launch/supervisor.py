@@ -89,6 +89,7 @@ class Supervisor:
         self._said_log_problem = False
         self._num_oom_kills = count_oom_kills()
         self._standby: Standby | None = None
+        self._standby_of = 0  # number of the attempt in which it was started
 
     def __enter__(self) -> Supervisor:
         adopt_orphans()  # of a warden that is killed
@@ -132,11 +133,14 @@ class Supervisor:
     def _wants_standby(self) -> bool:
         """Whether a second warden is to be prepared; does it once rank 0 has told what to import."""
         job = self._job
-        if not (job.preload and job.max_restarts) or self._standby is not None or job.max_nodes > 1:
+        if not (job.preload and job.max_restarts) or job.max_nodes > 1:
+            return False
+        if self._standby is not None or self._standby_of == self._num_attempts:
             return False
         folder = self._ranks[0].folder
         if self._ending_by is None and is_noted(folder):
             log = os.path.join(self._folder.path, "standby.log")
+            self._standby_of = self._num_attempts
             self._standby = Standby.start(job, self._environ, folder, self._err, log, self._descriptors)
             self._watch_output(self._standby.output)
             self.watch(self._standby.warden.channel.fileno(), self._hear_standby)
@@ -146,7 +150,17 @@ class Supervisor:
         assert self._standby is not None
         self._standby.hear()
         if not self._standby.warden.channel.alive:
-            self.unwatch(self._standby.warden.channel.fileno())
+            self._drop_standby()
+
+    def _drop_standby(self) -> None:
+        if self._standby is None:
+            return
+        dropped, self._standby = self._standby, None
+        self.unwatch(dropped.warden.channel.fileno())
+        dropped.warden.kill()
+        dropped.warden.status()
+        dropped.warden.channel.close()
+        self._close_output(dropped.output)
 
     def _relieve_warden(self) -> None:
         """Make the standby the warden, if it is ready; between attempts."""
@@ -162,11 +176,8 @@ class Supervisor:
         self.watch(self._warden.channel.fileno(), self._hear_warden)
 
     def __exit__(self, *_: object) -> None:
+        self._drop_standby()
         self._end_warden()
-        if self._standby is not None:
-            self._standby.warden.kill()
-            self._standby.warden.close(self.spared)
-            self._standby.output.close()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
         self._selector.close()
@@ -213,6 +224,7 @@ class Supervisor:
         self._warden_failure: RankEnd | None = None
         shares = self._job.divide(attempt.num_local_ranks).shares
         if not self._warden.channel.alive or self._environ != self._warden_environment(shares):
+            self._drop_standby()
             self._end_warden()
             self._start_warden(shares)
         self._relieve_warden()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -46,6 +47,7 @@ class DatasetFeed:
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=self._generator,
+            worker_init_fn=leave_group,
         )
 
     def __len__(self) -> int:
@@ -76,6 +78,11 @@ class DatasetFeed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._batches.load_state_dict(state)
+
+
+def leave_group(_: int) -> None:
+    """Let a worker not hear the signals that ask its rank to make room: torch takes a worker's end for a failure."""
+    os.setpgid(0, 0)
 
 
 class _FilledParts:

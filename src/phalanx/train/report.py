@@ -21,7 +21,7 @@ import phalanx
 from phalanx.train import plots
 from phalanx.train.metrics import Record, is_being_written, read_metrics, without_undone
 from phalanx.train.plots import Point, number, seconds
-from phalanx.train.settings import Settings
+from phalanx.train.settings import is_minimized
 
 _NO_METRIC = ("time", "kind", "attempt", "step", "epoch")
 _MAX_RANKS = 16  # bars; of more, the slowest are shown
@@ -100,10 +100,6 @@ def _resumed_at(start: Record) -> int:
     return int((start.get("resumed_from") or {}).get("step", 0))
 
 
-def _is_minimized(name: str) -> bool:
-    return Settings(max_steps=1, monitor=name).is_minimized
-
-
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +156,7 @@ def _key_figures(run: _Run) -> str:
     for name, points in run.metrics.items():
         finite = [point for point in points if math.isfinite(point[1])]
         if finite:
-            step, best = (min if _is_minimized(name) else max)(finite, key=lambda point: point[1])
+            step, best = (min if is_minimized(name) else max)(finite, key=lambda point: point[1])
             tiles.append((f"Evaluation: {name}", number(best), f"best, at step {step:,}"))
     speeds = [speed for _, speed in run.values("samples_per_s") if math.isfinite(speed)]
     if speeds:

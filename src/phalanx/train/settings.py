@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-_MINIMIZED = ("loss", "error", "perplexity", "mae", "mse", "rmse")
+_MINIMIZED = frozenset(("loss", "error", "perplexity", "mae", "mse", "rmse"))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -79,13 +79,13 @@ class Settings:
         if self.virtual_shards & (self.virtual_shards - 1) or self.virtual_shards < 1:
             raise ValueError(f"Trainer: virtual_shards must be a power of two, got {self.virtual_shards}")
 
-    @property
-    def is_minimized(self) -> bool:
-        """Whether less of `monitor` is better."""
-        return self.monitor.lower().split("_")[-1] in _MINIMIZED
-
     def batch_size_for(self, world_size: int, first_world_size: int) -> int:
         """Return the global batch size on `world_size` ranks of a run that began on `first_world_size`."""
         if self.on_resize == "keep":
             return self.global_batch_size
         return max(world_size, self.global_batch_size * world_size // first_world_size)
+
+
+def is_minimized(name: str) -> bool:
+    """Return whether less of a value of that name is better, as of ``loss``, ``error_rate`` or ``val_mae``."""
+    return not _MINIMIZED.isdisjoint(name.lower().split("_"))

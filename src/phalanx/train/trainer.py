@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +18,17 @@ from torch import Tensor, nn
 from torch.utils import data as torch_data
 
 from phalanx import _env, checkpoint, session
+from phalanx._errors import RankFailed
 from phalanx.checkpoint.memory import memory
 from phalanx.data import GlobalBatches, RandomState
 from phalanx.launch.standby import note_modules
 from phalanx.parallel import DistributedDataParallel
 from phalanx.train import world
-from phalanx.train.feed import DatasetFeed, Feed, LoaderFeed, Part, evaluation_parts
+from phalanx.train.feed import DatasetFeed, Feed, LoaderFeed, Part, evaluation_parts, leave_group
+from phalanx.train.metrics import write_csv
 from phalanx.train.preemption import EXIT_CODE, Preemption, requeue
-from phalanx.train.settings import Settings
+from phalanx.train.report import write_report
+from phalanx.train.settings import Settings, is_minimized
 from phalanx.train.watch import Watch
 
 _SNAPSHOT_SHARE = 0.03  # of the time of training
@@ -117,6 +121,16 @@ class Trainer:
         Raises:
             SystemExit: With code 75, when SIGTERM or SIGUSR1 came to any rank; everything is saved.
         """
+        try:
+            return self._fit(data, validation_data)
+        except RankFailed:
+            if self._will_restart():  # at once: an orderly end of the interpreter takes longer than the restart
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            raise
+
+    def _fit(self, data: Any, validation_data: torch_data.Dataset[Any] | None) -> dict[str, float]:
         self._feed = self._open(data)
         loaded = checkpoint.load(self.checkpoints, self._state()) if self._may_resume() else None
         with self._begin(loaded) as self._watch, Preemption() as self._preemption:
@@ -241,6 +255,11 @@ class Trainer:
         }  # fmt: skip
         return state if self.scheduler is None else {**state, "scheduler": self.scheduler}
 
+    def _will_restart(self) -> bool:
+        """Whether ``phalanx run`` will start the ranks again after a failure, from the last snapshot."""
+        left = (int(_env.environment().get(f"TORCHELASTIC_{name}") or 0) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+        return not memory.problem and next(left) > next(left)
+
     def _may_resume(self) -> bool:
         is_restart = int(_env.environment().get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
         return is_restart or self.settings.resume == "auto"
@@ -347,7 +366,7 @@ class Trainer:
         if value is None:
             known = ", ".join(self.evaluation)
             raise ValueError(f"Trainer: monitor={self.settings.monitor!r} is no value of the evaluation: {known}")
-        score = -value if self.settings.is_minimized else value
+        score = -value if is_minimized(self.settings.monitor) else value
         if self._best is None or score > self._best:
             self._best, self._num_worse = score, 0
         else:
@@ -381,8 +400,7 @@ class Trainer:
 
     def _report(self) -> None:
         if self.session.rank == 0:
-            from phalanx.train.report import write_report  # brings matplotlib, if that is installed
-
+            write_csv(self.folder)
             self._watch.say(f"report: {write_report(self.folder)}")
 
     def _call(self, event: str) -> None:
@@ -462,6 +480,7 @@ class Trainer:
             loader = torch_data.DataLoader(
                 torch_data.Subset(data, own), batch_size=size, num_workers=self.settings.num_workers,
                 persistent_workers=self.settings.num_workers > 0, generator=torch.Generator(),
+                worker_init_fn=leave_group,
             )  # fmt: skip
             self._evaluation_data, self._loading = data, (loader, len(own), size, most)
         return self._loading
