@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -91,6 +92,21 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before_as_it_was(run_ranks, t
         assert names == ["latest", "step-00000001"]
         assert total == 100_000
     assert sum(err.count("\n") for err in said) >= 2
+
+
+def test_a_disk_that_must_be_written_through_the_cache_is(tmp_path, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *args, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    save(tmp_path, {"x": torch.arange(3_000_000)})
+    state = {"x": None}
+    assert ckpt.load(tmp_path, state).step == 1
+    assert torch.equal(state["x"], torch.arange(3_000_000))
 
 
 def save_as_nobody(rank, world_size, folder):

@@ -11,14 +11,16 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import phalanx
 import phalanx.checkpoint as ckpt
 from phalanx import CheckpointError
 from phalanx.testing import run_ranks
 from tests.checkpoint._tools import assert_same, call, copy_of, group_of, model, save, step, whole
 
-KINDS = ("plain", "ddp", "fsdp")
+KINDS = ("plain", "ddp", "fsdp", "sharded")
 SAVED_BY, LOADED_BY = (1, 2, 4), (1, 2, 3, 4)
 
 
@@ -27,12 +29,14 @@ def fresh(kind):
     with torch.no_grad():
         for buffer in module.buffers():
             buffer.zero_()
-    if kind == "ddp":
+    if kind in ("ddp", "sharded"):
         module = DistributedDataParallel(module)
     elif kind == "fsdp":
         for layer in (module[0], module[3], module[4]):
             fully_shard(layer)
         fully_shard(module)
+    if kind == "sharded":
+        return module, phalanx.ShardedOptimizer(optim.Adam, module.parameters(), lr=0.01)
     return module, optim.Adam(module.parameters(), lr=0.01)
 
 
@@ -76,7 +80,7 @@ def save_kinds(rank, world_size, base):
 def load_kinds(rank, world_size, base):
     """Load what every number of ranks has saved, as every kind of model."""
     loaded = {}
-    for kind in KINDS if world_size > 1 else ("plain", "fsdp"):
+    for kind in KINDS if world_size > 1 else ("plain", "fsdp", "sharded"):
         for name in sorted(name for name in os.listdir(base) if name.split("-")[0] in KINDS):
             module, optimizer = fresh(kind)
             state = {"model": module, "optimizer": optimizer, "epoch": 0}
@@ -92,6 +96,30 @@ def load_kinds(rank, world_size, base):
             for name, tensor in target.items():
                 assert torch.equal(whole(tensor), torch.arange(35.0).view(7, 5)), (saved_by, name)
     return loaded
+
+
+def save_two_dims(rank, world_size, base):
+    """FSDP2 over tensor parallel: shards of shards, whose order is not that of the mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    module = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 6))
+    wanted = copy_of(module)
+    parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(module, mesh=mesh["data"])
+    held = {name: tensor.to_local().clone() for name, tensor in module.state_dict().items()}
+    save(f"{base}/two", {"model": module})
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    ckpt.load(f"{base}/two", {"model": module})
+    assert_same({name: tensor.to_local() for name, tensor in module.state_dict().items()}, held)
+    return wanted
+
+
+def load_two_dims(rank, world_size, base):
+    module = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 6))
+    nn.init.zeros_(module[0].weight)
+    ckpt.load(f"{base}/two", {"model": module})
+    return copy_of(module)
 
 
 def hold_stages(rank, world_size, base):
@@ -156,11 +184,13 @@ def differ_in_sizes(rank, world_size, folder):
 
 PHASES = (
     *((size, save_kinds, "kinds") for size in SAVED_BY),
+    (4, save_two_dims, "two"),
     (2, hold_stages, "own"),
     (2, save_what_all_have, "alike"),
     (2, save_partial, "partial"),
     (2, differ_in_sizes, "sizes"),
     *((size, load_kinds, "kinds") for size in LOADED_BY),
+    (1, load_two_dims, "two"),
     (3, load_too_few, "own"),
     (3, differ_in_sizes, "sizes"),
 )
@@ -198,6 +228,11 @@ def test_any_number_of_ranks_loads_what_any_other_has_saved(outcome, loaded_by):
             saved_kind, saved_by = name.split("-")
             own = rank if loaded_by == int(saved_by) else 0
             assert_same(state, kept[int(saved_by)][own][saved_kind], f"{name} loaded as {kind} on {loaded_by}")
+
+
+def test_shards_of_shards_come_together(outcome):
+    [loaded] = outcome(1, load_two_dims)
+    assert_same(loaded, outcome(4, save_two_dims)[0])
 
 
 def test_ranks_with_tensors_of_their_own_get_these_back(outcome):
