@@ -270,6 +270,8 @@ class Trainer:
             self._batches.batch_size = s.batch_size_for(world_size, self._first_world_size)
         num_steps = min(s.max_steps or sys.maxsize, (s.max_epochs or sys.maxsize) * len(self._feed))
         watch = Watch(self.folder, num_steps, self._collective_device())
+        if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
+            self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
         self._snapshot_every = 1 if s.snapshot_every == "auto" else s.snapshot_every
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         resumed = None if loaded is None else dataclasses.asdict(loaded)
