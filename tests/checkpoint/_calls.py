@@ -58,6 +58,7 @@ def files_are_ones_of_safetensors(rank, world_size, folder):
 def a_wrong_argument_is_refused_on_every_rank(rank, world_size, folder):
     for options, said in (
         ({"step": -1}, "step must be at least 0, got -1"),
+        ({"step": 1.5}, "'float' object cannot be interpreted as an integer"),
         ({"step": 1, "keep": {"keep_last": 0}}, "keep_last must be at least 1, got 0"),
         ({"step": 1, "keep": {"last": 2}}, "unexpected keyword argument 'last'"),
         ({"step": 1, "metric": "good"}, "could not convert string to float"),

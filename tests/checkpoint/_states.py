@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import phalanx
 import phalanx.checkpoint as ckpt
@@ -156,6 +157,10 @@ def what_would_have_to_be_pickled_is_named_on_every_rank(rank, world_size, folde
             ckpt.save(folder, {"model": [0, 0, {"thing": value}]}, 1)
     with pytest.raises(CheckpointError, match=r"thing is a tensor that is torch\.sparse_coo"):
         ckpt.save(folder, {"thing": torch.ones(2, 2).to_sparse()}, 1)
+    with pytest.raises(CheckpointError, match=r"thing is a tensor that is a TwoTensor around others"):
+        ckpt.save(folder, {"thing": TwoTensor(torch.ones(2), torch.ones(2))}, 1)
+    with pytest.raises(CheckpointError, match=r"thing is a tensor that is on the meta device"):
+        ckpt.save(folder, {"thing": torch.ones(2, device="meta")}, 1)
     assert not ckpt.list(folder)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
+import operator
 import os
 import sys
 from collections.abc import Mapping
@@ -78,6 +80,7 @@ class Saver:
         tree, draft = None, None
         leaves: list[Leaf] = []
         try:
+            step = operator.index(step)
             if step < 0:
                 raise ValueError(f"step must be at least 0, got {step}")
             check_numbers(**keep)
@@ -129,7 +132,10 @@ class Saver:
         if len(self._staging) < layout.size_bytes:
             size = -(-layout.size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
             self._staging = mmap.mmap(-1, size)
-            self._staging.madvise(mmap.MADV_HUGEPAGE)
+            # A loader's workers need no copy of it, and the next save none of the pages that it would share with them.
+            for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    self._staging.madvise(advice)
         fill(self._staging, layout, parts)
         return memoryview(self._staging)[: layout.size_bytes]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Json = Any
 _SCALARS = (bool, int, str, type(None))
@@ -93,6 +94,8 @@ class _Packer:
 
     def _pack_tensor(self, tensor: Tensor, name: str, is_local: bool) -> Json:
         kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else tensor.layout
+        if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
+            kind = f"a {type(tensor).__name__} around others"
         if kind != torch.strided:
             raise TypeError(
                 f"{name or 'the state'} is a tensor that is {kind}, which can't be saved: make it a dense one"
