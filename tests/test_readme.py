@@ -34,6 +34,10 @@ def test_an_example_runs(tmp_path, example):
     if "phalanx.spawn" in example:
         done = run([sys.executable, "example.py"], tmp_path)
         assert done.stdout == "[10, 10]\n"
+    elif "phalanx.Trainer" in example:
+        done = run([sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "example.py"], tmp_path)
+        assert "[rank 0] epoch 5, step 80: training loss" in done.stdout
+        assert (tmp_path / "runs" / "example" / "report.html").exists()
     else:
         done = run([sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "example.py"], tmp_path)
         assert {line.split(":")[0].split(" of ")[0] for line in done.stdout.splitlines()} == {
@@ -48,7 +52,7 @@ def test_every_launch_that_is_shown_is_understood():
     assert len(shown) >= 6
     for line in shown:
         _, target = read_flags(line.split(), {}, {}, "")
-        assert target[0] in ("train.py", "hello.py", "package.train")
+        assert target[0] in ("train.py", "hello.py", "package.train", "examples/train_digits.py")
 
 
 def test_both_languages_show_the_same_code():
