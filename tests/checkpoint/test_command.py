@@ -134,6 +134,33 @@ def test_diff_of_equal_bits_is_none(saved, ckpt):
     assert lines[0].endswith("hold the same bits")
 
 
+def test_diff_looks_at_every_element_and_every_kind(ckpt, tmp_path):
+    one = {
+        "array": numpy.zeros(5000),
+        "scalar": numpy.float32(1),
+        "bytes": bytes(5000),
+        "nan": float("nan"),
+        "list": [1],
+    }
+    one["tensor"] = torch.tensor([1.0, float("nan")])
+    middle = numpy.arange(5000) == 2500
+    other = {
+        "array": middle * 1.0,
+        "scalar": numpy.float32(2),
+        "bytes": bytes(middle),
+        "nan": float("nan"),
+        "list": [1, 2],
+    }
+    other["more"] = other["tensor"] = torch.tensor([1.0, float("nan")])
+    save(tmp_path, one, 1)
+    save(tmp_path, other, 2)
+    code, lines, _ = ckpt("diff", tmp_path, 1, 2)
+    assert code == 1
+    assert [line.split()[0] for line in lines] == ["array", "scalar", "bytes", "list", "more"]
+    assert lines[0].endswith("numpy float64[5000] and numpy float64[5000]")
+    assert lines[4].endswith("missing and there")
+
+
 def test_export_makes_one_file_of_the_whole_model(saved, ckpt, tmp_path):
     folder, wanted = saved
     code, lines, _ = ckpt("export", folder, tmp_path / "m.safetensors", "--step", 10)

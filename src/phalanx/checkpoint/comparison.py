@@ -76,6 +76,9 @@ def _differences(name: str, one: Any, other: Any) -> Iterator[Difference]:
             yield from _differences(f"{name}.{index}", item, another)
     elif isinstance(one, torch.Tensor):
         yield from _tensor_difference(name, one, other)
+    elif type(one).__module__ == "numpy":  # whose repr leaves out most of a large array
+        if (one.dtype, one.shape, one.tobytes()) != (other.dtype, other.shape, other.tobytes()):
+            yield Difference(name, _short(one), _short(other))
     elif repr(one) != repr(other):  # not-a-number is like itself
         yield Difference(name, _short(one), _short(other))
 
@@ -96,5 +99,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if type(value).__module__ == "numpy" and value.shape:
+        return f"numpy {value.dtype}{list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
