@@ -32,6 +32,7 @@ from phalanx.train.settings import Settings, is_minimized
 from phalanx.train.watch import Watch
 
 _SNAPSHOT_SHARE = 0.03  # of the time of training
+_NOTHING: Any = contextlib.nullcontext()
 _MAX_PIDS = 16  # in a line
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -153,29 +154,36 @@ class Trainer:
         return self.evaluation
 
     def _train_on(self, parts: list[Part], num_samples: int) -> Tensor:
-        """Take one optimizer step on this rank's parts of a global batch; return this rank's part of its mean loss."""
+        """Take one optimizer step on this rank's parts of a global batch; return this rank's part of its mean loss.
+
+        Ranks' parts add up to the mean times the number of ranks.
+        """
         if self.settings.deterministic:
             loss = self._sum_over_shards(parts, num_samples)
         else:
-            loss = torch.zeros((), device=self.device)
+            losses = []
             for number, (batch, size) in enumerate(parts, start=1):
                 # The model averages over ranks, so what makes it a mean over all samples is this.
                 weight = size * self.session.world_size / num_samples if num_samples else 1 / len(parts)
-                with self._synchronizing(number == len(parts)):
-                    loss += self._forward_backward(batch, weight)
+                with self._synchronizing(number == len(parts)) if len(parts) > 1 else _NOTHING:
+                    losses.append(self._forward_backward(batch, weight))
+            loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         self._optimize()
-        return loss / self.session.world_size
+        return loss
 
     def _forward_backward(self, batch: Any, weight: float) -> Tensor:
         clock = self._watch.clock
-        batch = _to(batch, self.device)
+        if self.device.type != "cpu":
+            batch = _to(batch, self.device)
         dtype = _DTYPES.get(self.settings.precision)
-        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
+        with torch.autocast(self.device.type, dtype) if dtype else _NOTHING:
             loss = self._loss_of(batch)
+        if weight != 1:
+            loss = loss * weight
         clock.lap("forward")
-        self._scaler.scale(loss * weight).backward()
+        self._scaler.scale(loss).backward()
         clock.lap("backward")
-        return loss.detach() * weight
+        return loss.detach()
 
     def _loss_of(self, batch: Any) -> Tensor:
         if self._training_step is not None:

@@ -58,8 +58,8 @@ class Watch:
         self._bar: Any = None
         self._said_s = time.monotonic()
         self.clock = Clock()
-        self._loss: torch.Tensor | None = None
-        self._num_steps_since = self._num_samples_since = 0
+        self._losses: list[torch.Tensor] = []  # of the steps since `log` was called
+        self._num_samples_since = 0
         self.last_loss = math.nan  # of all ranks, when it was logged last
 
     def __enter__(self) -> Watch:
@@ -87,12 +87,11 @@ class Watch:
     @property
     def has_news(self) -> bool:
         """Whether steps came since `log` was called."""
-        return self._num_steps_since > 0
+        return bool(self._losses)
 
     def count(self, loss: torch.Tensor, num_samples: int) -> None:
-        """Take in a step: its loss, this rank's part of the mean, and the samples of all ranks."""
-        self._loss = loss if self._loss is None else self._loss + loss
-        self._num_steps_since += 1
+        """Take in a step: this rank's loss, whose mean over the ranks is that of the step, and the samples of all."""
+        self._losses.append(loss)
         self._num_samples_since += num_samples
 
     def log(self, step: int, epoch: int, lr: float, grad_norm: torch.Tensor | None) -> list[list[float]]:
@@ -100,17 +99,16 @@ class Watch:
 
         Every rank calls it after the same step.
         """
-        assert self._loss is not None
-        num = self._num_steps_since
+        num = len(self._losses)
         phases = [seconds / num for seconds in self.clock.take()]
-        own = torch.tensor([self._loss.item() / num, *phases], dtype=torch.float64, device=self._device)
+        own = torch.tensor([torch.stack(self._losses).mean().item(), *phases], dtype=torch.float64, device=self._device)
         rows = [torch.empty_like(own) for _ in range(self._world_size)]
         if self._world_size > 1:
             dist.all_gather(rows, own)
         else:
             rows = [own]
         table = [row.tolist() for row in rows]
-        loss = self.last_loss = sum(row[0] for row in table)
+        loss = self.last_loss = sum(row[0] for row in table) / self._world_size
         by_rank = [row[1:] for row in table]
         totals = [sum(row) for row in by_rank]
         samples_per_s = self._num_samples_since / num / max(totals)
@@ -123,8 +121,8 @@ class Watch:
         behind = max(totals) / min(totals) - 1
         line = f"loss {loss:.4f}, {samples_per_s:,.0f} samples/s, slowest rank {behind:.0%} behind"
         self._show(step, epoch, line)
-        self._loss = None
-        self._num_steps_since = self._num_samples_since = 0
+        self._losses = []
+        self._num_samples_since = 0
         return by_rank
 
     def _show(self, step: int, epoch: int, line: str) -> None:
