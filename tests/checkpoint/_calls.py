@@ -152,6 +152,23 @@ def _settle():
 
 
 @behaviour
+def a_log_that_cannot_be_written_keeps_no_error_back(rank, world_size, folder):
+    class FullLog:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        flush = write
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", FullLog().write)
+        patch.setattr("sys.stderr", FullLog())
+        ckpt.save(folder, {"x": 1}, 1)
+        _settle()
+    with pytest.raises(CheckpointError, match=r"the checkpoint of step 1 was not saved"):
+        ckpt.wait()
+
+
+@behaviour
 def leftovers_of_killed_saves_are_swept(rank, world_size, folder):
     other = pathlib.Path(folder) / ".step-00000009-0123abcd.part"
     if rank == 0:

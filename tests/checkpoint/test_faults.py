@@ -34,9 +34,9 @@ def names_in(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def fill_disk(rank, world_size, folder, make_full):
+def fill_disk(rank, world_size, folder, make_full, log):
     """Save, and save again when the disk can't take it; return what this rank has heard and said."""
-    sys.stderr = open(f"{folder}-{rank}.err", "w+")  # noqa: SIM115 closed with the process
+    sys.stderr = open(f"{log}-{rank}.err", "w+")  # noqa: SIM115 closed with the process
     save(folder, {"x": torch.ones(100_000)}, 1)
     make_full()
     heard = []
@@ -80,7 +80,8 @@ def small_disk(folder):
 def test_a_disk_that_is_full_leaves_the_checkpoint_before_as_it_was(run_ranks, tmp_path, how):
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(small_disk(tmp_path / "disk")) / "c" if how == "a small disk" else tmp_path / "c"
-        results = run_ranks(fill_disk, 2, str(folder), hide_shortage if how == "a small disk" else limit_files)
+        make_full = hide_shortage if how == "a small disk" else limit_files
+        results = run_ranks(fill_disk, 2, str(folder), make_full, str(tmp_path / "log"))
     why = "No space left on device" if how == "a small disk" else "File too large"
     said = [err for _, err, _, _ in results]
     assert any(why in err for err in said)

@@ -176,7 +176,7 @@ class Draft:
     def remove(self) -> None:
         """Remove what is there; a rank that still writes can't add to it."""
         doomed = f"{self.path}.old"
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # gone already, or what stands there can't be changed any more
             os.rename(self.path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 

@@ -175,7 +175,9 @@ def _write(draft: folders.Draft, rank: int, image: memoryview, sha256: Future[st
                 why = "another rank could not write, or the folder is not on a file system that all ranks share"
             draft.remove()
             why += ". Those before it are as they were; make room or choose another folder"
-    print(f"phalanx: rank {rank}: {what}: {why}", file=sys.stderr, flush=True)  # it may be the last that is called
+    with contextlib.suppress(OSError, ValueError):  # the log may lie on the disk that is full
+        # Said here too, since this may be the last call.
+        print(f"phalanx: rank {rank}: {what}: {why}", file=sys.stderr, flush=True)
     return f"{what}: {why}"
 
 
