@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and need not each import it
 
 import phalanx.testing
 from tests import shm

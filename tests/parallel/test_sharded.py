@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import phalanx
-from bench.ddp import proportional_mib
 from phalanx.parallel import shared_memory
 from phalanx.parallel.sharded import _cuts
 
@@ -145,6 +144,8 @@ def test_state_resumes_on_any_world_size_and_in_the_plain_optimizer(run_ranks, t
 
 
 def memory_for_adam(rank, world_size, how):
+    from bench.ddp import proportional_mib  # brings matplotlib, which other ranks need not import
+
     warm_up = nn.Linear(2, 2)
     warm_up(torch.ones(1, 2)).sum().backward()
     optim.Adam(warm_up.parameters()).step()  # imports what it needs
@@ -179,6 +180,7 @@ def disagree(rank, world_size):
     optimizer = phalanx.ShardedOptimizer(optim.SGD, model.parameters(), lr=1.0, share_parameters=True)
     alike = [torch.empty_like(model.weight) for _ in range(world_size)]
     dist.all_gather(alike, model.weight.detach())
+    dist.barrier()  # the one weight is what a slower rank may still be copying
     if rank == 1:
         model.weight.data.fill_(3)
     dist.barrier()

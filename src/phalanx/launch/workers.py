@@ -26,12 +26,13 @@ from phalanx.launch.worker import Function, Inherited, Plan, dumps, worker_main
 
 # What every rank needs, imported once in the server. None of it may start a thread there.
 _PRELOAD = ("torch", "torch.distributed", "phalanx.launch.worker", "phalanx.backend")
+_PRELOAD_IF_LOADED = ("numpy", "pytest", "torch._dynamo")  # the last by the first optimizer, and slow
 _KILL_WAIT_S = 10.0  # after SIGKILL: only the kernel can make this pass
 
 
 def start_server() -> None:
     """Start the process that ranks are forked from, unless it runs; it ends with this one."""
-    loaded = [name for name in ("numpy", "pytest") if name in sys.modules]
+    loaded = [name for name in _PRELOAD_IF_LOADED if name in sys.modules]
     forkserver.set_forkserver_preload([*_PRELOAD, *loaded])
     forkserver.ensure_running()
 
