@@ -243,7 +243,7 @@ def _unpack_numpy(node: Json, read: Read) -> Any:
     import numpy
 
     data = bytearray(_unpack_bytes(node["numpy"], read))
-    array = numpy.ndarray(node["shape"], numpy.dtype(node["dtype"]), data)
+    array: Any = numpy.ndarray(node["shape"], numpy.dtype(node["dtype"]), data)
     return array[()] if node["scalar"] else array
 
 

@@ -29,12 +29,14 @@ class Standby:
 
     Attributes:
         environ: Of its ranks.
+        log: File that says how it went.
         is_ready: It may be used: it has imported everything, and its forks can go on as ranks.
     """
 
     warden: Warden
     output: Output
     environ: Mapping[str, str]
+    log: str
     is_ready: bool = False
 
     @classmethod
@@ -58,12 +60,14 @@ class Standby:
             modules_file=os.path.abspath(os.path.join(rank_folder, _NAME)),
         )
         output.hand_over()
-        return cls(warden, output, environ)
+        return cls(warden, output, environ, log)
 
     def hear(self) -> None:
         """Take in what the warden says."""
         for packet in self.warden.channel.receive():
             self.is_ready = packet.get("can_go_on", False)
+            with contextlib.suppress(OSError), open(self.log, "a") as file:
+                file.write(f"{'ready' if self.is_ready else 'of no use'}: {packet}\n")
 
 
 def is_noted(rank_folder: str) -> bool:

@@ -1,0 +1,46 @@
+"""Train a small model with `phalanx.Trainer`: the script of tests that start whole jobs."""
+
+import argparse
+
+import torch
+from torch import nn
+
+import phalanx
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--num-workers", type=int, default=0)
+parser.add_argument("--forgets", action="store_true", help="train on something that no checkpoint has")
+parser.add_argument("--shout-at", type=int, help="say when that step is done")
+args = parser.parse_args()
+
+phalanx.seed_everything(0)
+inputs = torch.randn(320, 6)
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+
+
+class Callback:
+    num_calls = 0
+
+    def on_step(self, trainer):
+        self.num_calls += 1
+        if args.forgets:
+            with torch.no_grad():
+                trainer.module[0].bias += 1e-3 * self.num_calls
+        if trainer.step == args.shout_at:
+            print(f"step {trainer.step} done", flush=True)
+
+
+trainer = phalanx.Trainer(
+    model,
+    optimizer,
+    nn.functional.mse_loss,
+    max_epochs=args.epochs,
+    global_batch_size=8,
+    num_workers=args.num_workers,
+    log_every=1,
+    callbacks=(Callback(),),
+)
+trainer.fit(data)

@@ -1,0 +1,137 @@
+"""Whole jobs that train: asked to make room, killed, verified by ``phalanx verify-resume``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx import checkpoint
+
+SCRIPT = Path(__file__).parent / "_small.py"
+RUN = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2"]
+LIMIT_S = 100
+
+
+def records_of(folder, kind):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def run_and_interrupt(folder, arguments, send, flags=(), **environ):
+    """Run the script and call `send(job, line)` for each line that it prints; return its code and its words."""
+    command = [*RUN, *flags, str(SCRIPT), *arguments]
+    environ = {**os.environ, "PHALANX_RUN_FOLDER": str(folder), **environ}
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder.parent
+    ) as job:
+        for line in job.stdout:
+            send(job, line)
+        errors = job.stderr.read()
+        return job.wait(LIMIT_S), errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_job_that_is_asked_to_make_room_saves_and_ends_with_75_and_is_queued_again(tmp_path, number):
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queued\n')
+    scontrol.chmod(0o755)
+
+    def send(job, line):
+        if "step 5 done" in line and "[rank 1]" in line:
+            job.send_signal(number)
+
+    environ = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+    arguments = ["--num-workers", "1", "--shout-at", "5", "--epochs", "2000"]
+    code, errors = run_and_interrupt(tmp_path / "run", arguments, send, ("--max-restarts", "3"), **environ)
+    assert code == 75, errors
+    assert "all ranks have saved and made room; exit code 75" in errors
+    assert "restart" not in errors
+    assert (tmp_path / "queued").read_text() == "requeue 4711\n"
+    [preempted] = records_of(tmp_path / "run", "preempted")
+    assert [c.step for c in checkpoint.list(tmp_path / "run" / "checkpoints")][-1] == preempted["step"] >= 5
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def wait_until_ready(folder):
+    """Return when the standby warden in a run of that folder has imported everything."""
+    deadline = time.monotonic() + LIMIT_S
+    while not any("ready" in log.read_text() for log in folder.glob("runs/_small/*/standby.log")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_restart_is_forked_from_a_process_that_has_the_scripts_imports(tmp_path):
+    parents = []
+
+    def send(job, line):
+        if found := re.search(r"processes of the ranks: (\d+) (\d+)", line):
+            parents.append(parent_of(found[1]))
+            if len(parents) == 1:
+                wait_until_ready(tmp_path)
+                os.kill(int(found[2]), signal.SIGKILL)
+
+    code, errors = run_and_interrupt(tmp_path / "run", ["--epochs", "1000"], end_after(send), ("--max-restarts", "1"))
+    assert code == 75, errors
+    starts = records_of(tmp_path / "run", "start")
+    assert [start["resumed_from"] and start["resumed_from"]["source"] for start in starts] == [None, "memory"]
+    [modules] = (tmp_path / "runs" / "_small").glob("*/logs/attempt_0/rank_0/modules.json")
+    assert "torch._dynamo" in json.loads(modules.read_text())
+    assert len(set(parents)) == 2  # the first warden was relieved
+
+
+def end_after(send):
+    """Wrap `send` so that the job is asked to make room once it trains again."""
+    starts = []
+
+    def wrapped(job, line):
+        send(job, line)
+        if "going on after step" in line:
+            starts.append(line)
+        if starts and "epoch" in line:
+            job.send_signal(signal.SIGUSR1)
+            starts.clear()
+
+    return wrapped
+
+
+def verify(folder, *arguments):
+    command = [sys.executable, "-m", "phalanx", "verify-resume", "--nproc-per-node", "2", str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)
+
+
+def test_verify_resume_finds_a_script_that_resumes_to_the_bit(tmp_path):
+    done = verify(tmp_path, "--epochs", "12")
+    assert done.returncode == 0, done.stdout
+    assert "killed: the same bits as the whole run" in done.stdout
+    assert "preempted: the same bits as the whole run" in done.stdout
+
+
+def test_verify_resume_finds_what_a_script_forgets(tmp_path):
+    done = verify(tmp_path, "--epochs", "12", "--forgets")
+    assert done.returncode == 1
+    assert re.search(r"killed: \d+ differences from the whole run", done.stdout)
+    assert re.search(r"model\.0\.bias.*by at most", done.stdout)
+
+
+def test_verify_resume_refuses_what_run_refuses(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "verify-resume", "--nproc-per-nod", "2", str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "phalanx verify-resume --nproc-per-node 2 train.py" in done.stderr
