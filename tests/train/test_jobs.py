@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -73,9 +77,10 @@ def wait_until_ready(folder):
 
 
 def test_a_restart_is_forked_from_a_process_that_has_the_scripts_imports(tmp_path):
-    parents = []
+    parents, printed = [], []
 
     def send(job, line):
+        printed.append(line)
         if found := re.search(r"processes of the ranks: (\d+) (\d+)", line):
             parents.append(parent_of(found[1]))
             if len(parents) == 1:
@@ -89,6 +94,9 @@ def test_a_restart_is_forked_from_a_process_that_has_the_scripts_imports(tmp_pat
     [modules] = (tmp_path / "runs" / "_small").glob("*/logs/attempt_0/rank_0/modules.json")
     assert "torch._dynamo" in json.loads(modules.read_text())
     assert len(set(parents)) == 2  # the first warden was relieved
+    costs = [line for line in printed if "snapshots in memory" in line]
+    assert costs
+    assert all(re.search(r"(after each step|every \d+ steps): [\d.]+% of the time, [\d.]+ MiB", line) for line in costs)
 
 
 def end_after(send):
@@ -135,3 +143,26 @@ def test_verify_resume_refuses_what_run_refuses(tmp_path):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "phalanx verify-resume --nproc-per-node 2 train.py" in done.stderr
+
+
+def test_on_a_terminal_one_progress_bar_shows_the_loss_and_the_time_that_is_left(tmp_path):
+    shown = on_a_terminal([*RUN, str(SCRIPT), "--epochs", "30"], tmp_path)
+    assert re.search(r"epoch \d+: loss \d\.\d+, [\d,]+ samples/s, slowest rank \d+% behind", shown)
+    assert re.search(r"\d+/1200 ", shown)
+    assert shown.count("epoch 30, step 1200: training loss") == 1
+
+
+def on_a_terminal(command, folder):
+    """Run a command on a terminal of 160 columns and return what it showed."""
+    environ = {**os.environ, "PHALANX_RUN_FOLDER": str(folder / "run"), "TERM": "xterm-256color", "COLUMNS": "160"}
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    with subprocess.Popen(command, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder) as job:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the last writer has gone
+            while data := os.read(ours, 65536):
+                shown += data
+        os.close(ours)
+        assert job.wait(LIMIT_S) == 0, shown.decode()
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())

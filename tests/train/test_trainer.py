@@ -353,6 +353,17 @@ def test_each_sample_of_an_epoch_comes_once_though_the_number_of_ranks_changes(r
     assert sorted(taken) == list(range(40))
 
 
+def train_scaled(rank, world_size, folder, steps):
+    return train(folder, on_resize="scale", steps=steps)[1]
+
+
+def test_the_global_batch_grows_with_the_ranks_when_asked_to(run_ranks, tmp_path):
+    [alone] = run_ranks(train_scaled, 1, str(tmp_path), 2)
+    both, _ = run_ranks(train_scaled, 2, str(tmp_path), 3)
+    assert "global batch 8 = 1 ranks x 1 passes x 8" in alone
+    assert "global batch 16 = 2 ranks x 1 passes x 8" in both
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -174,11 +174,3 @@ class LoaderFeed:
 
 def _ignore(_: int) -> None:
     pass
-
-
-def evaluation_parts(length: int, batch_size: int) -> tuple[range, int]:
-    """Return the samples of this rank, each on one rank alone, and the batches that every rank has at most."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    own = range(length * rank // world_size, length * (rank + 1) // world_size)
-    most = -(-length // world_size)  # samples of any rank
-    return own, -(-most // batch_size)

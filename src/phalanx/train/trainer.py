@@ -24,14 +24,15 @@ from phalanx.data import GlobalBatches, RandomState
 from phalanx.launch.standby import note_modules
 from phalanx.parallel import DistributedDataParallel
 from phalanx.train import world
-from phalanx.train.feed import DatasetFeed, Feed, LoaderFeed, Part, evaluation_parts, leave_group
+from phalanx.train.evaluation import EvaluationBatches, evaluating
+from phalanx.train.feed import DatasetFeed, Feed, LoaderFeed, Part
 from phalanx.train.metrics import write_csv
 from phalanx.train.preemption import EXIT_CODE, Preemption, requeue
 from phalanx.train.report import write_report
 from phalanx.train.settings import Settings, is_minimized
+from phalanx.train.snapshots import Snapshots
 from phalanx.train.watch import Watch
 
-_SNAPSHOT_SHARE = 0.03  # of the time of training
 _NOTHING: Any = contextlib.nullcontext()
 _MAX_PIDS = 16  # in a line
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -100,7 +101,9 @@ class Trainer:
         self._is_complete = False
         self._first_world_size = self.session.world_size
         self._grad_norm: Tensor | None = None
-        self._evaluation_data: Any = None
+        per_rank = -(-self.settings.global_batch_size // self.session.world_size)
+        size = self.settings.micro_batch_size or per_rank
+        self._evaluation_batches = EvaluationBatches(size, self.settings.num_workers)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if model is self.module and not _is_sharded(model):
@@ -280,7 +283,7 @@ class Trainer:
         watch = Watch(self.folder, num_steps, self._collective_device())
         if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
-        self._snapshot_every = 1 if s.snapshot_every == "auto" else s.snapshot_every
+        self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state)
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         resumed = None if loaded is None else dataclasses.asdict(loaded)
         watch.record(
@@ -333,9 +336,8 @@ class Trainer:
     def _after_step(self, loss: Tensor, num_samples: int) -> None:
         s, watch = self.settings, self._watch
         watch.count(loss, num_samples)
-        if self._snapshot_every and self.step % self._snapshot_every == 0:
-            checkpoint.snapshot(self.checkpoints, self._state(), self.step)
-            watch.clock.lap("snapshot")
+        self._snapshots.after_step(self.step)
+        watch.clock.lap("snapshot")
         if self.step == self._first_step:
             note_modules()
         if self.step % s.log_every == 0:
@@ -347,11 +349,8 @@ class Trainer:
     def _log(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
         by_rank = self._watch.log(self.step, self.epoch, lr, self._grad_norm)
-        if self.settings.snapshot_every == "auto" and self._snapshot_every:
-            # Mean seconds of a step: what snapshots take of it is their cost over the steps between them.
-            cost_s = max(phases[-1] for phases in by_rank) * self._snapshot_every
-            rest_s = min(sum(phases[:-1]) for phases in by_rank)
-            self._snapshot_every = max(1, math.ceil(cost_s / (_SNAPSHOT_SHARE * rest_s)))
+        if news := self._snapshots.adapt(by_rank):
+            self._watch.say(news)
 
     def _after_epoch(self, validation_data: torch_data.Dataset[Any] | None) -> None:
         if self._watch.has_news:
@@ -424,15 +423,15 @@ class Trainer:
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self, data: torch_data.Dataset[Any]) -> dict[str, float]:
         """Return the means over all samples of `data`, each counted once, the same on every rank."""
         sums: dict[str, float] = dict.fromkeys(("loss", *self._metrics), 0.0)
-        for batch, size in self._evaluation_batches(data):
-            values = self._values_of(_to(batch, self.device))
-            if size:
-                for name, value in values.items():
-                    sums[name] += float(value.double().mean()) * size
+        with evaluating(self.model):
+            for batch, size in self._evaluation_batches.of(data, are_padded=_is_sharded(self.model)):
+                values = self._values_of(_to(batch, self.device))
+                if size:
+                    for name, value in values.items():
+                        sums[name] += float(value.double().mean()) * size
         totals = torch.tensor([*sums.values()], dtype=torch.float64, device=self._collective_device())
         if self.session.world_size > 1:
             dist.all_reduce(totals)
@@ -448,17 +447,17 @@ class Trainer:
         values = {name: metric(outputs, targets) for name, metric in self._metrics.items()}
         return {"loss": self._loss(outputs, targets), **values}
 
-    @torch.no_grad()
     def predict(self, data: torch_data.Dataset[Any]) -> Tensor:
         """Return the model's outputs for all samples, in their order, on the CPU of every rank.
 
         A sample is what the model takes, or a tuple that begins with it.
         """
         outputs = []
-        for batch, size in self._evaluation_batches(data):
-            inputs = _to(batch, self.device)
-            inputs = inputs[0] if isinstance(inputs, tuple | list) else inputs
-            outputs.append(self._evaluated(inputs)[:size].cpu())
+        with evaluating(self.model):
+            for batch, size in self._evaluation_batches.of(data, are_padded=_is_sharded(self.model)):
+                inputs = _to(batch, self.device)
+                inputs = inputs[0] if isinstance(inputs, tuple | list) else inputs
+                outputs.append(self._evaluated(inputs)[:size].cpu())
         every = _gather(torch.cat(outputs) if outputs else None)
         return torch.cat([part for part in every if part is not None])
 
@@ -466,34 +465,6 @@ class Trainer:
     def _evaluated(self) -> nn.Module:
         """The model without averaging: ranks may have different numbers of batches."""
         return self.model if _is_sharded(self.model) else self.module
-
-    def _evaluation_batches(self, data: torch_data.Dataset[Any]) -> Iterator[Part]:
-        """Yield this rank's batches in the model's evaluation mode; sharded models get as many on all ranks."""
-        loader, num_own, size, most = self._evaluation_loader(data)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            number, batch = 0, None
-            for number, batch in enumerate(loader, start=1):
-                yield batch, min(size, num_own - (number - 1) * size)
-            for _ in range(number, most if _is_sharded(self.model) else number):
-                yield batch if batch is not None else next(iter(torch_data.DataLoader(data, batch_size=1))), 0
-        finally:
-            self.model.train(was_training)
-
-    def _evaluation_loader(self, data: Any) -> tuple[Any, int, int, int]:
-        """Return a loader of this rank's samples, their number, its batch size and the most batches of any rank."""
-        if self._evaluation_data is not data:
-            per_rank = -(-self.settings.global_batch_size // self.session.world_size)
-            size = self.settings.micro_batch_size or per_rank
-            own, most = evaluation_parts(len(data), size)
-            loader = torch_data.DataLoader(
-                torch_data.Subset(data, own), batch_size=size, num_workers=self.settings.num_workers,
-                persistent_workers=self.settings.num_workers > 0, generator=torch.Generator(),
-                worker_init_fn=leave_group,
-            )  # fmt: skip
-            self._evaluation_data, self._loading = data, (loader, len(own), size, most)
-        return self._loading
 
 
 class _Progress:

@@ -1,0 +1,59 @@
+"""How often a trainer takes snapshots in memory: as often as a small share of its time allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from phalanx import checkpoint
+from phalanx.checkpoint.memory import memory
+
+_SHARE = 0.03  # of the time of training
+
+
+class Snapshots:
+    """Takes a snapshot of the state every `every` steps; every rank has one of these.
+
+    Args:
+        folder: Of the checkpoints that the snapshots belong to.
+        every: Steps between them; "auto": chosen from what they cost; 0: none.
+        state: Returns what is to be kept.
+    """
+
+    def __init__(self, folder: str, every: int | Literal["auto"], state: Callable[[], Mapping[str, Any]]) -> None:
+        self._folder = folder
+        self._adapts = every == "auto"
+        self._state = state
+        self.every = 1 if every == "auto" else every
+        self._num_taken = self._num_steps = 0  # since `adapt` was called
+        self._num_adapted = 0
+
+    def after_step(self, step: int) -> None:
+        """Take one, if it is time."""
+        self._num_steps += 1
+        if self.every and step % self.every == 0 and not memory.problem:
+            checkpoint.snapshot(self._folder, self._state(), step)
+            self._num_taken += 1
+
+    def adapt(self, phases_by_rank: list[list[float]]) -> str:
+        """Choose how often from now on, the same on every rank; return what they cost, once that is known.
+
+        Args:
+            phases_by_rank: Mean seconds of a step in each phase since the last call, the last one taking snapshots.
+        """
+        num_taken, num_steps = self._num_taken, self._num_steps
+        self._num_taken = self._num_steps = 0
+        if not num_taken or memory.problem:
+            return f"no snapshots in memory: {memory.problem}" if num_taken else ""
+        cost_s = max(phases[-1] for phases in phases_by_rank) * num_steps / num_taken
+        step_s = min(sum(phases[:-1]) for phases in phases_by_rank)
+        if self._adapts:
+            self.every = max(1, math.ceil(cost_s / (_SHARE * step_s)))
+        self._num_adapted += 1
+        if self._num_adapted != 2:  # the first ones have made room, too
+            return ""
+        share, size_mib = cost_s / self.every / step_s, memory.size_bytes / 2**20
+        return (
+            f"snapshots in memory every {self.every} steps: {share:.1%} of the time, {size_mib:.1f} MiB for each rank"
+        )
