@@ -2,6 +2,7 @@
 # make test   set up, run all tests                make check        what CI runs: format, lint, types, all tests
 # make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
 # make bench-ddp  what data parallel training costs over a step without communication
+# make bench-trainer  what the Trainer adds to a step of a loop by hand
 # make bench-checkpoint  what saving and snapshots cost the training, against memcpy and torch.save
 # make stress the long forms of the fault and start-up tests         make model  check the flag protocol with SPIN
 #
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
 
-.PHONY: demo test check lint bench bench-ddp bench-checkpoint conformance stress model clean
+.PHONY: demo test check lint bench bench-ddp bench-trainer bench-checkpoint conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -41,6 +42,9 @@ bench: $(VENV)/built
 
 bench-ddp: $(VENV)/built
 	$(BIN)/python -m bench.ddp
+
+bench-trainer: $(VENV)/built
+	$(BIN)/python -m bench.trainer
 
 bench-checkpoint: $(VENV)/built
 	$(BIN)/python -m bench.checkpoint

@@ -22,8 +22,7 @@ import phalanx
 from phalanx.testing import run_ranks
 
 _BATCH = 64  # of each rank
-_NUM_STEPS = 150
-_WARM_UP = 30
+_WARM_UP = 30  # steps
 _MOST_MS = 0.05
 
 
@@ -42,11 +41,10 @@ class _Times:
         return 1e3 * statistics.median(steps)
 
 
-def _data() -> TensorDataset:
+def _data(num_steps: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(
-        torch.randn(2 * _BATCH * _NUM_STEPS, 784, generator=generator), torch.randint(10, (2 * _BATCH * _NUM_STEPS,))
-    )
+    length = 2 * _BATCH * num_steps
+    return TensorDataset(torch.randn(length, 784, generator=generator), torch.randint(10, (length,)))
 
 
 def _make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -78,8 +76,8 @@ def _with_trainer(data: TensorDataset, folder: str) -> float:
     return times.median_ms
 
 
-def _measure(rank: int, world_size: int, num_rounds: int, base: str) -> list[tuple[float, float]]:
-    data = _data()
+def _measure(rank: int, world_size: int, num_rounds: int, num_steps: int, base: str) -> list[tuple[float, float]]:
+    data = _data(num_steps)
     rounds = []
     for number in range(num_rounds):
         rounds.append((_by_hand(data), _with_trainer(data, f"{base}/{number}")))
@@ -90,8 +88,10 @@ def _measure(rank: int, world_size: int, num_rounds: int, base: str) -> list[tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=150, help=f"of a turn; the first {_WARM_UP} do not count")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as base:
-        rounds = run_ranks(_measure, 2, parser.parse_args().rounds, base, timeout_s=600)[0]
+        rounds = run_ranks(_measure, 2, args.rounds, args.steps, base, timeout_s=600)[0]
     by_hand, with_trainer = (statistics.median(column) for column in zip(*rounds, strict=True))
     added = statistics.median(ours - hand for hand, ours in rounds)
     print(f"by hand {by_hand:.3f} ms, Trainer {with_trainer:.3f} ms a step (medians of {len(rounds)} rounds)")
