@@ -1,7 +1,8 @@
 """Train a small CNN on handwritten digits with several ranks; kill one, and it goes on.
 
-    phalanx run --max-restarts 3 examples/train_digits.py
-    kill -9 PID  # in another terminal, one of the processes that it names: the ranks go on after the last step
+    phalanx run --nproc-per-node 2 examples/train_digits.py
+    phalanx run --max-restarts 3 examples/train_digits.py --epochs 100
+    kill -9 PID  # in another terminal, one of the processes that it names: the ranks go on from the last snapshot
 
 Started again it goes on from the newest checkpoint in runs/train_digits; --fresh begins anew. torchrun and plain python
 start it as well, and go on from the newest checkpoint too.

@@ -79,7 +79,7 @@ def test_a_rank_killed_at_a_random_moment_costs_at_most_a_step(number, tmp_path_
     folder = tmp_path_factory.mktemp(f"killed{number}") / "run"
     (folder.parent / "train.py").write_text(SCRIPT)
     rng = random.Random(number)
-    moment = {"kill_after_step": rng.randrange(1, 1150), "delay_s": rng.uniform(0, 0.02), "victim": rng.randrange(2)}
+    moment = {"kill_after_step": rng.randrange(1, 1000), "delay_s": rng.uniform(0, 0.02), "victim": rng.randrange(2)}
     killed_at, printed = run(folder, **moment)
     last = steps(folder / "checkpoints")[-1]
     assert compare((whole["folder"] / "checkpoints", 1200), (folder / "checkpoints", last)) == []

@@ -93,7 +93,7 @@ def train(folder, *, model=None, data=None, validation=None, steps=None, callbac
         folder=str(folder),
         **({**settings, "max_steps": steps} if steps else settings),
     )
-    _, printed = quietly(trainer.fit, data or make_data(), validation)
+    _, printed = quietly(trainer.fit, make_data() if data is None else data, validation)
     return trainer, printed
 
 

@@ -114,6 +114,15 @@ def end_after(send):
     return wrapped
 
 
+def test_another_program_may_exit_with_75_and_is_restarted(tmp_path):
+    (tmp_path / "plain.py").write_text("import sys; sys.exit(75)")
+    command = [*RUN, "--max-restarts", "1", "--no-preload", "plain.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 75
+    assert "restart 1 of 1" in done.stderr
+    assert "made room" not in done.stderr
+
+
 def verify(folder, *arguments):
     command = [sys.executable, "-m", "phalanx", "verify-resume", "--nproc-per-node", "2", str(SCRIPT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import phalanx
 from phalanx.data import GlobalBatches
@@ -175,15 +175,85 @@ def training_step_of_mine(folder):
     return result
 
 
+def keep_the_best(folder):
+    """Evaluations get worse from the second on; checkpoints are saved in mid-epoch too, and by a resumed run."""
+    settings = {"validation": make_data(9), "lr": 5.0, "save_every": 5, "keep_last": 1}
+    trainer, _ = train(folder, max_epochs=4, **settings)
+    values = {c.step: c.metric for c in phalanx.checkpoint.list(trainer.checkpoints)}
+    train(folder, max_epochs=9, steps=30, **settings)
+    after = {c.step: c.metric for c in phalanx.checkpoint.list(trainer.checkpoints)}
+    return trainer._best, values, after
+
+
+def begin_anew(folder):
+    train(folder)
+    new, printed = train(folder, steps=3, resume="never")
+    again, _ = train(folder, steps=4)
+    return new.step, again.step, [c.step for c in phalanx.checkpoint.list(new.checkpoints)], printed
+
+
+def resume_before_a_short_batch(folder):
+    """50 samples in batches of 8 leave 2 for the last one: some of four ranks have none."""
+    whole, _ = train(f"{folder}/whole", max_epochs=1)
+    train(f"{folder}/parts", max_epochs=1, steps=6)
+    resumed, _ = train(f"{folder}/parts", max_epochs=1)
+    return are_equal(whole, resumed), resumed.step
+
+
+def resume_callbacks(folder):
+    train(folder, steps=5, callbacks=(Seen(), Seen()))
+    callbacks = Seen(), Seen()
+    train(folder, callbacks=callbacks)
+    return [callback.num_steps for callback in callbacks]
+
+
+def stop_within_an_epoch(folder):
+    def make():
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return model, optimizer, schedule
+
+    for steps in (3, 5, None):
+        model, optimizer, schedule = make()
+        settings = {"max_epochs": 2, "max_steps": steps, "scheduler_interval": "epoch", "global_batch_size": 8}
+        trainer = phalanx.Trainer(model, optimizer, mean_squares, scheduler=schedule, folder=folder, **settings)
+        quietly(trainer.fit, make_data())
+    return optimizer.param_groups[0]["lr"]
+
+
+def refuse_data_without_a_step(folder):
+    with pytest.raises(ValueError, match="makes no step"):
+        train(folder, data=make_data(5), drop_last=True)
+    with pytest.raises(ValueError, match="makes no step"):
+        train(f"{folder}2", data=[])
+    with pytest.raises(ValueError, match="patience needs validation_data"):
+        train(f"{folder}3", patience=2)
+
+
+def train_on_a_stream(folder):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from zip(*make_data(16).tensors, strict=True)
+
+    trainer, _ = train(folder, data=DataLoader(Stream(), batch_size=4), steps=6, max_epochs=None)
+    return trainer.step
+
+
 PROGRAMS = {
     fn.__name__: fn
     for fn in (
         train_plainly, train_in_small_passes, train_with_torchs_ddp, train_with_fsdp, train_clipped,
         resume_in_mid_epoch, resume_with_loader, evaluate_and_predict, train_the_same_anywhere,
         train_in_half_precision, stop_early, uneven_loaders, refuse_loader, training_step_of_mine,
+        keep_the_best, begin_anew, resume_before_a_short_batch, resume_callbacks, stop_within_an_epoch,
+        refuse_data_without_a_step, train_on_a_stream,
     )
 }  # fmt: skip
-_ONLY = {4: ["train_plainly", "train_the_same_anywhere"], 3: ["train_plainly", "evaluate_and_predict"]}
+_ONLY = {
+    4: ["train_plainly", "train_the_same_anywhere", "resume_before_a_short_batch"],
+    3: ["train_plainly", "evaluate_and_predict"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +374,39 @@ def test_a_training_step_of_ones_own_and_workers_train(results):
     )
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_best_checkpoint_stays_whatever_is_saved_between_evaluations_and_after_a_resumption(results, world_size):
+    for of_rank in results[world_size]:
+        best, values, after = of_rank["keep_the_best"]
+        assert best in values.values()
+        assert best in after.values()
+        assert max(values) == 28
+        assert max(after) == 30
+
+
+def test_a_run_that_begins_anew_leaves_the_old_one_aside(results):
+    for of_rank in results[2]:
+        assert of_rank["begin_anew"][:3] == (3, 4, [3, 4])
+        assert "going on" not in of_rank["begin_anew"][3]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_last_batch_with_fewer_samples_than_ranks_resumes_to_the_bit(results, world_size):
+    assert [of_rank["resume_before_a_short_batch"] for of_rank in results[world_size]] == [(True, 7)] * world_size
+
+
+def test_each_callback_resumes_with_its_own_state(results):
+    assert [of_rank["resume_callbacks"] for of_rank in results[2]] == [[14, 14]] * 2
+
+
+def test_stopping_within_an_epoch_does_not_end_it(results):
+    assert [of_rank["stop_within_an_epoch"] for of_rank in results[1]] == [0.25]
+
+
+def test_a_stream_of_unknown_length_trains_for_a_number_of_steps(results):
+    assert [of_rank["train_on_a_stream"] for of_rank in results[2]] == [6, 6]
+
+
 def train_until_signalled(rank, world_size, folder, number):
     class Interrupt:
         def on_step(self, trainer):
@@ -358,8 +461,8 @@ def train_scaled(rank, world_size, folder, steps):
 
 
 def test_the_global_batch_grows_with_the_ranks_when_asked_to(run_ranks, tmp_path):
-    [alone] = run_ranks(train_scaled, 1, str(tmp_path), 2)
-    both, _ = run_ranks(train_scaled, 2, str(tmp_path), 3)
+    [alone] = run_ranks(train_scaled, 1, str(tmp_path), 3)
+    both, _ = run_ranks(train_scaled, 2, str(tmp_path), None)
     assert "global batch 8 = 1 ranks x 1 passes x 8" in alone
     assert "global batch 16 = 2 ranks x 1 passes x 8" in both
 

@@ -67,9 +67,15 @@ class GlobalBatches:
     def __iter__(self) -> Iterator[list[list[int]]]:
         """Yield the rest of the epoch: for each batch this rank's parts, each a list of indices, maybe empty."""
         order = self._order()
-        for first in range(self.place, len(self) * self.batch_size, self.batch_size):
+        end = self.length - (self.batch_size - 1 if self._drop_last else 0)
+        for first in range(self.place, end, self.batch_size):
             batch = order[first : first + self.batch_size]
             yield [batch[begin:end] for begin, end in self._cuts(len(batch))]
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the epoch has no further batch."""
+        return self.place >= self.length - (self.batch_size - 1 if self._drop_last else 0)
 
     def size_at(self, place: int) -> int:
         """Return how many samples the batch that begins there has over all ranks."""

@@ -90,6 +90,7 @@ class Supervisor:
         self._num_oom_kills = count_oom_kills()
         self._standby: Standby | None = None
         self._standby_of = 0  # number of the attempt in which it was started
+        self._is_relieved = False  # the warden is one that was a standby
 
     def __enter__(self) -> Supervisor:
         adopt_orphans()  # of a warden that is killed
@@ -133,7 +134,7 @@ class Supervisor:
     def _wants_standby(self) -> bool:
         """Whether a second warden is to be prepared; does it once rank 0 has told what to import."""
         job = self._job
-        if not (job.preload and job.max_restarts) or job.max_nodes > 1:
+        if not (job.preload and job.max_restarts) or job.max_nodes > 1 or self._is_relieved:
             return False
         if self._standby is not None or self._standby_of == self._num_attempts:
             return False
@@ -141,15 +142,16 @@ class Supervisor:
         if self._ending_by is None and is_noted(folder):
             log = os.path.join(self._folder.path, "standby.log")
             self._standby_of = self._num_attempts
-            self._standby = Standby.start(job, self._environ, folder, self._err, log, self._descriptors)
-            self._watch_output(self._standby.output)
-            self.watch(self._standby.warden.channel.fileno(), self._hear_standby)
+            with contextlib.suppress(OSError):  # no process, no descriptor: restarts are slower
+                self._standby = Standby.start(job, self._environ, folder, self._err, log, self._descriptors)
+                self._watch_output(self._standby.output)
+                self.watch(self._standby.warden.channel.fileno(), self._hear_standby)
         return True
 
     def _hear_standby(self) -> None:
         assert self._standby is not None
         self._standby.hear()
-        if not self._standby.warden.channel.alive:
+        if self._standby.is_useless or not self._standby.warden.channel.alive:
             self._drop_standby()
 
     def _drop_standby(self) -> None:
@@ -171,7 +173,7 @@ class Supervisor:
         self._end_warden()
         self.spared.remove(ready.warden.pid)
         self.unwatch(ready.warden.channel.fileno())
-        self._standby = None
+        self._standby, self._is_relieved = None, True
         self._warden, self._warden_output, self._warden_ready = ready.warden, ready.output, True
         self.watch(self._warden.channel.fileno(), self._hear_warden)
 
@@ -225,6 +227,7 @@ class Supervisor:
         shares = self._job.divide(attempt.num_local_ranks).shares
         if not self._warden.channel.alive or self._environ != self._warden_environment(shares):
             self._drop_standby()
+            self._is_relieved = False
             self._end_warden()
             self._start_warden(shares)
         self._relieve_warden()

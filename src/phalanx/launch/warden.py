@@ -222,6 +222,14 @@ def serve_preloaded(loaded_before: Collection[str]) -> None:
     """
     channel = socket.socket(fileno=int(os.environ.pop(FD_VARIABLE)))
     modules_file = os.environ.pop(MODULES_VARIABLE)
+    try:
+        _prepare_and_serve(channel, modules_file, loaded_before)
+    except BaseException as error:  # site would go on, and the script would run here
+        print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _prepare_and_serve(channel: socket.socket, modules_file: str, loaded_before: Collection[str]) -> None:
     trouble = ""
     gc.disable()  # what an import leaves is not worth looking for: a sixth of the time
     for name in _PRELOADED_MODULES:
@@ -234,13 +242,9 @@ def serve_preloaded(loaded_before: Collection[str]) -> None:
         _import_all(modules_file)
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
-    try:
-        can_go_on = not _has_threads_or_devices() and not _hides_modules_of_the_script(loaded_before)
-        begin = _go_on if can_go_on else execute(sys.orig_argv)
-        serve(channel, begin, trouble=trouble, can_go_on=can_go_on and not trouble)
-    except BaseException as error:  # site would go on, and the script would run here
-        print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
-        os._exit(1)
+    can_go_on = not _has_threads_or_devices() and not _hides_modules_of_the_script(loaded_before)
+    begin = _go_on if can_go_on else execute(sys.orig_argv)
+    serve(channel, begin, trouble=trouble, can_go_on=can_go_on and not trouble)
 
 
 def _import_all(modules_file: str) -> None:

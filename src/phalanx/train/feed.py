@@ -20,9 +20,20 @@ Part = tuple[Any, int]
 
 
 class Feed(Protocol):
-    """Steps of an epoch, from wherever `load_state_dict` has put it."""
+    """Steps of an epoch, from wherever `load_state_dict` has put it.
 
-    def __len__(self) -> int: ...
+    Attributes:
+        num_steps: Of a whole epoch; None if nobody knows.
+        is_at_start: Nothing of the epoch was trained on.
+        is_at_end: All of it was, as far as is known.
+    """
+
+    @property
+    def num_steps(self) -> int | None: ...
+    @property
+    def is_at_start(self) -> bool: ...
+    @property
+    def is_at_end(self) -> bool: ...
     def steps(self) -> Iterator[tuple[list[Part], int]]:
         """Yield for each step this rank's parts, and the samples of all ranks in it; 0 where only ranks know."""
         ...
@@ -36,13 +47,24 @@ class Feed(Protocol):
 class DatasetFeed:
     """Divides a dataset into global batches, and each of these among the ranks."""
 
-    def __init__(self, dataset: torch_data.Dataset[Any], batches: GlobalBatches, num_workers: int, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: torch_data.Dataset[Any],
+        batches: GlobalBatches,
+        num_workers: int,
+        seed: int,
+        *,
+        seeds_samples: bool = False,
+    ) -> None:
+        seeds_samples = seeds_samples or num_workers > 0
+        self._dataset = dataset
         self._batches = batches
         self._seed = seed
+        self._filler: Any = None
         self._generator = torch.Generator()  # of the loader alone: resuming draws no number more than going on
         self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
-            _SeededSamples(dataset, seed) if num_workers else dataset,
-            batch_sampler=_FilledParts(batches, with_epoch=num_workers > 0),
+            _SeededSamples(dataset, seed) if seeds_samples else dataset,
+            batch_sampler=_FilledParts(batches, with_epoch=seeds_samples),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
@@ -50,8 +72,17 @@ class DatasetFeed:
             worker_init_fn=leave_group,
         )
 
-    def __len__(self) -> int:
+    @property
+    def num_steps(self) -> int:
         return len(self._batches)
+
+    @property
+    def is_at_start(self) -> bool:
+        return self._batches.place == 0
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._batches.is_at_end
 
     def begin_epoch(self, epoch: int) -> None:
         if epoch != self._batches.epoch:
@@ -61,13 +92,18 @@ class DatasetFeed:
         self._generator.manual_seed(derive_seed(self._seed, "workers", self._batches.epoch))
         first = self._batches.place
         filled = iter(self._loader)
-        last = None
         for number, parts in enumerate(self._batches):
-            step: list[Part] = []
-            for part in parts:
-                last = next(filled) if part else last
-                step.append((last, len(part)))
+            step: list[Part] = [(next(filled) if part else self._fill(), len(part)) for part in parts]
             yield step, self._batches.size_at(first + number * self._batches.batch_size)
+
+    def _fill(self) -> Any:
+        """Return a batch for a part without samples, which does not count: the same wherever a run was stopped."""
+        if self._filler is None:
+            drawn = RandomState()
+            before = drawn.state_dict()
+            self._filler = torch_data.default_collate([self._dataset[0]])
+            drawn.load_state_dict(before)
+        return self._filler
 
     def advance(self) -> None:
         """Note that all ranks have trained on one more batch."""
@@ -99,7 +135,7 @@ class _FilledParts:
 
 
 class _SeededSamples(torch_data.Dataset[Any]):
-    """In a worker: each sample's augmentation depends on the sample and the epoch, on nothing before it."""
+    """Each sample's augmentation depends on the sample and the epoch, on nothing before it."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -115,35 +151,50 @@ class _SeededSamples(torch_data.Dataset[Any]):
 
 
 class LoaderFeed:
-    """Takes a loader of this rank's batches as it is.
+    """Takes a loader of this rank's batches as it is, each a step.
 
     Args:
-        loader: Anything that can be iterated over again for each epoch.
-        num_accumulated: Batches of a step.
+        loader: Anything that can be iterated over again for each epoch. One with ``state_dict`` and ``load_state_dict``
+            goes on by itself, on any number of ranks; of another, what was trained on is passed by.
 
     Raises:
         ValueError: Every rank would train on the same data.
     """
 
-    def __init__(self, loader: Any, seed: int, num_accumulated: int = 1) -> None:
+    def __init__(self, loader: Any, seed: int) -> None:
         sampler = getattr(loader, "sampler", None)
         is_stream = isinstance(getattr(loader, "dataset", None), torch_data.IterableDataset)
         is_divided = isinstance(sampler, torch_data.DistributedSampler) or is_stream or sampler is None
-        if dist.is_initialized() and dist.get_world_size() > 1 and not is_divided:
+        if _world_size() > 1 and not is_divided:
             raise ValueError(
                 "Trainer: this loader gives the same samples to every rank: pass the dataset itself, or a "
                 "phalanx.DataLoader, or one with sampler=phalanx.DistributedSampler(dataset)"
             )
         self._loader = loader
         self._seed = seed
-        self._num_accumulated = num_accumulated
         self._epoch = self._place = 0
         self._order = torch.Generator()
-        if isinstance(sampler, torch_data.RandomSampler) and sampler.generator is None:
-            sampler.generator = self._order
+        drawing: Any
+        for drawing in (loader, sampler):  # from a generator of the feed, seeded by the epoch
+            if getattr(drawing, "generator", 0) is None:
+                drawing.generator = self._order
+        if getattr(loader, "num_workers", 0):
+            loader.worker_init_fn = _InOwnGroup(loader.worker_init_fn)
 
-    def __len__(self) -> int:
-        return -(-len(self._loader) // self._num_accumulated)
+    @property
+    def num_steps(self) -> int | None:
+        try:
+            return len(self._loader)
+        except TypeError:  # a stream
+            return None
+
+    @property
+    def is_at_start(self) -> bool:
+        return self._place == 0
+
+    @property
+    def is_at_end(self) -> bool:
+        return self.num_steps is not None and self._place >= self.num_steps
 
     def begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -156,20 +207,54 @@ class LoaderFeed:
         drawn = RandomState()  # what beginning, and passing by what was trained on, draws does not count
         before = drawn.state_dict()
         batches = iter(self._loader)
-        for _ in range(self._place * self._num_accumulated):
-            next(batches)
+        for _ in range(0 if self._own_state() else self._place):
+            next(batches, None)
         drawn.load_state_dict(before)
-        while parts := list(itertools.islice(batches, self._num_accumulated)):
-            yield [(part, 1) for part in parts], 0
+        for batch in batches:
+            yield [(batch, 1)], 0
 
     def advance(self) -> None:
         self._place += 1
 
+    def _own_state(self) -> dict[str, Any] | None:
+        """Return where the loader itself says that it stands, if it does."""
+        if not hasattr(self._loader, "state_dict") or not hasattr(self._loader, "load_state_dict"):
+            return None
+        try:
+            return dict(self._loader.state_dict())
+        except TypeError:  # a phalanx.DataLoader with a sampler of another kind
+            return None
+
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "place": self._place}
+        return {
+            "epoch": self._epoch, "place": self._place, "world_size": _world_size(), "loader": self._own_state(),
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["loader"] is not None:
+            self._loader.load_state_dict(state["loader"])
+        elif state["world_size"] != _world_size():
+            raise ValueError(
+                f"this loader stood at batch {state['place']} of each of {state['world_size']} ranks and can't go on "
+                f"with {_world_size()}: pass the dataset itself, or a phalanx.DataLoader"
+            )
         self._epoch, self._place = state["epoch"], state["place"]
+
+
+class _InOwnGroup:
+    """Initialises a worker as the user wants, after `leave_group`; a class, since it must reach one that is spawned."""
+
+    def __init__(self, init: Any) -> None:
+        self._init = init
+
+    def __call__(self, worker_id: int) -> None:
+        leave_group(worker_id)
+        if self._init is not None:
+            self._init(worker_id)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _ignore(_: int) -> None:

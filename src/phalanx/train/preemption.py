@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from types import FrameType
 
 from phalanx import _env
 
 EXIT_CODE = _env.PREEMPTED_CODE
+_AGAIN_S = 1.0  # a service manager's signal comes twice: to each process, and through the supervisor
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -25,6 +27,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.signal = 0
+        self._noted_s = 0.0
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Preemption:
@@ -38,10 +41,12 @@ class Preemption:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.signal and number == signal.SIGTERM:  # asked again: at once
+        now_s = time.monotonic()
+        if self.signal and number == signal.SIGTERM and now_s - self._noted_s > _AGAIN_S:  # at once
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.signal = self.signal or number
+        if not self.signal:
+            self.signal, self._noted_s = number, now_s
 
 
 def requeue() -> str:

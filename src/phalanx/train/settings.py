@@ -18,7 +18,7 @@ class Settings:
         global_batch_size: Samples of one optimizer step, over all ranks and accumulated passes.
         micro_batch_size: At most so many in one forward pass of a rank; None: all of its part.
         on_resize: When the number of ranks changes in a run: "keep" the global batch, or "scale" it with the ranks.
-        seed: Of the data's order and everything random.
+        seed: Of the data's order and its workers; `seed_everything` is for the rest, such as dropout.
         num_workers: Processes that load data for each rank.
         drop_last: Leave out the samples at an epoch's end that fill no global batch.
         precision: "fp32", "bf16" or "fp16" (with a gradient scaler): of forward and loss, through torch.autocast.
@@ -71,6 +71,12 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"Trainer: {name} must be at least 1, got {value}")
+        for name in ("num_workers", "snapshot_every", "seed"):
+            value = getattr(self, name)
+            if value != "auto" and (not isinstance(value, int) or value < 0):
+                raise ValueError(f"Trainer: {name} must be at least 0, got {value!r}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"Trainer: clip_norm must be above 0, got {self.clip_norm}")
         for name in ("global_batch_size", "keep_last", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Trainer: {name} must be at least 1, got {getattr(self, name)}")

@@ -21,6 +21,7 @@ from phalanx import _env, checkpoint, session
 from phalanx._errors import RankFailed
 from phalanx.checkpoint.memory import memory
 from phalanx.data import GlobalBatches, RandomState
+from phalanx.launch.failure import mark_room_made
 from phalanx.launch.standby import note_modules
 from phalanx.parallel import DistributedDataParallel
 from phalanx.train import world
@@ -41,8 +42,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Trainer:
     """Trains a model on all ranks of the job; joins it first, if the script has not.
 
-    Every rank makes the same one and calls the same methods. Under ``phalanx run --max-restarts N`` the ranks keep a
-    snapshot of each step, and go on from the last when one of them was killed.
+    Every rank makes the same one and calls the same methods. Under ``phalanx run --max-restarts N`` the ranks keep
+    snapshots, as many as `Settings.snapshot_every` allows, and go on from the last when one of them was killed.
 
     Args:
         model: A module, which is then wrapped in `DistributedDataParallel`, or one that is wrapped already: in that, in
@@ -87,6 +88,9 @@ class Trainer:
         self.module = checkpoint.unwrap(model)
         self.optimizer, self.scheduler, self.callbacks = optimizer, scheduler, callbacks
         self._loss, self._training_step, self._metrics = loss, training_step, dict(metrics or {})
+        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if plateau and self.settings.scheduler_interval == "step":
+            raise ValueError('Trainer: ReduceLROnPlateau needs scheduler_interval="epoch"')
         if self.settings.deterministic:
             world.check_model(model)
             torch.set_num_threads(1)  # more of them add in another order
@@ -97,6 +101,8 @@ class Trainer:
         self.step = self.epoch = 0
         self.evaluation: dict[str, float] = {}
         self._best: float | None = None
+        self._score: float | None = None  # of the evaluation after `_scored_step`; more is better
+        self._scored_step = -1
         self._num_worse = 0
         self._is_complete = False
         self._first_world_size = self.session.world_size
@@ -130,29 +136,39 @@ class Trainer:
         except RankFailed:
             if self._will_restart():  # at once: an orderly end of the interpreter takes longer than the restart
                 traceback.print_exc()
+                sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(1)
             raise
 
     def _fit(self, data: Any, validation_data: torch_data.Dataset[Any] | None) -> dict[str, float]:
+        if self.settings.patience is not None and validation_data is None:
+            raise ValueError("Trainer: patience needs validation_data to judge by")
         self._feed = self._open(data)
-        loaded = checkpoint.load(self.checkpoints, self._state()) if self._may_resume() else None
+        if not self._may_resume():
+            self._set_aside()
+        loaded = checkpoint.load(self.checkpoints, self._state())
         with self._begin(loaded) as self._watch, Preemption() as self._preemption:
             self._call("on_fit_start")
             while not self._is_over():
                 self.model.train()
                 self._feed.begin_epoch(self.epoch)
+                has_ended, is_empty = True, self._feed.is_at_start
                 for parts, num_samples in self._in_step(self._feed.steps()):
                     loss = self._train_on(parts, num_samples)
                     self.step += 1
                     self._feed.advance()
                     self._after_step(loss, num_samples)
+                    is_empty = False
                     if self.step == self.settings.max_steps:
+                        has_ended = self._feed.is_at_end
                         break
-                else:
+                if is_empty:
+                    raise ValueError("Trainer: the data makes no step: fewer samples than a batch, or an empty loader")
+                if has_ended:
                     self.epoch += 1
                     self._feed.begin_epoch(self.epoch)
-                self._after_epoch(validation_data)
+                self._after_epoch(validation_data, has_ended=has_ended)
             self._end()
         return self.evaluation
 
@@ -243,6 +259,8 @@ class Trainer:
         if not isinstance(data, torch_data.Dataset) or isinstance(data, torch_data.IterableDataset):
             if s.deterministic:
                 raise ValueError('Trainer: deterministic="world" divides the data itself: pass fit() a dataset')
+            if s.micro_batch_size is not None:
+                raise ValueError("Trainer: micro_batch_size divides a dataset's batches; a loader has its own")
             return LoaderFeed(data, s.seed)
         length = len(data)  # type: ignore[arg-type]
         if length < world_size:
@@ -255,11 +273,11 @@ class Trainer:
             seed=s.seed,
             drop_last=s.drop_last,
         )
-        return DatasetFeed(data, self._batches, s.num_workers, s.seed)
+        return DatasetFeed(data, self._batches, s.num_workers, s.seed, seeds_samples=s.deterministic is not None)
 
     def _state(self) -> dict[str, Any]:
-        names = (type(callback).__qualname__ for callback in self.callbacks)
-        stateful = {name: c for name, c in zip(names, self.callbacks, strict=True) if hasattr(c, "load_state_dict")}
+        numbered = ((f"{i} {type(c).__qualname__}", c) for i, c in enumerate(self.callbacks))
+        stateful = {name: callback for name, callback in numbered if hasattr(callback, "load_state_dict")}
         state = {
             "model": self.module, "optimizer": self.optimizer, "scaler": self._scaler, "random": RandomState(),
             "callbacks": stateful, "data": self._feed, "trainer": _Progress(self),
@@ -275,11 +293,21 @@ class Trainer:
         is_restart = int(_env.environment().get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
         return is_restart or self.settings.resume == "auto"
 
+    def _set_aside(self) -> None:
+        """Begin anew in a folder that has a run: rename what is there."""
+        if self.session.rank == 0:
+            for path in (self.checkpoints, os.path.join(self.folder, "metrics.jsonl")):
+                if os.path.exists(path):
+                    os.rename(path, f"{path}.before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        _gather(None)
+
     def _begin(self, loaded: checkpoint.Loaded | None) -> Watch:
         s, world_size = self.settings, self.session.world_size
         if s.on_resize == "scale" and hasattr(self, "_batches"):
             self._batches.batch_size = s.batch_size_for(world_size, self._first_world_size)
-        num_steps = min(s.max_steps or sys.maxsize, (s.max_epochs or sys.maxsize) * len(self._feed))
+        self._steps_per_epoch = self._feed.num_steps  # None: nobody knows
+        of_epochs = s.max_epochs * self._steps_per_epoch if s.max_epochs and self._steps_per_epoch else sys.maxsize
+        num_steps = min(s.max_steps or sys.maxsize, of_epochs)
         watch = Watch(self.folder, num_steps, self._collective_device())
         if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
@@ -299,12 +327,12 @@ class Trainer:
 
     def _describe_batches(self, num_steps: int) -> str:
         if not hasattr(self, "_batches"):
-            return f"batches as the loader gives them; {len(self._feed)} steps an epoch, {num_steps} in all"
+            return f"batches as the loader gives them; {self._steps_per_epoch or 'unknown'} steps an epoch"
         world_size, size = self.session.world_size, self._batches.batch_size
         passes = self._batches.parts_of_a_batch
         return (
             f"global batch {size} = {world_size} ranks x {passes} passes x {size / world_size / passes:g}; "
-            f"{self._batches.length:,} samples, {len(self._feed)} steps an epoch, {num_steps} in all"
+            f"{self._batches.length:,} samples, {self._steps_per_epoch} steps an epoch, {num_steps} in all"
         )
 
     def _is_over(self) -> bool:
@@ -336,6 +364,7 @@ class Trainer:
     def _after_step(self, loss: Tensor, num_samples: int) -> None:
         s, watch = self.settings, self._watch
         watch.count(loss, num_samples)
+        self._call("on_step")  # before its state is kept
         self._snapshots.after_step(self.step)
         watch.clock.lap("snapshot")
         if self.step == self._first_step:
@@ -344,7 +373,6 @@ class Trainer:
             self._log()
         if s.save_every and self.step % s.save_every == 0:
             self._save()
-        self._call("on_step")
 
     def _log(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
@@ -352,40 +380,46 @@ class Trainer:
         if news := self._snapshots.adapt(by_rank):
             self._watch.say(news)
 
-    def _after_epoch(self, validation_data: torch_data.Dataset[Any] | None) -> None:
+    def _after_epoch(self, validation_data: torch_data.Dataset[Any] | None, *, has_ended: bool) -> None:
+        """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
         if self._watch.has_news:
             self._log()
+        is_best = False
         if validation_data is not None:
             self.evaluation = self.evaluate(validation_data)
-            self._judge()
+            is_best = has_ended and self._judge()
             self._watch.record("evaluation", step=self.step, epoch=self.epoch, **self.evaluation)
             self._call("on_evaluation")
-        if self.scheduler is not None and self.settings.scheduler_interval == "epoch":
+        if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
             needs_metric = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
             self.scheduler.step(*([self.evaluation[self.settings.monitor]] if needs_metric else []))
         values = "".join(f", {name} {value:.4f}" for name, value in self.evaluation.items())
         self._watch.say(f"epoch {self.epoch}, step {self.step}: training loss {self._watch.last_loss:.4f}{values}")
-        self._call("on_epoch")
+        if has_ended:
+            self._call("on_epoch")
         self._is_complete = self._is_over()
-        if self.settings.save_every is None or self._is_complete:
+        if self.settings.save_every is None or self._is_complete or is_best:
             self._save()
 
-    def _judge(self) -> None:
+    def _judge(self) -> bool:
+        """Return whether the evaluation is the best so far."""
         value = self.evaluation.get(self.settings.monitor)
         if value is None:
             known = ", ".join(self.evaluation)
             raise ValueError(f"Trainer: monitor={self.settings.monitor!r} is no value of the evaluation: {known}")
         score = -value if is_minimized(self.settings.monitor) else value
-        if self._best is None or score > self._best:
+        self._score, self._scored_step = score, self.step
+        is_best = not math.isnan(score) and (self._best is None or score > self._best)
+        if is_best:
             self._best, self._num_worse = score, 0
         else:
             self._num_worse += 1
-        self._score = score
+        return is_best
 
     def _save(self, *, wait: bool = False) -> None:
         begin = time.perf_counter()
-        score = getattr(self, "_score", None)
-        keep = {"keep_last": self.settings.keep_last, "keep_best": None if score is None else 1}
+        score = self._score if self._scored_step == self.step else None
+        keep = {"keep_last": self.settings.keep_last, "keep_best": None if self._best is None else 1}
         checkpoint.save(self.checkpoints, self._state(), self.step, metric=score, keep=keep, wait=wait)
         self._watch.record("save", step=self.step, blocked_s=time.perf_counter() - begin)
         self._call("on_save")
@@ -399,6 +433,7 @@ class Trainer:
         note = requeue() if self.session.rank == 0 else ""
         self._watch.say(f"asked to make room by signal {signal}: saved after step {self.step}{note and f'; {note}'}")
         self._report()
+        mark_room_made()
         raise SystemExit(EXIT_CODE)
 
     def _end(self) -> None:
@@ -409,8 +444,11 @@ class Trainer:
 
     def _report(self) -> None:
         if self.session.rank == 0:
-            write_csv(self.folder)
-            self._watch.say(f"report: {write_report(self.folder)}")
+            try:
+                write_csv(self.folder)
+                self._watch.say(f"report: {write_report(self.folder)}")
+            except OSError as error:  # everything that matters is saved
+                self._watch.say(f"no report: {error}")
 
     def _call(self, event: str) -> None:
         for callback in self.callbacks:
@@ -470,7 +508,17 @@ class Trainer:
 class _Progress:
     """The trainer's own numbers, as part of its state."""
 
-    _names = ("step", "epoch", "evaluation", "_best", "_num_worse", "_is_complete", "_first_world_size")
+    _names = (
+        "step",
+        "epoch",
+        "evaluation",
+        "_best",
+        "_score",
+        "_scored_step",
+        "_num_worse",
+        "_is_complete",
+        "_first_world_size",
+    )
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -71,13 +72,19 @@ def _run(
         ) as job,
     ):
         deadline = time.monotonic() + _LIMIT_S
-        while interrupt is not None and job.poll() is None and time.monotonic() < deadline:
-            if (pid := _pid_once_past(folder, step)) is not None:
-                interrupt(job, pid)
-                interrupt = None
-            else:
-                time.sleep(_LOOK_EVERY_S)
-        ended = job.wait(max(0.0, deadline - time.monotonic()))
+        try:
+            while interrupt is not None and job.poll() is None and time.monotonic() < deadline:
+                if (pid := _pid_once_past(folder, step)) is None:
+                    time.sleep(_LOOK_EVERY_S)
+                else:
+                    with contextlib.suppress(ProcessLookupError):
+                        interrupt(job, pid)
+                        interrupt = None
+            ended = job.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise Failed(f"the job has not ended after {_LIMIT_S:g} s") from None
+        finally:
+            job.kill()
         if interrupt is None and ended == code:
             return
         printed.seek(0)

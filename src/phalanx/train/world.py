@@ -15,8 +15,10 @@ def check_model(model: nn.Module) -> None:
     """Raise if the model's result depends on more than its weights and one shard.
 
     Raises:
-        ValueError: It has running statistics.
+        ValueError: It has running statistics, or is divided among the ranks.
     """
+    if hasattr(model, "set_requires_gradient_sync"):
+        raise ValueError('Trainer: deterministic="world" adds whole gradients: it can\'t have a model of fully_shard')
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ValueError(
