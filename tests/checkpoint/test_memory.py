@@ -73,7 +73,7 @@ def train(folder, kills):
     """Run a job whose ranks are killed as told; return what was loaded by attempt and rank, and how each rank ended."""
     folder.mkdir()
     (folder / "train.py").write_text(textwrap.dedent(TRAIN))
-    flags = ["--nproc-per-node", "2", "--max-restarts", str(len(kills))]
+    flags = ["--nproc-per-node", "2", "--max-restarts", str(len(kills) + 1)]
     command = [sys.executable, "-m", "phalanx", "run", *flags, "train.py", json.dumps(kills)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
@@ -241,7 +241,7 @@ def test_too_little_memory_is_the_answer_on_every_rank(tmp_path, held, function,
 
 def test_without_a_supervisor_that_is_the_answer(tmp_path):
     for answers in run_ranks(take, 2, str(tmp_path), [1]):
-        assert answers == ["no supervisor holds memory for them: start with phalanx run"]
+        assert answers == ["no supervisor holds memory for them: start with phalanx run --max-restarts"]
 
 
 def test_ranks_on_several_hosts_are_told_that_it_is_of_no_use(tmp_path, held):

@@ -41,6 +41,7 @@ trainer = phalanx.Trainer(
     global_batch_size=8,
     num_workers=args.num_workers,
     log_every=1,
+    snapshot_every=1,
     callbacks=(Callback(),),
 )
 trainer.fit(data)

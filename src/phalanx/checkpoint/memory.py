@@ -57,9 +57,7 @@ class SnapshotMemory:
     def _open(self, environ: Mapping[str, str]) -> str:
         path = environ.get(_env.SNAPSHOT_VARIABLE)
         if not path:
-            return "no supervisor holds memory for them: start with phalanx run"
-        if environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
-            return "nobody would read them: start with phalanx run --max-restarts"
+            return "no supervisor holds memory for them: start with phalanx run --max-restarts"
         if environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE"):
             return "the ranks are on several hosts, and each keeps only its own memory"
         try:

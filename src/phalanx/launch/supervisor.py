@@ -104,6 +104,8 @@ class Supervisor:
     def _warden_environment(self, shares: Sequence[Share]) -> dict[str, str]:
         """Return what the ranks have in common; torch is imported with their number of threads."""
         environ = shared_environment(_env.environment(), num_threads=min(share.num_threads for share in shares))
+        if not self._job.max_restarts:  # nobody would read them
+            return environ
         return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self._snapshots}"}
 
     def _start_warden(self, shares: Sequence[Share]) -> None:
