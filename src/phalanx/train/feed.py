@@ -26,7 +26,10 @@ class Feed(Protocol):
         num_steps: Of a whole epoch; None if nobody knows.
         is_at_start: Nothing of the epoch was trained on.
         is_at_end: All of it was, as far as is known.
+        may_differ: Ranks may have different numbers of steps.
     """
+
+    may_differ: bool
 
     @property
     def num_steps(self) -> int | None: ...
@@ -46,6 +49,8 @@ class Feed(Protocol):
 
 class DatasetFeed:
     """Divides a dataset into global batches, and each of these among the ranks."""
+
+    may_differ = False
 
     def __init__(
         self,
@@ -160,6 +165,8 @@ class LoaderFeed:
     Raises:
         ValueError: Every rank would train on the same data.
     """
+
+    may_differ = True
 
     def __init__(self, loader: Any, seed: int) -> None:
         sampler = getattr(loader, "sampler", None)

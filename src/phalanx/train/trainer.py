@@ -35,6 +35,7 @@ from phalanx.train.snapshots import Snapshots
 from phalanx.train.watch import Watch
 
 _NOTHING: Any = contextlib.nullcontext()
+_AGREE_S = 0.02  # ranks ask each other whether a signal has come; in each step, if steps are longer
 _MAX_PIDS = 16  # in a line
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -107,6 +108,9 @@ class Trainer:
         self._is_complete = False
         self._first_world_size = self.session.world_size
         self._grad_norm: Tensor | None = None
+        self._flag = torch.zeros((), dtype=torch.int64, device=self._collective_device())
+        self._agreed_signal = 0
+        self._agree_every = 1
         per_rank = -(-self.settings.global_batch_size // self.session.world_size)
         size = self.settings.micro_batch_size or per_rank
         self._evaluation_batches = EvaluationBatches(size, self.settings.num_workers)
@@ -187,6 +191,8 @@ class Trainer:
                 with self._synchronizing(number == len(parts)) if len(parts) > 1 else _NOTHING:
                     losses.append(self._forward_backward(batch, weight))
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if self.step % self._agree_every == 0:  # here, where ranks have just met
+            self._agreed_signal = self._largest(self._preemption.signal)
         self._optimize()
         return loss
 
@@ -341,25 +347,26 @@ class Trainer:
         return is_over or (s.patience is not None and self._num_worse >= s.patience)
 
     def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
-        """Yield steps while every rank has one; first let all obey a signal that any has got."""
-        flags = torch.zeros(2, dtype=torch.int64, device=self._collective_device())
+        """Yield steps while every rank has one; let all obey a signal that any has got."""
         clock = self._watch.clock
         while True:
+            if self._agreed_signal:
+                self._make_room(self._agreed_signal)
             clock.restart()
             step = next(steps, None)
             clock.lap("data")
-            signal = self._preemption.signal
-            has_none = step is None
-            if self.session.world_size > 1:
-                flags[0], flags[1] = signal, has_none
-                dist.all_reduce(flags, dist.ReduceOp.MAX)
-                signal, has_none = flags.tolist()
-            if signal:
-                self._make_room(signal)
-            if has_none:
+            if self._largest(step is None) if self._feed.may_differ else step is None:
                 return
             assert step is not None
             yield step
+
+    def _largest(self, value: int) -> int:
+        """Return the largest value of any rank."""
+        if self.session.world_size == 1:
+            return value
+        self._flag.fill_(value)
+        dist.all_reduce(self._flag, dist.ReduceOp.MAX)
+        return int(self._flag)
 
     def _after_step(self, loss: Tensor, num_samples: int) -> None:
         s, watch = self.settings, self._watch
@@ -377,6 +384,8 @@ class Trainer:
     def _log(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
         by_rank = self._watch.log(self.step, self.epoch, lr, self._grad_norm)
+        slowest_s = max(sum(phases) for phases in by_rank)
+        self._agree_every = max(1, int(_AGREE_S / slowest_s))  # the same on every rank
         if news := self._snapshots.adapt(by_rank):
             self._watch.say(news)
 
