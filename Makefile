@@ -4,6 +4,7 @@
 # make bench-ddp  what data parallel training costs over a step without communication
 # make bench-trainer  what the Trainer adds to a step of a loop by hand
 # make bench-checkpoint  what saving and snapshots cost the training, against memcpy and torch.save
+# make bench-hosts  collectives between hosts, which are namespaces of this machine; as root
 # make stress the long forms of the fault and start-up tests         make model  check the flag protocol with SPIN
 #
 # make test TORCH=2.13.0 tests on another torch, in a virtual environment of its own.
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
 
-.PHONY: demo test check lint bench bench-ddp bench-trainer bench-checkpoint conformance stress model clean
+.PHONY: demo test check lint bench bench-ddp bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -48,6 +49,10 @@ bench-trainer: $(VENV)/built
 
 bench-checkpoint: $(VENV)/built
 	$(BIN)/python -m bench.checkpoint
+
+bench-hosts: $(VENV)/built
+	$(BIN)/python -m bench.hosts --rate 10gbit --delay-ms 0.1
+	$(BIN)/python -m bench.hosts --rate 1gbit --delay-ms 0.1
 
 conformance: $(VENV)/built
 	for n in 2 3 4; do $(BIN)/python -m tests.conformance.exam --backend phalanx --world-size $$n --check || exit 1; done

@@ -16,15 +16,15 @@ from pathlib import Path
 
 from bench.plan import usable_cpus
 
-_ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 _START_S = 120.0
 _ANSWER_S = 300.0
 _END_S = 15.0
 
 
 def _environment(**extra: str) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
-    mpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # as in most containers
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    mpi = {"OMPI_ALLOW_RUN_ASROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # as in most containers
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | mpi | extra
 
 
@@ -81,16 +81,19 @@ class RankSet:
         listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(f"{folder}/parent")
         listener.listen(self._world_size)
+        self._launch(folder, _environment(**environment))
+        self._meet(listener)
+
+    def _launch(self, folder: str, environment: dict[str, str]) -> None:
+        """Start the processes, which connect to ``folder/parent``."""
         command = [sys.executable, "-m", "bench.worker", self.kind, f"{folder}/parent"]
-        tail = [str(self._world_size), f"{folder}/meeting"]
+        tail = [str(self._world_size), f"file://{folder}/meeting"]
         if self.kind == "mpi":
             commands = [[*mpirun_command(self._world_size), *command, "-", *tail]]
         else:
             commands = [[*command, str(rank), *tail] for rank in range(self._world_size)]
         for each in commands:
-            process = subprocess.Popen(each, env=_environment(**environment), stdin=subprocess.DEVNULL)
-            self._processes.append(process)
-        self._meet(listener)
+            self._processes.append(subprocess.Popen(each, env=environment, stdin=subprocess.DEVNULL))
 
     def _meet(self, listener: socket.socket) -> None:
         """Wait until every rank has connected; notice those that die before."""

@@ -118,10 +118,11 @@ def print_results(results: Sequence[Result]) -> None:
         for engine in engines:
             header += [LABELS[engine]] if engine == "phalanx" else [LABELS[engine], "ratio"]
         title = f"{world_size} ranks on {usable_cpus()} CPUs: median times, each with its ratio to that of phalanx"
-        _print_table(title, [*header, "targets"], _rows(here, engines))
+        print_table(title, [*header, "targets"], _rows(here, engines))
 
 
-def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Print rows whose last cell is a mark: red with MISSED, else green."""
     try:
         from rich.console import Console
         from rich.table import Table

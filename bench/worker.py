@@ -1,4 +1,6 @@
-"""One rank: ``python -m bench.worker KIND SOCKET RANK WORLD_SIZE FILE``. It measures when told to and sleeps else.
+"""One rank: ``python -m bench.worker KIND SOCKET RANK WORLD_SIZE INIT_METHOD``. It measures when told to, sleeps else.
+
+KIND is "torch", "mpi", or the engines through torch.distributed that are wanted, as "gloo,phalanx".
 
 The parent's commands come as lines of JSON over a socket, so a rank that waits for its turn uses no CPU. The rank ends
 with the socket, whatever became of the parent.
@@ -24,11 +26,12 @@ _TIMEOUT = timedelta(seconds=300)
 _WARM_SHARE = 8  # an eighth of the iterations, before each measurement
 
 
-def torch_engines(rank: int, world_size: int, meeting_file: str) -> dict[str, Engine]:
+def torch_engines(kind: str, rank: int, world_size: int, init_method: str) -> dict[str, Engine]:
     """Return all engines that live in one set of processes: two groups, side by side."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=world_size, timeout=_TIMEOUT
-    )
+    dist.init_process_group("cpu:gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    if kind != "torch":
+        others = {name: dist.new_group(backend=name, timeout=_TIMEOUT) for name in kind.split(",") if name != "gloo"}
+        return {name: TorchEngine(group) for name, group in {"gloo": dist.group.WORLD, **others}.items()}
     phalanx = dist.new_group(backend="phalanx", timeout=_TIMEOUT)
     through_torch = TorchEngine(phalanx)
     return {
@@ -85,7 +88,7 @@ class Worker:
 
 
 def main() -> None:
-    kind, socket_path, rank_text, size_text, meeting_file = sys.argv[1:]
+    kind, socket_path, rank_text, size_text, init_method = sys.argv[1:]
     torch.set_num_threads(1)
     if kind == "mpi":
         from mpi4py import MPI
@@ -94,7 +97,7 @@ def main() -> None:
         engines: dict[str, Engine] = {"mpi": MpiEngine()}
     else:
         rank, world_size = int(rank_text), int(size_text)
-        engines = torch_engines(rank, world_size, meeting_file)
+        engines = torch_engines(kind, rank, world_size, init_method)
     worker = Worker(engines, rank, world_size)
     gc.collect()
     gc.disable()

@@ -1,0 +1,180 @@
+"""Hosts on one machine: Linux namespaces, joined by a switch with links of a chosen rate and delay.
+
+    with hosts(2, rate="1gbit", delay_ms=0.1) as (a, b):
+        server = a.start([sys.executable, "server.py", a.address])
+        client = b.start([sys.executable, "client.py", a.address])
+        b.cut()  # what it sends and what is sent to it vanishes
+
+A host has a name, a network and a loopback of its own; memory, files and processes are shared with the machine. It
+needs root. Nothing is left behind, even if this process is killed: the namespaces live as long as their processes,
+and those end when this one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from phalanx.testing import _wire
+
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_END_S = 10.0
+_QUEUE_BYTES = 64 << 20  # of a host's own interface, which holds its senders back before that
+_BURST_BYTES = 256 << 10  # the wire itself is exact; this is at least four of the largest packets
+
+
+class Host:
+    """One host; `hosts` makes it.
+
+    Attributes:
+        name: Its hostname: ``host-a``, ``host-b``, ...
+        address: Its IPv4 address.
+        interface: The interface that has it, for GLOO_SOCKET_IFNAME.
+        pid: The process that holds its namespaces.
+    """
+
+    interface = "eth0"
+
+    def __init__(self, name: str, address: str, rate_bit_s: float, delay_s: float) -> None:
+        self.name, self.address = name, address
+        self._started: list[subprocess.Popen[Any]] = []
+        wire = [sys.executable, "-I", "-S", _wire.__file__, name, repr(rate_bit_s), repr(delay_s)]
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "--uts", *wire],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the parent, which then ends this
+        )
+        self.pid = self._holder.pid
+        assert self._holder.stdout is not None
+        if not self._holder.stdout.readline():
+            self.close()  # says why
+
+    def _inside(self) -> list[str]:
+        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", f"--uts=/proc/{self.pid}/ns/uts"]
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a program in this host; it is killed when the hosts go.
+
+        Args:
+            env: Variables added to this process's environment.
+            options: Of `subprocess.Popen`. Its `pid` is the program's.
+        """
+        environ = {**os.environ, **(env or {})}
+        self._started.append(subprocess.Popen([*self._inside(), *command], env=environ, **options))
+        return self._started[-1]
+
+    def run(self, *command: str) -> str:
+        """Return what a program in this host prints; raise with its message if it fails."""
+        done = subprocess.run([*self._inside(), *command], capture_output=True, text=True, timeout=60)
+        if done.returncode != 0:
+            raise OSError(f"{' '.join(command)} on {self.name}: {done.stderr.strip()}")
+        return done.stdout
+
+    def kill(self) -> None:
+        """Kill every process of this host. Its system lives: their peers see connections end."""
+        for process in self._started:  # one that has only just started may not be inside yet
+            process.kill()
+        _wire.kill_all(self.pid)
+
+    def cut(self) -> None:
+        """Pull its cable out of the switch: packets vanish both ways, and nobody is told."""
+        self._plug("nomaster")
+
+    def mend(self) -> None:
+        """Put the cable back."""
+        self._plug("master", "switch")
+
+    def _plug(self, *how: str) -> None:
+        self._switch.run("ip", "link", "set", self.name, *how)
+
+    def _connect(self, switch: Host, rate_bit_s: float) -> None:
+        """Lay the cable from this host's interface to a port of the switch that has the host's name."""
+        self._switch = switch
+        ends = ["link", "add", self.name, "type", "veth", "peer", "name", self.interface, "netns", str(self.pid)]
+        switch.run("ip", *ends)
+        switch.run("ip", "link", "set", self.name, "master", "switch", "up")
+        self.run("ip", "link", "set", "lo", "up")
+        self.run("ip", "address", "add", f"{self.address}/24", "dev", self.interface)
+        self.run("ip", "link", "set", self.interface, "up")
+        if rate_bit_s:
+            shape = ["rate", f"{rate_bit_s:.0f}bit", "burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES)]
+            self.run("tc", "qdisc", "add", "dev", self.interface, "root", "tbf", *shape)
+
+    def close(self) -> None:
+        """Kill everything in it and remove it; raise if its end of the wire broke."""
+        for process in self._started:
+            process.kill()
+        try:
+            _, said = self._holder.communicate(timeout=_END_S)  # standard input ends
+        finally:
+            self._holder.kill()
+            for process in (self._holder, *self._started):
+                process.wait()
+        if self._holder.returncode != 0:
+            raise OSError(
+                f"the namespaces or the wire of {self.name} failed: {said.strip() or self._holder.returncode}"
+            )
+
+
+@contextlib.contextmanager
+def hosts(num_hosts: int, rate: str | None = None, delay_ms: float = 0.0) -> Iterator[tuple[Host, ...]]:
+    """Make `num_hosts` hosts on one switch, and remove them with everything that runs in them.
+
+    Args:
+        num_hosts: 1 to 26.
+        rate: What each host's link carries in each direction, as ``"10gbit"`` or ``"100mbit"``; None is no limit.
+        delay_ms: What every packet takes one way, besides its time at the rate, in milliseconds. Where there is a rate
+            or a delay it is at least 0.06, and accurate to about 0.1. For IPv4 only.
+
+    Raises:
+        ValueError: An argument is not what it says here.
+        OSError: This cannot be done here; `why_no_hosts` says why.
+    """
+    if not 1 <= num_hosts <= 26:
+        raise ValueError(f"num_hosts must lie in [1, 26], got {num_hosts}")
+    rate_bit_s = _parse_rate(rate)
+    with contextlib.ExitStack() as stack:
+        switch = stack.enter_context(contextlib.closing(Host("switch", "", 0.0, 0.0)))
+        switch.run("ip", "link", "add", "switch", "type", "bridge", "forward_delay", "0")
+        switch.run("ip", "link", "set", "switch", "up")
+        made = []
+        for i in range(num_hosts):
+            host = Host(f"host-{chr(ord('a') + i)}", f"10.77.0.{i + 1}", rate_bit_s, delay_ms / 1e3)
+            made.append(stack.enter_context(contextlib.closing(host)))
+            host._connect(switch, rate_bit_s)
+        yield tuple(made)
+
+
+def _parse_rate(rate: str | None) -> float:
+    if rate is None:
+        return 0.0
+    number, unit = rate[:-4], rate[-4:].lower()
+    try:
+        return float(number) * _UNITS[unit]
+    except (KeyError, ValueError):
+        raise ValueError(f"rate must be a number with kbit, mbit or gbit, as '10gbit', got {rate!r}") from None
+
+
+def why_no_hosts() -> str:
+    """Return why `hosts` cannot work here, or "" if it can: it makes two hosts to find out, which takes a moment."""
+    if not sys.platform.startswith("linux"):
+        return "hosts are Linux namespaces"
+    missing = {tool: package for tool, package in _TOOLS.items() if shutil.which(tool) is None}
+    if missing:
+        return f"not installed: {', '.join(missing)} (packages {', '.join(sorted(set(missing.values())))})"
+    try:
+        with hosts(2, rate="1gbit", delay_ms=0.1):
+            return ""
+    except OSError as error:
+        return f"{error} (root with CAP_NET_ADMIN and CAP_SYS_ADMIN, tbf and NFQUEUE are needed)"
