@@ -20,7 +20,7 @@ def test_a_short_run_measures_the_link_and_gloo(tmp_path):
     assert "Plain TCP: " in done.stdout
     assert "2 hosts x 2 ranks" in done.stdout
     record = json.loads((tmp_path / "hosts.json").read_text())
-    assert record["machine"]["link"]["round_trip_s"] > 2e-4
+    assert record["machine"]["link"]["round_trip_s"] > 1.5e-4  # of 0.2 ms
     assert record["machine"]["link"]["one_bytes_s"] < 1.02e9 / 8
     measured = [(result["op"], result["size_bytes"]) for result in record["results"]]
     assert measured == [(op, size) for op in ops.split(",") for size in ((0,) if op == "barrier" else (4, 1 << 20))]

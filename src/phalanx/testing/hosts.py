@@ -135,7 +135,7 @@ def hosts(num_hosts: int, rate: str | None = None, delay_ms: float = 0.0) -> Ite
         num_hosts: 1 to 26.
         rate: What each host's link carries in each direction, as ``"10gbit"`` or ``"100mbit"``; None is no limit.
         delay_ms: What every packet takes one way, besides its time at the rate, in milliseconds. Where there is a rate
-            or a delay it is at least 0.06, and accurate to about 0.1. For IPv4 only.
+            or a delay it is at least 0.05, and accurate to about 0.1. For IPv4 only.
 
     Raises:
         ValueError: An argument is not what it says here.
