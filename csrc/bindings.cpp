@@ -151,6 +151,7 @@ void bind_handles(nb::module_& m) {
   nb::class_<Completions>(m, "Completions")
       .def(nb::init<>())
       .def("pop", &Completions::pop, nb::call_guard<nb::gil_scoped_release>())
+      .def("push", &Completions::push, nb::arg("number"), "For operations that are not the core's own.")
       .def("close", &Completions::close);
   nb::class_<Pending>(m, "Pending")
       .def_prop_ro("done", &Pending::done)
@@ -297,6 +298,8 @@ void bind_group(nb::module_& m) {
   };
   group.def("send", post(Op::kSend));
   group.def("recv", post(Op::kRecv));
+  group.def("cancel", [](Group& g, const std::shared_ptr<Request>& request) { return g.p2p().cancel(request); },
+            nb::call_guard<nb::gil_scoped_release>());
   group.def("wait_request", [](Group& g, const std::shared_ptr<Request>& request, double timeout_s) {
     PythonHooks hooks;
     nb::gil_scoped_release release;
@@ -330,6 +333,12 @@ NB_MODULE(_core, m) {
   m.def("reduces", [](int dtype, int op) {
     return find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)) != nullptr;
   }, "True if the reduce operation has a meaning for the dtype.");
+  // Buffers of this process, in their order; `out` may be one of them.
+  m.def("reduce_buffers", [](Address out, const Addresses& ins, int dtype, int op, std::size_t count) {
+    const ReduceFn reduce = find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op));
+    nb::gil_scoped_release release;
+    reduce(pointer(out), inputs(ins).data(), static_cast<int>(ins.size()), count);
+  }, nb::arg("out"), nb::arg("ins"), nb::arg("dtype"), nb::arg("op"), nb::arg("count"));
   m.def("simd_level", &simd_level);
   bind_segment(m);
   bind_handles(m);

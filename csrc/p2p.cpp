@@ -112,6 +112,15 @@ void PointToPoint::complete(const std::shared_ptr<Request>& request, std::except
   if (has_sleepers(own)) ring(own);
 }
 
+bool PointToPoint::cancel(const std::shared_ptr<Request>& request) {
+  std::lock_guard lock(mutex_);
+  const auto found = std::find(posted_.begin(), posted_.end(), request);
+  if (found == posted_.end()) return false;
+  posted_.erase(found);
+  complete(request, std::make_exception_ptr(Failure(FailureKind::kAborted, "the receive was taken back", {})));
+  return true;
+}
+
 bool PointToPoint::pending() const {
   return !posted_.empty() || std::any_of(outgoing_.begin(), outgoing_.end(), [](auto& out) { return !out.queue.empty(); }) ||
          std::any_of(incoming_.begin(), incoming_.end(), [](auto& in) { return in.into != nullptr; });

@@ -48,6 +48,8 @@ class PointToPoint {
   void wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
   /// Wait for `timeout_s` at most, after which the request goes on; false if it is not done. Throws what it failed with.
   bool wait_briefly(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
+  /// Take back a receive that no message has met yet; false if one has. It is done then, and has failed.
+  bool cancel(const std::shared_ptr<Request>& request);
   /// Stop the background thread. Unfinished requests fail.
   void stop();
 

@@ -25,8 +25,15 @@ class Settings:
     """all_reduce up to this size (at most 65536): every rank reads every rank's data, in one synchronisation."""
     chunk_bytes: int = 64 * 1024
     """Size of the chunks in which larger messages are pipelined, at most 65536."""
+    silence_s: float = 1.0
+    """Seconds without a sign of life of another host's kernel after which the connection to it counts as lost."""
+    bridge: str = "gloo"
+    """The engine between hosts: ``gloo`` or ``mpi`` (mpi4py, started by mpirun)."""
+    host: str = ""
+    """Ranks with different values never share memory: several hosts on one, to try what crosses them."""
 
 
+BRIDGES = ("gloo", "mpi")
 # Flags of ``phalanx run``, which reads them itself.
 _FLAGS = """
     DRY_RUN LOCAL_ADDR LOCAL_RANKS_FILTER LOG_DIR MASTER_ADDR MASTER_PORT MAX_RESTARTS MODULE MONITOR_INTERVAL NNODES
@@ -64,7 +71,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings that `environ` gives, by default this process's environment.
 
     Raises:
-        ValueError: A ``PHALANX_*`` variable is unknown, not a number, or negative.
+        ValueError: A ``PHALANX_*`` variable is unknown, not a number, negative, or names no engine.
     """
     environ = os.environ if environ is None else environ
     known = {f"PHALANX_{field.name.upper()}": field for field in fields(Settings)}
@@ -79,6 +86,9 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         text = environ.get(name)
         if text is None:
             continue
+        if field.type == "str":
+            values[field.name] = text
+            continue
         try:
             value = (int if field.type == "int" else float)(text)
         except ValueError:
@@ -86,6 +96,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         if not 0 <= value < math.inf:  # nor not-a-number
             raise ValueError(f"{name} must be a number, at least 0, got {text!r}")
         values[field.name] = value
+    if values.get("bridge", BRIDGES[0]) not in BRIDGES:
+        raise ValueError(f"PHALANX_BRIDGE must be one of {', '.join(BRIDGES)}, got {values['bridge']!r}")
     return Settings(**values)
 
 

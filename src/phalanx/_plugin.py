@@ -14,6 +14,7 @@ def register() -> None:
 
     if dist.is_available() and "PHALANX" not in dist.Backend._plugins:
         dist.Backend.register_backend("phalanx", _create_group, extended_api=True, devices=["cpu"])
+        _meet_under_schedulers()
 
 
 def autoload() -> None:
@@ -24,6 +25,24 @@ def autoload() -> None:
         import warnings
 
         warnings.warn(f"the phalanx backend could not be registered: {error!r}", RuntimeWarning, stacklevel=2)
+
+
+def _meet_under_schedulers() -> None:
+    """Let ``env://`` understand mpirun and the like, which torch's own does not: it finds no RANK and gives up."""
+    import sys
+
+    handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    torchs = handlers["env"]
+
+    def rendezvous(url: str, timeout: Any = None, **options: Any) -> Any:
+        from phalanx.session import meet_under_scheduler
+
+        found = None if "=" in url else meet_under_scheduler()
+        if found is not None:
+            return iter([found])
+        return torchs(url, **({} if timeout is None else {"timeout": timeout}), **options)
+
+    handlers["env"] = rendezvous
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:

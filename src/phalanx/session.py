@@ -89,8 +89,7 @@ def init(
     `shutdown`. Called again with the same arguments, it returns the same session.
 
     Args:
-        backend: As of ``init_process_group``. Default: ``"phalanx"``, with CUDA ``"cpu:phalanx,cuda:nccl"``; Gloo takes
-            the CPU's part where ranks are on several hosts.
+        backend: As of ``init_process_group``. Default: ``"phalanx"``, with CUDA ``"cpu:phalanx,cuda:nccl"``.
         device: Default: the GPU of this local rank, made current; without GPUs the CPU.
         timeout: Of collectives, in seconds; default: the backend's.
         init_method: As of ``init_process_group``, such as ``"file:///shared/file"``.
@@ -116,7 +115,7 @@ def init(
         place = _place(rank, world_size)
         store = _meet(place, init_method)
         place = place if place.knows_hosts else _place_by_hosts(place, store)
-        chosen, reason = (backend, "") if backend else _choose_backend(place)
+        chosen, reason = (backend, "") if backend else _choose_backend()
         on = _choose_device(device, chosen, place)
         exported = _env.export(_contract(place, store))
         try:
@@ -233,9 +232,12 @@ def _meet(place: Placement, init_method: str | None) -> Any:
             "rank, or name an init_method"
         )
     if place.local_world_size < place.world_size:
+        if _env.read_settings().bridge == "mpi":
+            return _meet_by_mpi(place)
         raise ValueError(
             f"{place.scheduler} started {place.world_size} ranks on {place.num_nodes} hosts and does not say where "
-            "rank 0 listens: set MASTER_ADDR to its host and MASTER_PORT to a free port there, on every rank"
+            "rank 0 listens: set MASTER_ADDR to its host and MASTER_PORT to a free port there, on every rank; or, with "
+            "mpi4py, PHALANX_BRIDGE=mpi"
         )
     return _meet_on_this_host(place)
 
@@ -279,6 +281,43 @@ def _meet_on_this_host(place: Placement) -> Any:
     return served or dist.TCPStore(_LOCAL_ADDRESS, int(meeting.get("port")), place.world_size, is_master=False)
 
 
+def _meet_by_mpi(place: Placement) -> Any:
+    """Return a store on a free port of rank 0's host, which MPI has told the others."""
+    import torch.distributed as dist
+
+    from phalanx._network import interfaces
+    from phalanx.backend._mpi import tell_all
+
+    served, told = None, None
+    if place.rank == 0:
+        outside = [one.address for one in interfaces() if one.is_up and not one.is_loopback and one.address]
+        address = min(outside, key=lambda one: ":" in one) if outside else _LOCAL_ADDRESS
+        served = dist.TCPStore(address, 0, place.world_size, is_master=True, wait_for_workers=False)
+        told = (address, served.port)
+    address, port = tell_all(told)
+    return served or dist.TCPStore(address, port, place.world_size, is_master=False)
+
+
+def meet_under_scheduler() -> tuple[Any, int, int] | None:
+    """Return store, rank and world size for ``env://`` where mpirun or the like started this process without RANK.
+
+    None: torch's own way is right.
+    """
+    environ = _env.environment()
+    if environ.get("RANK") or environ.get("WORLD_SIZE"):
+        return None
+    place = detect(environ)
+    if place is None:
+        return None
+    store = _meet(place, None)
+    if store is None:
+        import torch.distributed as dist
+
+        url = f"tcp://{place.master_addr}:{place.master_port}"
+        store, _, _ = next(dist.rendezvous(url, rank=place.rank, world_size=place.world_size))
+    return store, place.rank, place.world_size
+
+
 def _launcher_of(rank_variable: str) -> str:
     """Return a name of the process that started the ranks of this host, which no other ever has.
 
@@ -303,19 +342,16 @@ def _launcher_of(rank_variable: str) -> str:
 # ---------------------------------------------------------------- on what
 
 
-def _choose_backend(place: Placement) -> tuple[str, str]:
+def _choose_backend() -> tuple[str, str]:
     """Return the backend, and why the CPU's part of it is not phalanx; empty if it is."""
     import torch
     import torch.distributed as dist
 
     on_cpu, reason = "phalanx", ""
-    if place.num_nodes > 1:
-        on_cpu, reason = "gloo", f"ranks are on {place.num_nodes} hosts, and phalanx reduces within one"
-    else:
-        try:
-            importlib.import_module("phalanx.backend")
-        except (ImportError, OSError) as error:
-            on_cpu, reason = "gloo", f"phalanx can't be loaded here: {error}"
+    try:
+        importlib.import_module("phalanx.backend")
+    except (ImportError, OSError) as error:
+        on_cpu, reason = "gloo", f"phalanx can't be loaded here: {error}"
     if not torch.cuda.is_available():
         return on_cpu, reason
     return f"cpu:{on_cpu},cuda:{'nccl' if dist.is_nccl_available() else 'gloo'}", reason

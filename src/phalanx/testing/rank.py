@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 from phalanx import _env
@@ -41,6 +42,7 @@ class Group:
     Attributes:
         init_method: ``"file"``, ``"tcp"``, ``"env"`` or any URL that torch takes.
         folder: Private to the run.
+        hosts: How many ranks each host is taken to have, where one host stands for several.
     """
 
     backend: str | None
@@ -48,6 +50,14 @@ class Group:
     timeout_s: float | None
     folder: str
     world_size: int
+    hosts: tuple[int, ...] = ()
+
+    def take_host(self, rank: int) -> None:
+        """Share memory with the ranks of this one's host alone."""
+        for number, last in enumerate(accumulate(self.hosts)):
+            if rank < last:
+                _env.export({"PHALANX_HOST": f"host-{number}"})
+                return
 
     def init(self, rank: int) -> None:
         import torch.distributed as dist
@@ -72,6 +82,7 @@ def run_in_group(rank: int, group: Group, function: Function | Callable[..., Any
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     fn = load_function(function)
+    group.take_host(rank)
     if group.backend is not None:
         group.init(rank)
     value = fn(rank, group.world_size, *args)

@@ -35,7 +35,7 @@ def run_ranks(
         timeout_s: Every rank that has not ended by then is killed.
         expect_failures: Return one `Outcome` per rank and raise nothing, for ranks that
             are meant to raise or die. All ranks then have until `timeout_s`.
-        options: `backend`, `init`, `init_method`, `group_timeout_s` and `env`,
+        options: `backend`, `init`, `init_method`, `group_timeout_s`, `env` and `hosts`,
             as in `spawn_ranks`.
 
     Raises:
@@ -62,6 +62,7 @@ def spawn_ranks(
     init_method: str | None = None,
     group_timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
+    hosts: Sequence[int] = (),
 ) -> Iterator[Ranks]:
     """Start the ranks and yield them; every one still alive at the end is killed.
 
@@ -73,11 +74,17 @@ def spawn_ranks(
             this run's own, or any URL that torch takes.
         group_timeout_s: The timeout of the default group; None keeps the backend's.
         env: Variables added to this process's environment on every rank.
+        hosts: How many ranks each host has, in rank order, to try on one host what crosses several: ranks of different
+            ones share no memory. Empty: all are on this one.
     """
+    if hosts and sum(hosts) != world_size:
+        raise ValueError(f"hosts must add up to the {world_size} ranks, got {list(hosts)}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     with tempfile.TemporaryDirectory(prefix="phalanx-group-") as folder:
-        group = Group(backend if init else None, init_method or "file", group_timeout_s, folder, world_size)
+        group = Group(
+            backend if init else None, init_method or "file", group_timeout_s, folder, world_size, tuple(hosts)
+        )
         environ = {**_env.environment(), **(env or {})}
         call = (group, Function.of(fn), *args)
         with contextlib.closing(Workers(run_in_group, call, world_size, environ=environ, num_threads=1)) as workers:

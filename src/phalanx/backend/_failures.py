@@ -1,0 +1,336 @@
+"""How a group on several hosts ends: one verdict, the same on every rank.
+
+The first rank that meets a failure writes the verdict into the group's store, ends the part of the group that shares
+its memory and closes its connections. That wakes the ranks of the other hosts, who read the verdict there. Without
+one, as when a whole host has vanished, those whose connections have ended are the culprits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import Store
+
+from phalanx import _core, _errors
+from phalanx._errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
+from phalanx.backend._channels import Channel
+
+_GRACE_S = 0.5  # for those who know more to say it
+_TABLE_S = 0.2  # for those who meet the same mismatch
+_STORE_S = 1.0  # it may have gone with its host
+_POLL_S = 0.02
+_WHERE = re.compile(r"rank \d+: [^\n]*? of group '[^']*'(?: at \S+?)?(?::(?= )|(?= timed out)) ?")
+_VICTIM = "this rank is only its victim."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who a rank of a group is.
+
+    Attributes:
+        group: Name of the group in messages.
+        rank: In the group.
+        global_ranks: Number of each rank in the world.
+        hosts: Name of each rank's host, one for each host.
+        pids: Process of each rank, there.
+    """
+
+    group: str
+    rank: int
+    global_ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    pids: tuple[int, ...]
+
+    @property
+    def global_rank(self) -> int:
+        return self.global_ranks[self.rank]
+
+    def describe(self, rank: int) -> str:
+        """Return ``rank 3 (pid 123) on host b``."""
+        return f"rank {self.global_ranks[rank]} (pid {self.pids[rank]}) on host {self.hosts[rank]}"
+
+
+class Failures:
+    """What ends one group, for this rank.
+
+    Args:
+        store: Of the group alone.
+    """
+
+    def __init__(self, store: Store, place: Place) -> None:
+        clone = getattr(store, "clone", None)  # a connection of its own: another thread may wait in the store
+        try:
+            self._store: Store = clone() if clone else store
+        except RuntimeError:  # a kind of store that has none
+            self._store = store
+        self._place = place
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._verdict: dict[str, Any] | None = None
+        self._why = ""
+        self._core: Any = None
+        self._channels: Sequence[Channel] = ()
+
+    def watch(self, core: _core.Group, channels: Sequence[Channel]) -> None:
+        """Take what is to be ended; the last channel reaches all ranks."""
+        self._core, self._channels = core, channels
+
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._why)
+
+    def check(self, op: str) -> None:
+        """Raise GroupUnusable if the group has ended, or belongs to the process that this one was forked from."""
+        place = self._place
+        if self.is_forked:
+            raise GroupUnusable(
+                f"{op} on group '{place.group}': this process was forked from rank {place.global_rank} after the group "
+                "was made and is no rank of it; call init_process_group in the child",
+                op=op,
+            )
+        if self._why:
+            raise self._unusable(op)
+
+    def _unusable(self, op: str) -> GroupUnusable:
+        return GroupUnusable(
+            f"rank {self._place.global_rank}: {op} on group '{self._place.group}', which can no longer be used: "
+            f"{self._why}\nDestroy the group and make a new one: destroy_process_group(), then init_process_group().",
+            op=op,
+        )
+
+    def end(self, error: BaseException, op: str, seq: int, where: str, call: str) -> BaseException:
+        """End the group on all of its hosts, and return the error that this rank raises.
+
+        Args:
+            error: Met by this rank, perhaps a consequence of what another has met.
+            where: The operation, for messages.
+            call: As its caller wrote it.
+        """
+        with self._lock:
+            is_first = self._verdict is None
+            if is_first:
+                found = self._find_verdict(is_patient=_is_consequence(error))
+                self._verdict = found or self._settle(self._judge(error, op, seq, where, call))
+                self._why = self._verdict["text"]
+                with contextlib.suppress(PhalanxError):
+                    self._core.abort(self._why.splitlines()[0])
+                for channel in self._channels:
+                    channel.close()
+        if is_first:
+            self._linger()
+        if isinstance(error, GroupUnusable) or not isinstance(error, (PhalanxError, RuntimeError)):
+            return error  # Ctrl-C and the like: this rank's own
+        return self._rebuild(op, seq, where)
+
+    def _rebuild(self, op: str, seq: int, where: str) -> PhalanxError:
+        """Return the verdict as the error of an operation of this rank."""
+        assert self._verdict is not None
+        kind: type[PhalanxError] = getattr(_errors, self._verdict["kind"])
+        message = f"rank {self._place.global_rank}: {where}: {self._why}"
+        facts = {"pid": None, "exit_code": None, "signal": None, **self._verdict["facts"]} if kind is RankFailed else {}
+        return kind(message, op=op, seq=seq, ranks=tuple(self._verdict["ranks"]), **facts)
+
+    def _linger(self) -> None:
+        """Let the others read the verdict before this rank, which may serve the store, goes on to its end."""
+        num_ranks = len(self._place.pids)
+        self._ask(lambda: self._store.add("num_told", 1))
+        deadline = time.monotonic() + _GRACE_S
+        while self._place.global_rank == 0 and time.monotonic() < deadline:
+            if self._ask(lambda: self._store.add("num_told", 0), num_ranks) >= num_ranks:
+                return
+            time.sleep(_POLL_S)
+
+    # ---- whose fault it is -----------------------------------------------------------------------------------------
+
+    def _judge(self, error: BaseException, op: str, seq: int, where: str, call: str) -> dict[str, Any]:
+        if isinstance(error, CollectiveMismatch) and not hasattr(error, "is_told"):
+            return self._tabulate(seq, where, call)
+        if isinstance(error, PhalanxError):
+            text = _WHERE.sub("", str(error), count=1)
+            for rank, number in enumerate(self._place.global_ranks):
+                text = re.sub(rf"rank {number} \(pid \d+\)(?! on host)", self._place.describe(rank), text)
+            facts = {name: getattr(error, name, None) for name in ("pid", "exit_code", "signal")}
+            return {"kind": type(error).__name__, "text": text, "ranks": error.ranks, "facts": facts}
+        if isinstance(error, RuntimeError):
+            return self._judge_lost(error)
+        text = f"{self._place.describe(self._place.rank)} left it in the middle: {type(error).__name__}: {error}"
+        return {"kind": "GroupAborted", "text": text, "ranks": [self._place.global_rank], "facts": {}}
+
+    def _judge_lost(self, error: RuntimeError) -> dict[str, Any]:
+        """Name the ranks whose connections have ended."""
+        place = self._place
+        lost = sorted(self._channels[-1].lost())
+        if not lost:
+            return {
+                "kind": "PhalanxError",
+                "text": f"the bridge between hosts failed: {error}",
+                "ranks": [],
+                "facts": {},
+            }
+        left = [rank for rank in lost if self._read(f"left/{rank}") is not None]
+        lost = left or lost
+        named = _and([place.describe(rank) for rank in lost])
+        whole = _whole_hosts(place, lost)
+        if left:
+            text = f"{named} left the group (destroy_process_group)"
+        elif whole and len(lost) > 1:
+            text = f"{_and(whole)} does not answer: its processes have ended, or the network to it is broken"
+        else:
+            text = f"{named} is gone: its process has ended, or the network to its host is broken"
+        text += f"\nLook at what was printed there last; {_VICTIM}"
+        numbers = [place.global_ranks[rank] for rank in lost]
+        return {"kind": "RankFailed", "text": text, "ranks": numbers, "facts": {"pid": place.pids[lost[0]]}}
+
+    def _tabulate(self, seq: int, where: str, call: str) -> dict[str, Any]:
+        """Return what each rank called, of those who say it in time."""
+        place = self._place
+        site = where.partition(" at ")[2]
+        mine = call + f" at {site}" * bool(site)
+        self._ask(lambda: self._store.set(f"call/{seq}/{place.rank}", mine))
+        keys = [f"call/{seq}/{rank}" for rank in range(len(place.pids))]
+        deadline = time.monotonic() + _TABLE_S
+        while time.monotonic() < deadline and not self._ask(lambda: self._store.check(keys), True):
+            time.sleep(_POLL_S)
+        lines, ranks = [], []
+        for rank, key in enumerate(keys):
+            told = (self._read(key) or b"").decode()
+            said = told or "waits, or has not called yet"
+            lines.append(f"  rank {place.global_ranks[rank]}: {said} (host {place.hosts[rank]})")
+            if told and told.partition(" at ")[0] != call:
+                ranks.append(place.global_ranks[rank])
+        text = "the ranks of this group called different collectives\n" + "\n".join(lines)
+        text += "\nMake every rank of the group call the same collectives in the same order."
+        return {"kind": "CollectiveMismatch", "text": text, "ranks": ranks, "facts": {}}
+
+    def mismatch(self, op: str, seq: int) -> CollectiveMismatch:
+        """Return the error of a rank whose peer on another host is in another call; `end` writes the table."""
+        return CollectiveMismatch("the ranks of this group called different collectives", op=op, seq=seq)
+
+    def wrong_split(self, op: str, seq: int, rank: int, sent: int, expected: int) -> CollectiveMismatch:
+        """Return the error of an all_to_all whose sizes do not fit."""
+        text = (
+            f"{self._place.describe(rank)} sends {sent} elements to rank {self._place.global_rank}, which expects "
+            f"{expected}\nMake input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."
+        )
+        return CollectiveMismatch(text, op=op, seq=seq, ranks=(self._place.global_ranks[rank],), is_told=True)
+
+    # ---- those who do not come -------------------------------------------------------------------------------------
+
+    def tell_stall(self, op: str, seq: int, call: str, waited_s: float, stall_s: float) -> None:
+        """Tell the other ranks where this one waits; after `stall_s`, print who does not."""
+        self._ask(lambda: self._store.set(f"waits/{self._place.rank}", json.dumps([seq, call])))
+        if stall_s and waited_s > stall_s:
+            time.sleep(_POLL_S)
+            place = self._place
+            absent = _and([place.describe(rank) for rank in self._absent(seq)]) or "ranks of other hosts"
+            print(
+                f"phalanx: rank {place.global_rank}: {op} #{seq} of group '{place.group}' has waited {waited_s:.0f} s "
+                f"for {absent}; it goes on waiting",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def timed_out(self, op: str, seq: int, timeout_s: float) -> CollectiveTimeout:
+        absent = self._absent(seq)
+        ranks = tuple(self._place.global_ranks[rank] for rank in absent)
+        who = _and([self._place.describe(rank) for rank in absent]) or "ranks of other hosts"
+        text = (
+            f"timed out after {timeout_s:g} s waiting for {who}\n"
+            "Pass a larger timeout to init_process_group if that is slow but right."
+        )
+        return CollectiveTimeout(text, op=op, seq=seq, ranks=ranks)
+
+    def _absent(self, seq: int) -> list[int]:
+        """Return the ranks of other hosts that have not said that they wait in this call or a later one."""
+        place = self._place
+        absent = []
+        for rank, host in enumerate(place.hosts):
+            told = self._read(f"waits/{rank}") or b"[0]"
+            if host != place.hosts[place.rank] and json.loads(told)[0] < seq:
+                absent.append(rank)
+        return absent
+
+    def is_told(self) -> bool:
+        """Whether a rank has written a verdict that this one can only read about."""
+        if all(channel.ends_waits for channel in self._channels):
+            return False
+        return bool(self._ask(lambda: self._store.check(["verdict"]), False))
+
+    # ---- the store -------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Say that this rank goes in order, and close its connections."""
+        if self.is_forked:  # they are the parent's, and its threads stayed there
+            return
+        with self._lock:
+            if not self._why:
+                self._ask(lambda: self._store.set(f"left/{self._place.rank}", ""))
+                self._why = "this rank has left it"
+            for channel in self._channels:
+                channel.close()
+
+    def _find_verdict(self, *, is_patient: bool) -> dict[str, Any] | None:
+        deadline = time.monotonic() + (_GRACE_S if is_patient else 0)
+        while not self._ask(lambda: self._store.check(["verdict"]), False):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_POLL_S)
+        told = self._read("verdict")
+        return None if told is None else json.loads(told)
+
+    def _settle(self, verdict: dict[str, Any]) -> dict[str, Any]:
+        """Make this the group's verdict, unless another rank was first; return which holds."""
+        told = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(verdict)), None)
+        return json.loads(told) if told else verdict
+
+    def _read(self, key: str) -> bytes | None:
+        """Return what a key says; None if it is not there, or the store does not answer."""
+        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+
+    def _ask(self, question: Callable[[], Any], otherwise: Any = None) -> Any:
+        """Return what the store says, or `otherwise` if it does not answer in time."""
+        answer = [otherwise]
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):  # whatever it is, the failure that led here counts
+                answer[0] = question()
+
+        thread = threading.Thread(target=ask, name="phalanx-store", daemon=True)
+        thread.start()
+        thread.join(_STORE_S)
+        return answer[0]
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether another rank may know more: a connection that ended, a group that another rank ended."""
+    if isinstance(error, GroupAborted):
+        return not hasattr(error, "is_own")
+    return isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
+
+
+def _whole_hosts(place: Place, lost: Sequence[int]) -> list[str]:
+    """Return ``host b (ranks 2 and 3)`` for each host that has lost all of its ranks."""
+    named = []
+    for host in dict.fromkeys(place.hosts[rank] for rank in lost):
+        ranks = [rank for rank, other in enumerate(place.hosts) if other == host]
+        if set(ranks) <= set(lost):
+            named.append(f"host {host} (ranks {_and([place.global_ranks[rank] for rank in ranks])})")
+    return named
+
+
+def _and(items: Sequence[object]) -> str:
+    texts = [str(item) for item in items]
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

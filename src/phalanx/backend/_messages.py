@@ -1,0 +1,299 @@
+"""Point-to-point messages of a group on several hosts: through memory on one host, else over the bridge.
+
+A message over the bridge is a head, which carries a short one whole, and its bytes. Threads that exist once a pair
+has used them take what comes from one rank, or send what goes to one, in order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from phalanx import _core
+from phalanx._errors import CollectiveMismatch, CollectiveTimeout
+from phalanx.backend._channels import Channel
+from phalanx.backend._failures import Failures, Place
+from phalanx.backend._tasks import Task
+from phalanx.backend._types import DTYPE_NAMES
+
+_HEAD = struct.Struct("<qQQB")  # tag, elements, bytes, dtype
+_SLOT_BYTES = 1024
+_INLINE_BYTES = _SLOT_BYTES - _HEAD.size
+_HEADS, _BODIES = 1, 2  # tags of the engine
+_FOR_EVER = timedelta(days=30)
+_BRIEF_S = 0.002  # between looks, where a message may come from memory or the bridge
+
+
+class _Message(Task):
+    """A message on its way over the bridge, or a receive that may be of one."""
+
+    def __init__(self, data: torch.Tensor, dtype: int, count: int, peer: int, tag: int, site: str) -> None:
+        super().__init__()
+        self.data, self.dtype, self.count, self.peer, self.tag, self.site = data, dtype, count, peer, tag, site
+        self.here: Any = None  # the same receive from ranks of this host
+
+    def head(self) -> bytes:
+        return _HEAD.pack(self.tag, self.count, self.data.numel(), self.dtype)
+
+
+class _FromHere:
+    """A message of the core, whose ranks are those of this host."""
+
+    def __init__(self, handle: Any, ranks: list[int]) -> None:
+        self.handle, self._ranks = handle, ranks
+
+    done = property(lambda self: self.handle.done)
+    source = property(lambda self: self._ranks[self.handle.source])
+
+    def error(self) -> BaseException | None:
+        return self.handle.error()
+
+    def notify(self, completions: _core.Completions, number: int) -> None:
+        self.handle.notify(completions, number)
+
+
+@dataclass
+class _Arrived:
+    """A message that came before its receive."""
+
+    tag: int
+    dtype: int
+    count: int
+    data: torch.Tensor
+
+
+class Messages:
+    """The messages of one group, for this rank."""
+
+    def __init__(
+        self, core: _core.Group, here: list[int], place: Place, everyone: Channel, failures: Failures, timeout_s: float
+    ) -> None:
+        self.timeout_s = timeout_s
+        rank = place.rank
+        self._core, self._here, self._rank, self._place = core, here, rank, place
+        self._everyone, self._failures = everyone, failures
+        self._changed = threading.Condition()
+        self._posted: list[_Message] = []
+        self._arrived: dict[int, deque[_Arrived]] = {}
+        self._outgoing: dict[int, deque[_Message]] = {}
+        self._receiving: set[int] = set()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    def send(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
+        self._failures.check("send")
+        if peer in self._here:
+            return _FromHere(self._core.send(data, dtype, item, count, self._here.index(peer), tag, site), self._here)
+        message = _Message(_memory(data, count * item), dtype, count, peer, tag, site)
+        message.source = self._rank
+        with self._changed:
+            if peer not in self._outgoing:
+                self._outgoing[peer] = deque()
+                self._start(self._send_to, peer)
+            self._outgoing[peer].append(message)
+            self._changed.notify_all()
+        return message
+
+    def recv(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
+        self._failures.check("recv")
+        if peer in self._here:
+            return _FromHere(self._core.recv(data, dtype, item, count, self._here.index(peer), tag, site), self._here)
+        message = _Message(_memory(data, count * item), dtype, count, peer, tag, site)
+        sources = [peer] if peer >= 0 else [r for r in range(len(self._place.pids)) if r not in self._here]
+        with self._changed:
+            for source in sources:
+                if source not in self._receiving:
+                    self._receiving.add(source)
+                    self._start(self._receive_from, source)
+                for arrived in self._arrived.get(source, ()):
+                    if arrived.tag == tag:
+                        self._arrived[source].remove(arrived)
+                        if self._fits(message, source, arrived.dtype, arrived.count):
+                            message.data.copy_(arrived.data)
+                            message.source = source
+                            message.finish()
+                        return message
+            if peer < 0 and len(self._here) > 1:
+                message.here = self._core.recv(data, dtype, item, count, -1, tag, site)
+            self._posted.append(message)
+        return message
+
+    def wait(self, request: Any, timeout_s: float) -> bool:
+        """Wait for a message, at most `timeout_s` (0: the group's); raise what it failed with."""
+        if isinstance(request, _FromHere):
+            return self._core.wait_request(request.handle, timeout_s)
+        limit_s = timeout_s or self.timeout_s
+        deadline = time.monotonic() + limit_s
+        try:
+            while not request.wait(min(max(deadline - time.monotonic(), 0.001), _BRIEF_S if request.here else 0.1)):
+                if request.here is not None and request.here.done:
+                    self._take_from_here(request)
+                elif (self._core.ended or self._failures.is_told()) and not self._failures.ended:
+                    self._fail(request, RuntimeError("a rank of this host has ended the group"))
+                elif time.monotonic() >= deadline:
+                    if timeout_s:
+                        return False
+                    self._fail(request, self._too_late(request, limit_s))
+        except BaseException as error:
+            self._fail(request, error)
+            raise
+        if request.error() is not None:
+            raise request.error()
+        return True
+
+    def close(self) -> None:
+        """End the threads; connections must be closed before."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=1)
+
+    # ---- receiving -------------------------------------------------------------------------------------------------
+
+    def _receive_from(self, peer: int) -> None:
+        slot = torch.empty(_SLOT_BYTES, dtype=torch.uint8)
+        while True:
+            self._everyone.recv(slot, peer, _HEADS).wait(_FOR_EVER)
+            tag, count, num_bytes, dtype = _HEAD.unpack(bytes(slot[: _HEAD.size].numpy()))
+            with self._changed:
+                message = self._match(peer, tag)
+            if message is not None and not self._fits(message, peer, dtype, count):
+                return
+            target = message.data if message is not None else torch.empty(num_bytes, dtype=torch.uint8)
+            if num_bytes <= _INLINE_BYTES:
+                target.copy_(slot[_HEAD.size : _HEAD.size + num_bytes])
+            else:
+                self._everyone.recv(target, peer, _BODIES).wait(_FOR_EVER)
+            if message is not None:
+                message.source = peer
+                message.finish()
+                continue
+            with self._changed:
+                late = self._match(peer, tag)  # posted while it came
+                if late is None:
+                    self._arrived.setdefault(peer, deque()).append(_Arrived(tag, dtype, count, target))
+                elif self._fits(late, peer, dtype, count):
+                    late.data.copy_(target)
+                    late.source = peer
+                    late.finish()
+
+    def _match(self, peer: int, tag: int) -> _Message | None:
+        """Take the first receive that this message is for."""
+        for message in self._posted:
+            if message.tag != tag or message.peer not in (peer, -1):
+                continue
+            if message.here is not None and not self._core.cancel(message.here):
+                continue  # a rank of this host was faster
+            message.here = None
+            self._posted.remove(message)
+            return message
+        return None
+
+    def _take_from_here(self, message: _Message) -> None:
+        with self._changed:
+            if message not in self._posted:
+                return
+            self._posted.remove(message)
+        error = message.here.error()
+        if error is None:
+            message.source = self._here[message.here.source]
+        message.finish(error)
+
+    def _fits(self, message: _Message, peer: int, dtype: int, count: int) -> bool:
+        if (dtype, count) == (message.dtype, message.count):
+            return True
+        place = self._place
+        text = (
+            f"recv({DTYPE_NAMES[message.dtype]}, count={message.count}, src={place.global_ranks[peer]}, "
+            f"tag={message.tag}) does not fit what {place.describe(peer)} sent: "
+            f"send({DTYPE_NAMES[dtype]}, count={count})\nGive recv a tensor of the dtype and size that send was given."
+        )
+        ranks = (place.global_ranks[peer],)
+        self._fail(message, CollectiveMismatch(text, op="recv", ranks=ranks, is_told=True))
+        return False
+
+    # ---- sending ---------------------------------------------------------------------------------------------------
+
+    def _send_to(self, peer: int) -> None:
+        queue = self._outgoing[peer]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: queue or self._is_closed)
+                if not queue:
+                    return
+                message = queue[0]
+            slot = torch.zeros(_SLOT_BYTES, dtype=torch.uint8)
+            slot[: _HEAD.size] = torch.frombuffer(bytearray(message.head()), dtype=torch.uint8)
+            num_bytes = message.data.numel()
+            if num_bytes <= _INLINE_BYTES:
+                slot[_HEAD.size : _HEAD.size + num_bytes] = message.data
+                self._everyone.send(slot, peer, _HEADS).wait(_FOR_EVER)
+            else:
+                head = self._everyone.send(slot, peer, _HEADS)
+                self._everyone.send(message.data, peer, _BODIES).wait(_FOR_EVER)
+                head.wait(_FOR_EVER)
+            with self._changed:
+                queue.popleft()
+            message.finish()
+
+    # ---- failing ---------------------------------------------------------------------------------------------------
+
+    def _start(self, work: Callable[[int], None], peer: int) -> None:
+        def run() -> None:
+            try:
+                work(peer)
+            except RuntimeError as error:
+                self._lose(peer, error)
+
+        thread = threading.Thread(target=run, name="phalanx-messages", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _lose(self, peer: int, error: RuntimeError) -> None:
+        """The connection to a rank has ended: so does what waits for it; nothing may wait."""
+        with self._changed:
+            waiting = [
+                m for m in self._posted if m.peer == peer or (m.peer < 0 and m.here is None and self._all_lost())
+            ]
+            waiting += self._outgoing.get(peer, ())
+            self._posted = [m for m in self._posted if m not in waiting]
+            self._outgoing.pop(peer, None)
+            self._receiving.discard(peer)
+        for message in waiting:
+            self._fail(message, error)
+
+    def _all_lost(self) -> bool:
+        others = len(self._place.pids) - len(self._here)
+        return len(self._everyone.lost()) == others
+
+    def _fail(self, message: _Message, error: BaseException) -> None:
+        op = "send" if message.source == self._rank else "recv"
+        where = f"{op} of group '{self._place.group}'" + f" at {message.site}" * bool(message.site)
+        message.finish(self._failures.end(error, op, 0, where, op))
+
+    def _too_late(self, message: _Message, limit_s: float) -> CollectiveTimeout:
+        peer = message.peer
+        who = "any rank" if peer < 0 else self._place.describe(peer)
+        ranks = () if peer < 0 else (self._place.global_ranks[peer],)
+        text = (
+            f"timed out after {limit_s:g} s waiting for {who}\n"
+            "Pass a larger timeout to init_process_group if that is slow but right."
+        )
+        return CollectiveTimeout(text, ranks=ranks)
+
+
+def _memory(address: int, num_bytes: int) -> torch.Tensor:
+    """Return the bytes at an address, which must outlive the tensor."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)

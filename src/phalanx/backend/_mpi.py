@@ -1,0 +1,116 @@
+"""MPI as the engine between hosts, through mpi4py and whichever MPI started the ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from phalanx._errors import PhalanxError
+
+_PIECE_BYTES = 1 << 30  # counts are C ints before MPI 4
+_EXCHANGE = 0  # tags; messages have others
+_EAGER_POLLS = 200
+_POLL_S = 0.0001
+_lock = threading.Lock()  # so that MPI_THREAD_SERIALIZED is enough
+
+
+def _mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise PhalanxError(
+            f"PHALANX_BRIDGE=mpi needs mpi4py, which can't be imported here ({error}): pip install mpi4py, with the "
+            "MPI whose mpirun starts the ranks",
+            op="join",
+        ) from error
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise PhalanxError("PHALANX_BRIDGE=mpi needs an MPI with MPI_THREAD_SERIALIZED", op="join")
+    return MPI
+
+
+def world_rank() -> int:
+    """Return this process's rank in MPI's world.
+
+    Raises:
+        PhalanxError: mpi4py or a fitting MPI is missing.
+    """
+    return int(_mpi().COMM_WORLD.Get_rank())
+
+
+def tell_all(value: Any) -> Any:
+    """Return what rank 0 of MPI's world gives."""
+    return _mpi().COMM_WORLD.bcast(value, root=0)
+
+
+class _Requests:
+    """Messages that belong together; MPI moves them when it is asked how they do."""
+
+    def __init__(self, requests: list[Any], keep: object) -> None:
+        self._requests, self._keep = requests, keep
+        self._is_over = False
+
+    def is_completed(self) -> bool:
+        if not self._is_over:
+            with _lock:
+                self._is_over = bool(_mpi().Request.Testall(self._requests))
+        return self._is_over
+
+    def wait(self, timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        num_polls = 0
+        while not self.is_completed():
+            num_polls += 1
+            if num_polls > _EAGER_POLLS:
+                if time.monotonic() > deadline:
+                    raise RuntimeError("not over yet")
+                time.sleep(_POLL_S)
+
+
+class MpiChannel:
+    """Point-to-point messages of a communicator of its own.
+
+    MPI can't end a connection: who waits must look for a failure elsewhere.
+
+    Args:
+        ranks: Of the channel, in its order, as numbers in MPI's world. All of them make it.
+    """
+
+    ends_waits = False
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        world = _mpi().COMM_WORLD
+        with _lock:
+            self._comm = world.Create_group(world.Get_group().Incl(list(ranks)))
+
+    def exchange(
+        self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int]
+    ) -> _Requests:
+        requests: list[Any] = []
+        with _lock:
+            for start, sizes, tensor in ((self._comm.Irecv, out_bytes, out), (self._comm.Isend, in_bytes, source)):
+                for peer, part in enumerate(tensor.split(list(sizes))):
+                    requests += self._start(start, part, peer, _EXCHANGE)
+        return _Requests(requests, (out, source))
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Requests:
+        with _lock:
+            return _Requests(self._start(self._comm.Isend, tensor, peer, tag), tensor)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Requests:
+        with _lock:
+            return _Requests(self._start(self._comm.Irecv, tensor, peer, tag), tensor)
+
+    def _start(self, start: Any, tensor: torch.Tensor, peer: int, tag: int) -> list[Any]:
+        pieces = tensor.split(_PIECE_BYTES) if tensor.numel() else ()
+        return [start([piece.numpy(), piece.numel(), _mpi().BYTE], peer, tag) for piece in pieces]
+
+    def lost(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        """Nothing: MPI frees it at the end of the process."""

@@ -1,0 +1,118 @@
+"""What a group on several hosts does in Python, in the order of calls: handles like those of the core."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from phalanx import _core
+
+
+class Task:
+    """An operation on its way, with the face of the core's handles."""
+
+    source = -1  # of a message
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self._error: BaseException | None = None
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._listener: tuple[_core.Completions, int] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._is_over.is_set()
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def notify(self, completions: _core.Completions, number: int) -> None:
+        """Leave `number` there when done."""
+        with self._lock:
+            if not self.done:
+                self._listener = (completions, number)
+                return
+        completions.push(number)
+
+    def wait(self, timeout_s: float = 0) -> bool:
+        """Wait, at most `timeout_s` (0: until it is over); return whether it is. Does not raise what it failed with."""
+        return self._is_over.wait(timeout_s or None)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            if self.done:
+                return
+            self._error = error
+            self._is_over.set()
+            listener = self._listener
+        if listener is not None:
+            listener[0].push(listener[1])
+
+
+class Tasks:
+    """Runs asynchronous operations one after the other, on a thread that exists once there was one."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Task, Callable[[], Any]]] = deque()
+        self._changed = threading.Condition()
+        self._turn = threading.Lock()
+        self._num_pending = 0
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def inline(self) -> Iterator[bool]:
+        """Hold back the thread and yield True, if nothing runs or waits; else yield False."""
+        with self._changed:
+            is_free = self._num_pending == 0 and self._turn.acquire(blocking=False)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self._turn.release()
+
+    def submit(self, work: Callable[[], Any]) -> Task:
+        task = Task()
+        with self._changed:
+            self._queue.append((task, work))
+            self._num_pending += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="phalanx-bridge", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return task
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing runs or waits, at most `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_pending == 0, timeout_s)
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=1)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_closed)
+                if not self._queue:
+                    return
+                task, work = self._queue.popleft()
+            error: BaseException | None = None
+            with self._turn:
+                try:
+                    task.value = work()
+                except BaseException as caught:
+                    error = caught
+            with self._changed:
+                self._num_pending -= 1
+                self._changed.notify_all()
+            task.finish(error)
