@@ -145,6 +145,36 @@ def test_train_gpt(tmp_path):
     assert "after fine-tuning:" in printed
 
 
+def test_tensor_parallel(tmp_path):
+    printed = start(tmp_path, "tensor_parallel.py", "--steps", "2")
+    assert numbers(r"the same parameters, (\d+)% of them on each rank", printed) == [51, 51]
+
+
+def test_pipeline(tmp_path):
+    printed = start(tmp_path, "pipeline.py", "--steps", "2", num_ranks=3)
+    said = re.findall(r"^(\S+): (\d) of (\d) stages on each rank, .*; the same parameters$", printed, re.MULTILINE)
+    assert said == [("GPipe", "1", "3"), ("1F1B", "1", "3"), ("interleaved", "2", "6")]
+
+
+def test_fully_sharded(tmp_path):
+    printed = start(tmp_path, "fully_sharded.py", "--steps", "2", num_ranks=4)
+    assert re.findall(r"^(\w+): (\d+)% of the parameters on each rank", printed, re.MULTILINE) == [
+        ("one_mesh", "25"),
+        ("hybrid", "50"),
+        ("with_tensor_parallel", "25"),
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the digits are scikit-learn's")
+def test_local_sgd(tmp_path):
+    printed = start(tmp_path, "local_sgd.py", "--epochs", "2", "--margin", "0.2", num_ranks=4)
+    factors = numbers(r"DDP's divided by +(\d+\.\d)", printed)
+    assert factors[:2] == [1.0, 2.0]
+    assert factors[3] == factors[4] > 14
+    assert factors[5] > 28
+    assert min(numbers(r"accuracy (\d+\.\d+)%", printed)) > 75
+
+
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
 def test_every_example_is_in_the_readme_with_its_own_command(readme):
     scripts = {path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()}

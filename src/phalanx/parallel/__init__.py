@@ -1,17 +1,26 @@
 """One model on many ranks: data parallel training on any backend of torch.distributed."""
 
 from phalanx.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from phalanx.parallel.bridge import Bf16State, bf16_feedback_hook, bridge_hook
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.ddp import DistributedDataParallel
 from phalanx.parallel.exercises import average_gradients, ring_all_reduce
+from phalanx.parallel.hosts import HostGroups, host_groups
+from phalanx.parallel.local_sgd import LocalSGD
 from phalanx.parallel.sharded import ShardedOptimizer
 
 __all__ = [
+    "Bf16State",
     "DataParallel",
     "DistributedDataParallel",
+    "HostGroups",
+    "LocalSGD",
     "ShardedOptimizer",
     "SyncBatchNorm",
     "average_gradients",
+    "bf16_feedback_hook",
+    "bridge_hook",
     "convert_sync_batchnorm",
+    "host_groups",
     "ring_all_reduce",
 ]

@@ -1,0 +1,126 @@
+"""Groups of ranks by host: those that are near one another, and lanes of ranks that meet across the slow link.
+
+Lane i is the rank of index i on each host. What hosts exchange is cut into one piece for each lane, so it crosses once
+for each host, over all lanes at once, and is shared out on the host afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx import _env
+
+
+class HostGroups(NamedTuple):
+    """The groups of this rank, as `host_groups` makes them.
+
+    Attributes:
+        host: The ranks of this host; None where this rank stands for a host by itself.
+        across: This rank's lane, one rank of each host; None on a rank beyond the number of lanes.
+        num_hosts: Of all ranks.
+        num_lanes: As many as the host with the fewest ranks has.
+        num_ranks: On all hosts together.
+    """
+
+    host: dist.ProcessGroup | None
+    across: dist.ProcessGroup | None
+    num_hosts: int
+    num_lanes: int
+    num_ranks: int
+
+    @property
+    def lane(self) -> int:
+        """Place of this rank among those of its host, in the order of their ranks: its lane, if there are so many."""
+        return dist.get_rank(self.host) if self.host is not None else 0
+
+    @property
+    def weight(self) -> float:
+        """Ranks of this host, in those of a mean one: 1 where all hosts have equally many."""
+        return (self.host.size() if self.host is not None else 1) * self.num_hosts / self.num_ranks
+
+
+def host_groups(
+    name: str | None = None, *, host_backend: str | None = None, across_backend: str | None = None
+) -> HostGroups:
+    """Return the group of this rank's host and the one that crosses to the others. Every rank of the world calls it.
+
+    Where hosts have different numbers of ranks, there are as many lanes as the smallest host has ranks. A rank beyond
+    them has no ``across``: what its host exchanges, the others carry, and it hears the result from them.
+
+    Args:
+        name: Of this rank's host. By default ranks share a host if its name, boot and network are the same, and the
+            launcher has told them the same ``GROUP_RANK``. Pass one where the slow link lies elsewhere, such as between
+            data centres, or to try things out on one host.
+        host_backend: Of ``host``, such as ``"phalanx"`` in a world on Gloo; by default the world's.
+        across_backend: Of ``across``, likewise.
+
+    Raises:
+        ValueError: There is no process group yet.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "host_groups: there is no process group yet; call phalanx.init() or "
+            'torch.distributed.init_process_group("phalanx") first'
+        )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names: list[Any] = [None] * world_size
+    dist.all_gather_object(names, _this_host() if name is None else f"named {name}")
+    hosts = [[r for r in range(world_size) if names[r] == host] for host in dict.fromkeys(names)]
+    num_lanes = min(map(len, hosts))
+    lanes = [[ranks[lane] for ranks in hosts] for lane in range(num_lanes)]
+    # Every rank of the world makes each group, those outside as well, in the same order.
+    by_host: list[Any] = [
+        dist.new_group(ranks, backend=host_backend, group_desc=f"host {i}") for i, ranks in enumerate(hosts)
+    ]
+    by_lane: list[Any] = [
+        dist.new_group(ranks, backend=across_backend, group_desc=f"lane {i}") for i, ranks in enumerate(lanes)
+    ]
+    [host] = [group for group, ranks in zip(by_host, hosts, strict=True) if rank in ranks]
+    across = [group for group, ranks in zip(by_lane, lanes, strict=True) if rank in ranks]
+    return HostGroups(host, across[0] if across else None, len(hosts), num_lanes, world_size)
+
+
+def _this_host() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    node = _env.environment().get("GROUP_RANK", "")
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')} {node}"
+
+
+def pieces_of(flat: Tensor, groups: HostGroups) -> list[Tensor]:
+    """Return the piece of a flat tensor that each lane carries; their sizes differ by at most one element."""
+    cuts = [flat.numel() * lane // groups.num_lanes for lane in range(groups.num_lanes + 1)]
+    return [flat[begin:end] for begin, end in itertools.pairwise(cuts)]
+
+
+def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
+    """Give every rank of this host the piece of each lane, from the rank of that lane."""
+    if groups.host is None or groups.host.size() == 1:
+        return
+    works = [
+        dist.broadcast(piece, src=dist.get_global_rank(groups.host, lane), group=groups.host, async_op=True)
+        for lane, piece in enumerate(pieces)
+        if piece.numel()
+    ]
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+
+
+def gather_from_all(value: Any, groups: HostGroups) -> list[Any]:
+    """Return what every rank of every host has passed, host by host: the same list everywhere."""
+    on_host: list[Any] = [value]
+    if groups.host is not None:
+        on_host = [None] * groups.host.size()
+        dist.all_gather_object(on_host, value, group=groups.host)
+    everywhere: list[Any] = [None] * groups.num_hosts
+    if groups.across is not None:
+        dist.all_gather_object(everywhere, on_host, group=groups.across)
+    if groups.host is not None:
+        dist.broadcast_object_list(everywhere, src=dist.get_global_rank(groups.host, 0), group=groups.host)
+    return [item for host in everywhere for item in host]
