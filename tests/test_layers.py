@@ -15,6 +15,7 @@ FLOORS = {
     "_core": 0,
     "_env": 0,
     "_errors": 0,
+    "_network": 0,
     "_plugin": 0,
     "_snapshots": 0,
     "backend": 1,
