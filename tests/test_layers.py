@@ -22,6 +22,7 @@ FLOORS = {
     "checkpoint": 1,
     "data": 1,
     "launch": 1,
+    "doctor": 2,
     "parallel": 2,
     "session": 2,
     "testing": 2,

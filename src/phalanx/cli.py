@@ -14,6 +14,7 @@ from phalanx.launch.flags import RIGHT_CALL, UsageError
 from phalanx.launch.plan import make_plan
 from phalanx.launch.supervisor import run
 
+_DOCTOR = "phalanx doctor [the flags of phalanx run]"
 _REPORT = "phalanx report FOLDER"
 _CKPT = "phalanx ckpt ls|show|verify|diff|export FOLDER"
 _VERIFY_RESUME = "phalanx verify-resume --nproc-per-node 2 train.py [args]"
@@ -30,10 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from phalanx.checkpoint.command import main as ckpt  # brings torch
 
         return ckpt(args[1:])
+    if args[:1] == ["doctor"]:
+        from phalanx.doctor.command import main as doctor  # not where a job is started
+
+        return doctor(args[1:])
     if args[:1] == ["verify-resume"]:
         return _verify_resume(args[1:])
     if args[:1] in (["-h"], ["--help"]):
-        usage = "\n       ".join((RIGHT_CALL, _REPORT, _CKPT, _VERIFY_RESUME))
+        usage = "\n       ".join((RIGHT_CALL, _DOCTOR, _REPORT, _CKPT, _VERIFY_RESUME))
         print(f"usage: {usage}\n\nphalanx run --help lists the flags.")
         return 0
     if args[:1] == ["--version"]:

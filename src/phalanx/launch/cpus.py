@@ -11,7 +11,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import NamedTuple, TypeVar
 
@@ -100,20 +100,23 @@ def _numa_nodes(root: str) -> dict[int, int]:
 
 def _quota_cpus(root: str) -> float | None:
     """Return the least quota on the way up from our cgroup, of version 2 or 1."""
-    quotas = []
+    return min((quota for cgroup in cgroups(root, "cpu") if (quota := _quota_of(cgroup))), default=None)
+
+
+def cgroups(root: str, controller: str) -> Iterator[str]:
+    """Yield the folders of our cgroup and those above it, of version 2 or 1; not all need exist."""
     for line in _read(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         mount = os.path.join(root, "sys/fs/cgroup", *([controllers] if controllers else []))
         if not os.path.isdir(mount):
-            mount = os.path.join(root, "sys/fs/cgroup/cpu")
+            mount = os.path.join(root, "sys/fs/cgroup", controller)
         while True:
-            quotas.append(_quota_of(os.path.join(mount, path.lstrip("/"))))
+            yield os.path.join(mount, path.lstrip("/"))
             if path in ("", "/"):
                 break
             path = os.path.dirname(path)  # in a container our path may be the host's: what is not there counts not
-    return min((quota for quota in quotas if quota), default=None)
 
 
 def _quota_of(cgroup: str) -> float | None:

@@ -244,13 +244,18 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
 }
 
 FLAGS = {flag.name: flag for group in GROUPS.values() for flag in group}
-_SPELLINGS = {f"--{name}": flag for name, flag in FLAGS.items()} | {f.short: f for f in FLAGS.values() if f.short}
 
 # ---------------------------------------------------------------- reading them
 
 
 def read_flags(
-    argv: Sequence[str], environ: Mapping[str, str], scheduled: Mapping[str, str], scheduler: str
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    scheduled: Mapping[str, str],
+    scheduler: str,
+    *,
+    also: Sequence[Flag] = (),
+    own_help: Callable[[], str] | None = None,
 ) -> tuple[dict[str, Setting], list[str]]:
     """Return every flag's setting, and the script with its arguments.
 
@@ -258,15 +263,18 @@ def read_flags(
 
     Args:
         scheduled: What the scheduler says, by flag.
+        also: Flags of another command that takes these too; they have no environment variables.
+        own_help: Its help; default: that of ``phalanx run``.
 
     Raises:
         UsageError: A flag is unknown, lacks its value or has a wrong one.
         SystemExit: The help was asked for, and has been printed.
     """
-    given, target = _split(argv)
+    given, target = _split(argv, _spellings((*FLAGS.values(), *also)), own_help or help_text)
     settings = {}
-    for name, flag in FLAGS.items():
-        sources = [(v, environ.get(v)) for v in flag.variables if not is_service_link(v, environ)]
+    for name, flag in (FLAGS | {flag.name: flag for flag in also}).items():
+        variables = () if flag in also else flag.variables
+        sources = [(v, environ.get(v)) for v in variables if not is_service_link(v, environ)]
         if name in given:
             sources.insert(0, given[name])
         sources += [(scheduler, scheduled.get(name)), ("default", flag.default)]
@@ -278,7 +286,13 @@ def read_flags(
     return settings, target
 
 
-def _split(argv: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
+def _spellings(flags: Sequence[Flag]) -> dict[str, Flag]:
+    return {f"--{flag.name}": flag for flag in flags} | {flag.short: flag for flag in flags if flag.short}
+
+
+def _split(
+    argv: Sequence[str], spellings: Mapping[str, Flag], show_help: Callable[[], str]
+) -> tuple[dict[str, tuple[str, str]], list[str]]:
     """Return how each flag given was spelt and its text, and what follows: the script and its arguments."""
     given: dict[str, tuple[str, str]] = {}
     rest = list(argv)
@@ -291,11 +305,11 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
             name, has_value, text = word[:2], "=", word[2:].removeprefix("=")
         name = name.replace("_", "-")
         if name in ("-h", "--help"):
-            print(help_text())
+            print(show_help())
             raise SystemExit(0)
-        flag = _SPELLINGS.get(name)
+        flag = spellings.get(name)
         if flag is None:
-            raise UsageError(f"unknown flag {name}{did_you_mean(name, [s for s in _SPELLINGS if s.startswith('--')])}")
+            raise UsageError(f"unknown flag {name}{did_you_mean(name, [s for s in spellings if s.startswith('--')])}")
         if not flag.placeholder:
             if has_value:
                 raise UsageError(f"{name} takes no value, got {text!r}")
@@ -320,10 +334,18 @@ def help_text() -> str:
     )
     lines += textwrap.wrap(about, 80)
     for title, flags in GROUPS.items():
-        lines += ["", f"{title}:"]
-        for flag in flags:
-            names = ", ".join(filter(None, (flag.short, f"--{flag.name}")))
-            default = f" (default: {flag.default})" if flag.placeholder and flag.default else ""
-            lines.append(f"  {names} {flag.placeholder}".rstrip())
-            lines += textwrap.wrap(flag.help + default, 80, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += ["", f"{title}:", *describe(flags)]
     return "\n".join(lines)
+
+
+def describe(flags: Sequence[Flag]) -> list[str]:
+    """Return the help's lines of these flags."""
+    import textwrap
+
+    lines = []
+    for flag in flags:
+        names = ", ".join(filter(None, (flag.short, f"--{flag.name}")))
+        default = f" (default: {flag.default})" if flag.placeholder and flag.default else ""
+        lines.append(f"  {names} {flag.placeholder}".rstrip())
+        lines += textwrap.wrap(flag.help + default, 80, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return lines

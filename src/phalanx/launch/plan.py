@@ -7,12 +7,12 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
 from phalanx.launch.cpus import Machine, count_gpus, divide, format_ranges, has_module, read_machine, torch_uses_gpus
-from phalanx.launch.flags import Setting, UsageError, read_flags
+from phalanx.launch.flags import Flag, Setting, UsageError, read_flags
 from phalanx.launch.job import Job
 from phalanx.launch.run_folder import name_of
 from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
@@ -60,15 +60,10 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     Raises:
         UsageError: Something is wrong or contradicts something else.
     """
-    try:
-        _env.read_settings(environ)
-        place = detect_node(environ)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    settings, target = read_flags(argv, environ, _scheduled(place), place.scheduler if place else "")
+    settings, target, place = read_command(argv, environ)
     value = {name: setting.value for name, setting in settings.items()}
     machine = read_machine()
-    min_ranks, num_ranks, why = _num_local_ranks(settings["nproc-per-node"], machine, environ)
+    min_ranks, num_ranks, why = count_local_ranks(settings["nproc-per-node"], machine, environ)
     _check(settings, place, num_ranks, environ)
     job = Job(
         command=_command(target, module=value["module"], no_python=value["no-python"]),
@@ -90,9 +85,34 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
         redirects=_by_rank("redirects", value["redirects"], num_ranks),
         tees=_by_rank("tee", value["tee"], num_ranks),
         shown_ranks=_shown_ranks(value["local-ranks-filter"], num_ranks),
-        **_rendezvous(settings),
+        **rendezvous(settings),
     )
     return Plan(job, settings, why)
+
+
+def read_command(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    also: Sequence[Flag] = (),
+    own_help: Callable[[], str] | None = None,
+) -> tuple[dict[str, Setting], list[str], Placement | None]:
+    """Return every flag's setting, the script with its arguments, and the place that a scheduler gave us.
+
+    Args:
+        also: Flags of another command that takes those of ``phalanx run`` too.
+        own_help: Its help.
+
+    Raises:
+        UsageError: A flag or a variable is wrong.
+    """
+    try:
+        _env.read_settings(environ)
+        place = detect_node(environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    who = place.scheduler if place else ""
+    return *read_flags(argv, environ, _scheduled(place), who, also=also, own_help=own_help), place
 
 
 def _scheduled(place: Placement | None) -> dict[str, str]:
@@ -107,7 +127,7 @@ def _scheduled(place: Placement | None) -> dict[str, str]:
     return found
 
 
-def _num_local_ranks(asked: Setting, machine: Machine, environ: Mapping[str, str]) -> tuple[int, int, str]:
+def count_local_ranks(asked: Setting, machine: Machine, environ: Mapping[str, str]) -> tuple[int, int, str]:
     """Return the least and the largest number of ranks, and why."""
     if not isinstance(asked.value, tuple):
         number, why = _count_ranks(asked.value, asked.origin, machine, environ)
@@ -136,34 +156,40 @@ def _check(
     settings: Mapping[str, Setting], place: Placement | None, num_ranks: int, environ: Mapping[str, str]
 ) -> None:
     """Refuse what each flag alone allows and all together do not."""
-    nnodes, backend = settings["nnodes"], settings["rdzv-backend"].value
-    least, most = nnodes.value
+    nnodes = settings["nnodes"]
     if settings["module"].value and settings["no-python"].value:
         raise UsageError("-m and --no-python exclude each other")
     if settings["use-env"].value and settings["no-use-env"].value:
         raise UsageError("--use-env and --no-use-env exclude each other")
-    if settings["standalone"].value:
-        if most > 1 and nnodes.origin.startswith("--"):
-            raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}")
-        return
-    if place is not None:
-        if problem := contradiction(place, num_ranks):
-            raise UsageError(problem)
-        if most > 1 and not least <= place.num_nodes <= most:
-            raise UsageError(f"{nnodes.origin} asks for {most} nodes, and {place.scheduler} started {place.num_nodes}")
-    if not nnodes.is_given and (unused := unused_nodes(environ)):
+    is_alone = settings["standalone"].value
+    if not is_alone and place is not None and (problem := contradiction(place, num_ranks)):
+        raise UsageError(problem)
+    check_nodes(settings, place)
+    if not is_alone and not nnodes.is_given and (unused := unused_nodes(environ)):
         raise UsageError(
             f"Slurm gave this job {unused} nodes, and phalanx run was started on one of them: use srun "
             "--ntasks-per-node=1 phalanx run train.py, or --nnodes 1 for this node alone"
         )
-    if most == 1:
-        return
     nproc = settings["nproc-per-node"]
-    if isinstance(nproc.value, tuple):
+    if not is_alone and nnodes.value[1] > 1 and isinstance(nproc.value, tuple):
         raise UsageError(
             f"{nproc.origin} {nproc.value[0]}:{nproc.value[1]} is for one node; a job of several comes and goes by "
             "whole nodes: --nnodes MIN:MAX"
         )
+
+
+def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> None:
+    """Refuse what the flags, or they and the scheduler, say of the nodes and can't be true together."""
+    nnodes, backend = settings["nnodes"], settings["rdzv-backend"].value
+    least, most = nnodes.value
+    if settings["standalone"].value:
+        if most > 1 and nnodes.origin.startswith("--"):
+            raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}")
+        return
+    if place is not None and most > 1 and not least <= place.num_nodes <= most:
+        raise UsageError(f"{nnodes.origin} asks for {most} nodes, and {place.scheduler} started {place.num_nodes}")
+    if most == 1:
+        return
     if backend == "static":
         if least != most:
             raise UsageError(f"{nnodes.origin} {least}:{most} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT")
@@ -177,7 +203,7 @@ def _check(
         raise UsageError("--rdzv-backend c10d with several nodes needs --rdzv-endpoint HOST:PORT, the same on all")
 
 
-def _rendezvous(settings: Mapping[str, Setting]) -> dict[str, Any]:
+def rendezvous(settings: Mapping[str, Setting]) -> dict[str, Any]:
     """Return the job's fields that say how nodes and ranks meet."""
     value = {name: setting.value for name, setting in settings.items()}
     least, most = (1, 1) if value["standalone"] else value["nnodes"]

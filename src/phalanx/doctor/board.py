@@ -1,0 +1,165 @@
+"""The store in which the hosts meet: how host 0 opens it, how the others come to it, and waits that end."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.doctor import links
+from phalanx.doctor.exercise import one_line
+from phalanx.doctor.finding import Finding, problem
+from phalanx.launch.ports import port_problem
+
+Send = Callable[[dict[str, Any]], None]
+
+PATIENCE_S = 2.0  # before we say whom we wait for
+POLL_S = 0.02
+STAGE_S = 20.0  # for one stage on all hosts
+_HELLO = "phalanx-doctor"
+_HANDSHAKE_S = 2.0
+_NAME_S = 5.0  # for a name to appear in DNS
+
+
+class NotMetError(Exception):
+    """The hosts did not meet; carries the finding that says why."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.found)
+        self.finding = finding
+
+
+class Board:
+    """Values and counters by name, seen by every host of the job."""
+
+    def __init__(self, store: dist.TCPStore) -> None:
+        self.store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, json.dumps(value))
+
+    def get(self, key: str) -> Any:
+        return json.loads(self.store.get(key))
+
+    def has(self, key: str) -> bool:
+        return bool(self.store.check([key]))
+
+    def add(self, counter: str) -> int:
+        """Add one and return the sum."""
+        return int(self.store.add(counter, 1))
+
+    def count(self, counter: str) -> int:
+        return int(self.store.add(counter, 0))
+
+    def wait_for(self, key: str, ends_s: float, whom: str) -> Any:
+        """Return a value when it is there.
+
+        Raises:
+            NotMetError: It is not there at `ends_s`.
+        """
+        while not self.has(key):
+            if time.monotonic() >= ends_s:
+                found = f"waited in vain for {whom}"
+                raise NotMetError(problem("meeting", found, "see what phalanx doctor says on host 0"))
+            time.sleep(POLL_S)
+        return self.get(key)
+
+    def sync(self, name: str, members: Sequence[int]) -> bool:
+        """Wait until all members are here; return whether they came."""
+        self.add(f"sync/{name}")
+        ends_s = time.monotonic() + STAGE_S
+        while self.count(f"sync/{name}") < len(members):
+            if time.monotonic() >= ends_s:
+                return False
+            time.sleep(POLL_S / 4)
+        return True
+
+
+def open_board(port: int, num_hosts: int) -> Board:
+    """Return the board that this host, the first, serves.
+
+    Raises:
+        NotMetError: It can't listen there.
+    """
+    if why := port_problem(port):
+        todo = "end it, or name another --master-port on all hosts"
+        raise NotMetError(problem("meeting", f"host 0 can't listen: {why}", todo))
+    timeout = timedelta(seconds=STAGE_S)
+    board = Board(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout))
+    board.set(_HELLO, num_hosts)
+    return board
+
+
+def come_to_board(host: str, port: int, ends_s: float, send: Send) -> tuple[Board, int]:
+    """Return the board of host 0, and how many hosts it expects.
+
+    Raises:
+        NotMetError: It was not reached by `ends_s`, or somebody else answers; says which.
+    """
+    where = f"{host}:{port}"
+    _knock(host, port, ends_s, send)
+    todo = "a job may be running there, or host 0 was given another port: see host 0"
+    opened = _open_store(host, port)
+    if isinstance(opened, str):
+        found = f"what answers at {where} is not the doctor of host 0: {opened}"
+        raise NotMetError(problem("meeting", found, todo))
+    board = Board(opened)
+    try:
+        return board, board.wait_for(_HELLO, time.monotonic() + PATIENCE_S, "")
+    except NotMetError:
+        found = f"a store answers at {where}, and no doctor of host 0 is there"
+        raise NotMetError(problem("meeting", found, todo)) from None
+
+
+def _open_store(host: str, port: int) -> dist.TCPStore | str:
+    """Return the store there, or why there is none.
+
+    In a thread of its own, which may be left behind: torch waits for ever for a server that takes the connection and
+    says nothing.
+    """
+    opened: queue.SimpleQueue[dist.TCPStore | str] = queue.SimpleQueue()
+
+    def open_store() -> None:
+        try:
+            opened.put(dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_HANDSHAKE_S)))
+        except Exception as error:
+            opened.put(one_line(error))
+
+    threading.Thread(target=open_store, name="doctor-store", daemon=True).start()
+    try:
+        return opened.get(timeout=2 * _HANDSHAKE_S)
+    except queue.Empty:
+        return f"no answer within {2 * _HANDSHAKE_S:g} s"
+
+
+def _knock(host: str, port: int, ends_s: float, send: Send) -> None:
+    """Return when `port` of host 0 takes connections."""
+    began_s = time.monotonic()
+    name_ends_s = min(ends_s, began_s + _NAME_S)
+    said = False
+    while True:
+        left_s = ends_s - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(links.TIMEOUT_S, left_s))).close()
+            return
+        except OSError as error:
+            last = error
+        if time.monotonic() >= (name_ends_s if isinstance(last, socket.gaierror) else ends_s):
+            break
+        if not said and time.monotonic() >= began_s + PATIENCE_S:
+            said = True
+            send({"waiting": f"for host 0 at {host}:{port}: {links.why_not(last)[0]}"})
+        time.sleep(0.2)
+    why, todo = links.why_not(last)
+    if isinstance(last, ConnectionRefusedError):
+        todo = "start phalanx doctor on host 0 with the same --master-port; or a firewall there rejects it"
+    waited_s = time.monotonic() - began_s
+    found = f"host 0 at {host}:{port} was not reached within {waited_s:.0f} s: {why}"
+    raise NotMetError(problem("meeting", found, todo))

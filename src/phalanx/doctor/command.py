@@ -1,0 +1,130 @@
+"""``phalanx doctor``: its command line, which takes what ``phalanx run`` takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx import _env
+from phalanx._network import interfaces
+from phalanx.doctor.examination import Place, examine
+from phalanx.doctor.report import as_json, exit_code, print_report
+from phalanx.launch.cpus import read_machine
+from phalanx.launch.flags import GROUPS, Flag, Setting, UsageError, describe
+from phalanx.launch.plan import check_nodes, count_local_ranks, read_command, rendezvous
+
+RIGHT_CALL = "phalanx doctor [--nnodes 2 --node-rank 0 --master-addr HOST]"
+
+
+def _switch(text: str) -> bool:
+    return text == "1"
+
+
+def _timeout(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3600:
+        raise ValueError("must be seconds, more than 0 and at most 3600")
+    return value
+
+
+FLAGS = (
+    Flag("json", "print everything as JSON", _switch),
+    Flag("no-engines", "leave out the all_reduce of each engine on local ranks", _switch),
+    Flag("timeout", "how long the hosts wait for each other", _timeout, "SECONDS", "30"),
+)
+
+
+def main(args: Sequence[str]) -> int:
+    """Examine this host, or this host's part of a job; return 1 if there is a problem, 2 for a wrong command line."""
+    environ = _env.environment()
+    try:
+        place, is_json = read_place(args, environ)
+    except UsageError as error:
+        print(f"phalanx doctor: {error}; right: {RIGHT_CALL}", file=sys.stderr)
+        return 2
+    if place is None:
+        return 0
+    try:
+        diagnosis = examine(place, environ, _say)
+    except KeyboardInterrupt:
+        return 130
+    if is_json:
+        print(as_json(diagnosis))
+    else:
+        print_report(diagnosis)
+    return exit_code(diagnosis)
+
+
+def read_place(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Place | None, bool]:
+    """Return what is to be examined, and whether JSON is wanted.
+
+    None where a scheduler started one of us for each rank: the first of each host examines it.
+
+    Raises:
+        UsageError: Something is wrong or contradicts something else.
+    """
+    settings, _, found = read_command(args, environ, also=FLAGS, own_help=help_text)
+    if found is not None and found.local_rank > 0:
+        return None, False
+    check_nodes(settings, found)
+    return _place(settings, environ), settings["json"].value
+
+
+def _place(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> Place:
+    met = rendezvous(settings)
+    _, num_ranks, _ = count_local_ranks(settings["nproc-per-node"], read_machine(), environ)
+    num_hosts = met.get("max_nodes", 1)
+    place = Place(
+        num_hosts=num_hosts,
+        num_local_ranks=num_ranks,
+        timeout_s=settings["timeout"].value,
+        tries_engines=not settings["no-engines"].value,
+    )
+    if num_hosts == 1:
+        return place
+    host, _, port = met["rdzv_endpoint"].rpartition(":")
+    is_counted = met["rdzv_backend"] == "c10d"
+    return dataclasses.replace(
+        place,
+        least_hosts=met["min_nodes"],
+        node_rank=met["node_rank"],
+        is_counted=is_counted,
+        serves=_is_own(host) if is_counted else met["node_rank"] == 0,
+        master_addr=host.strip("[]"),
+        master_port=int(port),
+    )
+
+
+def _is_own(host: str) -> bool:
+    """Whether a name or an address is one of this host's, as torch's c10d rendezvous decides who serves."""
+    if host in (socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        found: list[Any] = socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return bool({entry[4][0] for entry in found} & {one.address for one in interfaces()})
+
+
+def _say(line: str) -> None:
+    print(f"phalanx doctor: {line}", file=sys.stderr, flush=True)
+
+
+def help_text() -> str:
+    """Return what ``phalanx doctor --help`` prints."""
+    lines = [
+        f"usage: {RIGHT_CALL}",
+        "",
+        "Tries whether this host can train, in a few seconds, and says what is wrong and what to do. Started on each",
+        "host of a job with the flags of its phalanx run (or under srun or mpirun), also whether the hosts reach each",
+        "other: host 0 prints the table of all. Exit code 1 if there is a problem. Takes every flag of phalanx run;",
+        "these matter:",
+        *describe([*FLAGS, GROUPS["Ranks"][0], *GROUPS["Several nodes"][:4]]),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,187 @@
+"""All tests of one host in order, each with a deadline; between the hosts of a job, the meeting too."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from phalanx._network import Interface, interfaces
+from phalanx.doctor import engines, limits, network, processors
+from phalanx.doctor.finding import LEVELS, Finding, warning, worst
+from phalanx.doctor.torch_process import Say, TorchProcess
+from phalanx.launch.cpus import count_gpus, read_machine
+
+_TEST_S = 5.0  # for one test of the host
+_MPI_S = 8.0
+_MEETING_SLACK_S = 90.0  # beyond the time that hosts wait for each other; the meeting has deadlines of its own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this host stands in the job.
+
+    Attributes:
+        num_hosts: Of the job; with ``--nnodes MIN:MAX`` the most.
+        least_hosts: With which the job begins.
+        is_counted: Node ranks are given out as hosts come (c10d); `node_rank` means nothing before.
+        serves: This host is host 0, at which the others arrive.
+        timeout_s: How long hosts wait for each other.
+        num_local_ranks: That the job would have here.
+        tries_engines: Whether an all_reduce of each engine is run on local ranks.
+        interface: Towards the master; empty: there is none.
+        address: This host's, there.
+    """
+
+    num_hosts: int = 1
+    least_hosts: int = 1
+    node_rank: int = 0
+    is_counted: bool = False
+    serves: bool = True
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    timeout_s: float = 30.0
+    num_local_ranks: int = 1
+    tries_engines: bool = True
+    interface: str = ""
+    address: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What is to be told: this host's findings in the order of the tests; on host 0 also the others' and the job's.
+
+    Attributes:
+        level: The worst of the whole job; may be worse than what `findings` has.
+        is_told_by_first: Host 0 has all findings and prints them.
+    """
+
+    findings: Sequence[Finding]
+    hosts: Sequence[Mapping[str, Any]]
+    level: str
+    place: Place
+    is_told_by_first: bool
+    seconds: float
+
+
+def examine(place: Place, environ: Mapping[str, str], say: Say) -> Diagnosis:
+    """Run every test and return what was found.
+
+    Args:
+        say: Takes a line about whom we wait for.
+    """
+    began_s = time.monotonic()
+    if place.num_hosts > 1:
+        place, on_master = _look_towards_master(place)
+    else:
+        on_master = []
+    with TorchProcess(dataclasses.asdict(place)) as torch_process:
+        findings = [*_examine_host(place, environ), *on_master]
+        told = torch_process.examine()
+        findings += _judge_torch(told, place, environ)
+        if place.tries_engines:
+            findings += _guarded("MPI", lambda: engines.examine_mpi(environ, _MPI_S), _MPI_S + _TEST_S)
+        facts = {"name": socket.gethostname(), "versions": told.get("torch", {})}
+        hosts: Sequence[Mapping[str, Any]] = [
+            {"host": place.node_rank, **facts, "address": place.address, "interface": place.interface}
+        ]
+        level, from_job = "ok", []
+        if place.num_hosts > 1:
+            go = {"facts": facts, "findings": [finding.as_dict() for finding in findings]}
+            met = torch_process.meet(go, place.timeout_s + _MEETING_SLACK_S, say)
+            place = dataclasses.replace(place, node_rank=met.rank if met.rank is not None else place.node_rank)
+            from_job, hosts, level = met.findings, met.hosts or hosts, met.level
+    findings = [dataclasses.replace(finding, host=place.node_rank) for finding in findings]
+    return Diagnosis(
+        findings=[*findings, *from_job],
+        hosts=hosts,
+        level=max(level, worst([*findings, *from_job]), key=LEVELS.index),
+        place=place,
+        is_told_by_first=place.num_hosts > 1 and not place.serves and not from_job,
+        seconds=time.monotonic() - began_s,
+    )
+
+
+def _look_towards_master(place: Place) -> tuple[Place, list[Finding]]:
+    """Return the place with the interface towards the master, and what there is to say of it."""
+    towards: list[Interface] = []
+
+    def look() -> list[Finding]:
+        rank = 0 if place.serves else 1
+        findings, found = network.examine_master(place.master_addr, place.master_port, rank, place.num_hosts)
+        towards.extend([found] if found else [])
+        return findings
+
+    findings = _guarded("master", look)
+    if not towards:  # an address that the others may reach all the same
+        towards = [one for one in interfaces() if one.is_up and not one.is_loopback and one.address]
+    if not towards:
+        return place, findings
+    return dataclasses.replace(place, interface=towards[0].name, address=towards[0].address), findings
+
+
+def _examine_host(place: Place, environ: Mapping[str, str]) -> list[Finding]:
+    """Run the tests that need no torch."""
+    num_ranks, num_hosts = place.num_local_ranks, place.num_hosts
+    world_size = num_ranks * num_hosts
+    machine = read_machine()
+    tests: dict[str, Callable[[], list[Finding]]] = {
+        "memory": lambda: limits.examine_memory(num_ranks),
+        "limits": lambda: limits.examine_limits(
+            num_ranks, world_size, limits.read_limits(), num_threads=limits.count_threads()
+        ),
+        "shared memory": limits.try_shared_memory,
+        "/dev/shm": lambda: limits.examine_dev_shm(limits.read_dev_shm()),
+        "CPUs": lambda: processors.examine_cpus(machine, num_ranks, os.cpu_count()),
+        "clock": processors.examine_clock,
+        "network": lambda: network.examine_interfaces(environ, num_hosts),
+        "own name": lambda: network.examine_own_name(environ, num_hosts),
+    }
+    if num_hosts == 1 and (host := environ.get("MASTER_ADDR")):
+        tests["master"] = lambda: network.examine_master(host, 0, 0, 1)[0]
+    return [finding for topic, test in tests.items() for finding in _guarded(topic, test)]
+
+
+def _judge_torch(told: Mapping[str, Any], place: Place, environ: Mapping[str, str]) -> list[Finding]:
+    """Judge what the process with torch has told."""
+    versions = told.get("torch")
+    findings = engines.judge_torch(versions, told["died"])
+    is_there = versions is not None and "error" not in versions
+    num_threads = versions["num_threads"] if versions and is_there else None
+    findings += processors.examine_threads(
+        read_machine(), place.num_local_ranks, environ.get("OMP_NUM_THREADS", ""), num_threads
+    )
+    if not versions or not is_there:
+        return findings
+    findings += engines.judge_gpus(told.get("gpus", {}), versions, count_gpus(environ))
+    findings += [engines.judge_engine(result) for result in told["engines"]]
+    if told["died"]:
+        findings.append(engines.judge_death(told["died"], told.get("begins", "")))
+    return findings
+
+
+def _guarded(topic: str, test: Callable[[], list[Finding]], deadline_s: float = _TEST_S) -> list[Finding]:
+    """Return what a test found; that it hangs or fails by itself is a finding too."""
+    answer: queue.SimpleQueue[list[Finding] | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put(test())
+        except Exception as error:
+            answer.put(error)
+
+    threading.Thread(target=run, name=f"doctor-{topic}", daemon=True).start()
+    try:
+        found = answer.get(timeout=deadline_s)
+    except queue.Empty:
+        todo = "what it waits for does not answer: a name server, a file system, a driver"
+        return [warning(topic, f"the test did not end within {deadline_s:g} s", todo)]
+    if isinstance(found, Exception):
+        todo = "this is a fault of phalanx doctor: please report it"
+        return [warning(topic, f"the test failed by itself: {type(found).__name__}: {found}", todo)]
+    return found

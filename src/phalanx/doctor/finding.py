@@ -1,0 +1,78 @@
+"""What one test found, how bad that is, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+LEVELS = ("ok", "note", "warning", "problem")
+"""From harmless to what stops a job: a `note` is to be known, a `warning` costs speed or breaks some jobs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        topic: What was examined: ``memory``, ``network``, ``all_reduce`` and so on.
+        level: One of `LEVELS`.
+        found: What was found, in one line.
+        todo: What to do; empty where nothing is to be done.
+        facts: The numbers of it, by name with unit, for other programs.
+        host: Node rank of the host that it is about; None: it is about several.
+    """
+
+    topic: str
+    level: str
+    found: str
+    todo: str = ""
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    host: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.level in LEVELS, self.level
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def ok(topic: str, found: str, **facts: Any) -> Finding:
+    return Finding(topic=topic, level="ok", found=found, facts=facts)
+
+
+def note(topic: str, found: str, todo: str = "", **facts: Any) -> Finding:
+    return Finding(topic=topic, level="note", found=found, todo=todo, facts=facts)
+
+
+def warning(topic: str, found: str, todo: str, **facts: Any) -> Finding:
+    return Finding(topic=topic, level="warning", found=found, todo=todo, facts=facts)
+
+
+def problem(topic: str, found: str, todo: str, **facts: Any) -> Finding:
+    return Finding(topic=topic, level="problem", found=found, todo=todo, facts=facts)
+
+
+def worst(findings: Iterable[Finding]) -> str:
+    """Return the worst level among them, ``ok`` where there is none."""
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
+
+
+def in_units(size_bytes: float) -> str:
+    """Return ``1.5 GiB``, whole numbers without a fraction."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def in_seconds(duration_s: float) -> str:
+    """Return ``12.3 us``, ``1.23 ms`` or ``1.23 s``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if duration_s >= size:
+            return f"{duration_s / size:.3g} {unit}"
+    return f"{duration_s / 1e-6:.3g} us"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

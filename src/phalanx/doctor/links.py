@@ -1,0 +1,169 @@
+"""Whether one host reaches another, how long a message takes there and back, how much goes through. Plain sockets.
+
+Every host listens on a port that the system gives it, as the engines do. One connection is one measurement: the caller
+sends the listener's token and what it wants; small messages come back with the listener's wall clock, a stream of bytes
+is counted by its receiver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+import threading
+import time
+from typing import NamedTuple
+
+TIMEOUT_S = 2.0
+_TOKEN_BYTES = 16
+_PING, _STREAM = b"p", b"s"
+_STAMP = struct.Struct("!d")
+_COUNTED = struct.Struct("!Qd")
+_BLOCK_BYTES = 1 << 18
+_SLOW_START = 0.25  # of the stream, not counted
+_MOST_CALLERS = 256
+
+
+class Trip(NamedTuple):
+    """What small messages told: the median time there and back, and how far the other wall clock is ahead."""
+
+    round_trip_s: float
+    clock_ahead_s: float
+
+
+class Listener:
+    """Answers probes until `close`; `port` and `token` are what a caller needs."""
+
+    def __init__(self) -> None:
+        if socket.has_dualstack_ipv6():
+            self._socket = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            self._socket = socket.create_server(("0.0.0.0", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self.token = os.urandom(_TOKEN_BYTES).hex()
+        threading.Thread(target=self._accept, name="doctor-listener", daemon=True).start()
+
+    def _accept(self) -> None:
+        for _ in range(_MOST_CALLERS):
+            try:
+                caller, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._answer, args=(caller,), name="doctor-answer", daemon=True).start()
+
+    def _answer(self, caller: socket.socket) -> None:
+        with contextlib.suppress(OSError, struct.error), caller:
+            caller.settimeout(10 * TIMEOUT_S)
+            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if _receive(caller, _TOKEN_BYTES).hex() != self.token:
+                return
+            if _receive(caller, 1) == _STREAM:
+                caller.sendall(_COUNTED.pack(*_count(caller)))
+                return
+            while message := caller.recv(1):
+                caller.sendall(_STAMP.pack(time.time()) if message else b"")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._socket.close()
+
+
+def _count(caller: socket.socket) -> tuple[int, float]:
+    """Return bytes and seconds of a stream, without its slow start."""
+    room = bytearray(_BLOCK_BYTES)
+    marks, total = [], 0
+    while num := caller.recv_into(room):
+        total += num
+        marks.append((time.perf_counter(), total))
+    if len(marks) < 2:
+        return total, 0.0
+    first_s, last_s = marks[0][0], marks[-1][0]
+    began_s, skipped = next(mark for mark in marks if mark[0] >= first_s + _SLOW_START * (last_s - first_s))
+    return total - skipped, last_s - began_s
+
+
+def connect(address: str, port: int, token: str, timeout_s: float = TIMEOUT_S) -> socket.socket:
+    """Return a connection to the listener there.
+
+    Raises:
+        OSError: There is no way; see `why_not`.
+    """
+    connection = socket.create_connection((address, port), timeout=timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(bytes.fromhex(token))
+    return connection
+
+
+def measure_trip(connection: socket.socket, num: int = 20) -> Trip:
+    """Send small messages there and back, one at a time."""
+    connection.sendall(_PING)
+    trips, best = [], (float("inf"), 0.0)
+    for _ in range(num):
+        sent_wall_s, sent_s = time.time(), time.perf_counter()
+        connection.sendall(b"?")
+        (there_s,) = _STAMP.unpack(_receive(connection, _STAMP.size))
+        took_s = time.perf_counter() - sent_s
+        trips.append(took_s)
+        # Cristian 1989: the other clock was read half a trip after we sent; the shortest trip errs least.
+        best = min(best, (took_s, there_s - (sent_wall_s + took_s / 2)))
+    return Trip(sorted(trips)[num // 2], best[1])
+
+
+def measure_stream(connection: socket.socket, duration_s: float = 0.3) -> float:
+    """Send as much as goes through in so long; return bytes a second, as the receiver has counted them."""
+    connection.sendall(_STREAM)
+    block, ends_s = bytes(_BLOCK_BYTES), time.perf_counter() + duration_s
+    while time.perf_counter() < ends_s:
+        connection.sendall(block)
+    connection.shutdown(socket.SHUT_WR)
+    num_bytes, seconds = _COUNTED.unpack(_receive(connection, _COUNTED.size))
+    return num_bytes / seconds if seconds else 0.0
+
+
+def _receive(connection: socket.socket, num: int) -> bytes:
+    data = b""
+    while len(data) < num:
+        part = connection.recv(num - len(data))
+        if not part:
+            raise ConnectionResetError(errno.ECONNRESET, "the other end closed the connection")
+        data += part
+    return data
+
+
+def why_not(error: OSError) -> tuple[str, str]:
+    """Return what an error of a connection means, and what to do."""
+    if isinstance(error, socket.gaierror):
+        return f"the name does not resolve ({error.strerror})", "use an address, or add the name to DNS or /etc/hosts"
+    if isinstance(error, TimeoutError):
+        return (
+            "no answer (timeout)",
+            "a firewall or security group drops it, or the host is down: allow all TCP ports between the hosts",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused", "the host is there and nothing listens, or its firewall rejects: see both"
+    if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return (
+            f"no route ({error.strerror})",
+            "the host is down or its firewall rejects; or see ip route, and that all are in one network",
+        )
+    return error.strerror or str(error), "see ip addr and ip route on both hosts"
+
+
+def schedule(num: int, most: int = 6) -> list[list[tuple[int, int]]]:
+    """Return rounds of (sender, receiver) in which each host sends or receives at most once.
+
+    All pairs both ways, or with many hosts the first `most` rounds: each host with some others.
+
+    Source: the circle method for round-robin tournaments.
+    """
+    seats: list[int | None] = [*range(num), *([None] if num % 2 else [])]
+    rounds = []
+    for _ in range(len(seats) - 1):
+        pairs = [(a, b) for a, b in zip(seats, reversed(seats), strict=True) if a is not None and b is not None]
+        forth = [(a, b) for a, b in pairs[: len(pairs) // 2] if a != b]
+        rounds += [forth, [(b, a) for a, b in forth]]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds[:most]

@@ -1,0 +1,228 @@
+"""The hosts of a job meet, probe each other and try Gloo; host 0 gathers what they found.
+
+Runs in the process that has torch. Every wait has a deadline, and who does not come is named: the others go on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx import _env
+from phalanx.doctor import job, links
+from phalanx.doctor.board import PATIENCE_S, POLL_S, STAGE_S, NotMetError, Send, come_to_board, open_board
+from phalanx.doctor.exercise import all_reduce_by_gloo, answered, one_line
+from phalanx.doctor.finding import Finding, problem, worst
+
+_SLACK_S = 45.0  # for a host that has come to examine itself
+_SAME_FLAGS = "the same --nnodes on all hosts, and a --node-rank of its own on each"
+
+
+def hold(place: dict[str, Any], go: dict[str, Any], send: Send) -> None:
+    """Take this host's part; send each finding as a packet, and at the end who was there and the job's worst level.
+
+    Args:
+        place: `examination.Place` as a dict.
+        go: What this host knows of itself: ``facts``, and ``findings`` as dicts.
+    """
+    meeting = Meeting(place, go, send)
+    try:
+        findings = meeting.hold()
+    except NotMetError as error:
+        findings = [error.finding]
+    except Exception as error:  # the store has gone, and with it host 0
+        todo = "see what phalanx doctor says on host 0"
+        findings = [problem("meeting", f"lost host 0 at {meeting.where}: {one_line(error)}", todo)]
+    finally:
+        meeting.listener.close()
+    for finding in findings:
+        send({"finding": finding.as_dict()})
+    send({"job": meeting.level or worst(findings), "hosts": meeting.hosts, "rank": meeting.rank})
+
+
+class Meeting:
+    """One host's part in the meeting.
+
+    Attributes:
+        rank: Node rank; with the c10d rendezvous given out as hosts come.
+        hosts: Once known, who is there, without their findings.
+        level: The worst of the whole job, once host 0 has said it.
+    """
+
+    def __init__(self, place: dict[str, Any], go: dict[str, Any], send: Send) -> None:
+        self._place, self._go, self._send = place, go, send
+        self.rank: int = place["node_rank"]
+        self._num: int = place["num_hosts"]
+        self.where = f"{place['master_addr']}:{place['master_port']}"
+        self._ends_s = time.monotonic() + place["timeout_s"]
+        self.listener = links.Listener()
+        self.hosts: list[dict[str, Any]] = []
+        self.level = ""
+
+    def hold(self) -> list[Finding]:
+        """Return what is to be said on this host: on host 0 of all of them."""
+        host, port = self._place["master_addr"], self._place["master_port"]
+        if self._place["serves"]:
+            self._board = open_board(port, self._num)
+            self._introduce(self._num)
+            return self._lead()
+        self._board, expected = come_to_board(host, port, self._ends_s, self._send)
+        self._introduce(expected)
+        members = self._board.wait_for("members", self._ends_s + _SLACK_S, "host 0 to count the hosts")
+        self.hosts = self._board.get("hosts")
+        self._board.set(f"done/{self.rank}", self._measure(members))
+        self.level = self._board.wait_for("level", time.monotonic() + STAGE_S, "host 0 to judge")
+        self._board.add("bye")
+        return []
+
+    def _introduce(self, expected: int) -> None:
+        """Tell the others who we are, unless somebody else is that already."""
+        place, board, name = self._place, self._board, self._go["facts"]["name"]
+        if place["is_counted"]:
+            self.rank = 0 if place["serves"] else board.add("counted")
+        refused = ""
+        if expected != self._num:
+            refused = f"{name} was started with --nnodes {self._num}, and host 0 with {expected}"
+        elif self.rank >= expected:
+            refused = f"{name} came to a job that has {expected} hosts already"
+        elif board.add(f"came/{self.rank}") > 1:
+            refused = f"node rank {self.rank} was given to several hosts, {name} among them"
+        if refused:
+            board.set(f"refused/{board.add('refused')}", refused)
+            raise NotMetError(problem("meeting", refused, _SAME_FLAGS))
+        mine = {
+            **self._go["facts"],
+            "host": self.rank,
+            "address": place["address"],
+            "interface": place["interface"],
+            "port": self.listener.port,
+            "token": self.listener.token,
+            "findings": [{**found, "host": self.rank} for found in self._go["findings"]],
+        }
+        board.set(f"facts/{self.rank}", mine)
+
+    # ------------------------------------------------------------ host 0
+
+    def _lead(self) -> list[Finding]:
+        """Return the findings of the other hosts, and those about several."""
+        board, known = self._board, self._gather()
+        members = sorted(known)
+        self.hosts = [{key: known[rank][key] for key in known[rank] if key != "findings"} for rank in members]
+        board.set("hosts", self.hosts)
+        board.set("members", members)
+        findings = [Finding(**found) for rank in members if rank != self.rank for found in known[rank]["findings"]]
+        findings += self._judge_absence(members)
+        if len(members) > 1:
+            findings += job.compare_versions(self.hosts)
+            measured = {0: self._measure(members)}
+            ends_s = time.monotonic() + STAGE_S
+            for rank in members[1:]:
+                with contextlib.suppress(NotMetError):
+                    measured[rank] = board.wait_for(f"done/{rank}", ends_s, f"host {rank}")
+            findings += job.judge(self.hosts, measured)
+        self.level = worst([*findings, *(Finding(**found) for found in self._go["findings"])])
+        board.set("level", self.level)
+        ends_s = time.monotonic() + PATIENCE_S
+        while board.count("bye") < len(members) - 1 and time.monotonic() < ends_s:
+            time.sleep(POLL_S)  # the store ends with us
+        return findings
+
+    def _gather(self) -> dict[int, dict[str, Any]]:
+        """Return the facts of the hosts that have come, by rank, when all have or the time is over."""
+        said_s = time.monotonic() + PATIENCE_S
+        known: dict[int, dict[str, Any]] = {}
+        while True:
+            for rank in self._missing(known):
+                if self._board.has(f"facts/{rank}"):
+                    known[rank] = self._board.get(f"facts/{rank}")
+            if len(known) == self._num or time.monotonic() >= self._ends_s:
+                return known
+            if time.monotonic() >= said_s:
+                said_s = float("inf")
+                self._send({"waiting": f"at {self.where} for {job.named(self._missing(known))}"})
+            time.sleep(POLL_S)
+
+    def _missing(self, members: Collection[int]) -> list[int]:
+        return [rank for rank in range(self._num) if rank not in members]
+
+    def _judge_absence(self, members: Sequence[int]) -> list[Finding]:
+        num_refused = self._board.count("refused")
+        refused = [self._board.get(f"refused/{number}") for number in range(1, num_refused + 1)]
+        findings = [problem("meeting", why, _SAME_FLAGS) for why in refused]
+        missing = self._missing(members)
+        if missing and len(members) < self._place["least_hosts"]:  # fewer than --nnodes MIN:MAX allows
+            found = f"{job.named(missing)} did not come to {self.where} within {self._place['timeout_s']:g} s"
+            todo = f"start phalanx doctor there too; where it runs, it says why {self.where} is not reached"
+            findings.append(problem("meeting", found, todo, missing=missing))
+        return findings
+
+    # ------------------------------------------------------------ all hosts
+
+    def _measure(self, members: Sequence[int]) -> dict[str, Any]:
+        """Return this host's links to the others, by rank, and what became of Gloo."""
+        measured: dict[str, Any] = {"links": {}, "gloo": []}
+        if len(members) < 2:
+            return measured
+        board, known = self._board, {host["host"]: host for host in self.hosts}
+        board.sync("trips", members)
+        to: dict[int, dict[str, Any]] = {rank: _try_trip(known[rank]) for rank in members if rank != self.rank}
+        measured["links"] = to
+        for number, pairs in enumerate(links.schedule(len(members))):
+            if not board.sync(f"streams/{number}", members):
+                break  # somebody has gone
+            for other in (members[receiver] for sender, receiver in pairs if members[sender] == self.rank):
+                if "error" not in to[other]:
+                    to[other].update(_try_stream(known[other], to[other]["round_trip_s"]))
+        if any("error" in link for link in to.values()):
+            board.add("unreachable")
+        if board.sync("links", members) and not board.count("unreachable"):
+            measured["gloo"] = self._try_gloo(members)  # which connects every host to every other
+        return measured
+
+    def _try_gloo(self, members: Sequence[int]) -> list[dict[str, Any]]:
+        """Try Gloo as it is; where that fails on any host, over the interface towards host 0."""
+        tries: list[dict[str, Any]] = []
+        for number, interface in enumerate(("", self._place["interface"])):
+            if not self._board.sync(f"gloo/{number}", members):
+                break
+            if interface:
+                _env.withdraw(["GLOO_SOCKET_IFNAME"])
+                _env.export({"GLOO_SOCKET_IFNAME": interface})
+            failures = f"gloo-failed/{number}"
+            result = self._run_gloo(number, members, failures)
+            tries.append({"interface": interface, **result})
+            if "error" in result:
+                self._board.add(failures)
+            if not self._board.sync(f"gloo-tried/{number}", members) or not self._board.count(failures):
+                break
+        return tries
+
+    def _run_gloo(self, number: int, members: Sequence[int], failures: str) -> dict[str, Any]:
+        store = dist.PrefixStore(f"try-gloo/{number}", self._board.store)
+        position = members.index(self.rank)
+        # Where one host fails at once, Gloo keeps another waiting for five times its timeout.
+        return answered(
+            lambda: all_reduce_by_gloo(store, position, len(members)), lambda: self._board.count(failures) > 0
+        )
+
+
+def _try_trip(other: dict[str, Any]) -> dict[str, Any]:
+    try:
+        with links.connect(other["address"], other["port"], other["token"]) as connection:
+            return dict(links.measure_trip(connection)._asdict())
+    except OSError as error:
+        why, todo = links.why_not(error)
+        return {"error": why, "todo": todo}
+
+
+def _try_stream(other: dict[str, Any], round_trip_s: float) -> dict[str, Any]:
+    try:
+        with links.connect(other["address"], other["port"], other["token"]) as connection:
+            duration_s = min(max(0.3, 20 * round_trip_s), 1.0)
+            return {"bytes_per_s": links.measure_stream(connection, duration_s)}
+    except OSError as error:
+        return {"stream_error": links.why_not(error)[0]}

@@ -1,0 +1,121 @@
+"""The process that has torch, seen from the doctor: started, listened to with a deadline, killed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx.doctor.finding import Finding, problem
+from phalanx.doctor.torch_side import command
+from phalanx.launch.channel import Channel
+
+Say = Callable[[str], None]
+
+_TORCH_S = 40.0  # for all that needs torch on one host; an import from a cold disk takes most of it
+_ENGINE_S = 6.0
+_END_S = 2.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Met:
+    """How the meeting with the other hosts ended.
+
+    Attributes:
+        findings: Those about several hosts, and on host 0 those of the others.
+        hosts: Who was there.
+        level: The worst of the whole job.
+        rank: This host's node rank; None: it got none.
+    """
+
+    findings: list[Finding]
+    hosts: list[dict[str, Any]]
+    level: str
+    rank: int | None = None
+
+
+class TorchProcess:
+    """Owns the process, its channel and what it writes to stderr; within a ``with`` block."""
+
+    def __init__(self, place: dict[str, Any]) -> None:
+        self._settings = {"engine_deadline_s": _ENGINE_S, "place": place}
+
+    def __enter__(self) -> TorchProcess:
+        self._stderr = tempfile.TemporaryFile()
+        self._channel, theirs = Channel.pair()
+        with theirs:
+            self._process = subprocess.Popen(
+                command(theirs.fileno(), self._settings),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._stderr,
+                stderr=self._stderr,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()  # its forks end with it
+        self._process.wait()
+        self._channel.close()
+        self._stderr.close()
+
+    def examine(self) -> dict[str, Any]:
+        """Return what it told of torch (``torch``, ``gpus``, ``engines``), and how it ``died``; empty: it did not."""
+        told: dict[str, Any] = {"engines": [], "died": ""}
+        ends_s = time.monotonic() + _TORCH_S
+        while True:
+            packet = self._next(ends_s)
+            if packet is None:
+                told["died"] = self._death(_TORCH_S)
+                return told
+            if "engine" in packet:
+                told["engines"].append(packet)
+                told.pop("begins", None)
+            elif "engines" in packet or "error" in packet.get("torch", {}):
+                return {**told, **{key: packet[key] for key in packet if key == "torch"}}
+            else:
+                told |= packet
+
+    def meet(self, go: Mapping[str, Any], limit_s: float, say: Say) -> Met:
+        """Let it take part in the meeting and return how that ended."""
+        self._channel.send(go)
+        findings: list[Finding] = []
+        ends_s = time.monotonic() + limit_s
+        while (packet := self._next(ends_s)) is not None:
+            if "waiting" in packet:
+                say(f"waiting {packet['waiting']}")
+            elif "finding" in packet:
+                findings.append(Finding(**packet["finding"]))
+            else:
+                return Met(findings=findings, hosts=packet["hosts"], level=packet["job"], rank=packet["rank"])
+        found = f"the meeting with the other hosts was not held: {self._death(limit_s)}"
+        todo = "see torch above; nothing is known of the other hosts"
+        return Met(findings=[*findings, problem("meeting", found, todo)], hosts=[], level="problem")
+
+    def _next(self, ends_s: float) -> dict[str, Any] | None:
+        """Return its next packet; None if it has ended, or the time is over."""
+        left_s = max(0.0, ends_s - time.monotonic())
+        if not self._channel.alive or not select.select([self._channel], [], [], left_s)[0]:
+            return None
+        return self._channel.wait()
+
+    def _death(self, limit_s: float) -> str:
+        """Return how it ended, with the last line that it wrote."""
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return f"no answer within {limit_s:g} s"
+        how = f"exit code {code}"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                how = signal.Signals(-code).name
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"it ended with {how}{': ' * bool(last)}{last[:200]}"

@@ -1,0 +1,106 @@
+"""The process that imports torch: its versions, its engines on two local ranks, and the meeting with other hosts.
+
+It sends one packet for each thing that it has found, so that what it knew is not lost when it crashes or is killed.
+Nothing here may start a thread before the last fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from typing import Any
+
+import phalanx
+from phalanx.doctor.exercise import in_processes, one_line, run_ranks
+from phalanx.launch.channel import Channel
+from phalanx.launch.warden import die_with_parent
+
+NUM_RANKS = 2
+_GPU_DEADLINE_S = 15.0  # the driver may have to load
+
+
+def main() -> None:
+    """Do all that this process is for; arguments: the number of the channel's descriptor, and settings as JSON."""
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    settings = json.loads(sys.argv[2])
+    die_with_parent(settings["parent"])
+    began_s = time.monotonic()
+    try:
+        import torch
+        import torch.distributed as dist
+
+        facts = _versions(torch, dist)
+    except BaseException as error:  # whatever a broken installation raises
+        channel.send({"torch": {"error": one_line(error)}})
+        return
+    channel.send({"torch": {**facts, "import_s": time.monotonic() - began_s}})
+    tries_engines = settings["place"]["tries_engines"]
+    for engine in ["phalanx", *["gloo"] * facts["gloo"]] if tries_engines else []:
+        channel.send({"begins": engine})
+        channel.send({"engine": engine, **run_ranks(engine, NUM_RANKS, settings["engine_deadline_s"])})
+    gpus = _look_at_gpus(facts)
+    channel.send({"gpus": gpus})
+    if gpus.get("devices") and facts["nccl"] and tries_engines:
+        channel.send({"begins": "nccl"})
+        size = min(NUM_RANKS, len(gpus["devices"]))
+        deadline_s = settings["engine_deadline_s"] + _GPU_DEADLINE_S
+        channel.send({"engine": "nccl", "world_size": size, **run_ranks("nccl", size, deadline_s)})
+    channel.send({"engines": "done"})
+    if settings["place"]["num_hosts"] > 1 and (go := channel.wait()) is not None:
+        from phalanx.doctor.meeting import hold
+
+        hold(settings["place"], go, channel.send)
+        os._exit(0)  # a try of Gloo may still wait
+
+
+def _versions(torch: Any, dist: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "phalanx": phalanx.__version__,
+        "torch": str(torch.__version__),
+        "num_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda or torch.version.hip or "",
+        "gloo": False,
+        "nccl": False,
+        "mpi": False,
+    }
+    if dist.is_available():
+        facts |= {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    try:
+        importlib.import_module("phalanx.backend")  # ranks are then forked with it
+    except Exception as error:
+        facts["backend_error"] = one_line(error)
+    return facts
+
+
+def _look_at_gpus(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the devices, or why there are none; asked in a fork, since a process that has used CUDA can't fork."""
+    if not facts["cuda"]:
+        return {"devices": []}
+
+    def look(_: int) -> dict[str, Any]:
+        import torch
+
+        if not torch.cuda.is_available():
+            try:
+                torch.cuda.init()
+            except Exception as error:
+                return {"devices": [], "reason": one_line(error)}
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        devices = [{"name": one.name, "size_bytes": one.total_memory} for one in found]
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if facts["nccl"] else ""
+        return {"devices": devices, "nccl": nccl}
+
+    return in_processes(look, 1, _GPU_DEADLINE_S)[0]
+
+
+def command(descriptor: int, settings: dict[str, Any]) -> list[str]:
+    """Return the command of such a process."""
+    # Not with -m, which would let a json.py in the current folder take the library's place.
+    program = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.doctor.torch_side import main; main()"
+    return [sys.executable, "-c", program, str(descriptor), json.dumps({**settings, "parent": os.getpid()})]

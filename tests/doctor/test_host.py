@@ -1,0 +1,225 @@
+"""What the doctor says of one host: on machines laid out in a folder, and on this one."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+
+from phalanx.doctor import examination, limits, processors
+from phalanx.doctor.finding import ok
+from phalanx.doctor.limits import Limit
+from phalanx.launch.cpus import Machine
+
+GIB = 1 << 30
+MEMINFO = "MemTotal: {} kB\nMemFree: 1 kB\nMemAvailable: {} kB\n"
+NO_LIMITS = {name: Limit(None, None) for name in ("AS", "MEMLOCK", "NOFILE", "NPROC")}
+
+
+@pytest.fixture
+def lay_out(tmp_path):
+    """Return a function that writes files of /proc and /sys below a root, and returns the root."""
+
+    def write(**files):
+        for name, text in files.items():
+            path = tmp_path / name.replace("__", "/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return str(tmp_path)
+
+    return write
+
+
+def meminfo(total_bytes, available_bytes):
+    return MEMINFO.format(total_bytes // 1024, available_bytes // 1024)
+
+
+def cgroup(root, folder, **files):
+    path = os.path.join(root, "sys/fs/cgroup", folder)
+    os.makedirs(path)
+    for name, text in files.items():
+        with open(os.path.join(path, name.replace("__", ".")), "w") as file:
+            file.write(str(text))
+
+
+def level_of(findings):
+    (finding,) = findings
+    return finding.level
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    ("available", "num_ranks", "level"),
+    [(8 * GIB, 4, "ok"), (8 * GIB, 64, "warning"), (GIB, 4, "warning"), (GIB // 8, 1, "problem")],
+)
+def test_memory_is_measured_against_the_ranks(lay_out, available, num_ranks, level):
+    root = lay_out(proc__meminfo=meminfo(16 * GIB, available))
+    assert level_of(limits.examine_memory(num_ranks, root)) == level
+
+
+def test_a_limit_of_cgroup_v2_counts_without_the_cache_that_can_be_dropped(lay_out):
+    root = lay_out(proc__meminfo=meminfo(64 * GIB, 60 * GIB), proc__self__cgroup="0::/pod/container\n")
+    cgroup(root, "pod", memory__max=2 * GIB, memory__current=3 * GIB // 2, memory__stat=f"inactive_file {GIB}\n")
+    cgroup(root, "pod/container", memory__max="max", memory__current=GIB)
+    (finding,) = limits.examine_memory(2, root)
+    assert finding.level == "ok"
+    assert "cgroup limit 2 GiB, 512 MiB of it used" in finding.found
+    assert level_of(limits.examine_memory(4, root)) == "warning"
+
+
+@pytest.mark.parametrize(("limit", "level"), [(300 << 20, "problem"), (0x7FFFFFFFFFFFF000, "ok")])
+def test_a_limit_of_cgroup_v1_counts_and_its_largest_number_is_none(lay_out, limit, level):
+    root = lay_out(proc__meminfo=meminfo(64 * GIB, 60 * GIB), proc__self__cgroup="4:memory:/job\n1:cpu:/\n")
+    cgroup(root, "memory/job", memory__limit_in_bytes=limit, memory__usage_in_bytes=200 << 20)
+    assert level_of(limits.examine_memory(1, root)) == level
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "level", "todo"),
+    [
+        ("AS", Limit(4 * GIB, None), "problem", "ulimit -v unlimited"),
+        ("AS", Limit(64 * GIB, None), "warning", "ulimit -v unlimited"),
+        ("NOFILE", Limit(128, 4096), "warning", "ulimit -n 4096"),
+        ("NOFILE", Limit(128, 128), "warning", "ask root"),
+        ("NPROC", Limit(60, None), "warning", "ulimit -u 4096"),
+    ],
+)
+def test_a_limit_that_is_too_small_is_named_with_the_command_that_raises_it(name, limit, level, todo):
+    (finding,) = limits.examine_limits(2, 2, {**NO_LIMITS, name: limit})
+    assert finding.level == level
+    assert f"RLIMIT_{name}" in finding.found
+    assert todo in finding.todo
+
+
+def test_memory_may_be_locked_where_there_is_infiniband(lay_out):
+    locked = {**NO_LIMITS, "MEMLOCK": Limit(64 << 10, None)}
+    assert level_of(limits.examine_limits(2, 2, locked, lay_out())) == "ok"
+    root = lay_out(sys__class__infiniband__mlx5_0="")
+    (finding,) = limits.examine_limits(2, 2, locked, root)
+    assert finding.level == "warning"
+    assert "ulimit -l unlimited" in finding.todo
+
+
+def test_this_machine_has_shared_memory_and_limits():
+    assert level_of(limits.try_shared_memory()) == "ok"
+    assert set(limits.read_limits()) == set(NO_LIMITS)
+    assert limits.count_threads() >= 1
+
+
+def test_shared_memory_that_can_not_be_had_is_a_problem_of_that_system_call():
+    program = "from phalanx.doctor import limits; print(*limits.try_shared_memory(), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
+    )
+    assert "level='problem'" in done.stdout, done.stderr
+    assert "File too large" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "level"),
+    [(8 * GIB, 7 * GIB, "ok"), (64 << 20, 64 << 20, "warning"), (8 * GIB, 1 << 20, "warning")],
+)
+def test_a_small_dev_shm_is_told_with_whom_it_concerns(size, free, level):
+    block = 4096
+    found = os.statvfs_result((block, block, size // block, free // block, free // block, 0, 0, 0, 0, 255))
+    (finding,) = limits.examine_dev_shm(found)
+    assert finding.level == level
+    assert "DataLoader" in finding.found
+    assert level_of(limits.examine_dev_shm(None)) == "warning"
+
+
+# ---------------------------------------------------------------- processors and clocks
+
+
+def machine(num_cores=4, quota=None, nodes=1):
+    per_node = num_cores // nodes
+    cores = tuple((cpu,) for cpu in range(num_cores))
+    return Machine(cores=cores, numa_nodes=tuple(cpu // per_node for cpu in range(num_cores)), quota_cpus=quota)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_ranks", "level", "said"),
+    [
+        (machine(), 4, "ok", "4 physical cores, for 4 ranks"),
+        (machine(), 5, "warning", "they share cores"),
+        (machine(quota=1.5), 2, "warning", "quota 1.5 CPUs"),
+    ],
+)
+def test_ranks_are_counted_against_cores_and_quota(lay_out, given, num_ranks, level, said):
+    finding, _ = processors.examine_cpus(given, num_ranks, 8, lay_out())
+    assert finding.level == level
+    assert said in finding.found
+
+
+def test_numa_nodes_are_told_with_the_cores_of_each_rank(lay_out):
+    finding = processors.examine_cpus(machine(8, nodes=2), 2, 8, lay_out())[1]
+    assert finding.found == "2 nodes of 4 + 4 cores; 2 ranks, 4 threads each, pinned to CPUs 0-3 | 4-7"
+
+
+def test_a_quota_that_stops_its_processes_often_is_told(lay_out):
+    root = lay_out(proc__self__cgroup="0::/pod\n")
+    cgroup(root, "pod", cpu__stat="nr_periods 1000\nnr_throttled 300\n")
+    found = processors.examine_cpus(machine(), 2, 4, root)
+    assert ["30 % of its periods" in finding.found for finding in found if finding.level == "warning"] == [True]
+
+
+@pytest.mark.parametrize(
+    ("given", "omp", "torch_threads", "level"),
+    [
+        (machine(), "", 4, "ok"),
+        (machine(quota=2.0), "", 4, "note"),
+        (machine(), "2", None, "ok"),
+        (machine(), "4", None, "warning"),
+        (machine(), "many", None, "warning"),
+    ],
+)
+def test_threads_of_all_ranks_are_counted_against_the_cpus(given, omp, torch_threads, level):
+    assert level_of(processors.examine_threads(given, 2, omp, torch_threads)) == level
+
+
+@pytest.mark.parametrize(
+    ("stamps", "cost_s", "elapsed_s", "wall_elapsed_s", "wall_s", "level"),
+    [
+        ([1.0, 2.0], 5e-8, 0.05, 0.05, 1.8e9, "ok"),
+        ([2.0, 1.0], 5e-8, 0.05, 0.05, 1.8e9, "problem"),
+        ([1.0, 2.0], 5e-8, 0.01, 0.05, 1.8e9, "problem"),
+        ([1.0, 2.0], 5e-8, 0.05, 3.0, 1.8e9, "warning"),
+        ([1.0, 2.0], 5e-8, 0.05, 0.05, 1e6, "warning"),
+        ([1.0, 2.0], 4e-6, 0.05, 0.05, 1.8e9, "note"),
+    ],
+)
+def test_a_clock_is_judged_by_its_readings(stamps, cost_s, elapsed_s, wall_elapsed_s, wall_s, level):
+    facts = {"source": "hpet", "wall_s": wall_s}
+    assert processors.judge_clock(stamps, cost_s, elapsed_s, wall_elapsed_s, facts).level == level
+
+
+def test_this_machines_clock_is_read(lay_out):
+    (finding,) = processors.examine_clock(lay_out())
+    assert finding.facts["source"] == ""
+    assert 0 < finding.facts["cost_s"] < 1e-3
+
+
+# ---------------------------------------------------------------- tests that fail themselves
+
+
+def test_a_test_that_hangs_or_fails_is_a_finding_and_the_others_go_on():
+    hung = examination._guarded("disk", lambda: time.sleep(0.5) or [], 0.05)
+    assert (hung[0].topic, hung[0].level) == ("disk", "warning")
+    assert "did not end within 0.05 s" in hung[0].found
+    broken = examination._guarded("disk", lambda: [][0])
+    assert "IndexError" in broken[0].found
+    assert examination._guarded("disk", lambda: [ok("disk", "whole")])[0].found == "whole"
+    time.sleep(0.5)  # until the first one's thread has ended
