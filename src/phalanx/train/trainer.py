@@ -21,8 +21,7 @@ from phalanx import _env, checkpoint, session
 from phalanx._errors import RankFailed
 from phalanx.checkpoint.memory import memory
 from phalanx.data import GlobalBatches, RandomState
-from phalanx.launch.failure import mark_room_made
-from phalanx.launch.standby import note_modules
+from phalanx.launch.notes import note_modules, note_room_made
 from phalanx.parallel import DistributedDataParallel
 from phalanx.train import world
 from phalanx.train.evaluation import EvaluationBatches, evaluating
@@ -442,7 +441,7 @@ class Trainer:
         note = requeue() if self.session.rank == 0 else ""
         self._watch.say(f"asked to make room by signal {signal}: saved after step {self.step}{note and f'; {note}'}")
         self._report()
-        mark_room_made()
+        note_room_made()
         raise SystemExit(EXIT_CODE)
 
     def _end(self) -> None:
