@@ -38,7 +38,7 @@ from phalanx.train.watch import Watch
 from phalanx.train.wrapper import synchronizing, wrap
 
 _NOTHING: Any = contextlib.nullcontext()
-_AGREE_S = 0.02  # ranks ask each other whether a signal has come; in each step, if steps are longer
+_AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
 _MAX_PIDS = 16  # in a line
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -181,9 +181,12 @@ class Trainer:
                     losses.append(self._forward_backward(batch, weight))
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         if self.step % self._agree_every == 0:  # here, where ranks have just met
-            self._agreed_signal = self._ranks.largest(self._preemption.signal)
+            self._agree()
         self._optimize()
         return loss
+
+    def _agree(self) -> None:
+        self._agreed_signal = self._ranks.largest(self._preemption.signal)
 
     def _forward_backward(self, batch: Any, weight: float) -> Tensor:
         clock = self._watch.clock
@@ -331,6 +334,7 @@ class Trainer:
             self._call("on_epoch")
         if self.settings.save_every is None or is_best or self._is_over():
             self._save()
+        self._agree()  # the steps of an epoch may be few, and all this has taken time
 
     def _save(self, *, wait: bool = False) -> None:
         begin = time.perf_counter()
