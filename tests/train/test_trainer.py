@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import phalanx
 from phalanx.data import GlobalBatches
+from phalanx.train.objective import Objective
 from phalanx.train.settings import Settings
 from tests.train._programs import (
     Numbered,
@@ -182,7 +183,7 @@ def keep_the_best(folder):
     values = {c.step: c.metric for c in phalanx.checkpoint.list(trainer.checkpoints)}
     train(folder, max_epochs=9, steps=30, **settings)
     after = {c.step: c.metric for c in phalanx.checkpoint.list(trainer.checkpoints)}
-    return trainer._best, values, after
+    return trainer._judge.best, values, after
 
 
 def begin_anew(folder):
@@ -479,3 +480,16 @@ def test_the_global_batch_grows_with_the_ranks_when_asked_to(run_ranks, tmp_path
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Settings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, None, None), "either a loss or a training_step"),
+        ((nn.functional.mse_loss, max, None), "either a loss or a training_step"),
+        ((None, max, {"accuracy": max}), "metrics need a loss"),
+    ],
+)
+def test_an_objective_that_contradicts_itself_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Objective(*arguments)

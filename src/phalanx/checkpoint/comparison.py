@@ -11,7 +11,8 @@ import torch
 
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.blocks import Reader
-from phalanx.checkpoint.image import Image
+from phalanx.checkpoint.export import shortened
+from phalanx.checkpoint.loading import images_of
 from phalanx.checkpoint.tree import unpack
 
 
@@ -57,7 +58,7 @@ def compare(first: tuple[str | os.PathLike[str], int], second: tuple[str | os.Pa
 def _states(folder: str, step: int) -> list[Any]:
     """Return each rank's state as plain values and tensors."""
     checkpoint = folders.read_manifest(folder, step)
-    images = [Image(folders.map_file(checkpoint, folders.file_of(rank))) for rank in range(checkpoint.world_size)]
+    images = images_of(checkpoint)
     return [unpack(image.metadata["tree"], Reader(images, rank)) for rank, image in enumerate(images)]
 
 
@@ -101,5 +102,4 @@ def _short(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if type(value).__module__ == "numpy" and value.shape:
         return f"numpy {value.dtype}{list(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(repr(value))

@@ -42,7 +42,12 @@ def _rows(name: str, node: Json) -> Iterator[tuple[str, str]]:
     else:
         has_tensor = isinstance(node, dict) and isinstance(node[kind], dict)
         text = f"{kind} {node[kind]['shape']}" if has_tensor else repr(unpack(node, _no_tensor))
-        yield name, text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
+        yield name, shortened(text)
+
+
+def shortened(text: str) -> str:
+    """Return text that fits into a line with others."""
+    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
 
 
 def _is_nested(node: Json) -> bool:

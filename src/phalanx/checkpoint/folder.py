@@ -188,9 +188,14 @@ def begin(folder: str, step: int, world_size: int, metric: float | None) -> Draf
         OSError: It can't be made.
     """
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f".step-{step:08}-{os.urandom(4).hex()}.part")
+    path = _hidden_path(folder, step)
     os.mkdir(path)
     return Draft(os.path.abspath(folder), step, world_size, os.path.abspath(path), metric, time.time())
+
+
+def _hidden_path(folder: str, step: int) -> str:
+    """Return a new name that no reader takes for a checkpoint, and that `sweep` knows."""
+    return os.path.join(folder, f".step-{step:08}-{os.urandom(4).hex()}.part")
 
 
 def sweep(folder: str) -> None:
@@ -204,10 +209,9 @@ def sweep(folder: str) -> None:
 def remove(folder: str, doomed: Iterable[int]) -> None:
     """Remove checkpoints, so that a half removed one has no name of one."""
     for step in doomed:
-        path = path_of(folder, step)
-        hidden = os.path.join(folder, f".step-{step:08}-{os.urandom(4).hex()}.part")
+        hidden = _hidden_path(folder, step)
         with contextlib.suppress(FileNotFoundError):
-            os.rename(path, hidden)
+            os.rename(path_of(folder, step), hidden)
             shutil.rmtree(hidden, ignore_errors=True)
 
 

@@ -115,7 +115,7 @@ class SnapshotMemory:
         return next(filter(None, gather("snapshot", problem)), "")
 
     def _allocate(self, rank: int, size_bytes: int) -> None:
-        length = -(-(_PAGE_BYTES + size_bytes + _SLACK_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        length = _region_bytes(size_bytes + _SLACK_BYTES)
         for slot in (0, 1):
             offset = region_offset(rank, slot)
             os.posix_fallocate(self._fd, offset, length)
@@ -145,7 +145,7 @@ class SnapshotMemory:
             slot, head = next(e for e in heads_of_rank(self._fd, other) if e[1].is_of_one_snapshot_with(head))
             if other == rank:
                 self._slot = 1 - slot
-            length = -(-(_PAGE_BYTES + head.size_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+            length = _region_bytes(head.size_bytes)
             region = mmap.mmap(self._fd, length, offset=region_offset(other, slot), access=mmap.ACCESS_COPY)
             images.append(Image(memoryview(region)[_PAGE_BYTES : _PAGE_BYTES + head.size_bytes]))
         return images
@@ -154,6 +154,11 @@ class SnapshotMemory:
         heads = common_heads(self._fd) if self._fd >= 0 else []
         ours = (head for head in heads if head.folder == _digest(folder))
         return max(ours, key=lambda head: (head.attempt, head.step), default=None)
+
+
+def _region_bytes(size_bytes: int) -> int:
+    """Return the whole pages that a head and an image take."""
+    return _PAGE_BYTES - (-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _memory_bytes() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from phalanx.data.place import rank_and_size
+from phalanx.data.place import rank_and_size, share
 from phalanx.data.seeds import derive_seed
 
 
@@ -41,7 +41,7 @@ class GlobalBatches:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self._rank, self._world_size = rank_and_size(None, None)
+        self._rank, self._world_size = rank_and_size()
         if batch_size < self._world_size:
             raise ValueError(f"a global batch of {batch_size} does not reach for {self._world_size} ranks")
         if num_parts is not None and num_parts % self._world_size:
@@ -67,30 +67,35 @@ class GlobalBatches:
     def __iter__(self) -> Iterator[list[list[int]]]:
         """Yield the rest of the epoch: for each batch this rank's parts, each a list of indices, maybe empty."""
         order = self._order()
-        end = self.length - (self.batch_size - 1 if self._drop_last else 0)
-        for first in range(self.place, end, self.batch_size):
-            batch = order[first : first + self.batch_size]
-            yield [batch[begin:end] for begin, end in self._cuts(len(batch))]
+        for first, size in self._left():
+            yield [order[first + part.start : first + part.stop] for part in self._cuts(size)]
+
+    def sizes(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield for each batch of the rest of the epoch its samples over all ranks, and those in this rank's parts."""
+        for _, size in self._left():
+            yield size, [len(part) for part in self._cuts(size)]
 
     @property
     def is_at_end(self) -> bool:
         """Whether the epoch has no further batch."""
-        return self.place >= self.length - (self.batch_size - 1 if self._drop_last else 0)
+        return next(self._left(), None) is None
 
-    def size_at(self, place: int) -> int:
-        """Return how many samples the batch that begins there has over all ranks."""
-        return min(self.batch_size, self.length - place)
+    def _left(self) -> Iterator[tuple[int, int]]:
+        """Yield where each batch that is left begins in the order, and its size."""
+        end = self.length - (self.batch_size - 1 if self._drop_last else 0)
+        for first in range(self.place, end, self.batch_size):
+            yield first, min(self.batch_size, self.length - first)
 
-    def _cuts(self, size: int) -> list[tuple[int, int]]:
+    def _cuts(self, size: int) -> list[range]:
+        """Return the places of this rank's parts in a batch of that size."""
         rank, world_size = self._rank, self._world_size
         if self.num_parts is not None:
             own = self.num_parts // world_size
-            parts = range(rank * own, (rank + 1) * own)
-            return [(size * part // self.num_parts, size * (part + 1) // self.num_parts) for part in parts]
-        begin, end = size * rank // world_size, size * (rank + 1) // world_size
+            return [share(size, part, self.num_parts) for part in range(rank * own, (rank + 1) * own)]
+        places = share(size, rank, world_size)
         most = -(-size // world_size)  # of any rank: all need equally many forward passes
         step = self.micro_batch_size or most
-        return [(min(begin + at, end), min(begin + at + step, end)) for at in range(0, most, step)]
+        return [places[at : at + step] for at in range(0, most, step)]
 
     def _order(self) -> list[int]:
         if not self._shuffle:

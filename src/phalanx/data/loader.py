@@ -48,7 +48,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         worker_init_fn: Callable[[int], None] | None = None,
         **options: Any,
     ) -> None:
-        rank, num_replicas = rank_and_size(None, None)
+        rank, num_replicas = rank_and_size()
         is_stream = isinstance(dataset, torch_data.IterableDataset)
         if sampler is None and batch_sampler is None and not is_stream:
             is_shuffled = bool(shuffle)

@@ -1,4 +1,4 @@
-"""This process's rank for whatever divides data, and an error where it can't be known yet."""
+"""This process's rank for whatever divides data, an error where it can't be known yet, and the part that follows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import torch.distributed as dist
 from phalanx import _env
 
 
-def rank_and_size(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
+def share(length: int, part: int, num_parts: int) -> range:
+    """Return the places of one part: parts tile ``[0, length)`` in order, and their sizes differ by at most one."""
+    return range(length * part // num_parts, length * (part + 1) // num_parts)
+
+
+def rank_and_size(rank: int | None = None, num_replicas: int | None = None) -> tuple[int, int]:
     """Return rank and number of ranks: as given, else of the default group, else 0 of 1.
 
     Raises:

@@ -24,7 +24,7 @@ class RandomState:
         """Return the generators' states."""
         version, numbers, gauss = random.getstate()
         state: dict[str, Any] = {
-            "place": rank_and_size(None, None),
+            "place": rank_and_size(),
             "python": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
             "torch": torch.get_rng_state(),
         }
@@ -36,7 +36,7 @@ class RandomState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the generators to what `state_dict` has returned."""
-        rank, _ = place = rank_and_size(None, None)
+        rank, _ = place = rank_and_size()
         if state["place"] != place:
             digest = hashlib.blake2b(bytes(state["torch"].tolist()), digest_size=8).digest()
             seed_process(derive_seed(int.from_bytes(digest, "big"), "rank", rank))

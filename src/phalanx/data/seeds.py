@@ -27,7 +27,7 @@ def seed_everything(seed: int, *, per_rank: bool = False) -> int:
     """
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
-    own = derive_seed(seed, "rank", rank_and_size(None, None)[0]) if per_rank else seed
+    own = derive_seed(seed, "rank", rank_and_size()[0]) if per_rank else seed
     seed_process(own)
     return own
 

@@ -12,12 +12,12 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 
-from phalanx._env import PREEMPTED_CODE, environment
+from phalanx._env import PREEMPTED_CODE
 from phalanx.launch.causes import is_victim
 from phalanx.launch.cpus import format_ranges
+from phalanx.launch.notes import has_made_room
 from phalanx.launch.tracebacks import EXCEPTION, STYLE, TORCH_PREFIX, TRACEBACK, class_name
 
-_ROOM_MADE = "made_room"  # a file in the folder of a rank
 _MAX_SHOWN_LINES = 40
 _IGNORED = ("Exception ignored in", "Exception in thread")
 _TERMINATED = re.compile(r"terminate called after throwing an instance of '([\w:]+)'\s+what\(\):\s+(.*)")
@@ -101,7 +101,7 @@ class RankEnd:
     @property
     def made_room(self) -> bool:
         """Whether it was asked to end, has saved its state, and can go on from there."""
-        return self.returncode == PREEMPTED_CODE and os.path.exists(os.path.join(self.folder, _ROOM_MADE))
+        return self.returncode == PREEMPTED_CODE and has_made_room(self.folder)
 
     @property
     def raised(self) -> str:
@@ -128,14 +128,6 @@ class RankEnd:
             how = f"exited with code {self.returncode}"
         where = f" on {self.host}" if self.host else ""
         return f"{self.name} (pid {self.pid}{where}) {how}"
-
-
-def mark_room_made() -> None:
-    """Let the supervisor know that this rank was asked to end and has saved: any program may exit with that code."""
-    folder = os.path.dirname(environment().get("TORCHELASTIC_ERROR_FILE", ""))
-    if os.path.isdir(folder):
-        with contextlib.suppress(OSError), open(os.path.join(folder, _ROOM_MADE), "w"):
-            pass
 
 
 def find_culprit(ends: Iterable[RankEnd]) -> RankEnd | None:

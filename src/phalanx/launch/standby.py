@@ -7,94 +7,110 @@ of installed packages they have; the next attempt is forked from a process that 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
-import sys
-import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
-from phalanx import _env
 from phalanx.launch.job import Job
+from phalanx.launch.notes import modules_file
 from phalanx.launch.output import Screen
 from phalanx.launch.ranks import Output
 from phalanx.launch.warden_client import Warden
 
-_NAME = "modules.json"
+
+class Events(Protocol):
+    """What a standby needs of the supervisor's loop."""
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None: ...
+    def unwatch(self, fd: int) -> None: ...
+    def watch_output(self, output: Output) -> None: ...
+    def close_output(self, output: Output) -> None: ...
 
 
-@dataclasses.dataclass
 class Standby:
-    """A warden that gets ready, with all that the supervisor needs to make it the one that it uses.
+    """At most one warden that gets ready, or is.
 
-    Attributes:
-        environ: Of its ranks.
+    Args:
+        screen: Where its output would be shown.
         log: File that says how it went.
-        is_ready: It may be used: it has imported everything, and its forks can go on as ranks.
+        descriptors: Limits that its ranks keep.
     """
 
-    warden: Warden
-    output: Output
-    environ: Mapping[str, str]
-    log: str
-    is_ready: bool = False
-    is_useless: bool = False
+    def __init__(self, job: Job, events: Events, screen: Screen, log: str, descriptors: tuple[int, int]) -> None:
+        self._job = job
+        self._events = events
+        self._screen = screen
+        self._log = log
+        self._descriptors = descriptors
+        self._warden: Warden | None = None
+        self._is_ready = False  # it has imported everything, and its forks can go on as ranks
+        self._environ: Mapping[str, str] = {}  # of its ranks
+        self._last_folder = ""  # of the rank whose modules were tried last
+        self._has_relieved = False
 
-    @classmethod
-    def start(
-        cls,
-        job: Job,
-        environ: Mapping[str, str],
-        rank_folder: str,
-        screen: Screen,
-        log: str,
-        descriptors: tuple[int, int],
-    ) -> Standby:
-        """Start one that imports what the rank of that folder has noted."""
-        output = Output(screen, b"", log, live=False, shown=False)  # what an import says, the ranks have said
+    def prepare(self, environ: Mapping[str, str], rank_folder: str) -> bool:
+        """Start one that imports what the rank of that folder has noted; return whether there is still to be one.
+
+        Called every now and then while the ranks run, until it returns false.
+        """
+        job = self._job
+        if not (job.preload and job.max_restarts) or job.max_nodes > 1 or self._has_relieved:
+            return False
+        if self._warden is not None or self._last_folder == rank_folder:
+            return False
+        if os.path.exists(modules_file(rank_folder)):
+            self._last_folder = rank_folder
+            with contextlib.suppress(OSError):  # no process, no descriptor: restarts are slower
+                self._start(environ, modules_file(rank_folder))
+        return True
+
+    def _start(self, environ: Mapping[str, str], modules: str) -> None:
+        # What an import says, the ranks have said.
+        self._output = Output(self._screen, b"", self._log, live=False, shown=False)
         warden = Warden(
-            job.command,
+            self._job.command,
             environ,
             preload=True,
-            output_fd=output.rank_fd,
-            descriptors=descriptors,
-            modules_file=os.path.abspath(os.path.join(rank_folder, _NAME)),
+            output_fd=self._output.rank_fd,
+            descriptors=self._descriptors,
+            modules_file=modules,
         )
-        output.hand_over()
-        return cls(warden, output, environ, log)
+        self._output.hand_over()
+        self._warden, self._environ, self._is_ready = warden, environ, False
+        self._events.watch_output(self._output)
+        self._events.watch(warden.channel.fileno(), self._hear)
 
-    def hear(self) -> None:
-        """Take in what the warden says."""
-        for packet in self.warden.channel.receive():
-            self.is_ready = packet.get("can_go_on", False)
-            self.is_useless = not self.is_ready
-            with contextlib.suppress(OSError), open(self.log, "a") as file:
-                file.write(f"{'ready' if self.is_ready else 'of no use'}: {packet}\n")
+    def _hear(self) -> None:
+        assert self._warden is not None
+        for packet in self._warden.channel.receive():
+            self._is_ready = packet.get("can_go_on", False)
+            with contextlib.suppress(OSError), open(self._log, "a") as file:
+                file.write(f"{'ready' if self._is_ready else 'of no use'}: {packet}\n")
+            if not self._is_ready:
+                return self.drop()
+        if not self._warden.channel.alive:
+            self.drop()
 
+    def drop(self) -> None:
+        """End it, if there is one."""
+        if self._warden is not None:
+            warden, self._warden = self._warden, None
+            self._events.unwatch(warden.channel.fileno())
+            warden.kill()
+            warden.status()
+            warden.channel.close()
+            self._events.close_output(self._output)
 
-def is_noted(rank_folder: str) -> bool:
-    """Whether the rank of that folder has noted its modules."""
-    return os.path.exists(os.path.join(rank_folder, _NAME))
+    def start_over(self) -> None:
+        """The warden that the job uses is a new one: what it had is of no use, and it may be relieved again."""
+        self.drop()
+        self._has_relieved = False
 
-
-def note_modules() -> None:
-    """Tell the supervisor which installed modules this rank has imported; called once it trains.
-
-    Nothing happens outside ``phalanx run``, or when no restart is allowed.
-    """
-    environ = _env.environment()
-    folder = os.path.dirname(environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    if environ.get("LOCAL_RANK") != "0" or not environ.get(_env.SNAPSHOT_VARIABLE) or not os.path.isdir(folder):
-        return
-    places = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    names = []
-    for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__spec__", None)
-        is_ours = name.partition(".")[0] == "phalanx"  # knows which rank and which attempt it is in
-        if spec is not None and spec.name == name and str(spec.origin).startswith(places) and not is_ours:
-            names.append(name)
-    path = os.path.join(folder, _NAME)
-    with contextlib.suppress(OSError):  # a full disk: restarts are slower
-        with open(f"{path}.part", "w") as file:
-            json.dump(names, file)
-        os.rename(f"{path}.part", path)
+    def hand_over(self, environ: Mapping[str, str]) -> tuple[Warden, Output] | None:
+        """Return the warden, no longer watched, if it is ready and its ranks have that environment."""
+        warden = self._warden
+        if warden is None or not (self._is_ready and warden.channel.alive and self._environ == environ):
+            return None
+        self._events.unwatch(warden.channel.fileno())
+        self._warden, self._has_relieved = None, True
+        return warden, self._output

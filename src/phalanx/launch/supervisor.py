@@ -25,7 +25,7 @@ from phalanx.launch.output import Screen, prefix
 from phalanx.launch.ports import port_problem
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.run_folder import RunFolder
-from phalanx.launch.standby import Standby, is_noted
+from phalanx.launch.standby import Standby
 from phalanx.launch.warden import adopt_orphans
 from phalanx.launch.warden_client import Warden
 
@@ -88,14 +88,14 @@ class Supervisor:
         self.spared: list[int] = []  # children of ours that are not the ranks'
         self._said_log_problem = False
         self._num_oom_kills = count_oom_kills()
-        self._standby: Standby | None = None
-        self._standby_of = 0  # number of the attempt in which it was started
-        self._is_relieved = False  # the warden is one that was a standby
 
     def __enter__(self) -> Supervisor:
         adopt_orphans()  # of a warden that is killed
         self._descriptors = raise_descriptor_limit()
         self._catch_signals()
+        self._standby = Standby(
+            self._job, self, self._err, os.path.join(self._folder.path, "standby.log"), self._descriptors
+        )
         self._snapshots = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
         self._start_warden(self._job.divide(self._job.num_local_ranks).shares)
         self._previous[signal.SIGTTIN] = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
@@ -122,7 +122,7 @@ class Supervisor:
             descriptors=self._descriptors,
         )
         self._warden_output.hand_over()
-        self._watch_output(self._warden_output)
+        self.watch_output(self._warden_output)
         self.watch(self._warden.channel.fileno(), self._hear_warden)
 
     def _end_warden(self) -> None:
@@ -131,56 +131,25 @@ class Supervisor:
         if not self._warden_ready:
             self._warden.kill()
         self._warden.close(self.spared)
-        self._close_output(self._warden_output)
+        self.close_output(self._warden_output)
 
     def _wants_standby(self) -> bool:
-        """Whether a second warden is to be prepared; does it once rank 0 has told what to import."""
-        job = self._job
-        if not (job.preload and job.max_restarts) or job.max_nodes > 1 or self._is_relieved:
-            return False
-        if self._standby is not None or self._standby_of == self._num_attempts:
-            return False
-        folder = self._ranks[0].folder
-        if self._ending_by is None and is_noted(folder):
-            log = os.path.join(self._folder.path, "standby.log")
-            self._standby_of = self._num_attempts
-            with contextlib.suppress(OSError):  # no process, no descriptor: restarts are slower
-                self._standby = Standby.start(job, self._environ, folder, self._err, log, self._descriptors)
-                self._watch_output(self._standby.output)
-                self.watch(self._standby.warden.channel.fileno(), self._hear_standby)
-        return True
-
-    def _hear_standby(self) -> None:
-        assert self._standby is not None
-        self._standby.hear()
-        if self._standby.is_useless or not self._standby.warden.channel.alive:
-            self._drop_standby()
-
-    def _drop_standby(self) -> None:
-        if self._standby is None:
-            return
-        dropped, self._standby = self._standby, None
-        self.unwatch(dropped.warden.channel.fileno())
-        dropped.warden.kill()
-        dropped.warden.status()
-        dropped.warden.channel.close()
-        self._close_output(dropped.output)
+        return self._ending_by is None and self._standby.prepare(self._environ, self._ranks[0].folder)
 
     def _relieve_warden(self) -> None:
         """Make the standby the warden, if it is ready; between attempts."""
-        ready = self._standby
-        if ready is None or not (ready.is_ready and ready.warden.channel.alive and ready.environ == self._environ):
+        ready = self._standby.hand_over(self._environ)
+        if ready is None:
             return
-        self.spared.append(ready.warden.pid)
+        warden, output = ready
+        self.spared.append(warden.pid)
         self._end_warden()
-        self.spared.remove(ready.warden.pid)
-        self.unwatch(ready.warden.channel.fileno())
-        self._standby, self._is_relieved = None, True
-        self._warden, self._warden_output, self._warden_ready = ready.warden, ready.output, True
-        self.watch(self._warden.channel.fileno(), self._hear_warden)
+        self.spared.remove(warden.pid)
+        self._warden, self._warden_output, self._warden_ready = warden, output, True
+        self.watch(warden.channel.fileno(), self._hear_warden)
 
     def __exit__(self, *_: object) -> None:
-        self._drop_standby()
+        self._standby.drop()
         self._end_warden()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
@@ -228,8 +197,7 @@ class Supervisor:
         self._warden_failure: RankEnd | None = None
         shares = self._job.divide(attempt.num_local_ranks).shares
         if not self._warden.channel.alive or self._environ != self._warden_environment(shares):
-            self._drop_standby()
-            self._is_relieved = False
+            self._standby.start_over()
             self._end_warden()
             self._start_warden(shares)
         self._relieve_warden()
@@ -257,7 +225,7 @@ class Supervisor:
         live_rank = job.shown_ranks[0] if job.shown_ranks else 0
         for rank in self._ranks:
             for output in rank.outputs:
-                self._close_output(output)
+                self.close_output(output)
         self._ranks = []
         for local_rank in range(attempt.num_local_ranks):
             rank_number = attempt.first_rank + local_rank
@@ -273,7 +241,7 @@ class Supervisor:
                     live=screen.is_terminal and local_rank == live_rank,
                     shown=shown and not kept_off,
                 )
-                self._watch_output(output)
+                self.watch_output(output)
                 outputs.append(output)
             self._ranks.append(Rank(rank_number, folder, *outputs))
         self._num_attempts += 1
@@ -332,7 +300,7 @@ class Supervisor:
                 key.data()
         self._obey_signals()
 
-    def _watch_output(self, output: Output) -> None:
+    def watch_output(self, output: Output) -> None:
         def carry() -> None:
             output.carry()
             if output.ended:
@@ -343,7 +311,7 @@ class Supervisor:
 
         self.watch(output.fd, carry)
 
-    def _close_output(self, output: Output) -> None:
+    def close_output(self, output: Output) -> None:
         if output.fd in self._selector.get_map():
             self.unwatch(output.fd)
         output.close()

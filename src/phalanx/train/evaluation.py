@@ -1,4 +1,4 @@
-"""This rank's batches of a dataset of which each sample counts once."""
+"""A model over data of which each sample counts once, divided among the ranks."""
 
 from __future__ import annotations
 
@@ -7,52 +7,95 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import data as torch_data
 
-from phalanx.train.feed import Part, leave_group
+from phalanx import checkpoint
+from phalanx.data.place import share
+from phalanx.train.feed import Part, leave_group, to_device
+from phalanx.train.objective import Objective
+from phalanx.train.ranks import Ranks
+from phalanx.train.wrapper import is_sharded
 
 
-class EvaluationBatches:
-    """Divides datasets among the ranks, in their order; the loader of the last one is kept.
+class Evaluator:
+    """Evaluates a model, in evaluation mode, without gradients; the loader of the last data is kept.
 
     Args:
+        model: As it trains.
+        objective: Whose values are wanted.
+        device: The model's.
         batch_size: At most so many samples of this rank at a time.
         num_workers: Of the loader.
     """
 
-    def __init__(self, batch_size: int, num_workers: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        ranks: Ranks,
+        device: torch.device,
+        batch_size: int,
+        num_workers: int,
+    ) -> None:
+        self._model = model
+        # Without averaging, since ranks may have different numbers of batches; where that can't be, they are padded.
+        self._is_padded = is_sharded(model)
+        self._evaluated = model if self._is_padded else checkpoint.unwrap(model)
+        self._objective = objective
+        self._ranks = ranks
+        self._device = device
         self._batch_size = batch_size
         self._num_workers = num_workers
         self._data: Any = None
         self._loader: Any = None
 
-    def of(self, data: Any, *, are_padded: bool) -> Iterator[Part]:
-        """Yield this rank's batches with their sizes.
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Return the means of the objective's values over all samples, the same on every rank."""
+        sums = dict.fromkeys(self._objective.names, 0.0)
+        with _evaluating(self._model):
+            for batch, size in self._batches(data):
+                values = self._objective.values_of(self._evaluated, batch)
+                if size:
+                    for name, value in values.items():
+                        sums[name] += float(value.double().mean()) * size
+        totals = zip(*self._ranks.gather_numbers([*sums.values()]), strict=True)
+        return {name: sum(of_ranks) / len(data) for name, of_ranks in zip(sums, totals, strict=True)}
 
-        Args:
-            are_padded: All ranks get equally many, the last maybe of size 0: for models whose forward pass is a
-                collective operation.
-        """
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        length, size = len(data), self._batch_size
-        own = range(length * rank // world_size, length * (rank + 1) // world_size)
+    def predict(self, data: Any) -> Tensor:
+        """Return the outputs for all samples, in their order, on the CPU of every rank."""
+        outputs = []
+        with _evaluating(self._model):
+            for batch, size in self._batches(data):
+                inputs = batch[0] if isinstance(batch, tuple | list) else batch
+                outputs.append(self._evaluated(inputs)[:size].cpu())
+        every = self._ranks.gather(torch.cat(outputs) if outputs else None)
+        return torch.cat([part for part in every if part is not None])
+
+    def _batches(self, data: Any) -> Iterator[Part]:
+        """Yield this rank's batches; all ranks get equally many if they must, the last maybe of size 0."""
+        length, size, world_size = len(data), self._batch_size, self._ranks.world_size
+        own = share(length, self._ranks.rank, world_size)
         if self._data is not data:
             self._data, self._loader = data, torch_data.DataLoader(
                 torch_data.Subset(data, own), batch_size=size, num_workers=self._num_workers,
                 persistent_workers=self._num_workers > 0, generator=torch.Generator(), worker_init_fn=leave_group,
             )  # fmt: skip
-        number, batch = 0, None
-        for number, batch in enumerate(self._loader, start=1):
-            yield batch, min(size, len(own) - (number - 1) * size)
-        largest = -(-length // world_size)  # number of samples of any rank
-        for _ in range(number, -(-largest // size) if are_padded else number):
-            yield batch if batch is not None else next(iter(torch_data.DataLoader(data, batch_size=1))), 0
+        starts = range(0, len(own), size)
+        batch = None
+        for first, loaded in zip(starts, self._loader, strict=True):
+            batch = to_device(loaded, self._device)
+            yield batch, min(size, len(own) - first)
+        if self._is_padded:
+            largest = -(-length // world_size)  # number of samples of any rank
+            for _ in range(len(starts), len(range(0, largest, size))):
+                if batch is None:
+                    batch = to_device(next(iter(torch_data.DataLoader(data, batch_size=1))), self._device)
+                yield batch, 0
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, and back."""
     was_training = model.training
     model.eval()

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 from torch.utils import data as torch_data
 
 from phalanx.data.batches import GlobalBatches
+from phalanx.data.place import rank_and_size
 from phalanx.data.random_state import RandomState
 from phalanx.data.seeds import derive_seed, seed_process
+from phalanx.train.settings import Settings
 
 Part = tuple[Any, int]
 """What one forward pass takes, and how many samples of this rank are in it; with 0 it only keeps ranks together."""
@@ -41,10 +43,48 @@ class Feed(Protocol):
         """Yield for each step this rank's parts, and the samples of all ranks in it; 0 where only ranks know."""
         ...
 
+    def resize(self, batch_size: int) -> None:
+        """Make steps of so many samples of all ranks, where that is for the feed to choose."""
+        ...
+
+    def describe(self, num_steps: int) -> str:
+        """Return in a line what a step is made of; there are `num_steps` at most."""
+        ...
+
     def begin_epoch(self, epoch: int) -> None: ...
     def advance(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def open_feed(data: Any, settings: Settings, batch_size: int) -> Feed:
+    """Return the feed of a map-style dataset, or of a loader.
+
+    Args:
+        batch_size: Of all ranks together, if it is a dataset.
+
+    Raises:
+        ValueError: `data` does not go with the settings, or with the number of ranks.
+    """
+    s, world_size = settings, rank_and_size()[1]
+    if not isinstance(data, torch_data.Dataset) or isinstance(data, torch_data.IterableDataset):
+        if s.deterministic:
+            raise ValueError('Trainer: deterministic="world" divides the data itself: pass fit() a dataset')
+        if s.micro_batch_size is not None:
+            raise ValueError("Trainer: micro_batch_size divides a dataset's batches; a loader has its own")
+        return LoaderFeed(data, s.seed)
+    length = len(data)  # type: ignore[arg-type]
+    if length < world_size:
+        raise ValueError(f"Trainer: {length} samples do not reach for {world_size} ranks")
+    batches = GlobalBatches(
+        length,
+        batch_size,
+        micro_batch_size=s.micro_batch_size,
+        num_parts=s.virtual_shards if s.deterministic else None,
+        seed=s.seed,
+        drop_last=s.drop_last,
+    )
+    return DatasetFeed(data, batches, s.num_workers, s.seed, seeds_samples=s.deterministic is not None)
 
 
 class DatasetFeed:
@@ -89,17 +129,25 @@ class DatasetFeed:
     def is_at_end(self) -> bool:
         return self._batches.is_at_end
 
+    def resize(self, batch_size: int) -> None:
+        self._batches.batch_size = batch_size
+
+    def describe(self, num_steps: int) -> str:
+        size, passes, world_size = self._batches.batch_size, self._batches.parts_of_a_batch, rank_and_size()[1]
+        return (
+            f"global batch {size} = {world_size} ranks x {passes} passes x {size / world_size / passes:g}; "
+            f"{self._batches.length:,} samples, {self.num_steps} steps an epoch, {num_steps} in all"
+        )
+
     def begin_epoch(self, epoch: int) -> None:
         if epoch != self._batches.epoch:
             self._batches.epoch, self._batches.place = epoch, 0
 
     def steps(self) -> Iterator[tuple[list[Part], int]]:
         self._generator.manual_seed(derive_seed(self._seed, "workers", self._batches.epoch))
-        first = self._batches.place
         filled = iter(self._loader)
-        for number, parts in enumerate(self._batches):
-            step: list[Part] = [(next(filled) if part else self._fill(), len(part)) for part in parts]
-            yield step, self._batches.size_at(first + number * self._batches.batch_size)
+        for num_samples, sizes in self._batches.sizes():
+            yield [(next(filled) if size else self._fill(), size) for size in sizes], num_samples
 
     def _fill(self) -> Any:
         """Return a batch for a part without samples, which does not count: the same wherever a run was stopped."""
@@ -172,7 +220,8 @@ class LoaderFeed:
         sampler = getattr(loader, "sampler", None)
         is_stream = isinstance(getattr(loader, "dataset", None), torch_data.IterableDataset)
         is_divided = isinstance(sampler, torch_data.DistributedSampler) or is_stream or sampler is None
-        if _world_size() > 1 and not is_divided:
+        self._world_size = rank_and_size()[1]
+        if self._world_size > 1 and not is_divided:
             raise ValueError(
                 "Trainer: this loader gives the same samples to every rank: pass the dataset itself, or a "
                 "phalanx.DataLoader, or one with sampler=phalanx.DistributedSampler(dataset)"
@@ -202,6 +251,12 @@ class LoaderFeed:
     @property
     def is_at_end(self) -> bool:
         return self.num_steps is not None and self._place >= self.num_steps
+
+    def resize(self, batch_size: int) -> None:
+        pass
+
+    def describe(self, num_steps: int) -> str:
+        return f"batches as the loader gives them; {self.num_steps or 'unknown'} steps an epoch"
 
     def begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -234,16 +289,16 @@ class LoaderFeed:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "epoch": self._epoch, "place": self._place, "world_size": _world_size(), "loader": self._own_state(),
+            "epoch": self._epoch, "place": self._place, "world_size": self._world_size, "loader": self._own_state(),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["loader"] is not None:
             self._loader.load_state_dict(state["loader"])
-        elif state["world_size"] != _world_size():
+        elif state["world_size"] != self._world_size:
             raise ValueError(
                 f"this loader stood at batch {state['place']} of each of {state['world_size']} ranks and can't go on "
-                f"with {_world_size()}: pass the dataset itself, or a phalanx.DataLoader"
+                f"with {self._world_size}: pass the dataset itself, or a phalanx.DataLoader"
             )
         self._epoch, self._place = state["epoch"], state["place"]
 
@@ -260,8 +315,16 @@ class _InOwnGroup:
             self._init(worker_id)
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on the device, however they are nested."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [to_device(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def _ignore(_: int) -> None:

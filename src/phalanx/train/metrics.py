@@ -89,6 +89,11 @@ def is_being_written(folder: str | Path) -> bool:
     return False
 
 
+def resumed_at(start: Record) -> int:
+    """Return the step after which the attempt of a ``start`` record goes on."""
+    return int((start.get("resumed_from") or {}).get("step", 0))
+
+
 def without_undone(records: list[Record]) -> list[Record]:
     """Return `records` as if the run had never been interrupted.
 
@@ -98,8 +103,7 @@ def without_undone(records: list[Record]) -> list[Record]:
     kept: list[Record] = []
     for record in records:
         if record["kind"] == "start":
-            resumed_at = (record.get("resumed_from") or {}).get("step", 0)
-            kept = [old for old in kept if old["kind"] not in _UNDONE or old["step"] <= resumed_at]
+            kept = [old for old in kept if old["kind"] not in _UNDONE or old["step"] <= resumed_at(record)]
         kept.append(record)
     named = {(r["kind"], r["step"] if r["kind"] in _UNDONE else number): r for number, r in enumerate(kept)}
     return list(named.values())

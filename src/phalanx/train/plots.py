@@ -58,21 +58,8 @@ def curve(
         is_wide: Whether the figure takes a whole row.
     """
     finite = [point for point in points if math.isfinite(point[1])]
-    values = [value for _, value in finite] or [0.0]
-    is_log = may_be_log and min(values) > 0 and max(values) > 50 * min(values)
-    low, high, ticks = _axis(min(values), max(values), from_zero=from_zero, is_log=is_log)
-    first, last = steps[0], max(steps[1], steps[0] + 1)
-
-    def x(step: float) -> float:
-        return round((step - first) / (last - first) * _SIZE, 1)
-
-    def y(value: float) -> float:
-        part = (math.log(value) - math.log(low)) / (math.log(high) - math.log(low)) if is_log else (
-            (value - low) / (high - low)
-        )  # fmt: skip
-        return round((1 - part) * _SIZE, 1)
-
-    grid = "".join(f"M0 {y(tick)}H{_SIZE}" for tick in ticks)
+    frame = _Frame(steps, [value for _, value in finite] or [0.0], from_zero=from_zero, may_be_log=may_be_log)
+    x, y = frame.x, frame.y
     stretch = max(1, math.ceil(len(finite) / (_NUM_DRAWN / 2)))
     drawn = [_thinned(segment, stretch) for segment in _segments(points)]
     path = "".join("M" + "L".join(f"{x(step)} {y(value)}" for step, value in segment) for segment in drawn)
@@ -81,23 +68,17 @@ def curve(
         f'<g><title>{escape(text)}</title><path class="mark" d="M{x(step)} 0V{_SIZE}"/></g>'
         for step, text in marks.items()
     )
-    y_labels = "".join(f'<span class="y" style="top:{y(tick) / 10:.1f}%">{text}</span>' for tick, text in ticks.items())
-    x_labels = "".join(
-        f'<span class="x" style="left:{x(tick) / 10:.1f}%">{text}</span>'
-        for tick, text in _ticks(first, last, 4).items()
-        if tick == int(tick)
-    )
     now = f"{number(finite[-1][1])} at step {finite[-1][0]:,}" if finite else "no finite value"
     lost = len(points) - len(finite)
-    notes = [*(["logarithmic"] if is_log else []), *([f"{lost:,} not finite"] if lost else [])]
+    notes = [*(["logarithmic"] if frame.is_log else []), *([f"{lost:,} not finite"] if lost else [])]
     about = _description(title, finite, marks, notes)
     return (
         f'<figure class="chart{" wide" if is_wide else ""}">'
         f"<figcaption><h3>{escape(title)}</h3><span>{now}{''.join(f' · {note}' for note in notes)}</span></figcaption>"
         f'<div class="plot"><svg role="img" aria-label="{escape(about)}" viewBox="0 0 {_SIZE} {_SIZE}" '
-        f'preserveAspectRatio="none"><path class="grid" d="{grid}"/>{_hints(finite, x)}{lines}'
+        f'preserveAspectRatio="none"><path class="grid" d="{frame.grid()}"/>{_hints(finite, x)}{lines}'
         f'<path class="line" d="{path}"/><path class="dots" d="{dots}"/></svg>'
-        f'<div aria-hidden="true">{y_labels}{x_labels}</div></div></figure>'
+        f'<div aria-hidden="true">{frame.labels()}</div></div></figure>'
     )
 
 
@@ -123,6 +104,36 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
             f'<span class="total">{total}</span></li>'
         )
     return f'<ul class="legend" aria-hidden="true">{legend}</ul><ul class="bars">{"".join(lines)}</ul>'
+
+
+class _Frame:
+    """The axes of a figure: where a step and a value lie in it."""
+
+    def __init__(self, steps: tuple[int, int], values: Sequence[float], *, from_zero: bool, may_be_log: bool) -> None:
+        self._first, self._last = steps[0], max(steps[1], steps[0] + 1)
+        low, high = min(values), max(values)
+        self.is_log = may_be_log and low > 0 and high > 50 * low
+        self._low, self._high, self._ticks = _axis(low, high, from_zero=from_zero, is_log=self.is_log)
+
+    def x(self, step: float) -> float:
+        return round((step - self._first) / (self._last - self._first) * _SIZE, 1)
+
+    def y(self, value: float) -> float:
+        low, high = self._low, self._high
+        if self.is_log:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        return round((1 - (value - low) / (high - low)) * _SIZE, 1)
+
+    def grid(self) -> str:
+        """Return an SVG path with a line for each label of the values."""
+        return "".join(f"M0 {self.y(tick)}H{_SIZE}" for tick in self._ticks)
+
+    def labels(self) -> str:
+        """Return the labels of both axes."""
+        steps = (tick for tick in _ticks(self._first, self._last, 4).items() if tick[0] == int(tick[0]))
+        return "".join(
+            f'<span class="y" style="top:{self.y(tick) / 10:.1f}%">{text}</span>' for tick, text in self._ticks.items()
+        ) + "".join(f'<span class="x" style="left:{self.x(tick) / 10:.1f}%">{text}</span>' for tick, text in steps)
 
 
 def _axis(low: float, high: float, *, from_zero: bool, is_log: bool) -> tuple[float, float, dict[float, str]]:

@@ -13,7 +13,6 @@ from types import FrameType
 
 from phalanx import _env
 
-EXIT_CODE = _env.PREEMPTED_CODE
 _AGAIN_S = 1.0  # a service manager's signal comes twice: to each process, and through the supervisor
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

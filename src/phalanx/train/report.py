@@ -19,7 +19,7 @@ from typing import Any
 
 import phalanx
 from phalanx.train import plots
-from phalanx.train.metrics import Record, is_being_written, read_metrics, without_undone
+from phalanx.train.metrics import Record, is_being_written, read_metrics, resumed_at, without_undone
 from phalanx.train.plots import Point, number, seconds
 from phalanx.train.settings import is_minimized
 
@@ -83,7 +83,7 @@ class _Run:
 
     def marks(self) -> dict[int, str]:
         """Return the steps from which later attempts went on."""
-        return {_resumed_at(start): f"attempt {start['attempt']} goes on from here" for start in self.starts[1:]}
+        return {resumed_at(start): f"attempt {start['attempt']} goes on from here" for start in self.starts[1:]}
 
 
 def _ending(records: Sequence[Record]) -> str:
@@ -94,10 +94,6 @@ def _ending(records: Sequence[Record]) -> str:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _resumed_at(start: Record) -> int:
-    return int((start.get("resumed_from") or {}).get("step", 0))
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -235,7 +231,7 @@ def _restarts(run: _Run) -> str:
         earlier = run.attempts[before["attempt"]]
         resumed = start.get("resumed_from") or {}
         source = resumed.get("source", "?")
-        origin = f"step {_resumed_at(start):,}, from {source}" if resumed else "the beginning"
+        origin = f"step {resumed_at(start):,}, from {source}" if resumed else "the beginning"
         gap_s = start["time"] - earlier[-1]["time"]
         size = f"{start.get('world_size', '?')} ranks"
         rows.append((str(start["attempt"]), _clock(start["time"]), _how(earlier), origin, size, seconds(gap_s)))

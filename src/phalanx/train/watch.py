@@ -9,9 +9,9 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from phalanx.train.metrics import MetricsLog
+from phalanx.train.ranks import Ranks
 
 PHASES = ("data", "forward", "backward", "optimizer", "snapshot")
 _LINE_EVERY_S = 10.0
@@ -47,14 +47,12 @@ class Watch:
     Args:
         folder: Of the run.
         num_steps: That the run will have at most.
-        device: Where collectives of this run take place.
     """
 
-    def __init__(self, folder: str, num_steps: int, device: torch.device) -> None:
-        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._log = MetricsLog(folder) if self._rank == 0 else None
+    def __init__(self, folder: str, num_steps: int, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._log = MetricsLog(folder) if ranks.rank == 0 else None
         self._num_steps = num_steps
-        self._device = device
         self._bar: Any = None
         self._said_s = time.monotonic()
         self.clock = Clock()
@@ -63,7 +61,7 @@ class Watch:
         self.last_loss = math.nan  # of all ranks, when it was logged last
 
     def __enter__(self) -> Watch:
-        if self._rank == 0 and sys.stdout.isatty():
+        if self._ranks.rank == 0 and sys.stdout.isatty():
             with contextlib.suppress(ImportError):
                 self._bar = _Bar(self._num_steps)
         return self
@@ -76,7 +74,7 @@ class Watch:
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
-        if self._rank == 0:
+        if self._ranks.rank == 0:
             print(text, flush=True)
 
     def record(self, kind: str, **values: Any) -> None:
@@ -101,14 +99,9 @@ class Watch:
         """
         num = len(self._losses)
         phases = [seconds / num for seconds in self.clock.take()]
-        own = torch.tensor([torch.stack(self._losses).mean().item(), *phases], dtype=torch.float64, device=self._device)
-        rows = [torch.empty_like(own) for _ in range(self._world_size)]
-        if self._world_size > 1:
-            dist.all_gather(rows, own)
-        else:
-            rows = [own]
-        table = [row.tolist() for row in rows]
-        loss = self.last_loss = sum(row[0] for row in table) / self._world_size
+        own_loss = sum(torch.stack(self._losses).flatten().tolist()) / num
+        table = self._ranks.gather_numbers([own_loss, *phases])
+        loss = self.last_loss = sum(row[0] for row in table) / len(table)
         by_rank = [row[1:] for row in table]
         totals = [sum(row) for row in by_rank]
         samples_per_s = self._num_samples_since / num / max(totals)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.data.seeds import derive_seed, seed_process
+from phalanx.train.ranks import Ranks
+from phalanx.train.wrapper import is_sharded
 
 
 def check_model(model: nn.Module) -> None:
@@ -17,7 +18,7 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ValueError: It has running statistics, or is divided among the ranks.
     """
-    if hasattr(model, "set_requires_gradient_sync"):
+    if is_sharded(model):
         raise ValueError('Trainer: deterministic="world" adds whole gradients: it can\'t have a model of fully_shard')
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
@@ -28,7 +29,11 @@ def check_model(model: nn.Module) -> None:
 
 
 def sum_gradients(
-    parameters: Sequence[nn.Parameter], num_shards: int, backward: Callable[[int], Tensor], seed: tuple[int, int]
+    parameters: Sequence[nn.Parameter],
+    ranks: Ranks,
+    num_shards: int,
+    backward: Callable[[int], Tensor],
+    seed: tuple[int, int],
 ) -> Tensor:
     """Leave in ``.grad`` the sum over all ranks' shards, and return the sum of what `backward` has returned.
 
@@ -40,10 +45,9 @@ def sum_gradients(
         backward: Runs the shard of that index of this rank forward and backward, and returns its loss.
         seed: Seed and step; each shard draws random numbers of its own.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     pending: list[tuple[int, list[Tensor]]] = []  # sums of 1, 2, 4, ... shards that wait for their neighbour
     for shard in range(num_shards):
-        seed_process(derive_seed(seed[0], "shard", seed[1], rank * num_shards + shard))
+        seed_process(derive_seed(seed[0], "shard", seed[1], ranks.rank * num_shards + shard))
         for parameter in parameters:
             parameter.grad = None
         loss = backward(shard)
@@ -54,12 +58,7 @@ def sum_gradients(
             total, size = pending.pop()[1], 2 * size
         pending.append((size, total))
     [(_, own)] = pending
-    flat = torch.cat([tensor.reshape(-1) for tensor in own])
-    sums = [torch.empty_like(flat) for _ in range(world_size)]
-    if world_size > 1:
-        dist.all_gather(sums, flat)
-    else:
-        sums = [flat]
+    sums = ranks.gather_tensor(torch.cat([tensor.reshape(-1) for tensor in own]))
     while len(sums) > 1:
         sums = [left.add_(right) for left, right in zip(sums[::2], sums[1::2], strict=True)]
     parts = sums[0].split([tensor.numel() for tensor in own])

@@ -1,0 +1,60 @@
+"""What a rank leaves for its supervisor in the folder of its logs. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+
+from phalanx import _env
+
+_MODULES = "modules.json"
+_ROOM_MADE = "made_room"
+
+
+def modules_file(rank_folder: str) -> str:
+    """Return the file in which the rank of that folder notes what it has imported."""
+    return os.path.abspath(os.path.join(rank_folder, _MODULES))
+
+
+def has_made_room(rank_folder: str) -> bool:
+    """Return whether the rank of that folder was asked to end and has saved."""
+    return os.path.exists(os.path.join(rank_folder, _ROOM_MADE))
+
+
+def note_room_made() -> None:
+    """Let the supervisor know that this rank was asked to end and has saved: any program may exit with that code."""
+    folder = _own_folder()
+    if folder:
+        with contextlib.suppress(OSError), open(os.path.join(folder, _ROOM_MADE), "w"):
+            pass
+
+
+def note_modules() -> None:
+    """Tell the supervisor which installed modules this rank has imported; called once it trains.
+
+    Nothing happens outside ``phalanx run``, or when no restart is allowed.
+    """
+    environ, folder = _env.environment(), _own_folder()
+    if environ.get("LOCAL_RANK") != "0" or not environ.get(_env.SNAPSHOT_VARIABLE) or not folder:
+        return
+    places = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    names = []
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        is_ours = name.partition(".")[0] == "phalanx"  # knows which rank and which attempt it is in
+        if spec is not None and spec.name == name and str(spec.origin).startswith(places) and not is_ours:
+            names.append(name)
+    path = modules_file(folder)
+    with contextlib.suppress(OSError):  # a full disk: restarts are slower
+        with open(f"{path}.part", "w") as file:
+            json.dump(names, file)
+        os.rename(f"{path}.part", path)
+
+
+def _own_folder() -> str:
+    """Return the folder of this rank's logs; empty if no supervisor reads it."""
+    folder = os.path.dirname(_env.environment().get("TORCHELASTIC_ERROR_FILE", ""))
+    return folder if os.path.isdir(folder) else ""

@@ -1,0 +1,56 @@
+"""Which evaluation was the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.train.settings import is_minimized
+
+
+class Judge:
+    """Compares evaluations by one of their values; part of a trainer's state.
+
+    Args:
+        monitor: Name of that value.
+
+    Attributes:
+        best: Score of the best; more is better. None: there was none.
+        num_worse: Evaluations since then.
+    """
+
+    def __init__(self, monitor: str) -> None:
+        self._monitor = monitor
+        self.best: float | None = None
+        self.num_worse = 0
+        self._score: float | None = None  # of the last evaluation, after `_step`
+        self._step = -1
+
+    def judge(self, evaluation: Mapping[str, float], step: int) -> bool:
+        """Return whether the evaluation after that step is the best so far.
+
+        Raises:
+            ValueError: It has no such value.
+        """
+        value = evaluation.get(self._monitor)
+        if value is None:
+            known = ", ".join(evaluation)
+            raise ValueError(f"Trainer: monitor={self._monitor!r} is no value of the evaluation: {known}")
+        score = -value if is_minimized(self._monitor) else value
+        self._score, self._step = score, step
+        is_best = not math.isnan(score) and (self.best is None or score > self.best)
+        self.best, self.num_worse = (score, 0) if is_best else (self.best, self.num_worse + 1)
+        return is_best
+
+    def score_of(self, step: int) -> float | None:
+        """Return the score of the evaluation after that step; None if there was none."""
+        return self._score if step == self._step else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "num_worse": self.num_worse, "score": self._score, "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best, self.num_worse, self._score, self._step = (
+            state[name] for name in ("best", "num_worse", "score", "step")
+        )
