@@ -19,7 +19,7 @@ import torch
 from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
-_FOR_EVER = timedelta(days=30)  # deadlines are kept by who waits: an engine that reaches its own ends the connection
+FOR_EVER = timedelta(days=30)  # deadlines are kept by who waits: an engine that reaches its own ends the connection
 _KEEPALIVE_S = 1  # the kernel's shortest
 _making = threading.Lock()  # connections are told apart by when they were made
 
@@ -90,7 +90,7 @@ class GlooChannel:
             self._group = group(store, rank, size, options)
             made = [_duplicate(fd) for inode, fd in _sockets().items() if inode not in known]
         self._options = c10d.AllToAllOptions()
-        self._options.timeout = _FOR_EVER
+        self._options.timeout = FOR_EVER
         self._links = self._identify(store, rank, size, [link for link in made if link is not None], timeout_s)
         for link in self._links.values():
             watch_link(link, silence_s)
