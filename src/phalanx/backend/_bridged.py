@@ -397,10 +397,10 @@ class BridgedGroup:
     def _average_integers(self, call: _Call, source: int, out: int, count: int) -> None:
         """Average in 64 bits: a sum of small integers may leave their range, and averages can't be averaged."""
         dtype = _DTYPES[call.dtype]
-        sums = Span(source, count * call.item).tensor().view(dtype).to(torch.int64)
+        sums = Span(source, count * call.item).tensor().view(dtype).to(torch.int64, copy=True)
         wide = replace(call, dtype=DTYPE_CODES[torch.int64][0], item=8)
         self._all_reduce(wide, sums.data_ptr(), sums.data_ptr(), count, _SUM)
-        means = torch.div(sums, sum(map(len, self._hosts)), rounding_mode="trunc")
+        means = _quotients(sums, sum(map(len, self._hosts)), is_unsigned=dtype is torch.uint64)
         Span(out, count * call.item).tensor().view(dtype).copy_(means)
 
     def all_reduce_pieces(
@@ -622,6 +622,15 @@ _left_in_parent: list[BridgedGroup] = []
 
 def _is_inexact(dtype: int) -> bool:
     return _DTYPES[dtype].is_floating_point or _DTYPES[dtype].is_complex
+
+
+def _quotients(sums: torch.Tensor, divisor: int, *, is_unsigned: bool) -> torch.Tensor:
+    """Divide 64-bit integers towards zero; unsigned ones, for which torch has no division, lie in signed ones."""
+    if not is_unsigned:
+        return torch.div(sums, divisor, rounding_mode="trunc")
+    halves = (sums >> 1) & torch.iinfo(torch.int64).max
+    quotients = halves // divisor * 2
+    return (quotients + (sums - quotients * divisor >= divisor)).view(torch.uint64)
 
 
 def _bounds(count: int, num_parts: int, item: int) -> list[tuple[int, int]]:

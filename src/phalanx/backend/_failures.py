@@ -183,13 +183,12 @@ class Failures:
         left = [rank for rank in lost if self._read(f"left/{rank}") is not None]
         lost = left or lost
         named = _and([place.describe(rank) for rank in lost])
-        whole = _whole_hosts(place, lost)
         if left:
             text = f"{named} left the group (destroy_process_group)"
-        elif whole and len(lost) > 1:
-            text = f"{_and(whole)} does not answer: its processes have ended, or the network to it is broken"
-        else:
+        elif len(lost) == 1:
             text = f"{named} is gone: its process has ended, or the network to its host is broken"
+        else:
+            text = f"{_named_by_host(place, lost)} do not answer: their processes have ended, or the network is broken"
         text += f"\nLook at what was printed there last; {_VICTIM}"
         numbers = [place.global_ranks[rank] for rank in lost]
         return {"kind": "RankFailed", "text": text, "ranks": numbers, "facts": {"pid": place.pids[lost[0]]}}
@@ -321,14 +320,15 @@ def _is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
 
 
-def _whole_hosts(place: Place, lost: Sequence[int]) -> list[str]:
-    """Return ``host b (ranks 2 and 3)`` for each host that has lost all of its ranks."""
+def _named_by_host(place: Place, lost: Sequence[int]) -> str:
+    """Name ranks: ``host b (ranks 2 and 3)`` where it has lost all of its ranks, else ``rank 2 on host b``."""
     named = []
     for host in dict.fromkeys(place.hosts[rank] for rank in lost):
-        ranks = [rank for rank, other in enumerate(place.hosts) if other == host]
-        if set(ranks) <= set(lost):
-            named.append(f"host {host} (ranks {_and([place.global_ranks[rank] for rank in ranks])})")
-    return named
+        ranks = [rank for rank in lost if place.hosts[rank] == host]
+        numbers = f"rank{'s' * (len(ranks) > 1)} {_and([place.global_ranks[rank] for rank in ranks])}"
+        is_whole = len(ranks) == place.hosts.count(host)
+        named.append(f"host {host} ({numbers})" if is_whole else f"{numbers} on host {host}")
+    return _and(named)
 
 
 def _and(items: Sequence[object]) -> str:
