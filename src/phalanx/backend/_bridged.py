@@ -13,83 +13,29 @@ of a message is misread. Reductions go by fixed orders: the same bits on all ran
 from __future__ import annotations
 
 import ctypes
-import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from phalanx import _core
 from phalanx._errors import GroupAborted
+from phalanx.backend._calls import Call
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures, Place
 from phalanx.backend._messages import Messages
-from phalanx.backend._rails import INLINE_BYTES, Buffers, Rail, Span, Transfer
+from phalanx.backend._rails import INLINE_BYTES, Buffers, Rail, Span, Transfer, bounds_of
 from phalanx.backend._tasks import Task, Tasks, Watch
-from phalanx.backend._types import DTYPE_CODES, DTYPE_NAMES, REDUCE_CODES, REDUCE_NAMES, RedOpType
+from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
 from phalanx.backend._work import call_site
 
 _SLICE = timedelta(seconds=0.1)  # of waiting, between looks at what else may have happened
-_HEAD = struct.Struct("<QBBBBiQ")
 _CALLER_BYTES = 1 << 20  # larger ones run on the group's thread, so that Ctrl-C need not wait for the network
-_WHOLE_BYTES = 32 * 1024  # slices up to here are exchanged in one step, however many hosts
 _SUM, _AVG = (REDUCE_CODES[op][0] for op in (RedOpType.SUM, RedOpType.AVG))
-_OPS = (
-    "barrier",
-    "broadcast",
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-)
 _DTYPES = [dtype for dtype, _ in sorted(DTYPE_CODES.items(), key=lambda entry: entry[1])]
-
-
-@dataclass
-class _Call:
-    """One collective on its way."""
-
-    op: str
-    timeout_s: float
-    dtype: int = 0
-    item: int = 0
-    count: int = 0
-    code: int = -1  # of the reduction, which ranks agree on
-    root: int = -1
-    has_splits: bool = False
-    site: str | None = None
-    seq: int = 0
-    has_agreed: bool = False
-    has_told: bool = False
-    num_steps: int = 0
-    began_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def left(self) -> timedelta:
-        return timedelta(seconds=max(self.began_s + self.timeout_s - time.monotonic(), 0.001))
-
-    def head(self) -> bytes:
-        op = _OPS.index(self.op)
-        return _HEAD.pack(self.seq, op, self.dtype, self.code + 1, self.has_splits, self.root, self.count)
-
-    def text(self, global_ranks: Sequence[int]) -> str:
-        """Return the call as its caller wrote it."""
-        if self.op == "barrier":
-            return "barrier()"
-        text = f"{self.op}({DTYPE_NAMES[self.dtype]}, "
-        text += "split sizes" if self.has_splits else f"count={self.count}"
-        if self.code >= 0:
-            text += f", op={REDUCE_NAMES[self.code]}"
-        if self.root >= 0:
-            text += f", {'src' if self.op in ('broadcast', 'scatter') else 'dst'}={global_ranks[self.root]}"
-        return text + ")"
 
 
 class BridgedGroup:
@@ -127,12 +73,12 @@ class BridgedGroup:
         self._num_rails = min(map(len, hosts))
         self._is_even = all(len(ranks) == self._num_rails for ranks in hosts)
         self._has_peers = len(self._here) > 1
-        self._rail = None if rail is None else Rail(rail, len(hosts), self._host, self._wait)
+        self._buffers = Buffers()
+        self._rail = None if rail is None else Rail(rail, len(hosts), self._host, self._buffers, self._wait, failures)
         self._seq = 0
         self._tasks = Tasks()
-        self._buffers = Buffers()
         self._watch = Watch(self._look)
-        self._current: _Call | None = None
+        self._current: Call | None = None
         self._messages = Messages(core, self._here, place, everyone, failures, timeout_s)
         channels = [channel for channel in (rail, everyone) if channel is not None]
         failures.watch(core, channels)
@@ -151,7 +97,7 @@ class BridgedGroup:
     def ended(self) -> bool:
         return self._failures.ended or self._core.ended
 
-    def _run(self, call: _Call, timeout: timedelta, site: str | None, work: Callable[[_Call], Any]) -> Any:
+    def _run(self, call: Call, timeout: timedelta, site: str | None, work: Callable[[Call], Any]) -> Any:
         """Run a collective here, or, if it comes with a site, on the group's thread; then its task is returned."""
         self._failures.check(call.op)
         call.timeout_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self._timeout_s
@@ -167,7 +113,7 @@ class BridgedGroup:
         self.wait_job(task, 0)
         return task.value
 
-    def _perform(self, call: _Call, work: Callable[[_Call], Any]) -> Any:
+    def _perform(self, call: Call, work: Callable[[Call], Any]) -> Any:
         self._failures.check(call.op)
         self._seq += 1
         call.seq = self._seq
@@ -181,7 +127,7 @@ class BridgedGroup:
         finally:
             self._current = None
 
-    def _explain(self, error: BaseException, call: _Call) -> BaseException:
+    def _explain(self, error: BaseException, call: Call) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
         where = f"{call.op} #{call.seq} of group '{self._place.group}'"
         site = call_site() if call.site is None else call.site
@@ -231,112 +177,40 @@ class BridgedGroup:
         if error is not None:
             raise self._explain(error, call)
 
-    # ---- over the bridge -------------------------------------------------------------------------------------------
-
-    def _swap(self, call: _Call, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
-        """Exchange bytes with the same rank of every other host: a span to and from each, in the order of hosts."""
-        if self._rail is None:
-            return
-        largest = max(max(sends[h].size, recvs[h].size) for h in self._rail.others)
-        if not call.has_agreed and largest <= INLINE_BYTES:
-            self._agree(call, sends, recvs)
-            return
-        transfer = self._transfer(call, self._rail.channel)
-        transfer.start(self._rail.others, sends, recvs)
-        self._agree(call)
-        transfer.finish()
-
-    def _transfer(self, call: _Call, channel: Channel) -> Transfer:
-        call.num_steps += 1
-        return Transfer(channel, call.head(), call.num_steps)
-
-    def _agree(self, call: _Call, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> None:
-        """Make sure that the rail's ranks are in the same call, once in a call; exchange short messages with that."""
-        if self._rail is None or call.has_agreed:
-            return
-        if not self._rail.agree(call.head(), sends, recvs):
-            raise self._failures.mismatch(call.op, call.seq)
-        call.has_agreed = True
-
-    def _combine(self, call: _Call, data: Span, kernel: int) -> None:
-        """Reduce equally long bytes of the rail's ranks, in place, in the order of hosts."""
-        num_hosts = len(self._hosts)
-        if data.size <= INLINE_BYTES or (num_hosts > 2 and data.size <= _WHOLE_BYTES):
-            theirs = self._spans("theirs", data.size)
-            self._swap(call, [data] * num_hosts, theirs)
-            self._reduce_local(call, theirs, data, kernel)
-        elif num_hosts == 2:
-            self._combine_chunks(call, data, kernel)
-        else:  # each host reduces a part of it, and gives the others the result
-            parts = [data.part(low, high) for low, high in _bounds(data.size // call.item, num_hosts, call.item)]
-            mine = parts[self._host]
-            theirs = self._spans("theirs", mine.size)
-            self._swap(call, parts, theirs)
-            self._reduce_local(call, theirs, mine, kernel)
-            self._swap(call, [mine] * num_hosts, parts)
-
-    def _combine_chunks(self, call: _Call, data: Span, kernel: int) -> None:
-        """Do so between two hosts: each gets all of it, and reduces what has come while the rest is on its way."""
-        assert self._rail is not None
-        theirs = self._spans("theirs", data.size)
-        (other,) = self._rail.others
-        steps = []
-        for chunk in data.chunks():
-            low = chunk.address - data.address
-            received = [span.part(low, low + chunk.size) for span in theirs]
-            transfer = self._transfer(call, self._rail.channel)
-            transfer.start([other], [chunk] * 2, received)
-            steps.append((transfer, received, chunk))
-        self._agree(call)
-        for transfer, received, chunk in steps:
-            transfer.finish()
-            self._reduce_local(call, received, chunk, kernel)
-
-    def _reduce_local(self, call: _Call, theirs: Sequence[Span], mine: Span, kernel: int) -> None:
-        addresses = [span.address for span in theirs]
-        addresses[self._host] = mine.address
-        _core.reduce_buffers(mine.address, addresses, call.dtype, kernel, mine.size // call.item)
-
-    def _spans(self, name: str, size: int) -> list[Span]:
-        """Return memory for a message of each host; this one's is not needed."""
-        num_hosts = len(self._hosts)
-        room = self._buffers.span(name, (num_hosts - 1) * size)
-        return [room.part((h - (h > self._host)) * size, (h - (h > self._host) + 1) * size) for h in range(num_hosts)]
-
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def barrier(self, timeout: timedelta, site: str | None) -> Task | None:
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             self._core.barrier(call.left, None)
             self._agree(call)
             self._core.barrier(call.left, None)
 
-        return self._run(_Call("barrier", 0), timeout, site, work)
+        return self._run(Call("barrier", 0), timeout, site, work)
 
     def broadcast(
         self, data: int, dtype: int, item: int, count: int, root: int, timeout: timedelta, site: str | None
     ) -> Task | None:
         source_host = next(h for h, ranks in enumerate(self._hosts) if root in ranks)
 
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             message = Span(data, count * item)
             is_source = self._host == source_host
             if is_source and self._has_peers:
                 self._core.broadcast(data, dtype, item, count, self._here.index(root), call.left, None)
             is_small = message.size <= INLINE_BYTES
-            bounds = [(0, message.size)] * self._num_rails if is_small else _bounds(count, self._num_rails, item)
+            bounds = [(0, message.size)] * self._num_rails if is_small else bounds_of(count, self._num_rails, item)
             if self._rail is not None:
                 part = message.part(*bounds[self._local])
                 num_hosts = len(self._hosts)
                 sends = [part if is_source else Span()] * num_hosts
                 recvs = [part if h == source_host and not is_source else Span() for h in range(num_hosts)]
-                self._swap(call, sends, recvs)
+                self._rail.swap(call, sends, recvs)
             if not is_source:
                 self._share(call, message, bounds, is_whole=is_small)
 
-        return self._run(_Call("broadcast", 0, dtype, item, count, root=root), timeout, site, work)
+        return self._run(Call("broadcast", 0, dtype, item, count, root=root), timeout, site, work)
 
-    def _share(self, call: _Call, message: Span, bounds: list[tuple[int, int]], *, is_whole: bool) -> None:
+    def _share(self, call: Call, message: Span, bounds: list[tuple[int, int]], *, is_whole: bool) -> None:
         """Give every rank of this host the slices that its rails have got."""
         if not self._has_peers or (is_whole and self._is_even):
             return
@@ -358,12 +232,12 @@ class BridgedGroup:
         self, source: int, out: int, dtype: int, item: int, count: int, kernel: int, code: int, timeout: timedelta,
         site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             self._all_reduce(call, source, out, count, kernel)
 
-        return self._run(_Call("all_reduce", 0, dtype, item, count, code), timeout, site, work)
+        return self._run(Call("all_reduce", 0, dtype, item, count, code), timeout, site, work)
 
-    def _all_reduce(self, call: _Call, source: int, out: int, count: int, kernel: int) -> None:
+    def _all_reduce(self, call: Call, source: int, out: int, count: int, kernel: int) -> None:
         dtype, item, code = call.dtype, call.item, call.code
         if kernel == _AVG and not _is_inexact(dtype):
             return self._average_integers(call, source, out, count)
@@ -377,14 +251,14 @@ class BridgedGroup:
             self._core.reduce_scatter(addresses, out + low, dtype, item, num, kernel, code, call.left, None)
         else:
             self._core.all_reduce(source, out, dtype, item, count, kernel, code, call.left, None)
-        bounds = [(0, message.size)] * self._num_rails if is_small else _bounds(count, self._num_rails, item)
+        bounds = [(0, message.size)] * self._num_rails if is_small else bounds_of(count, self._num_rails, item)
         if self._rail is not None:
             part = message.part(*bounds[self._local])
-            self._combine(call, part, kernel)
+            self._rail.combine(call, part, kernel)
             divide(part)
         self._share(call, message, bounds, is_whole=is_small)
 
-    def _average(self, call: _Call, kernel: int) -> tuple[int, Callable[[Span], object]]:
+    def _average(self, call: Call, kernel: int) -> tuple[int, Callable[[Span], object]]:
         """Return the kernel for the steps of a reduction, and what makes a result of theirs that of all ranks.
 
         An average of averages is the average where all hosts have as many ranks, and stays in a half's range.
@@ -394,7 +268,7 @@ class BridgedGroup:
         dtype, world_size = _DTYPES[call.dtype], sum(map(len, self._hosts))
         return _SUM, lambda result: result.tensor().view(dtype).div_(world_size)
 
-    def _average_integers(self, call: _Call, source: int, out: int, count: int) -> None:
+    def _average_integers(self, call: Call, source: int, out: int, count: int) -> None:
         """Average in 64 bits: a sum of small integers may leave their range, and averages can't be averaged."""
         dtype = _DTYPES[call.dtype]
         sums = Span(source, count * call.item).tensor().view(dtype).to(torch.int64, copy=True)
@@ -407,7 +281,7 @@ class BridgedGroup:
         self, sources: list[int], outs: list[int], counts: list[int], dtype: int, item: int, kernel: int, code: int,
         num_squared: int, timeout: timedelta,
     ) -> float:  # fmt: skip
-        def work(call: _Call) -> float:
+        def work(call: Call) -> float:
             flat = self._buffers.span("flat", call.count * item)
             parts = flat.tensor().split([count * item for count in counts])
             for part, source in zip(parts, sources, strict=True):
@@ -418,23 +292,23 @@ class BridgedGroup:
             kinds = [part.view(_DTYPES[dtype]) for part in parts[:num_squared]]
             return sum(float(values.abs().double().square().sum()) for values in kinds)
 
-        return self._run(_Call("all_reduce", 0, dtype, item, sum(counts), code), timeout, None, work)
+        return self._run(Call("all_reduce", 0, dtype, item, sum(counts), code), timeout, None, work)
 
     def reduce(
         self, source: int, out: int, dtype: int, item: int, count: int, kernel: int, code: int, root: int,
         timeout: timedelta, site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             target = out if self._rank == root else self._buffers.span("reduced", count * item).address
             self._all_reduce(call, source, target, count, kernel)
 
-        return self._run(_Call("reduce", 0, dtype, item, count, code, root), timeout, site, work)
+        return self._run(Call("reduce", 0, dtype, item, count, code, root), timeout, site, work)
 
     def reduce_scatter(
         self, sources: list[int], out: int, dtype: int, item: int, count: int, kernel: int, code: int,
         timeout: timedelta, site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             num_bytes = count * item
             if not self._is_even or (kernel == _AVG and not _is_inexact(dtype)):
                 whole = self._buffers.span("whole", len(sources) * num_bytes)
@@ -449,16 +323,15 @@ class BridgedGroup:
             for h, ranks in enumerate(self._hosts):
                 blocks = [sources[r] for r in ranks]
                 self._core.reduce_scatter(blocks, mine[h].address, dtype, item, count, kernel, code, call.left, None)
-            theirs = self._spans("theirs", num_bytes)
-            self._swap(call, mine, theirs)
-            self._reduce_local(call, theirs, mine[self._host], kernel)
+            assert self._rail is not None
+            self._rail.reduce_parts(call, mine, kernel)
 
-        return self._run(_Call("reduce_scatter", 0, dtype, item, count, code), timeout, site, work)
+        return self._run(Call("reduce_scatter", 0, dtype, item, count, code), timeout, site, work)
 
     def all_gather(
         self, source: int, outs: list[int], dtype: int, item: int, count: int, timeout: timedelta, site: str | None
     ) -> Task | None:
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             num_bytes = count * item
             mine = [outs[r] for r in self._here]
             self._core.all_gather(source, mine, dtype, item, count, call.left, None)
@@ -474,20 +347,21 @@ class BridgedGroup:
                 for j, r in enumerate(ranks):
                     self._core.broadcast(outs[r], dtype, item, count, j % self._num_rails, call.left, None)
 
-        return self._run(_Call("all_gather", 0, dtype, item, count), timeout, site, work)
+        return self._run(Call("all_gather", 0, dtype, item, count), timeout, site, work)
 
-    def _swap_blocks(self, call: _Call, outs: list[int], num_bytes: int) -> None:
+    def _swap_blocks(self, call: Call, outs: list[int], num_bytes: int) -> None:
         """Get the blocks of the other hosts' ranks that this rail carries, each to its place."""
+        assert self._rail is not None
         num_hosts = len(self._hosts)
         if self._is_even:
             own = [Span(outs[self._rank], num_bytes)] * num_hosts
-            self._swap(call, own, [Span(outs[ranks[self._local]], num_bytes) for ranks in self._hosts])
+            self._rail.swap(call, own, [Span(outs[ranks[self._local]], num_bytes) for ranks in self._hosts])
             return
         carried = [ranks[self._local :: self._num_rails] for ranks in self._hosts]
         room = [self._buffers.span(f"from {h}", len(ranks) * num_bytes) for h, ranks in enumerate(carried)]
         for i, r in enumerate(carried[self._host]):
             ctypes.memmove(room[self._host].address + i * num_bytes, outs[r], num_bytes)
-        self._swap(call, [room[self._host]] * num_hosts, room)
+        self._rail.swap(call, [room[self._host]] * num_hosts, room)
         for h in range(num_hosts):
             for i, r in enumerate(carried[h] if h != self._host else ()):
                 ctypes.memmove(outs[r], room[h].address + i * num_bytes, num_bytes)
@@ -496,7 +370,7 @@ class BridgedGroup:
         self, source: int, outs: list[int], dtype: int, item: int, count: int, root: int, timeout: timedelta,
         site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             num_bytes = count * item
             if root in self._here:
                 mine = [outs[r] for r in self._here] if self._rank == root else []
@@ -508,13 +382,13 @@ class BridgedGroup:
                 sends[root] = Span(source, num_bytes)
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(_Call("gather", 0, dtype, item, count, root=root), timeout, site, work)
+        return self._run(Call("gather", 0, dtype, item, count, root=root), timeout, site, work)
 
     def scatter(
         self, sources: list[int], out: int, dtype: int, item: int, count: int, root: int, timeout: timedelta,
         site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             num_bytes = count * item
             if root in self._here:
                 mine = [sources[r] for r in self._here] if self._rank == root else []
@@ -526,13 +400,13 @@ class BridgedGroup:
                 recvs[root] = Span(out, num_bytes)
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(_Call("scatter", 0, dtype, item, count, root=root), timeout, site, work)
+        return self._run(Call("scatter", 0, dtype, item, count, root=root), timeout, site, work)
 
     def all_to_all(
         self, sources: list[int], outs: list[int], dtype: int, item: int, count: int, timeout: timedelta,
         site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             mine = [[addresses[r] for r in self._here] for addresses in (sources, outs)]
             self._core.all_to_all(*mine, dtype, item, count, call.left, None)
             sends, recvs = (
@@ -541,13 +415,13 @@ class BridgedGroup:
             )
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(_Call("all_to_all", 0, dtype, item, count), timeout, site, work)
+        return self._run(Call("all_to_all", 0, dtype, item, count), timeout, site, work)
 
     def all_to_all_split(
         self, sources: list[int], in_counts: list[int], outs: list[int], out_counts: list[int], dtype: int, item: int,
         timeout: timedelta, site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             mine = [[values[r] for r in self._here] for values in (sources, in_counts, outs, out_counts)]
             self._core.all_to_all_split(*mine, dtype, item, call.left, None)
             self._agree(call)
@@ -558,9 +432,9 @@ class BridgedGroup:
             )
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(_Call("all_to_all", 0, dtype, item, has_splits=True), timeout, site, work)
+        return self._run(Call("all_to_all", 0, dtype, item, has_splits=True), timeout, site, work)
 
-    def _check_splits(self, call: _Call, in_counts: list[int], out_counts: list[int]) -> None:
+    def _check_splits(self, call: Call, in_counts: list[int], out_counts: list[int]) -> None:
         """Compare what each rank sends with what the others expect."""
         sent = torch.tensor(in_counts)
         coming = torch.empty_like(sent)
@@ -570,12 +444,16 @@ class BridgedGroup:
             if num != out_counts[r]:
                 raise self._failures.wrong_split(call.op, call.seq, r, num, out_counts[r])
 
+    def _agree(self, call: Call) -> None:
+        if self._rail is not None:
+            self._rail.agree(call)
+
     def _nothing(self) -> list[Span]:
         return [Span()] * sum(map(len, self._hosts))
 
-    def _scatter_wide(self, call: _Call, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
+    def _scatter_wide(self, call: Call, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
         """Exchange bytes with every rank of the other hosts directly."""
-        transfer = self._transfer(call, self._everyone)
+        transfer = Transfer(self._everyone, call)
         transfer.start(range(len(sends)), sends, recvs)
         self._agree(call)
         transfer.finish()
@@ -631,9 +509,3 @@ def _quotients(sums: torch.Tensor, divisor: int, *, is_unsigned: bool) -> torch.
     halves = (sums >> 1) & torch.iinfo(torch.int64).max
     quotients = halves // divisor * 2
     return (quotients + (sums - quotients * divisor >= divisor)).view(torch.uint64)
-
-
-def _bounds(count: int, num_parts: int, item: int) -> list[tuple[int, int]]:
-    """Return the ranges, in bytes, of `count` elements in parts whose sizes differ by one element at most."""
-    sizes = [count // num_parts + (i < count % num_parts) for i in range(num_parts)]
-    return [(low * item, high * item) for low, high in pairwise(accumulate(sizes, initial=0))]

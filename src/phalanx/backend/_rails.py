@@ -10,14 +10,20 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
+from phalanx import _core
+from phalanx.backend._calls import Call
 from phalanx.backend._channels import FOR_EVER, Channel, Handle
+from phalanx.backend._failures import Failures
 
-INLINE_BYTES = 4096 - 64
 _SLOT_BYTES = 4096
+_HEAD_BYTES = 64
+INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
+_WHOLE_BYTES = 32 * 1024  # up to here in one step, however many hosts
 _CHUNK_BYTES = 1 << 20
 _OWN_TAGS = 1 << 30  # messages have those below
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -56,57 +62,125 @@ class Buffers:
 
 
 class Rail:
-    """The ranks of one number, one on each host.
+    """The ranks of one number, one on each host, in the order of hosts.
 
     Args:
-        channel: To them, in the order of hosts.
-        size: How many hosts there are.
-        me: This host.
+        channel: To them.
+        num_hosts: How many there are.
+        host: This one.
         wait: Waits for an exchange, and looks whether it can still succeed.
     """
 
-    def __init__(self, channel: Channel, size: int, me: int, wait: Callable[[Handle], None]) -> None:
-        self.channel = channel
-        self.others = [h for h in range(size) if h != me]
-        self._wait = wait
-        num_bytes = len(self.others) * _SLOT_BYTES
+    def __init__(
+        self,
+        channel: Channel,
+        num_hosts: int,
+        host: int,
+        buffers: Buffers,
+        wait: Callable[[Handle], None],
+        failures: Failures,
+    ) -> None:
+        self._channel, self._num_hosts, self._host = channel, num_hosts, host
+        self._buffers, self._wait, self._failures = buffers, wait, failures
+        self._others = [h for h in range(num_hosts) if h != host]
+        num_bytes = len(self._others) * _SLOT_BYTES
         self._slots, self._answers = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
-        self._sizes = [0 if h == me else _SLOT_BYTES for h in range(size)]
+        self._sizes = [0 if h == host else _SLOT_BYTES for h in range(num_hosts)]
 
-    def agree(self, head: bytes, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> bool:
-        """Tell the others which call this is, with up to INLINE_BYTES each to and from them; False: they differ.
+    def agree(self, call: Call, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> None:
+        """Make sure, once in a call, that all are in it; spans of up to INLINE_BYTES, by host, come along.
 
-        Args:
-            sends: By host; this one's is not looked at. Empty: none.
-            recvs: Likewise.
+        Raises:
+            CollectiveMismatch: Another host's rank is in another call.
         """
+        if call.has_agreed:
+            return
+        head = call.head()
         slots, answers = self._slots.data_ptr(), self._answers.data_ptr()
-        length = len(head)
-        for i, h in enumerate(self.others):
+        for i, h in enumerate(self._others):
             slot = slots + i * _SLOT_BYTES
-            ctypes.memmove(slot, head, length)
+            ctypes.memmove(slot, head, len(head))
             if sends:
-                ctypes.memmove(slot + 64, sends[h].address, sends[h].size)
-        self._wait(self.channel.exchange(self._answers, self._slots, self._sizes, self._sizes))
-        for i, h in enumerate(self.others):
+                ctypes.memmove(slot + _HEAD_BYTES, sends[h].address, sends[h].size)
+        self._wait(self._channel.exchange(self._answers, self._slots, self._sizes, self._sizes))
+        for i, h in enumerate(self._others):
             answer = answers + i * _SLOT_BYTES
-            if ctypes.string_at(answer, length) != head:
-                return False
+            if ctypes.string_at(answer, len(head)) != head:
+                raise self._failures.mismatch(call.op, call.seq)
             if recvs:
-                ctypes.memmove(recvs[h].address, answer + 64, recvs[h].size)
-        return True
+                ctypes.memmove(recvs[h].address, answer + _HEAD_BYTES, recvs[h].size)
+        call.has_agreed = True
+
+    def swap(self, call: Call, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
+        """Exchange bytes with each other host: spans by host, this one's are not looked at."""
+        largest = max(max(sends[h].size, recvs[h].size) for h in self._others)
+        if not call.has_agreed and largest <= INLINE_BYTES:
+            self.agree(call, sends, recvs)
+            return
+        transfer = Transfer(self._channel, call)
+        transfer.start(self._others, sends, recvs)
+        self.agree(call)
+        transfer.finish()
+
+    def combine(self, call: Call, data: Span, kernel: int) -> None:
+        """Reduce equally long bytes of all hosts, in place, in the order of hosts."""
+        everywhere = [data] * self._num_hosts
+        if data.size <= INLINE_BYTES or (self._num_hosts > 2 and data.size <= _WHOLE_BYTES):
+            self.reduce_parts(call, everywhere, kernel)
+        elif self._num_hosts == 2:
+            self._combine_chunks(call, data, kernel)
+        else:  # each host reduces a part of it, and gives the others the result
+            parts = [
+                data.part(low, high) for low, high in bounds_of(data.size // call.item, self._num_hosts, call.item)
+            ]
+            self.reduce_parts(call, parts, kernel)
+            self.swap(call, [parts[self._host]] * self._num_hosts, parts)
+
+    def reduce_parts(self, call: Call, parts: Sequence[Span], kernel: int) -> None:
+        """Send each host its part, and reduce what comes for this host's into that, in place."""
+        theirs = self._spans(parts[self._host].size)
+        self.swap(call, parts, theirs)
+        self._reduce(call, theirs, parts[self._host], kernel)
+
+    def _combine_chunks(self, call: Call, data: Span, kernel: int) -> None:
+        """Combine between two hosts: each gets all of it, and reduces what has come while the rest is on its way."""
+        theirs = self._spans(data.size)
+        steps = []
+        for chunk in data.chunks():
+            low = chunk.address - data.address
+            received = [span.part(low, low + chunk.size) for span in theirs]
+            transfer = Transfer(self._channel, call)
+            transfer.start(self._others, [chunk] * 2, received)
+            steps.append((transfer, received, chunk))
+        self.agree(call)
+        for transfer, received, chunk in steps:
+            transfer.finish()
+            self._reduce(call, received, chunk, kernel)
+
+    def _reduce(self, call: Call, theirs: Sequence[Span], mine: Span, kernel: int) -> None:
+        addresses = [span.address for span in theirs]
+        addresses[self._host] = mine.address
+        _core.reduce_buffers(mine.address, addresses, call.dtype, kernel, mine.size // call.item)
+
+    def _spans(self, size: int) -> list[Span]:
+        """Return room for a message of each other host, by host."""
+        room = self._buffers.span("theirs", len(self._others) * size)
+        places = (h - (h > self._host) for h in range(self._num_hosts))
+        return [room.part(place * size, (place + 1) * size) for place in places]
 
 
 class Transfer:
     """Longer messages of one step of a call, on their way."""
 
-    def __init__(self, channel: Channel, head: bytes, step: int) -> None:
+    def __init__(self, channel: Channel, call: Call) -> None:
+        call.num_steps += 1
+        name = call.head() + call.num_steps.to_bytes(4, "little")
         self._channel = channel
-        self._tag = _OWN_TAGS | (zlib.crc32(head + step.to_bytes(4, "little")) & (_OWN_TAGS - 1))
+        self._tag = _OWN_TAGS | (zlib.crc32(name) & (_OWN_TAGS - 1))
         self._handles: list[Handle] = []
 
     def start(self, peers: Sequence[int], sends: Sequence[Span], recvs: Sequence[Span]) -> None:
-        """Begin to send and receive: spans by peer, as the channel numbers them; chunks follow each other."""
+        """Begin to send and receive: spans by peer, as the channel numbers them."""
         for peer in peers:
             if recvs[peer].size:
                 self._handles.append(self._channel.recv(recvs[peer].tensor(), peer, self._tag))
@@ -119,3 +193,9 @@ class Transfer:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait(FOR_EVER)
+
+
+def bounds_of(count: int, num_parts: int, item: int) -> list[tuple[int, int]]:
+    """Return the ranges, in bytes, of `count` elements in parts whose sizes differ by one element at most."""
+    sizes = [count // num_parts + (i < count % num_parts) for i in range(num_parts)]
+    return [(low * item, high * item) for low, high in pairwise(accumulate(sizes, initial=0))]
