@@ -114,7 +114,8 @@ class BridgedGroup:
         return task.value
 
     def _perform(self, call: Call, work: Callable[[Call], Any]) -> Any:
-        self._failures.check(call.op)
+        if self._failures.ended:  # since the call
+            raise self._explain(GroupAborted("the group has ended"), call)
         self._seq += 1
         call.seq = self._seq
         call.began_s = time.monotonic()
@@ -166,7 +167,7 @@ class BridgedGroup:
             return
         waited_s = time.monotonic() - call.began_s
         error: Exception | None = None
-        if self._core.ended or self._failures.is_told():
+        if self._core.told or self._failures.is_told():
             error = GroupAborted("another rank has ended the group")
         elif waited_s > call.timeout_s:
             error = self._failures.timed_out(call.op, call.seq, call.timeout_s)

@@ -137,7 +137,7 @@ class Messages:
             while not request.wait(min(max(deadline - time.monotonic(), 0.001), _BRIEF_S if request.here else 0.1)):
                 if request.here is not None and request.here.done:
                     self._take_from_here(request)
-                elif (self._core.ended or self._failures.is_told()) and not self._failures.ended:
+                elif (self._core.told or self._failures.is_told()) and not self._failures.ended:
                     self._fail(request, RuntimeError("a rank of this host has ended the group"))
                 elif time.monotonic() >= deadline:
                     if timeout_s:
