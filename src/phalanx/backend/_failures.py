@@ -120,6 +120,8 @@ class Failures:
             call: As its caller wrote it.
         """
         with self._lock:
+            if self._why and self._verdict is None:  # this rank has left it meanwhile
+                return self._unusable(op)
             is_first = self._verdict is None
             if is_first:
                 found = self._find_verdict(is_patient=_is_consequence(error))
@@ -180,7 +182,7 @@ class Failures:
                 "ranks": [],
                 "facts": {},
             }
-        left = [rank for rank in lost if self._read(f"left/{rank}") is not None]
+        left = [rank for rank in lost if self.has_left(rank)]
         lost = left or lost
         named = _and([place.describe(rank) for rank in lost])
         if left:
@@ -192,6 +194,10 @@ class Failures:
         text += f"\nLook at what was printed there last; {_VICTIM}"
         numbers = [place.global_ranks[rank] for rank in lost]
         return {"kind": "RankFailed", "text": text, "ranks": numbers, "facts": {"pid": place.pids[lost[0]]}}
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has said that it goes in order."""
+        return self._read(f"left/{rank}") is not None
 
     def _tabulate(self, seq: int, where: str, call: str) -> dict[str, Any]:
         """Return what each rank called, of those who say it in time."""
