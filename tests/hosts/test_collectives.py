@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.backend._calls import CALLS, REDUCING, Call, check_equal, values
+from tests.backend._calls import CALLS, REDUCING, check_equal, values
 from tests.backend.test_average import DTYPES as AVERAGED
 from tests.backend.test_average import SHAPES, average_all, tensors_of
 from tests.backend.test_coalescing import call_functional, coalesce, coalesce_anything, reduce_lists
