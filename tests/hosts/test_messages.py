@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +94,24 @@ def pick_by_tag_from_anybody(rank, world_size):
     return taken
 
 
+def look_without_waiting(rank, world_size):
+    """A receive from any rank is done, and its future fulfilled, though nobody waits for it."""
+    if rank:
+        dist.send(torch.tensor([float(rank)]), 0)
+        dist.barrier()
+        return None
+    got = [torch.zeros(1) for _ in range(world_size - 1)]
+    works = [dist.irecv(tensor) for tensor in got]
+    futures = [work.get_future() for work in works]
+    dist.barrier()
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.001)
+    for future in futures:
+        future.wait()
+    assert [int(tensor) for tensor in got] == [work._source_rank() for work in works]
+    return sorted(int(tensor) for tensor in got)
+
+
 def send_what_does_not_fit(rank, world_size, what, receives_first):
     other = {"size": torch.ones(5), "dtype": torch.ones(6, dtype=torch.int32)}[what]
     texts = []
@@ -153,6 +173,11 @@ def test_a_receive_from_anybody_says_who_it_was(run_ranks, hosts):
 @pytest.mark.parametrize("hosts", [[2, 2], [3, 1], [1, 3]], ids=layout_name)
 def test_receives_from_anybody_are_told_apart_by_tags(run_ranks, hosts):
     assert run_ranks(pick_by_tag_from_anybody, 4, hosts=hosts)[0] == {2: [1, 2, 3], 1: [1, 2, 3]}
+
+
+@many_ranks
+def test_a_receive_from_anybody_completes_by_itself(run_ranks, hosts):
+    assert run_ranks(look_without_waiting, sum(hosts), hosts=hosts, timeout_s=20)[0] == list(range(1, sum(hosts)))
 
 
 def test_messages_in_a_reversed_group_name_ranks_by_the_world(run_ranks):

@@ -2,7 +2,8 @@
 
 The first rank that meets a failure writes the verdict into the group's store, ends the part of the group that shares
 its memory and closes its connections. That wakes the ranks of the other hosts, who read the verdict there. Without
-one, as when a whole host has vanished, those whose connections have ended are the culprits.
+one, as when a whole host has vanished, those whose connections have ended are the culprits. If the store has gone with
+the rank that served it, the verdict is left in the other ranks' mailboxes.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from torch.distributed import Store
 from phalanx import _core, _errors
 from phalanx._errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
 from phalanx.backend._channels import Channel
+from phalanx.backend._mailbox import Mailbox, post
 
 _GRACE_S = 0.5  # for those who know more to say it
 _TABLE_S = 0.2  # for those who meet the same mismatch
 _STORE_S = 1.0  # it may have gone with its host
+_POST_S = 0.3  # for last words to arrive
 _POLL_S = 0.02
 _WHERE = re.compile(r"rank \d+: [^\n]*? of group '[^']*'(?: at \S+?)?(?::(?= )|(?= timed out)) ?")
 _VICTIM = "this rank is only its victim."
@@ -64,14 +67,20 @@ class Failures:
 
     Args:
         store: Of the group alone.
+        mailbox: Where other ranks leave a verdict once the store is gone; None: nowhere.
+        others: Names of the other ranks' mailboxes.
     """
 
-    def __init__(self, store: Store, place: Place) -> None:
+    def __init__(
+        self, store: Store, place: Place, mailbox: Mailbox | None = None, others: Sequence[Sequence[Any]] = ()
+    ) -> None:
         clone = getattr(store, "clone", None)  # a connection of its own: another thread may wait in the store
         try:
             self._store: Store = clone() if clone else store
         except RuntimeError:  # a kind of store that has none
             self._store = store
+        self._is_store_gone = False
+        self._mailbox, self._others = mailbox, others
         self._place = place
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -120,6 +129,8 @@ class Failures:
             call: As its caller wrote it.
         """
         with self._lock:
+            if self._why and self._verdict is None:  # this rank has left it meanwhile
+                return self._unusable(op)
             is_first = self._verdict is None
             if is_first:
                 found = self._find_verdict(is_patient=_is_consequence(error))
@@ -173,6 +184,9 @@ class Failures:
         """Name the ranks whose connections have ended."""
         place = self._place
         lost = sorted(self._channels[-1].lost())
+        found = self._find_verdict(is_patient=False)  # whoever closed a connection because of one has told it before
+        if found is not None:
+            return found
         if not lost:
             return {
                 "kind": "PhalanxError",
@@ -180,7 +194,7 @@ class Failures:
                 "ranks": [],
                 "facts": {},
             }
-        left = [rank for rank in lost if self._read(f"left/{rank}") is not None]
+        left = [rank for rank in lost if self.has_left(rank)]
         lost = left or lost
         named = _and([place.describe(rank) for rank in lost])
         if left:
@@ -192,6 +206,10 @@ class Failures:
         text += f"\nLook at what was printed there last; {_VICTIM}"
         numbers = [place.global_ranks[rank] for rank in lost]
         return {"kind": "RankFailed", "text": text, "ranks": numbers, "facts": {"pid": place.pids[lost[0]]}}
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has said that it goes in order."""
+        return self._read(f"left/{rank}") is not None
 
     def _tabulate(self, seq: int, where: str, call: str) -> dict[str, Any]:
         """Return what each rank called, of those who say it in time."""
@@ -280,37 +298,51 @@ class Failures:
                 self._why = "this rank has left it"
             for channel in self._channels:
                 channel.close()
+            if self._mailbox is not None:
+                self._mailbox.close()
 
     def _find_verdict(self, *, is_patient: bool) -> dict[str, Any] | None:
         deadline = time.monotonic() + (_GRACE_S if is_patient else 0)
-        while not self._ask(lambda: self._store.check(["verdict"]), False):
+        while True:
+            told = self._read("verdict")
+            if told is not None:
+                return json.loads(told)
+            if self._mailbox is not None and (left := self._mailbox.read()) is not None:
+                return left
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_S)
-        told = self._read("verdict")
-        return None if told is None else json.loads(told)
 
     def _settle(self, verdict: dict[str, Any]) -> dict[str, Any]:
         """Make this the group's verdict, unless another rank was first; return which holds."""
         told = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(verdict)), None)
-        return json.loads(told) if told else verdict
+        if told:
+            return json.loads(told)
+        if self._mailbox is not None:
+            post(self._others, verdict, _POST_S)
+        return verdict
 
     def _read(self, key: str) -> bytes | None:
         """Return what a key says; None if it is not there, or the store does not answer."""
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
 
     def _ask(self, question: Callable[[], Any], otherwise: Any = None) -> Any:
-        """Return what the store says, or `otherwise` if it does not answer in time."""
+        """Return what the store says, or `otherwise` if it does not answer in time; it is then not asked again."""
         answer = [otherwise]
+        is_answered = False
 
         def ask() -> None:
+            nonlocal is_answered
             with contextlib.suppress(Exception):  # whatever it is, the failure that led here counts
                 answer[0] = question()
+                is_answered = True
 
-        thread = threading.Thread(target=ask, name="phalanx-store", daemon=True)
-        thread.start()
-        thread.join(_STORE_S)
-        return answer[0]
+        if not self._is_store_gone:
+            thread = threading.Thread(target=ask, name="phalanx-store", daemon=True)
+            thread.start()
+            thread.join(_STORE_S)
+            self._is_store_gone = not is_answered
+        return answer[0] if is_answered else otherwise
 
 
 def _is_consequence(error: BaseException) -> bool:

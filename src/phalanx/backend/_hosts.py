@@ -22,6 +22,7 @@ from phalanx._network import NetworkError, interface_towards, interfaces, is_loo
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._channels import Channel, GlooChannel, links_to, watch_link
 from phalanx.backend._failures import Failures, Place
+from phalanx.backend._mailbox import Mailbox
 
 _SERVE_S = 0.1  # between looks at whether those who are still awaited can't come
 
@@ -286,6 +287,7 @@ def _bridge(
     mine = next(ranks for ranks in hosts if meeting.rank in ranks).index(meeting.rank)
     rail = [ranks[mine] for ranks in hosts] if mine < min(map(len, hosts)) else None
     everyone = list(range(meeting.size))
+    mailbox, boxes = None, []
     if settings.bridge == "mpi":
         from phalanx.backend._mpi import MpiChannel
 
@@ -296,6 +298,8 @@ def _bridge(
         address = _own_address(meeting, hellos, place)
         for link in links_to(_master(meeting.store)[1]):
             watch_link(link, settings.silence_s)
+        mailbox = Mailbox(address)
+        boxes = _share(meeting, "mailbox", mailbox.name)
 
         def connect(ranks: list[int], name: str) -> Channel:
             store = c10d.PrefixStore(f"bridge/{name}", meeting.store)
@@ -314,9 +318,16 @@ def _bridge(
             op="join",
         ) from error
     return BridgedGroup(
-        core, hosts, meeting.rank, place, own_rail, to_everyone, Failures(meeting.store, place), meeting.timeout_s,
-        settings.stall_s,
+        core, hosts, meeting.rank, place, own_rail, to_everyone,
+        Failures(meeting.store, place, mailbox, boxes), meeting.timeout_s, settings.stall_s,
     )  # fmt: skip
+
+
+def _share(meeting: Meeting, key: str, value: Any) -> list[Any]:
+    """Give every rank of the group what this one brings; return what the others bring."""
+    meeting.set(f"{key}/{meeting.rank}", value)
+    others = [r for r in range(meeting.size) if r != meeting.rank]
+    return [meeting.get(f"{key}/{r}", f"rank {meeting.global_ranks[r]} did not answer") for r in others]
 
 
 def _names(hellos: list[dict[str, Any]], hosts: list[list[int]]) -> tuple[str, ...]:
