@@ -20,11 +20,12 @@ from phalanx.backend._calls import Call
 from phalanx.backend._channels import FOR_EVER, Channel, Handle
 from phalanx.backend._failures import Failures
 
-_SLOT_BYTES = 4096
+_SLOT_BYTES = 1344  # with the engine's own bytes, a packet of Ethernet
 _HEAD_BYTES = 64
 INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
-_WHOLE_BYTES = 32 * 1024  # up to here in one step, however many hosts
-_CHUNK_BYTES = 1 << 20
+# Measured: up to these sizes one step with all of it is faster than two steps with parts of it.
+_WHOLE_BYTES = 256 * 1024  # to all hosts together
+_PAIR_BYTES = 16 << 20  # between two hosts, where the parts make as many bytes
 _OWN_TAGS = 1 << 30  # messages have those below
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -37,9 +38,6 @@ class Span(NamedTuple):
 
     def part(self, low: int, high: int) -> Span:
         return Span(self.address + low, high - low)
-
-    def chunks(self) -> list[Span]:
-        return [self.part(low, min(low + _CHUNK_BYTES, self.size)) for low in range(0, self.size, _CHUNK_BYTES)]
 
     def tensor(self) -> torch.Tensor:
         """Return the bytes, which must outlive the tensor."""
@@ -124,15 +122,11 @@ class Rail:
 
     def combine(self, call: Call, data: Span, kernel: int) -> None:
         """Reduce equally long bytes of all hosts, in place, in the order of hosts."""
-        everywhere = [data] * self._num_hosts
-        if data.size <= INLINE_BYTES or (self._num_hosts > 2 and data.size <= _WHOLE_BYTES):
-            self.reduce_parts(call, everywhere, kernel)
-        elif self._num_hosts == 2:
-            self._combine_chunks(call, data, kernel)
+        if data.size <= (_PAIR_BYTES if self._num_hosts == 2 else _WHOLE_BYTES // len(self._others)):
+            self.reduce_parts(call, [data] * self._num_hosts, kernel)
         else:  # each host reduces a part of it, and gives the others the result
-            parts = [
-                data.part(low, high) for low, high in bounds_of(data.size // call.item, self._num_hosts, call.item)
-            ]
+            bounds = bounds_of(data.size // call.item, self._num_hosts, call.item)
+            parts = [data.part(low, high) for low, high in bounds]
             self.reduce_parts(call, parts, kernel)
             self.swap(call, [parts[self._host]] * self._num_hosts, parts)
 
@@ -141,21 +135,6 @@ class Rail:
         theirs = self._spans(parts[self._host].size)
         self.swap(call, parts, theirs)
         self._reduce(call, theirs, parts[self._host], kernel)
-
-    def _combine_chunks(self, call: Call, data: Span, kernel: int) -> None:
-        """Combine between two hosts: each gets all of it, and reduces what has come while the rest is on its way."""
-        theirs = self._spans(data.size)
-        steps = []
-        for chunk in data.chunks():
-            low = chunk.address - data.address
-            received = [span.part(low, low + chunk.size) for span in theirs]
-            transfer = Transfer(self._channel, call)
-            transfer.start(self._others, [chunk] * 2, received)
-            steps.append((transfer, received, chunk))
-        self.agree(call)
-        for transfer, received, chunk in steps:
-            transfer.finish()
-            self._reduce(call, received, chunk, kernel)
 
     def _reduce(self, call: Call, theirs: Sequence[Span], mine: Span, kernel: int) -> None:
         addresses = [span.address for span in theirs]
