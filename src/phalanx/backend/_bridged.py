@@ -102,10 +102,12 @@ class BridgedGroup:
         self._failures.check(call.op)
         call.timeout_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self._timeout_s
         call.site = site
-        if site is None and call.count * call.item <= _CALLER_BYTES and not call.has_splits:
-            with self._tasks.inline() as is_free:
-                if is_free:
-                    return self._perform(call, work)
+        may_run_here = site is None and call.count * call.item <= _CALLER_BYTES and not call.has_splits
+        if may_run_here and self._tasks.begin_here():
+            try:
+                return self._perform(call, work)
+            finally:
+                self._tasks.end_here()
         task = self._tasks.submit(lambda: self._perform(call, work))
         if site is not None:
             return task
@@ -245,7 +247,10 @@ class BridgedGroup:
         message = Span(out, count * item)
         kernel, divide = self._average(call, kernel)
         is_small = message.size <= INLINE_BYTES
-        if not is_small and self._is_even and self._has_peers and count % self._num_rails == 0:
+        if not self._has_peers:
+            if source != out:
+                ctypes.memmove(out, source, message.size)
+        elif not is_small and self._is_even and count % self._num_rails == 0:
             num = count // self._num_rails
             addresses = [source + i * num * item for i in range(self._num_rails)]
             low = self._local * num * item

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from phalanx import _core
@@ -114,16 +113,13 @@ class Tasks:
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    @contextmanager
-    def inline(self) -> Iterator[bool]:
-        """Hold back the thread and yield True, if nothing runs or waits; else yield False."""
+    def begin_here(self) -> bool:
+        """Hold back the thread until `end_here`, and return True, if nothing runs or waits."""
         with self._changed:
-            is_free = self._num_pending == 0 and self._turn.acquire(blocking=False)
-        try:
-            yield is_free
-        finally:
-            if is_free:
-                self._turn.release()
+            return self._num_pending == 0 and self._turn.acquire(blocking=False)
+
+    def end_here(self) -> None:
+        self._turn.release()
 
     def submit(self, work: Callable[[], Any]) -> Task:
         task = Task()
