@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import phalanx
 from phalanx.testing import hosts
 from phalanx.testing.hosts import Host
 
@@ -26,7 +26,7 @@ import os, torch, torch.distributed as dist
 dist.init_process_group("phalanx")
 tensor = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(tensor)
-print(f"rank {dist.get_rank()} on {os.uname().nodename}: {tensor.item():g}", flush=True)
+os.write(1, f"rank {dist.get_rank()} on {os.uname().nodename}: {tensor.item():g}\\n".encode())
 dist.destroy_process_group()
 """
 """A script that sums rank + 1 over all ranks."""
@@ -39,11 +39,15 @@ class Machines:
         hosts: In order; their names are ``host-a``, ``host-b``, ...
     """
 
-    def __init__(self, folder: Path, made: Sequence[Host], names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, made: Sequence[Host]) -> None:
         self.hosts, self._folder = list(made), folder
-        self._known = folder / "etc-hosts"
-        names = names or {host.name: host.address for host in made}
-        self._known.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in names.items()))
+        for number in range(len(made)):
+            self.know(number, {host.name: host.address for host in made})
+
+    def know(self, number: int, names: Mapping[str, str]) -> None:
+        """Let host `number` know these names alone."""
+        lines = "".join(f"{address} {name}\n" for name, address in names.items())
+        (self._folder / f"etc-hosts-{number}").write_text("127.0.0.1 localhost\n" + lines)
 
     def start(
         self, number: int, command: Sequence[str], env: Mapping[str, str] | None = None, setup: str = "true"
@@ -55,7 +59,8 @@ class Machines:
             setup: Shell commands before the program, in its own mount namespace.
         """
         ours = {name: value for name, value in os.environ.items() if not name.startswith(_SCHEDULERS)}
-        inside = f'mount --bind {self._known} /etc/hosts && {setup} && exec env -i "$@"'
+        ours["PATH"] = f"{Path(sys.executable).parent}:{ours['PATH']}"  # phalanx by its name
+        inside = f'mount --bind {self._folder}/etc-hosts-{number} /etc/hosts && {setup} && exec env -i "$@"'
         environ = [f"{name}={value}" for name, value in {**ours, **(env or {})}.items()]
         return self.hosts[number].start(
             ["unshare", "--mount", "sh", "-c", inside, "sh", *environ, *command],
@@ -109,12 +114,9 @@ def script(folder: Path, source: str = SUM, name: str = "train.py") -> str:
 
 def sums(outputs: Sequence[str]) -> dict[int, tuple[str, float]]:
     """Return host and sum of each rank that ran `SUM`."""
-    found = {}
-    for line in "\n".join(outputs).splitlines():
-        if " on " in line and "rank " in line and not line.startswith("phalanx"):
-            words = line[line.rindex("rank ") :].split()
-            found[int(words[1])] = (words[3].rstrip(":"), float(words[4]))
-    return found
+    found = re.findall(r"rank (\d+) on (\S+): ([\d.]+)$", "\n".join(outputs), re.MULTILINE)
+    return {int(rank): (host, float(value)) for rank, host, value in found}
 
 
-PACKAGE = Path(phalanx.__file__).parent
+FOUR = {0: ("host-a", 10.0), 1: ("host-a", 10.0), 2: ("host-b", 10.0), 3: ("host-b", 10.0)}
+"""What `SUM` says on two hosts of two ranks."""
