@@ -286,8 +286,10 @@ def _meet_by_mpi(place: Placement) -> Any:
     import torch.distributed as dist
 
     from phalanx._network import interfaces
-    from phalanx.backend._mpi import tell_all
+    from phalanx.backend._mpi import tell_all, world_rank
 
+    world_rank()  # says what is missing
+    _check_mpis_world(place)
     served, told = None, None
     if place.rank == 0:
         outside = [one.address for one in interfaces() if one.is_up and not one.is_loopback and one.address]
@@ -296,6 +298,20 @@ def _meet_by_mpi(place: Placement) -> Any:
         told = (address, served.port)
     address, port = tell_all(told)
     return served or dist.TCPStore(address, port, place.world_size, is_master=False)
+
+
+def _check_mpis_world(place: Placement) -> None:
+    """Raise if mpi4py speaks another MPI than the one that started the ranks: each would be a world of its own."""
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.Get_size() == place.world_size:
+        return
+    engine = MPI.Get_library_version().splitlines()[0].split(",")[0]
+    raise ValueError(
+        f"rank {place.rank}: {place.scheduler} started {place.world_size} ranks, and mpi4py's {engine} sees a world of "
+        f"{MPI.COMM_WORLD.Get_size()}: they are two MPIs. Start the ranks with the mpirun of mpi4py's, or have mpi4py "
+        "take the other (MPI4PY_MPIABI=mpich or openmpi, or build it with that MPI's mpicc)"
+    )
 
 
 def meet_under_scheduler() -> tuple[Any, int, int] | None:

@@ -64,6 +64,27 @@ def test_a_job_that_is_asked_to_make_room_saves_and_ends_with_75_and_is_queued_a
     assert [c.step for c in checkpoint.list(tmp_path / "run" / "checkpoints")][-1] == preempted["step"] >= 5
 
 
+def family_of(pid):
+    """Return a process and all of its descendants."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [pid, *(one for child in children for one in family_of(child))]
+
+
+@pytest.mark.parametrize("nodes", [(), ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_every_process_of_a_job_is_a_signal_to_the_job(tmp_path, number, nodes):
+    # As a service manager sends it, and Slurm where it keeps processes together without cgroups.
+    def send(job, line):
+        if "step 5 done" in line and "[rank 1]" in line:
+            for pid in family_of(job.pid):
+                os.kill(pid, number)
+
+    code, errors = run_and_interrupt(tmp_path / "run", ["--shout-at", "5", "--epochs", "2000"], send, nodes)
+    assert code == 75, errors
+    assert "all ranks have saved and made room; exit code 75" in errors
+
+
 def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 

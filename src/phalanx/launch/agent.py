@@ -9,6 +9,7 @@ still has the addresses of earlier attempts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -35,7 +36,10 @@ from phalanx.launch.channel import Channel
 _CAUSE_WAIT_S = 3.0  # for another node to announce the cause of a victim's failure
 _NUM_FAILURES = "phalanx/failures"
 _NUM_DONE = "phalanx/done"
+_NUM_LEAVING = "phalanx/leaving"
 _MASTER_PORT = "phalanx/master_port"
+_LEAVE_WAIT_S = 5.0  # all are known to be done
+_LEAVE_POLL_S = 0.05
 
 
 class NodeAgent(SimpleElasticAgent):
@@ -116,6 +120,15 @@ class NodeAgent(SimpleElasticAgent):
         if self._done and self._num(_NUM_DONE) >= cast(int, worker_group.group_world_size):
             return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
         return RunResult(WorkerState.HEALTHY)
+
+    def _exit_barrier(self) -> None:
+        """Leave together: the store goes with the node that has it, and torch's own barrier prints what it meets then."""
+        deadline = time.monotonic() + _LEAVE_WAIT_S
+        with contextlib.suppress(Exception):  # it has gone: nobody needs us any more
+            self._attempt_store.add(_NUM_LEAVING, 1)
+            while self._num(_NUM_LEAVING) < self._worker_group.group_world_size and time.monotonic() < deadline:
+                time.sleep(_LEAVE_POLL_S)
+            time.sleep(4 * _LEAVE_POLL_S)  # the others read it once more
 
     @property
     def _attempt_store(self) -> Store:

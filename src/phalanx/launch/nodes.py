@@ -16,7 +16,7 @@ from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import LastWords, RankEnd
 from phalanx.launch.job import Job
 from phalanx.launch.ports import ReservedPort
-from phalanx.launch.warden import die_with_parent
+from phalanx.launch.warden import die_with_parent, hold_signals
 
 # Not with -m, which would let a json.py in the current folder take the library's place.
 _RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.agent import main; main()"
@@ -72,6 +72,7 @@ class _Orders:
         if self._pid == 0:
             try:
                 die_with_parent(supervisor_pid)
+                hold_signals()
                 os.setpgid(0, 0)
                 os.set_inheritable(theirs.fileno(), True)
                 settings = json.dumps({**_settings(self._job)})

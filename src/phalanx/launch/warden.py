@@ -36,6 +36,9 @@ MODULES_VARIABLE = "PHALANX_WARDEN_MODULES"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None)  # loaded before any fork
+_SUPERVISORS_SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
 
 # What ranks share, imported once. None of it may start a thread or touch a device.
 _PRELOADED_MODULES = ("torch", "torch.distributed", "phalanx.backend")
@@ -48,6 +51,14 @@ def die_with_parent(parent_pid: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it ended before the line above
         os._exit(128 + signal.SIGKILL)
+
+
+def hold_signals() -> None:
+    """Hold back, in this process and what it executes, the signals that the supervisor obeys.
+
+    Schedulers and service managers may send them to every process of a job.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SUPERVISORS_SIGNALS)
 
 
 def adopt_orphans() -> None:
@@ -178,6 +189,7 @@ def _send(channel: socket.socket, packet: Mapping[str, object]) -> None:
 def _become_rank(packet: Mapping[str, Any], fds: Sequence[int]) -> None:
     """Make the forked process a rank: session, streams, CPUs, environment."""
     die_with_parent(packet["warden"])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SUPERVISORS_SIGNALS)
     os.setsid()  # of its own, or opening /dev/tty would find a terminal whose foreground it can't have, and stop
     for number, fd in enumerate(fds):
         os.dup2(fd, number)

@@ -49,6 +49,7 @@ class Warden:
                 os.setpgid(0, 0)  # Ctrl-C at the terminal is ours to pass on
                 self.channel.close()
                 _settle(output_fd)
+                warden.hold_signals()
                 if preload:
                     _execute_preloading(command, environ, theirs, modules_file)
                 os.environ.clear()
