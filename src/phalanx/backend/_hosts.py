@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core
 from phalanx._env import Settings, environment, read_settings
 from phalanx._errors import CollectiveTimeout, OutOfSharedMemory, PhalanxError
-from phalanx._network import NetworkError, interface_towards, interfaces, is_loopback
+from phalanx._network import NetworkError, host_identity, interface_towards, interfaces, is_loopback
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._channels import Channel, GlooChannel, links_to, watch_link
 from phalanx.backend._failures import Failures, Place
@@ -125,14 +125,11 @@ def join_group(
 
 
 def _hello(pretended_host: str, bridge: str) -> dict[str, Any]:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
     hello = {
         "pid": os.getpid(),
         "host": pretended_host or os.uname().nodename,
-        # Who may share memory: containers of one machine share its kernel, not the network that its sockets live in.
-        "kernel": f"{boot} {os.readlink('/proc/self/ns/net')} {pretended_host}",
-        "network": os.readlink("/proc/self/ns/net") + boot,
+        "kernel": host_identity(pretended_host),  # who may share memory
+        "network": host_identity(),
         "torch": torch.__version__,
         "segments": sorted(_segments),
     }
