@@ -164,11 +164,12 @@ class BridgedGroup:
         return task.value
 
     def _perform(self, call: _Call, work: Callable[[_Call], Any]) -> Any:
-        self._failures.check(call.op)
         self._seq += 1
         call.seq = self._seq
         call.began_s = time.monotonic()
         try:
+            if self._failures.ended:
+                raise GroupAborted("the group has ended meanwhile")
             return work(call)
         except BaseException as error:
             raise self._explain(error, call) from None
