@@ -19,7 +19,19 @@ LIMIT_S = 120
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "clusters"
 PHALANX = [sys.executable, "-m", "phalanx"]
-_SCHEDULERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "PET_", "GROUP_", "NODE_RANK", "MPI_")
+_SCHEDULERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "OMPI_",
+    "PMI",
+    "SLURM_",
+    "PET_",
+    "GROUP_",
+    "NODE_RANK",
+    "MPI_",
+)
 
 SUM = """
 import os, torch, torch.distributed as dist

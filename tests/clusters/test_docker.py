@@ -64,7 +64,20 @@ def test_two_containers_with_the_network_and_the_processes_of_their_host_share_m
     flags = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "29655"]
     started = [
         subprocess.Popen(
-            ["unshare", "--uts", "--ipc", "--mount", sys.executable, "-m", "phalanx", "run", "--node-rank", str(n), *flags, path],
+            [
+                "unshare",
+                "--uts",
+                "--ipc",
+                "--mount",
+                sys.executable,
+                "-m",
+                "phalanx",
+                "run",
+                "--node-rank",
+                str(n),
+                *flags,
+                path,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -81,7 +81,10 @@ def munge(folder):
     key = folder / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    files = [f"--{name}={folder}/munge/{name.removesuffix('-file')}" for name in ("key-file", "log-file", "pid-file", "seed-file", "socket")]
+    files = [
+        f"--{name}={folder}/munge/{name.removesuffix('-file')}"
+        for name in ("key-file", "log-file", "pid-file", "seed-file", "socket")
+    ]
     daemon = subprocess.Popen(["munged", "--foreground", "--force", *files], stderr=subprocess.DEVNULL)
     try:
         yield

@@ -1,7 +1,7 @@
 """How a group on several hosts ends: one verdict, the same on every rank.
 
 The first rank that meets a failure writes the verdict into the group's store, ends the part of the group that shares
-its memory and closes its connections. That wakes the ranks of the other hosts, who read the verdict there. Without
+its memory and closes its connections. That wakes the watchers of the other ranks, who read the verdict there. Without
 one, as when a whole host has vanished, those whose connections have ended are the culprits. If the store has gone with
 the rank that served it, the verdict is left in the other ranks' mailboxes.
 """
@@ -25,12 +25,14 @@ from phalanx import _core, _errors
 from phalanx._errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
 from phalanx.backend._channels import Channel
 from phalanx.backend._mailbox import Mailbox, post
+from phalanx.backend._watcher import Watcher
 
 _GRACE_S = 0.5  # for those who know more to say it
 _TABLE_S = 0.2  # for those who meet the same mismatch
 _STORE_S = 1.0  # it may have gone with its host
 _POST_S = 0.3  # for last words to arrive
 _POLL_S = 0.02
+_LOOK_S = 0.2  # where no connection tells of an end
 _WHERE = re.compile(r"rank \d+: [^\n]*? of group '[^']*'(?: at \S+?)?(?::(?= )|(?= timed out)) ?")
 _VICTIM = "this rank is only its victim."
 
@@ -86,12 +88,25 @@ class Failures:
         self._lock = threading.Lock()
         self._verdict: dict[str, Any] | None = None
         self._why = ""
+        self._is_raised = False  # by an operation of this rank
+        self._departed: set[int] = set()
+        self._watcher: Watcher | None = None
         self._core: Any = None
         self._channels: Sequence[Channel] = ()
 
     def watch(self, core: _core.Group, channels: Sequence[Channel]) -> None:
         """Take what is to be ended; the last channel reaches all ranks."""
         self._core, self._channels = core, channels
+        period_s = None if channels[-1].ends_waits else _LOOK_S
+        self._watcher = Watcher(channels[-1].links, self._notice, period_s)
+
+    def _notice(self, rank: int) -> None:
+        """The connection to a rank has ended (-1: perhaps one of them did): the group has, unless it left in order."""
+        if self._why or (self.has_left(rank) if rank >= 0 else not self.is_told()):
+            return
+        with self._lock:
+            if not self._why:
+                self._conclude(RuntimeError("a connection has ended"), "", 0, "", "")
 
     @property
     def is_forked(self) -> bool:
@@ -110,7 +125,7 @@ class Failures:
                 "was made and is no rank of it; call init_process_group in the child",
                 op=op,
             )
-        if self._why:
+        if self._why and (self._is_raised or self._verdict is None):
             raise self._unusable(op)
 
     def _unusable(self, op: str) -> GroupUnusable:
@@ -131,20 +146,26 @@ class Failures:
         with self._lock:
             if self._why and self._verdict is None:  # this rank has left it meanwhile
                 return self._unusable(op)
-            is_first = self._verdict is None
-            if is_first:
-                found = self._find_verdict(is_patient=_is_consequence(error))
-                self._verdict = found or self._settle(self._judge(error, op, seq, where, call))
-                self._why = self._verdict["text"]
-                with contextlib.suppress(PhalanxError):
-                    self._core.abort(self._why.splitlines()[0])
-                for channel in self._channels:
-                    channel.close()
+            self._conclude(error, op, seq, where, call)
+            is_first, self._is_raised = not self._is_raised, True
         if is_first:
             self._linger()
-        if isinstance(error, GroupUnusable) or not isinstance(error, (PhalanxError, RuntimeError)):
+        if not isinstance(error, RuntimeError):
             return error  # Ctrl-C and the like: this rank's own
         return self._rebuild(op, seq, where)
+
+    def _conclude(self, error: BaseException, op: str, seq: int, where: str, call: str) -> None:
+        """Find out what ended the group, or settle it, and end it here."""
+        if self._verdict is not None:
+            return
+        found = self._find_verdict(is_patient=_is_consequence(error))
+        self._verdict = found or self._settle(self._judge(error, op, seq, where, call))
+        self._why = self._verdict["text"]
+        with contextlib.suppress(PhalanxError):
+            self._core.abort(self._why.splitlines()[0])
+        for channel in self._channels:
+            channel.close()
+        self._ask(lambda: self._store.add("num_told", 1))
 
     def _rebuild(self, op: str, seq: int, where: str) -> PhalanxError:
         """Return the verdict as the error of an operation of this rank."""
@@ -157,7 +178,6 @@ class Failures:
     def _linger(self) -> None:
         """Let the others read the verdict before this rank, which may serve the store, goes on to its end."""
         num_ranks = len(self._place.pids)
-        self._ask(lambda: self._store.add("num_told", 1))
         deadline = time.monotonic() + _GRACE_S
         while self._place.global_rank == 0 and time.monotonic() < deadline:
             if self._ask(lambda: self._store.add("num_told", 0), num_ranks) >= num_ranks:
@@ -209,7 +229,18 @@ class Failures:
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it goes in order."""
-        return self._read(f"left/{rank}") is not None
+        self._open_mail()
+        return rank in self._departed or self._read(f"left/{rank}") is not None
+
+    def _open_mail(self) -> dict[str, Any] | None:
+        """Return a verdict that another rank has left, and note who has left the group."""
+        verdict = None
+        while self._mailbox is not None and (message := self._mailbox.read()) is not None:
+            if "left" in message:
+                self._departed.add(message["left"])
+            else:
+                verdict = message
+        return verdict
 
     def _tabulate(self, seq: int, where: str, call: str) -> dict[str, Any]:
         """Return what each rank called, of those who say it in time."""
@@ -295,11 +326,16 @@ class Failures:
         with self._lock:
             if not self._why:
                 self._ask(lambda: self._store.set(f"left/{self._place.rank}", ""))
+                if self._mailbox is not None and (self._is_store_gone or self._place.global_rank == 0):
+                    post(self._others, {"left": self._place.rank}, _POST_S)  # the store may go with this rank
                 self._why = "this rank has left it"
             for channel in self._channels:
                 channel.close()
-            if self._mailbox is not None:
-                self._mailbox.close()
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
+        if self._mailbox is not None:
+            self._mailbox.close()
 
     def _find_verdict(self, *, is_patient: bool) -> dict[str, Any] | None:
         deadline = time.monotonic() + (_GRACE_S if is_patient else 0)
@@ -307,7 +343,7 @@ class Failures:
             told = self._read("verdict")
             if told is not None:
                 return json.loads(told)
-            if self._mailbox is not None and (left := self._mailbox.read()) is not None:
+            if (left := self._open_mail()) is not None:
                 return left
             if time.monotonic() >= deadline:
                 return None

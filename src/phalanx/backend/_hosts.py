@@ -308,6 +308,8 @@ def _bridge(
         own_rail = connect(rail, f"rail{mine}") if rail else None
         to_everyone = connect(everyone, "everyone")
     except RuntimeError as error:
+        if mailbox is not None:
+            mailbox.close()
         raise PhalanxError(
             f"rank {meeting.me}: init_process_group: {settings.bridge} could not connect the hosts "
             f"{', '.join(dict.fromkeys(place.hosts))}: {error}\n"

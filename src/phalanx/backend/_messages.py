@@ -95,7 +95,7 @@ class Messages:
         self._is_closed = False
 
     def send(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
-        self._failures.check("send")
+        self._check("send", site)
         if peer in self._here:
             return self._post_here("send", self._core.send, data, dtype, item, count, peer, tag, site)
         message = _Message(_memory(data, count * item), dtype, count, peer, tag, site)
@@ -109,7 +109,7 @@ class Messages:
         return message
 
     def recv(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
-        self._failures.check("recv")
+        self._check("recv", site)
         if peer in self._here:
             return self._post_here("recv", self._core.recv, data, dtype, item, count, peer, tag, site)
         message = _Message(_memory(data, count * item), dtype, count, peer, tag, site)
@@ -135,6 +135,11 @@ class Messages:
                     raise self._told(error, "recv", site) from None
                 self._expect(message)
         return message
+
+    def _check(self, op: str, site: str) -> None:
+        self._failures.check(op)
+        if self._failures.ended:
+            raise self._told(RuntimeError("the group has ended meanwhile"), op, site)
 
     def _post_here(
         self, op: str, post: Callable[..., Any], data: int, dtype: int, item: int, count: int, peer: int, tag: int,
