@@ -34,6 +34,7 @@ from phalanx.backend._work import call_site
 
 _SLICE = timedelta(seconds=0.1)  # of waiting, between looks at what else may have happened
 _CALLER_BYTES = 1 << 20  # larger ones run on the group's thread, so that Ctrl-C need not wait for the network
+_STAGED_BYTES = 512 * 1024  # blocks up to here are collected on their host before they cross
 _SUM, _AVG = (REDUCE_CODES[op][0] for op in (RedOpType.SUM, RedOpType.AVG))
 _DTYPES = [dtype for dtype, _ in sorted(DTYPE_CODES.items(), key=lambda entry: entry[1])]
 
@@ -415,6 +416,9 @@ class BridgedGroup:
         def work(call: Call) -> None:
             mine = [[addresses[r] for r in self._here] for addresses in (sources, outs)]
             self._core.all_to_all(*mine, dtype, item, count, call.left, None)
+            if self._is_even and count * item <= _STAGED_BYTES:
+                self._all_to_all_by_rails(call, sources, outs)
+                return
             sends, recvs = (
                 [Span() if r in self._here else Span(address, count * item) for r, address in enumerate(addresses)]
                 for addresses in (sources, outs)
@@ -422,6 +426,24 @@ class BridgedGroup:
             self._scatter_wide(call, sends, recvs)
 
         return self._run(Call("all_to_all", 0, dtype, item, count), timeout, site, work)
+
+    def _all_to_all_by_rails(self, call: Call, sources: list[int], outs: list[int]) -> None:
+        """Collect on this rank what its host sends to the ranks of its rail, and send that in one message each."""
+        assert self._rail is not None
+        dtype, item, count = call.dtype, call.item, call.count
+        num_bytes, num_local = count * item, len(self._here)
+        rooms = []
+        for h, ranks in enumerate(self._hosts):
+            room = self._buffers.span(f"to {h}", num_local * num_bytes)
+            rooms.append(room)
+            if h != self._host:
+                blocks = [room.address + i * num_bytes for i in range(num_local)]
+                self._core.all_to_all([sources[r] for r in ranks], blocks, dtype, item, count, call.left, None)
+        received = [self._buffers.span(f"from {h}", room.size) for h, room in enumerate(rooms)]
+        self._rail.swap(call, rooms, received)
+        for h, ranks in enumerate(self._hosts):
+            for i, r in enumerate(ranks if h != self._host else ()):
+                ctypes.memmove(outs[r], received[h].address + i * num_bytes, num_bytes)
 
     def all_to_all_split(
         self, sources: list[int], in_counts: list[int], outs: list[int], out_counts: list[int], dtype: int, item: int,
