@@ -81,9 +81,7 @@ def test_the_pods_of_a_stateful_set_meet_although_dns_is_late(pods):
     pods.know(0, names)
     pods.know(1, {})
     two_ranks = {"PHALANX_NPROC_PER_NODE": "2"}
-    started = [
-        pods.start(n, commands_of(container)[n], {"HOSTNAME": f"{name}-{n}", **two_ranks}) for n in range(2)
-    ]
+    started = [pods.start(n, commands_of(container)[n], {"HOSTNAME": f"{name}-{n}", **two_ranks}) for n in range(2)]
     time.sleep(4)
     pods.know(1, names)
     said = [process.communicate(timeout=100)[0] for process in started]
