@@ -181,6 +181,7 @@ void bind_group(nb::module_& m) {
   group.def_prop_ro("seq", [](Group& g) { return g.collectives().seq() - 1; });  // the join is none
   group.def_prop_ro("spins", [](Group& g) { return g.board().spins(); });
   group.def_prop_ro("ended", [](Group& g) { return g.board().ended(); });
+  group.def_prop_ro("told", [](Group& g) { return g.board().told(); }, "Whether any rank has ended it.");
   group.def_prop_rw("compares_calls", [](Group& g) { return g.collectives().compares_calls; },
                     [](Group& g, bool compares) { g.collectives().compares_calls = compares; });
   group.def("tune", [](Group& g, std::size_t one_shot_bytes, std::size_t chunk_bytes) {

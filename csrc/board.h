@@ -150,6 +150,8 @@ class Board {
   /// True in a child forked after the group was made: it must touch nothing.
   bool forked() const;
   bool ended() const { return ended_.load(std::memory_order_acquire); }
+  /// True also if a peer has ended the group and this rank has not met that yet.
+  bool told() const { return ended() || header_->verdict.load(std::memory_order_acquire) != 0; }
   void require_usable(Op op);
   /// What ended the group, for operations that were queued before it did; none if it was left in order.
   std::optional<Failure> ended_by();

@@ -10,6 +10,7 @@ import array
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -99,6 +100,19 @@ def interface_towards(host: str, port: int = _DISCARD_PORT, *, allow_loopback: b
             continue
         return _owner_of(source, str(target[0]), host, allow_loopback)
     raise NetworkError(f"no route to {host} ({why}): see ip route, and that the interface is up", host, "route")
+
+
+def host_identity(pretended: str = "") -> str:
+    """Return what tells this host from others: its boot, and the network that its processes see.
+
+    Containers of one machine share its kernel; those with a network of their own are hosts of their own.
+
+    Args:
+        pretended: PHALANX_HOST, which divides a host into several.
+    """
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')} {pretended}".rstrip()
 
 
 def _owner_of(source: tuple, target: str, host: str, allow_loopback: bool) -> Interface:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import os
 import re
-import socket
 import stat
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx import _env
+from phalanx._network import host_identity, interfaces
 from phalanx.launch.schedulers import Placement, detect
 
 if TYPE_CHECKING:
@@ -244,10 +244,7 @@ def _meet(place: Placement, init_method: str | None) -> Any:
 
 def _place_by_hosts(place: Placement, store: Any) -> Placement:
     """Return the place with its host and its place there, which the ranks have told each other in `store`."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    # Containers of one machine share its kernel, and not the network that phalanx's ranks meet in.
-    mine = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
+    mine = host_identity(_env.read_settings().host)
     store.set(f"phalanx/host/{place.rank}", mine)
     hosts = [store.get(f"phalanx/host/{rank}").decode() for rank in range(place.world_size)]
     nodes = list(dict.fromkeys(hosts))
@@ -285,7 +282,6 @@ def _meet_by_mpi(place: Placement) -> Any:
     """Return a store on a free port of rank 0's host, which MPI has told the others."""
     import torch.distributed as dist
 
-    from phalanx._network import interfaces
     from phalanx.backend._mpi import tell_all, world_rank
 
     world_rank()  # says what is missing

@@ -13,82 +13,29 @@ of a message is misread. Reductions go by fixed orders: the same bits on all ran
 from __future__ import annotations
 
 import ctypes
-import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from phalanx import _core
 from phalanx._errors import GroupAborted
+from phalanx.backend._calls import Call
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures, Place
 from phalanx.backend._messages import Messages
-from phalanx.backend._tasks import Task, Tasks
-from phalanx.backend._types import DTYPE_CODES, DTYPE_NAMES, REDUCE_CODES, REDUCE_NAMES, RedOpType
+from phalanx.backend._rails import INLINE_BYTES, Buffers, Rail, Span, Transfer, bounds_of
+from phalanx.backend._tasks import Task, Tasks, Watch
+from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
 from phalanx.backend._work import call_site
 
 _SLICE = timedelta(seconds=0.1)  # of waiting, between looks at what else may have happened
-_HEAD = struct.Struct("<QBBBBiQ")
-_INLINE_BYTES = 4096 - 64  # a message up to here travels with the head
-_SLOT_BYTES = 4096
-_WHOLE_BYTES = 32 * 1024  # slices up to here are exchanged in one step, however many hosts
+_CALLER_BYTES = 1 << 20  # larger ones run on the group's thread, so that Ctrl-C need not wait for the network
 _SUM, _AVG = (REDUCE_CODES[op][0] for op in (RedOpType.SUM, RedOpType.AVG))
-_OPS = (
-    "barrier",
-    "broadcast",
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-)
 _DTYPES = [dtype for dtype, _ in sorted(DTYPE_CODES.items(), key=lambda entry: entry[1])]
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
-
-@dataclass
-class _Call:
-    """One collective on its way."""
-
-    op: str
-    timeout_s: float
-    dtype: int = 0
-    item: int = 0
-    count: int = 0
-    code: int = -1  # of the reduction, which ranks agree on
-    root: int = -1
-    has_splits: bool = False
-    site: str | None = None
-    seq: int = 0
-    has_agreed: bool = False
-    began_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def left(self) -> timedelta:
-        return timedelta(seconds=max(self.began_s + self.timeout_s - time.monotonic(), 0.001))
-
-    def head(self) -> bytes:
-        op = _OPS.index(self.op)
-        return _HEAD.pack(self.seq, op, self.dtype, self.code + 1, self.has_splits, self.root, self.count)
-
-    def text(self, global_ranks: Sequence[int]) -> str:
-        """Return the call as its caller wrote it."""
-        if self.op == "barrier":
-            return "barrier()"
-        text = f"{self.op}({DTYPE_NAMES[self.dtype]}, "
-        text += "split sizes" if self.has_splits else f"count={self.count}"
-        if self.code >= 0:
-            text += f", op={REDUCE_NAMES[self.code]}"
-        if self.root >= 0:
-            text += f", {'src' if self.op in ('broadcast', 'scatter') else 'dst'}={global_ranks[self.root]}"
-        return text + ")"
 
 
 class BridgedGroup:
@@ -118,7 +65,7 @@ class BridgedGroup:
         stall_s: float,
     ) -> None:
         self._core, self._hosts, self._rank, self._place = core, hosts, rank, place
-        self._rail, self._everyone, self._failures = rail, everyone, failures
+        self._everyone, self._failures = everyone, failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
         self._host = next(h for h, ranks in enumerate(hosts) if rank in ranks)
         self._here = hosts[self._host]
@@ -126,9 +73,12 @@ class BridgedGroup:
         self._num_rails = min(map(len, hosts))
         self._is_even = all(len(ranks) == self._num_rails for ranks in hosts)
         self._has_peers = len(self._here) > 1
+        self._buffers = Buffers()
+        self._rail = None if rail is None else Rail(rail, len(hosts), self._host, self._buffers, self._wait, failures)
         self._seq = 0
         self._tasks = Tasks()
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._watch = Watch(self._look)
+        self._current: Call | None = None
         self._messages = Messages(core, self._here, place, everyone, failures, timeout_s)
         channels = [channel for channel in (rail, everyone) if channel is not None]
         failures.watch(core, channels)
@@ -147,15 +97,17 @@ class BridgedGroup:
     def ended(self) -> bool:
         return self._failures.ended or self._core.ended
 
-    def _run(self, call: _Call, timeout: timedelta, site: str | None, work: Callable[[_Call], Any]) -> Any:
+    def _run(self, call: Call, timeout: timedelta, site: str | None, work: Callable[[Call], Any]) -> Any:
         """Run a collective here, or, if it comes with a site, on the group's thread; then its task is returned."""
         self._failures.check(call.op)
         call.timeout_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self._timeout_s
         call.site = site
-        if site is None:
-            with self._tasks.inline() as is_free:
-                if is_free:
-                    return self._perform(call, work)
+        may_run_here = site is None and call.count * call.item <= _CALLER_BYTES and not call.has_splits
+        if may_run_here and self._tasks.begin_here():
+            try:
+                return self._perform(call, work)
+            finally:
+                self._tasks.end_here()
         task = self._tasks.submit(lambda: self._perform(call, work))
         if site is not None:
             return task
@@ -163,17 +115,22 @@ class BridgedGroup:
         self.wait_job(task, 0)
         return task.value
 
-    def _perform(self, call: _Call, work: Callable[[_Call], Any]) -> Any:
-        self._failures.check(call.op)
+    def _perform(self, call: Call, work: Callable[[Call], Any]) -> Any:
+        if self._failures.ended:  # since the call
+            raise self._explain(GroupAborted("the group has ended"), call)
         self._seq += 1
         call.seq = self._seq
         call.began_s = time.monotonic()
+        self._current = call
         try:
-            return work(call)
+            with self._watch:
+                return work(call)
         except BaseException as error:
             raise self._explain(error, call) from None
+        finally:
+            self._current = None
 
-    def _explain(self, error: BaseException, call: _Call) -> BaseException:
+    def _explain(self, error: BaseException, call: Call) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
         where = f"{call.op} #{call.seq} of group '{self._place.group}'"
         site = call_site() if call.site is None else call.site
@@ -193,9 +150,8 @@ class BridgedGroup:
             raise error
         return True
 
-    def _wait(self, handle: Handle, call: _Call) -> None:
-        """Wait for an exchange; look now and then whether it can still succeed."""
-        has_told = False
+    def _wait(self, handle: Handle) -> None:
+        """Wait for an exchange; look now and then whether it can still succeed, and at signals."""
         while True:
             try:
                 handle.wait(_SLICE)
@@ -204,185 +160,111 @@ class BridgedGroup:
                 if handle.is_completed():  # with an error, or just in time
                     handle.wait(_SLICE)
                     return
-            if self._core.ended or self._failures.is_told():
-                raise GroupAborted("another rank has ended the group")
-            waited_s = time.monotonic() - call.began_s
-            if waited_s > call.timeout_s:
-                raise self._failures.timed_out(call.op, call.seq, call.timeout_s)
-            if not has_told and waited_s > min(self._stall_s or call.timeout_s, call.timeout_s / 2):
-                has_told = True
-                self._failures.tell_stall(
-                    call.op, call.seq, call.text(self._place.global_ranks), waited_s, self._stall_s
-                )
+            self._look()
 
-    # ---- over the bridge -------------------------------------------------------------------------------------------
-
-    def _swap(self, call: _Call, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> None:
-        """Exchange bytes with the same rank of every other host: one tensor to and from each, in the order of hosts."""
-        if self._rail is None:
+    def _look(self) -> None:
+        """End a call that can't succeed or takes too long; tell of one that waits. Called now and then."""
+        call = self._current
+        if call is None or self._failures.ended:
             return
-        others = [h for h in range(len(self._hosts)) if h != self._host]
-        largest = max(max(sends[h].numel(), recvs[h].numel()) for h in others)
-        if not call.has_agreed and self._agree(call, sends, recvs, others, largest):
-            return
-        if largest == 0:
-            return
-        out_bytes = [0 if h == self._host else recv.numel() for h, recv in enumerate(recvs)]
-        in_bytes = [0 if h == self._host else send.numel() for h, send in enumerate(sends)]
-        if len(others) == 1:
-            self._wait(self._rail.exchange(recvs[others[0]], sends[others[0]], out_bytes, in_bytes), call)
-            return
-        source = torch.cat([sends[h] for h in others])
-        out = self._buffer("received", sum(out_bytes))
-        self._wait(self._rail.exchange(out, source, out_bytes, in_bytes), call)
-        for h, part in zip(others, out.split([out_bytes[h] for h in others]), strict=True):
-            recvs[h].copy_(part)
-
-    def _agree(
-        self, call: _Call, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor], others: list[int], largest: int
-    ) -> bool:
-        """Tell the rail which call this is; return whether the messages were small enough to come along."""
-        assert self._rail is not None
-        num_hosts = len(self._hosts)
-        slots, answers = (
-            self._buffer(name, num_hosts * _SLOT_BYTES).view(num_hosts, -1) for name in ("slots", "answers")
-        )
-        head = call.head()
-        slots[:, : len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        are_inline = largest <= _INLINE_BYTES
-        for h in others if are_inline else ():
-            slots[h, _SLOT_BYTES - sends[h].numel() :] = sends[h]
-        sizes = [0 if h == self._host else _SLOT_BYTES for h in range(num_hosts)]
-        if num_hosts == 2:  # no room for itself
-            (other,) = others
-            self._wait(self._rail.exchange(answers[other], slots[other], sizes, sizes), call)
-        else:
-            keep = torch.tensor(others)
-            out = torch.empty(len(others) * _SLOT_BYTES, dtype=torch.uint8)
-            self._wait(self._rail.exchange(out, slots[keep].view(-1), sizes, sizes), call)
-            answers[keep] = out.view(len(others), -1)
-        if any(bytes(answers[h, : len(head)].numpy()) != head for h in others):
-            raise self._failures.mismatch(call.op, call.seq)
-        for h in others if are_inline else ():
-            recvs[h].copy_(answers[h, _SLOT_BYTES - recvs[h].numel() :])
-        call.has_agreed = True
-        return are_inline
-
-    def _combine(self, call: _Call, data: torch.Tensor, kernel: int) -> None:
-        """Reduce equally long bytes of the rail's ranks, in place, in the order of hosts."""
-        num_hosts, item = len(self._hosts), call.item
-        num_bytes = data.numel()
-        if num_hosts == 2 or num_bytes <= _WHOLE_BYTES:
-            theirs = self._buffer("theirs", num_hosts * num_bytes).view(num_hosts, -1)
-            self._swap(call, [data] * num_hosts, list(theirs))
-            self._reduce_local(call, [data if h == self._host else theirs[h] for h in range(num_hosts)], data, kernel)
-            return
-        # Each host reduces a part of it, and gives the others the result.
-        bounds = _bounds(num_bytes // item, num_hosts, item)
-        parts = [data[low:high] for low, high in bounds]
-        mine = parts[self._host]
-        theirs = self._buffer("theirs", num_hosts * mine.numel()).view(num_hosts, -1)
-        self._swap(call, parts, list(theirs))
-        self._reduce_local(call, [mine if h == self._host else theirs[h] for h in range(num_hosts)], mine, kernel)
-        self._swap(call, [mine] * num_hosts, parts)
-
-    @staticmethod
-    def _reduce_local(call: _Call, sources: list[torch.Tensor], out: torch.Tensor, kernel: int) -> None:
-        addresses = [source.data_ptr() for source in sources]
-        _core.reduce_buffers(out.data_ptr(), addresses, call.dtype, kernel, out.numel() // call.item)
-
-    def _buffer(self, name: str, num_bytes: int) -> torch.Tensor:
-        """Return memory for the bytes of one step, kept for the next call."""
-        kept = self._scratch.get(name, _NO_BYTES)
-        if kept.numel() < num_bytes:
-            kept = self._scratch[name] = torch.empty(num_bytes, dtype=torch.uint8)
-        return kept[:num_bytes]
+        waited_s = time.monotonic() - call.began_s
+        error: Exception | None = None
+        if self._core.told or self._failures.is_told():
+            error = GroupAborted("another rank has ended the group")
+        elif waited_s > call.timeout_s:
+            error = self._failures.timed_out(call.op, call.seq, call.timeout_s)
+        elif not call.has_told and waited_s > min(self._stall_s or call.timeout_s, call.timeout_s / 2):
+            call.has_told = True
+            text = call.text(self._place.global_ranks)
+            self._failures.tell_stall(call.op, call.seq, text, waited_s, self._stall_s)
+        if error is not None:
+            raise self._explain(error, call)
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def barrier(self, timeout: timedelta, site: str | None) -> Task | None:
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             self._core.barrier(call.left, None)
-            self._swap(call, *[[_NO_BYTES] * len(self._hosts)] * 2)
+            self._agree(call)
             self._core.barrier(call.left, None)
 
-        return self._run(_Call("barrier", 0), timeout, site, work)
+        return self._run(Call("barrier", 0), timeout, site, work)
 
     def broadcast(
         self, data: int, dtype: int, item: int, count: int, root: int, timeout: timedelta, site: str | None
     ) -> Task | None:
         source_host = next(h for h, ranks in enumerate(self._hosts) if root in ranks)
 
-        def work(call: _Call) -> None:
-            message = _memory(data, count * item)
+        def work(call: Call) -> None:
+            message = Span(data, count * item)
             is_source = self._host == source_host
             if is_source and self._has_peers:
                 self._core.broadcast(data, dtype, item, count, self._here.index(root), call.left, None)
-            is_small = message.numel() <= _INLINE_BYTES
-            bounds = [(0, message.numel())] * self._num_rails if is_small else _bounds(count, self._num_rails, item)
-            if self._local < self._num_rails:
-                low, high = bounds[self._local]
-                part = message[low:high]
-                none = [_NO_BYTES] * len(self._hosts)
-                if is_source:
-                    self._swap(call, [part] * len(self._hosts), none)
-                else:
-                    recvs = [part if h == source_host else _NO_BYTES for h in range(len(self._hosts))]
-                    self._swap(call, none, recvs)
+            is_small = message.size <= INLINE_BYTES
+            bounds = [(0, message.size)] * self._num_rails if is_small else bounds_of(count, self._num_rails, item)
+            if self._rail is not None:
+                part = message.part(*bounds[self._local])
+                num_hosts = len(self._hosts)
+                sends = [part if is_source else Span()] * num_hosts
+                recvs = [part if h == source_host and not is_source else Span() for h in range(num_hosts)]
+                self._rail.swap(call, sends, recvs)
             if not is_source:
                 self._share(call, message, bounds, is_whole=is_small)
 
-        return self._run(_Call("broadcast", 0, dtype, item, count, root=root), timeout, site, work)
+        return self._run(Call("broadcast", 0, dtype, item, count, root=root), timeout, site, work)
 
-    def _share(self, call: _Call, message: torch.Tensor, bounds: list[tuple[int, int]], *, is_whole: bool) -> None:
+    def _share(self, call: Call, message: Span, bounds: list[tuple[int, int]], *, is_whole: bool) -> None:
         """Give every rank of this host the slices that its rails have got."""
         if not self._has_peers or (is_whole and self._is_even):
             return
         dtype, item = call.dtype, call.item
         if is_whole:
-            self._core.broadcast(message.data_ptr(), dtype, item, message.numel() // item, 0, call.left, None)
+            self._core.broadcast(message.address, dtype, item, message.size // item, 0, call.left, None)
             return
         sizes = {high - low for low, high in bounds}
         if self._is_even and len(sizes) == 1:
-            addresses = [message.data_ptr() + low for low, _ in bounds]
+            addresses = [message.address + low for low, _ in bounds]
             num = sizes.pop() // item
             self._core.all_gather(addresses[self._local], addresses, dtype, item, num, call.left, None)
             return
         for rail, (low, high) in enumerate(bounds):
-            address = message.data_ptr() + low
+            address = message.address + low
             self._core.broadcast(address, dtype, item, (high - low) // item, rail, call.left, None)
 
     def all_reduce(
         self, source: int, out: int, dtype: int, item: int, count: int, kernel: int, code: int, timeout: timedelta,
         site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             self._all_reduce(call, source, out, count, kernel)
 
-        return self._run(_Call("all_reduce", 0, dtype, item, count, code), timeout, site, work)
+        return self._run(Call("all_reduce", 0, dtype, item, count, code), timeout, site, work)
 
-    def _all_reduce(self, call: _Call, source: int, out: int, count: int, kernel: int) -> None:
+    def _all_reduce(self, call: Call, source: int, out: int, count: int, kernel: int) -> None:
         dtype, item, code = call.dtype, call.item, call.code
         if kernel == _AVG and not _is_inexact(dtype):
             return self._average_integers(call, source, out, count)
-        message = _memory(out, count * item)
+        message = Span(out, count * item)
         kernel, divide = self._average(call, kernel)
-        is_small = message.numel() <= _INLINE_BYTES
-        if not is_small and self._is_even and self._has_peers and count % self._num_rails == 0:
+        is_small = message.size <= INLINE_BYTES
+        if not self._has_peers:
+            if source != out:
+                ctypes.memmove(out, source, message.size)
+        elif not is_small and self._is_even and count % self._num_rails == 0:
             num = count // self._num_rails
             addresses = [source + i * num * item for i in range(self._num_rails)]
             low = self._local * num * item
             self._core.reduce_scatter(addresses, out + low, dtype, item, num, kernel, code, call.left, None)
         else:
             self._core.all_reduce(source, out, dtype, item, count, kernel, code, call.left, None)
-        bounds = [(0, message.numel())] * self._num_rails if is_small else _bounds(count, self._num_rails, item)
-        if self._local < self._num_rails:
-            low, high = bounds[self._local]
-            self._combine(call, message[low:high], kernel)
-            divide(message[low:high])
+        bounds = [(0, message.size)] * self._num_rails if is_small else bounds_of(count, self._num_rails, item)
+        if self._rail is not None:
+            part = message.part(*bounds[self._local])
+            self._rail.combine(call, part, kernel)
+            divide(part)
         self._share(call, message, bounds, is_whole=is_small)
 
-    def _average(self, call: _Call, kernel: int) -> tuple[int, Callable[[torch.Tensor], object]]:
+    def _average(self, call: Call, kernel: int) -> tuple[int, Callable[[Span], object]]:
         """Return the kernel for the steps of a reduction, and what makes a result of theirs that of all ranks.
 
         An average of averages is the average where all hosts have as many ranks, and stays in a half's range.
@@ -390,88 +272,77 @@ class BridgedGroup:
         if kernel != _AVG or self._is_even:
             return kernel, lambda result: None
         dtype, world_size = _DTYPES[call.dtype], sum(map(len, self._hosts))
-        return _SUM, lambda result: result.view(dtype).div_(world_size)
+        return _SUM, lambda result: result.tensor().view(dtype).div_(world_size)
 
-    def _average_integers(self, call: _Call, source: int, out: int, count: int) -> None:
+    def _average_integers(self, call: Call, source: int, out: int, count: int) -> None:
         """Average in 64 bits: a sum of small integers may leave their range, and averages can't be averaged."""
         dtype = _DTYPES[call.dtype]
-        sums = _memory(source, count * call.item).view(dtype).to(torch.int64)
+        sums = Span(source, count * call.item).tensor().view(dtype).to(torch.int64, copy=True)
         wide = replace(call, dtype=DTYPE_CODES[torch.int64][0], item=8)
         self._all_reduce(wide, sums.data_ptr(), sums.data_ptr(), count, _SUM)
-        means = torch.div(sums, sum(map(len, self._hosts)), rounding_mode="trunc")
-        _memory(out, count * call.item).view(dtype).copy_(means)
+        means = _quotients(sums, sum(map(len, self._hosts)), is_unsigned=dtype is torch.uint64)
+        Span(out, count * call.item).tensor().view(dtype).copy_(means)
 
     def all_reduce_pieces(
         self, sources: list[int], outs: list[int], counts: list[int], dtype: int, item: int, kernel: int, code: int,
         num_squared: int, timeout: timedelta,
     ) -> float:  # fmt: skip
-        def work(call: _Call) -> float:
-            flat = self._buffer("flat", call.count * item)
-            parts = flat.split([count * item for count in counts])
+        def work(call: Call) -> float:
+            flat = self._buffers.span("flat", call.count * item)
+            parts = flat.tensor().split([count * item for count in counts])
             for part, source in zip(parts, sources, strict=True):
-                part.copy_(_memory(source, part.numel()))
-            self._all_reduce(call, flat.data_ptr(), flat.data_ptr(), call.count, kernel)
+                part.copy_(Span(source, part.numel()).tensor())
+            self._all_reduce(call, flat.address, flat.address, call.count, kernel)
             for part, out in zip(parts, outs, strict=True):
-                _memory(out, part.numel()).copy_(part)
+                Span(out, part.numel()).tensor().copy_(part)
             kinds = [part.view(_DTYPES[dtype]) for part in parts[:num_squared]]
             return sum(float(values.abs().double().square().sum()) for values in kinds)
 
-        return self._run(_Call("all_reduce", 0, dtype, item, sum(counts), code), timeout, None, work)
+        return self._run(Call("all_reduce", 0, dtype, item, sum(counts), code), timeout, None, work)
 
     def reduce(
         self, source: int, out: int, dtype: int, item: int, count: int, kernel: int, code: int, root: int,
         timeout: timedelta, site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
-            target = out if self._rank == root else self._buffer("reduced", count * item).data_ptr()
+        def work(call: Call) -> None:
+            target = out if self._rank == root else self._buffers.span("reduced", count * item).address
             self._all_reduce(call, source, target, count, kernel)
 
-        return self._run(_Call("reduce", 0, dtype, item, count, code, root), timeout, site, work)
+        return self._run(Call("reduce", 0, dtype, item, count, code, root), timeout, site, work)
 
     def reduce_scatter(
         self, sources: list[int], out: int, dtype: int, item: int, count: int, kernel: int, code: int,
         timeout: timedelta, site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             num_bytes = count * item
             if not self._is_even or (kernel == _AVG and not _is_inexact(dtype)):
-                whole = self._buffer("whole", len(sources) * num_bytes)
+                whole = self._buffers.span("whole", len(sources) * num_bytes)
                 for i, source in enumerate(sources):
-                    whole[i * num_bytes : (i + 1) * num_bytes] = _memory(source, num_bytes)
-                self._all_reduce(call, whole.data_ptr(), whole.data_ptr(), len(sources) * count, kernel)
-                _memory(out, num_bytes).copy_(whole[self._rank * num_bytes : (self._rank + 1) * num_bytes])
+                    ctypes.memmove(whole.address + i * num_bytes, source, num_bytes)
+                self._all_reduce(call, whole.address, whole.address, len(sources) * count, kernel)
+                ctypes.memmove(out, whole.address + self._rank * num_bytes, num_bytes)
                 return
-            num_hosts = len(self._hosts)
-            step, divide = self._average(call, kernel)
-            mine = self._buffer("mine", num_hosts * num_bytes).view(num_hosts, -1)
+            room = self._buffers.span("mine", len(self._hosts) * num_bytes)
+            mine = [room.part(h * num_bytes, (h + 1) * num_bytes) for h in range(len(self._hosts))]
+            mine[self._host] = Span(out, num_bytes)
             for h, ranks in enumerate(self._hosts):
                 blocks = [sources[r] for r in ranks]
-                self._core.reduce_scatter(blocks, mine[h].data_ptr(), dtype, item, count, step, code, call.left, None)
-            theirs = self._buffer("theirs", num_hosts * num_bytes).view(num_hosts, -1)
-            self._swap(call, list(mine), list(theirs))
-            result = _memory(out, num_bytes)
-            ordered = [mine[h] if h == self._host else theirs[h] for h in range(num_hosts)]
-            self._reduce_local(call, ordered, result, step)
-            divide(result)
+                self._core.reduce_scatter(blocks, mine[h].address, dtype, item, count, kernel, code, call.left, None)
+            assert self._rail is not None
+            self._rail.reduce_parts(call, mine, kernel)
 
-        return self._run(_Call("reduce_scatter", 0, dtype, item, count, code), timeout, site, work)
+        return self._run(Call("reduce_scatter", 0, dtype, item, count, code), timeout, site, work)
 
     def all_gather(
         self, source: int, outs: list[int], dtype: int, item: int, count: int, timeout: timedelta, site: str | None
     ) -> Task | None:
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             num_bytes = count * item
             mine = [outs[r] for r in self._here]
             self._core.all_gather(source, mine, dtype, item, count, call.left, None)
-            carried = [[r for j, r in enumerate(ranks) if j % self._num_rails == self._local] for ranks in self._hosts]
-            if self._local < self._num_rails:
-                own = torch.cat([_memory(outs[r], num_bytes) for r in carried[self._host]])
-                theirs = self._buffer("theirs", sum(map(len, carried)) * num_bytes)
-                parts = theirs.split([len(ranks) * num_bytes for ranks in carried])
-                self._swap(call, [own] * len(self._hosts), parts)
-                for h, ranks in enumerate(carried):
-                    for i, r in enumerate(ranks if h != self._host else ()):
-                        _memory(outs[r], num_bytes).copy_(parts[h][i * num_bytes : (i + 1) * num_bytes])
+            if self._rail is not None:
+                self._swap_blocks(call, outs, num_bytes)
             for h, ranks in enumerate(self._hosts):
                 if h == self._host or not self._has_peers:
                     continue
@@ -482,103 +353,116 @@ class BridgedGroup:
                 for j, r in enumerate(ranks):
                     self._core.broadcast(outs[r], dtype, item, count, j % self._num_rails, call.left, None)
 
-        return self._run(_Call("all_gather", 0, dtype, item, count), timeout, site, work)
+        return self._run(Call("all_gather", 0, dtype, item, count), timeout, site, work)
+
+    def _swap_blocks(self, call: Call, outs: list[int], num_bytes: int) -> None:
+        """Get the blocks of the other hosts' ranks that this rail carries, each to its place."""
+        assert self._rail is not None
+        num_hosts = len(self._hosts)
+        if self._is_even:
+            own = [Span(outs[self._rank], num_bytes)] * num_hosts
+            self._rail.swap(call, own, [Span(outs[ranks[self._local]], num_bytes) for ranks in self._hosts])
+            return
+        carried = [ranks[self._local :: self._num_rails] for ranks in self._hosts]
+        room = [self._buffers.span(f"from {h}", len(ranks) * num_bytes) for h, ranks in enumerate(carried)]
+        for i, r in enumerate(carried[self._host]):
+            ctypes.memmove(room[self._host].address + i * num_bytes, outs[r], num_bytes)
+        self._rail.swap(call, [room[self._host]] * num_hosts, room)
+        for h in range(num_hosts):
+            for i, r in enumerate(carried[h] if h != self._host else ()):
+                ctypes.memmove(outs[r], room[h].address + i * num_bytes, num_bytes)
 
     def gather(
         self, source: int, outs: list[int], dtype: int, item: int, count: int, root: int, timeout: timedelta,
         site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             num_bytes = count * item
             if root in self._here:
                 mine = [outs[r] for r in self._here] if self._rank == root else []
                 self._core.gather(source, mine, dtype, item, count, self._here.index(root), call.left, None)
             sends, recvs = self._nothing(), self._nothing()
             if self._rank == root:
-                recvs = [_NO_BYTES if r in self._here else _memory(out, num_bytes) for r, out in enumerate(outs)]
+                recvs = [Span() if r in self._here else Span(out, num_bytes) for r, out in enumerate(outs)]
             elif root not in self._here:
-                sends[root] = _memory(source, num_bytes)
+                sends[root] = Span(source, num_bytes)
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(_Call("gather", 0, dtype, item, count, root=root), timeout, site, work)
+        return self._run(Call("gather", 0, dtype, item, count, root=root), timeout, site, work)
 
     def scatter(
         self, sources: list[int], out: int, dtype: int, item: int, count: int, root: int, timeout: timedelta,
         site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             num_bytes = count * item
             if root in self._here:
                 mine = [sources[r] for r in self._here] if self._rank == root else []
                 self._core.scatter(mine, out, dtype, item, count, self._here.index(root), call.left, None)
             sends, recvs = self._nothing(), self._nothing()
             if self._rank == root:
-                sends = [_NO_BYTES if r in self._here else _memory(a, num_bytes) for r, a in enumerate(sources)]
+                sends = [Span() if r in self._here else Span(a, num_bytes) for r, a in enumerate(sources)]
             elif root not in self._here:
-                recvs[root] = _memory(out, num_bytes)
+                recvs[root] = Span(out, num_bytes)
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(_Call("scatter", 0, dtype, item, count, root=root), timeout, site, work)
+        return self._run(Call("scatter", 0, dtype, item, count, root=root), timeout, site, work)
 
     def all_to_all(
         self, sources: list[int], outs: list[int], dtype: int, item: int, count: int, timeout: timedelta,
         site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             mine = [[addresses[r] for r in self._here] for addresses in (sources, outs)]
             self._core.all_to_all(*mine, dtype, item, count, call.left, None)
             sends, recvs = (
-                [
-                    _NO_BYTES if r in self._here else _memory(address, count * item)
-                    for r, address in enumerate(addresses)
-                ]
+                [Span() if r in self._here else Span(address, count * item) for r, address in enumerate(addresses)]
                 for addresses in (sources, outs)
             )
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(_Call("all_to_all", 0, dtype, item, count), timeout, site, work)
+        return self._run(Call("all_to_all", 0, dtype, item, count), timeout, site, work)
 
     def all_to_all_split(
         self, sources: list[int], in_counts: list[int], outs: list[int], out_counts: list[int], dtype: int, item: int,
         timeout: timedelta, site: str | None,
     ) -> Task | None:  # fmt: skip
-        def work(call: _Call) -> None:
+        def work(call: Call) -> None:
             mine = [[values[r] for r in self._here] for values in (sources, in_counts, outs, out_counts)]
             self._core.all_to_all_split(*mine, dtype, item, call.left, None)
-            self._swap(call, *[[_NO_BYTES] * len(self._hosts)] * 2)
-            sent = torch.tensor(in_counts)
-            expected = torch.empty_like(sent)
-            sizes = [8] * len(sources)
-            self._wait(self._everyone.exchange(expected.view(torch.uint8), sent.view(torch.uint8), sizes, sizes), call)
-            wrong = [r for r, n in enumerate(expected.tolist()) if n != out_counts[r]]
-            if wrong:
-                raise self._failures.wrong_split(
-                    call.op, call.seq, wrong[0], int(expected[wrong[0]]), out_counts[wrong[0]]
-                )
+            self._agree(call)
+            self._check_splits(call, in_counts, out_counts)
             sends, recvs = (
-                [
-                    _NO_BYTES if r in self._here else _memory(address, counts[r] * item)
-                    for r, address in enumerate(addresses)
-                ]
+                [Span() if r in self._here else Span(address, counts[r] * item) for r, address in enumerate(addresses)]
                 for addresses, counts in ((sources, in_counts), (outs, out_counts))
             )
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(_Call("all_to_all", 0, dtype, item, has_splits=True), timeout, site, work)
+        return self._run(Call("all_to_all", 0, dtype, item, has_splits=True), timeout, site, work)
 
-    def _nothing(self) -> list[torch.Tensor]:
-        return [_NO_BYTES] * sum(map(len, self._hosts))
+    def _check_splits(self, call: Call, in_counts: list[int], out_counts: list[int]) -> None:
+        """Compare what each rank sends with what the others expect."""
+        sent = torch.tensor(in_counts)
+        coming = torch.empty_like(sent)
+        sizes = [sent.itemsize] * len(in_counts)
+        self._wait(self._everyone.exchange(coming.view(torch.uint8), sent.view(torch.uint8), sizes, sizes))
+        for r, num in enumerate(coming.tolist()):
+            if num != out_counts[r]:
+                raise self._failures.wrong_split(call.op, call.seq, r, num, out_counts[r])
 
-    def _scatter_wide(self, call: _Call, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> None:
+    def _agree(self, call: Call) -> None:
+        if self._rail is not None:
+            self._rail.agree(call)
+
+    def _nothing(self) -> list[Span]:
+        return [Span()] * sum(map(len, self._hosts))
+
+    def _scatter_wide(self, call: Call, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
         """Exchange bytes with every rank of the other hosts directly."""
-        if not call.has_agreed:
-            self._swap(call, *[[_NO_BYTES] * len(self._hosts)] * 2)
-        out_bytes, in_bytes = ([part.numel() for part in parts] for parts in (recvs, sends))
-        source = torch.cat(list(sends))
-        out = self._buffer("received", sum(out_bytes))
-        self._wait(self._everyone.exchange(out, source, out_bytes, in_bytes), call)
-        for recv, part in zip(recvs, out.split(out_bytes), strict=True):
-            recv.copy_(part)
+        transfer = Transfer(self._everyone, call)
+        transfer.start(range(len(sends)), sends, recvs)
+        self._agree(call)
+        transfer.finish()
 
     # ---- messages and life -----------------------------------------------------------------------------------------
 
@@ -610,6 +494,7 @@ class BridgedGroup:
             _left_in_parent.append(self)
             self._core.leave()
             return
+        self._watch.close()
         self._messages.close()
         self._tasks.close()
         self._core.leave()
@@ -619,18 +504,14 @@ _left_in_parent: list[BridgedGroup] = []
 """Groups of a forked process: destroying an engine whose threads stayed in the parent would not end."""
 
 
-def _memory(address: int, num_bytes: int) -> torch.Tensor:
-    """Return the bytes at an address, which must outlive the tensor."""
-    if num_bytes == 0:
-        return _NO_BYTES
-    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
-
-
 def _is_inexact(dtype: int) -> bool:
     return _DTYPES[dtype].is_floating_point or _DTYPES[dtype].is_complex
 
 
-def _bounds(count: int, num_parts: int, item: int) -> list[tuple[int, int]]:
-    """Return the ranges, in bytes, of `count` elements in parts whose sizes differ by one element at most."""
-    sizes = [count // num_parts + (i < count % num_parts) for i in range(num_parts)]
-    return [(low * item, high * item) for low, high in pairwise(accumulate(sizes, initial=0))]
+def _quotients(sums: torch.Tensor, divisor: int, *, is_unsigned: bool) -> torch.Tensor:
+    """Divide 64-bit integers towards zero; unsigned ones, for which torch has no division, lie in signed ones."""
+    if not is_unsigned:
+        return torch.div(sums, divisor, rounding_mode="trunc")
+    halves = (sums >> 1) & torch.iinfo(torch.int64).max
+    quotients = halves // divisor * 2
+    return (quotients + (sums - quotients * divisor >= divisor)).view(torch.uint64)

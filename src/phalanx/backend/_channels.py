@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import torch
 from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
-_FOR_EVER = timedelta(days=30)  # deadlines are kept by who waits: an engine that reaches its own ends the connection
+FOR_EVER = timedelta(days=30)  # deadlines are kept by who waits: an engine that reaches its own ends the connection
 _KEEPALIVE_S = 1  # the kernel's shortest
 _making = threading.Lock()  # connections are told apart by when they were made
 
@@ -37,9 +37,11 @@ class Channel(Protocol):
 
     Attributes:
         ends_waits: Whether `close` ends the waits of the other ranks.
+        links: Connections to other ranks, as far as they can be watched.
     """
 
     ends_waits: bool
+    links: Mapping[int, socket.socket]
 
     def exchange(
         self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int]
@@ -90,9 +92,9 @@ class GlooChannel:
             self._group = group(store, rank, size, options)
             made = [_duplicate(fd) for inode, fd in _sockets().items() if inode not in known]
         self._options = c10d.AllToAllOptions()
-        self._options.timeout = _FOR_EVER
-        self._links = self._identify(store, rank, size, [link for link in made if link is not None], timeout_s)
-        for link in self._links.values():
+        self._options.timeout = FOR_EVER
+        self.links = self._identify(store, rank, size, [link for link in made if link is not None], timeout_s)
+        for link in self.links.values():
             watch_link(link, silence_s)
 
     def _identify(
@@ -125,10 +127,10 @@ class GlooChannel:
         return self._group.recv([tensor], peer, tag)
 
     def lost(self) -> list[int]:
-        return [peer for peer, link in self._links.items() if _has_ended(link)]
+        return [peer for peer, link in self.links.items() if _has_ended(link)]
 
     def close(self) -> None:
-        for link in self._links.values():
+        for link in self.links.values():
             with contextlib.suppress(OSError):  # it has ended already
                 link.shutdown(socket.SHUT_RDWR)
 

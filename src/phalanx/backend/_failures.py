@@ -1,8 +1,9 @@
 """How a group on several hosts ends: one verdict, the same on every rank.
 
 The first rank that meets a failure writes the verdict into the group's store, ends the part of the group that shares
-its memory and closes its connections. That wakes the ranks of the other hosts, who read the verdict there. Without
-one, as when a whole host has vanished, those whose connections have ended are the culprits.
+its memory and closes its connections. That wakes the watchers of the other ranks, who read the verdict there. Without
+one, as when a whole host has vanished, those whose connections have ended are the culprits. If the store has gone with
+the rank that served it, the verdict is left in the other ranks' mailboxes.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from torch.distributed import Store
 from phalanx import _core, _errors
 from phalanx._errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
 from phalanx.backend._channels import Channel
+from phalanx.backend._mailbox import Mailbox, post
+from phalanx.backend._watcher import Watcher
 
 _GRACE_S = 0.5  # for those who know more to say it
 _TABLE_S = 0.2  # for those who meet the same mismatch
 _STORE_S = 1.0  # it may have gone with its host
+_POST_S = 0.3  # for last words to arrive
 _POLL_S = 0.02
+_LOOK_S = 0.2  # where no connection tells of an end
 _WHERE = re.compile(r"rank \d+: [^\n]*? of group '[^']*'(?: at \S+?)?(?::(?= )|(?= timed out)) ?")
 _VICTIM = "this rank is only its victim."
 
@@ -64,25 +69,44 @@ class Failures:
 
     Args:
         store: Of the group alone.
+        mailbox: Where other ranks leave a verdict once the store is gone; None: nowhere.
+        others: Names of the other ranks' mailboxes.
     """
 
-    def __init__(self, store: Store, place: Place) -> None:
+    def __init__(
+        self, store: Store, place: Place, mailbox: Mailbox | None = None, others: Sequence[Sequence[Any]] = ()
+    ) -> None:
         clone = getattr(store, "clone", None)  # a connection of its own: another thread may wait in the store
         try:
             self._store: Store = clone() if clone else store
         except RuntimeError:  # a kind of store that has none
             self._store = store
+        self._is_store_gone = False
+        self._mailbox, self._others = mailbox, others
         self._place = place
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._verdict: dict[str, Any] | None = None
         self._why = ""
+        self._is_raised = False  # by an operation of this rank
+        self._departed: set[int] = set()
+        self._watcher: Watcher | None = None
         self._core: Any = None
         self._channels: Sequence[Channel] = ()
 
     def watch(self, core: _core.Group, channels: Sequence[Channel]) -> None:
         """Take what is to be ended; the last channel reaches all ranks."""
         self._core, self._channels = core, channels
+        period_s = None if channels[-1].ends_waits else _LOOK_S
+        self._watcher = Watcher(channels[-1].links, self._notice, period_s)
+
+    def _notice(self, rank: int) -> None:
+        """The connection to a rank has ended (-1: perhaps one of them did): the group has, unless it left in order."""
+        if self._why or (self.has_left(rank) if rank >= 0 else not self.is_told()):
+            return
+        with self._lock:
+            if not self._why:
+                self._conclude(RuntimeError("a connection has ended"), "", 0, "", "")
 
     @property
     def is_forked(self) -> bool:
@@ -101,7 +125,7 @@ class Failures:
                 "was made and is no rank of it; call init_process_group in the child",
                 op=op,
             )
-        if self._why:
+        if self._why and (self._is_raised or self._verdict is None):
             raise self._unusable(op)
 
     def _unusable(self, op: str) -> GroupUnusable:
@@ -120,20 +144,28 @@ class Failures:
             call: As its caller wrote it.
         """
         with self._lock:
-            is_first = self._verdict is None
-            if is_first:
-                found = self._find_verdict(is_patient=_is_consequence(error))
-                self._verdict = found or self._settle(self._judge(error, op, seq, where, call))
-                self._why = self._verdict["text"]
-                with contextlib.suppress(PhalanxError):
-                    self._core.abort(self._why.splitlines()[0])
-                for channel in self._channels:
-                    channel.close()
+            if self._why and self._verdict is None:  # this rank has left it meanwhile
+                return self._unusable(op)
+            self._conclude(error, op, seq, where, call)
+            is_first, self._is_raised = not self._is_raised, True
         if is_first:
             self._linger()
-        if isinstance(error, GroupUnusable) or not isinstance(error, (PhalanxError, RuntimeError)):
+        if not isinstance(error, RuntimeError):
             return error  # Ctrl-C and the like: this rank's own
         return self._rebuild(op, seq, where)
+
+    def _conclude(self, error: BaseException, op: str, seq: int, where: str, call: str) -> None:
+        """Find out what ended the group, or settle it, and end it here."""
+        if self._verdict is not None:
+            return
+        found = self._find_verdict(is_patient=_is_consequence(error))
+        self._verdict = found or self._settle(self._judge(error, op, seq, where, call))
+        self._why = self._verdict["text"]
+        with contextlib.suppress(PhalanxError):
+            self._core.abort(self._why.splitlines()[0])
+        for channel in self._channels:
+            channel.close()
+        self._ask(lambda: self._store.add("num_told", 1))
 
     def _rebuild(self, op: str, seq: int, where: str) -> PhalanxError:
         """Return the verdict as the error of an operation of this rank."""
@@ -146,7 +178,6 @@ class Failures:
     def _linger(self) -> None:
         """Let the others read the verdict before this rank, which may serve the store, goes on to its end."""
         num_ranks = len(self._place.pids)
-        self._ask(lambda: self._store.add("num_told", 1))
         deadline = time.monotonic() + _GRACE_S
         while self._place.global_rank == 0 and time.monotonic() < deadline:
             if self._ask(lambda: self._store.add("num_told", 0), num_ranks) >= num_ranks:
@@ -173,6 +204,9 @@ class Failures:
         """Name the ranks whose connections have ended."""
         place = self._place
         lost = sorted(self._channels[-1].lost())
+        found = self._find_verdict(is_patient=False)  # whoever closed a connection because of one has told it before
+        if found is not None:
+            return found
         if not lost:
             return {
                 "kind": "PhalanxError",
@@ -180,19 +214,33 @@ class Failures:
                 "ranks": [],
                 "facts": {},
             }
-        left = [rank for rank in lost if self._read(f"left/{rank}") is not None]
+        left = [rank for rank in lost if self.has_left(rank)]
         lost = left or lost
         named = _and([place.describe(rank) for rank in lost])
-        whole = _whole_hosts(place, lost)
         if left:
             text = f"{named} left the group (destroy_process_group)"
-        elif whole and len(lost) > 1:
-            text = f"{_and(whole)} does not answer: its processes have ended, or the network to it is broken"
-        else:
+        elif len(lost) == 1:
             text = f"{named} is gone: its process has ended, or the network to its host is broken"
+        else:
+            text = f"{_named_by_host(place, lost)} do not answer: their processes have ended, or the network is broken"
         text += f"\nLook at what was printed there last; {_VICTIM}"
         numbers = [place.global_ranks[rank] for rank in lost]
         return {"kind": "RankFailed", "text": text, "ranks": numbers, "facts": {"pid": place.pids[lost[0]]}}
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has said that it goes in order."""
+        self._open_mail()
+        return rank in self._departed or self._read(f"left/{rank}") is not None
+
+    def _open_mail(self) -> dict[str, Any] | None:
+        """Return a verdict that another rank has left, and note who has left the group."""
+        verdict = None
+        while self._mailbox is not None and (message := self._mailbox.read()) is not None:
+            if "left" in message:
+                self._departed.add(message["left"])
+            else:
+                verdict = message
+        return verdict
 
     def _tabulate(self, seq: int, where: str, call: str) -> dict[str, Any]:
         """Return what each rank called, of those who say it in time."""
@@ -278,40 +326,59 @@ class Failures:
         with self._lock:
             if not self._why:
                 self._ask(lambda: self._store.set(f"left/{self._place.rank}", ""))
+                if self._mailbox is not None and (self._is_store_gone or self._place.global_rank == 0):
+                    post(self._others, {"left": self._place.rank}, _POST_S)  # the store may go with this rank
                 self._why = "this rank has left it"
             for channel in self._channels:
                 channel.close()
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
+        if self._mailbox is not None:
+            self._mailbox.close()
 
     def _find_verdict(self, *, is_patient: bool) -> dict[str, Any] | None:
         deadline = time.monotonic() + (_GRACE_S if is_patient else 0)
-        while not self._ask(lambda: self._store.check(["verdict"]), False):
+        while True:
+            told = self._read("verdict")
+            if told is not None:
+                return json.loads(told)
+            if (left := self._open_mail()) is not None:
+                return left
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_S)
-        told = self._read("verdict")
-        return None if told is None else json.loads(told)
 
     def _settle(self, verdict: dict[str, Any]) -> dict[str, Any]:
         """Make this the group's verdict, unless another rank was first; return which holds."""
         told = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(verdict)), None)
-        return json.loads(told) if told else verdict
+        if told:
+            return json.loads(told)
+        if self._mailbox is not None:
+            post(self._others, verdict, _POST_S)
+        return verdict
 
     def _read(self, key: str) -> bytes | None:
         """Return what a key says; None if it is not there, or the store does not answer."""
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
 
     def _ask(self, question: Callable[[], Any], otherwise: Any = None) -> Any:
-        """Return what the store says, or `otherwise` if it does not answer in time."""
+        """Return what the store says, or `otherwise` if it does not answer in time; it is then not asked again."""
         answer = [otherwise]
+        is_answered = False
 
         def ask() -> None:
+            nonlocal is_answered
             with contextlib.suppress(Exception):  # whatever it is, the failure that led here counts
                 answer[0] = question()
+                is_answered = True
 
-        thread = threading.Thread(target=ask, name="phalanx-store", daemon=True)
-        thread.start()
-        thread.join(_STORE_S)
-        return answer[0]
+        if not self._is_store_gone:
+            thread = threading.Thread(target=ask, name="phalanx-store", daemon=True)
+            thread.start()
+            thread.join(_STORE_S)
+            self._is_store_gone = not is_answered
+        return answer[0] if is_answered else otherwise
 
 
 def _is_consequence(error: BaseException) -> bool:
@@ -321,14 +388,15 @@ def _is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
 
 
-def _whole_hosts(place: Place, lost: Sequence[int]) -> list[str]:
-    """Return ``host b (ranks 2 and 3)`` for each host that has lost all of its ranks."""
+def _named_by_host(place: Place, lost: Sequence[int]) -> str:
+    """Name ranks: ``host b (ranks 2 and 3)`` where it has lost all of its ranks, else ``rank 2 on host b``."""
     named = []
     for host in dict.fromkeys(place.hosts[rank] for rank in lost):
-        ranks = [rank for rank, other in enumerate(place.hosts) if other == host]
-        if set(ranks) <= set(lost):
-            named.append(f"host {host} (ranks {_and([place.global_ranks[rank] for rank in ranks])})")
-    return named
+        ranks = [rank for rank in lost if place.hosts[rank] == host]
+        numbers = f"rank{'s' * (len(ranks) > 1)} {_and([place.global_ranks[rank] for rank in ranks])}"
+        is_whole = len(ranks) == place.hosts.count(host)
+        named.append(f"host {host} ({numbers})" if is_whole else f"{numbers} on host {host}")
+    return _and(named)
 
 
 def _and(items: Sequence[object]) -> str:

@@ -18,10 +18,11 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core
 from phalanx._env import Settings, environment, read_settings
 from phalanx._errors import CollectiveTimeout, OutOfSharedMemory, PhalanxError
-from phalanx._network import NetworkError, interface_towards, interfaces, is_loopback
+from phalanx._network import NetworkError, host_identity, interface_towards, interfaces, is_loopback
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._channels import Channel, GlooChannel, links_to, watch_link
 from phalanx.backend._failures import Failures, Place
+from phalanx.backend._mailbox import Mailbox
 
 _SERVE_S = 0.1  # between looks at whether those who are still awaited can't come
 
@@ -124,14 +125,11 @@ def join_group(
 
 
 def _hello(pretended_host: str, bridge: str) -> dict[str, Any]:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
     hello = {
         "pid": os.getpid(),
         "host": pretended_host or os.uname().nodename,
-        # Who may share memory: containers of one machine share its kernel, not the network that its sockets live in.
-        "kernel": f"{boot} {os.readlink('/proc/self/ns/net')} {pretended_host}",
-        "network": os.readlink("/proc/self/ns/net") + boot,
+        "kernel": host_identity(pretended_host),  # who may share memory
+        "network": host_identity(),
         "torch": torch.__version__,
         "segments": sorted(_segments),
     }
@@ -286,6 +284,7 @@ def _bridge(
     mine = next(ranks for ranks in hosts if meeting.rank in ranks).index(meeting.rank)
     rail = [ranks[mine] for ranks in hosts] if mine < min(map(len, hosts)) else None
     everyone = list(range(meeting.size))
+    mailbox, boxes = None, []
     if settings.bridge == "mpi":
         from phalanx.backend._mpi import MpiChannel
 
@@ -296,6 +295,8 @@ def _bridge(
         address = _own_address(meeting, hellos, place)
         for link in links_to(_master(meeting.store)[1]):
             watch_link(link, settings.silence_s)
+        mailbox = Mailbox(address)
+        boxes = _share(meeting, "mailbox", mailbox.name)
 
         def connect(ranks: list[int], name: str) -> Channel:
             store = c10d.PrefixStore(f"bridge/{name}", meeting.store)
@@ -307,6 +308,8 @@ def _bridge(
         own_rail = connect(rail, f"rail{mine}") if rail else None
         to_everyone = connect(everyone, "everyone")
     except RuntimeError as error:
+        if mailbox is not None:
+            mailbox.close()
         raise PhalanxError(
             f"rank {meeting.me}: init_process_group: {settings.bridge} could not connect the hosts "
             f"{', '.join(dict.fromkeys(place.hosts))}: {error}\n"
@@ -314,9 +317,16 @@ def _bridge(
             op="join",
         ) from error
     return BridgedGroup(
-        core, hosts, meeting.rank, place, own_rail, to_everyone, Failures(meeting.store, place), meeting.timeout_s,
-        settings.stall_s,
+        core, hosts, meeting.rank, place, own_rail, to_everyone,
+        Failures(meeting.store, place, mailbox, boxes), meeting.timeout_s, settings.stall_s,
     )  # fmt: skip
+
+
+def _share(meeting: Meeting, key: str, value: Any) -> list[Any]:
+    """Give every rank of the group what this one brings; return what the others bring."""
+    meeting.set(f"{key}/{meeting.rank}", value)
+    others = [r for r in range(meeting.size) if r != meeting.rank]
+    return [meeting.get(f"{key}/{r}", f"rank {meeting.global_ranks[r]} did not answer") for r in others]
 
 
 def _names(hellos: list[dict[str, Any]], hosts: list[list[int]]) -> tuple[str, ...]:

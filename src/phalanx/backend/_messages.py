@@ -7,6 +7,7 @@ has used them take what comes from one rank, or send what goes to one, in order.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx._errors import CollectiveMismatch, CollectiveTimeout
+from phalanx._errors import CollectiveMismatch, CollectiveTimeout, PhalanxError
 from phalanx.backend._channels import Channel
 from phalanx.backend._failures import Failures, Place
 from phalanx.backend._tasks import Task
@@ -30,7 +31,7 @@ _SLOT_BYTES = 1024
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
 _HEADS, _BODIES = 1, 2  # tags of the engine
 _FOR_EVER = timedelta(days=30)
-_BRIEF_S = 0.002  # between looks, where a message may come from memory or the bridge
+_SLICE_S = 0.1  # of waiting, between looks at whether the group has ended
 
 
 class _Message(Task):
@@ -48,8 +49,8 @@ class _Message(Task):
 class _FromHere:
     """A message of the core, whose ranks are those of this host."""
 
-    def __init__(self, handle: Any, ranks: list[int]) -> None:
-        self.handle, self._ranks = handle, ranks
+    def __init__(self, op: str, handle: Any, ranks: list[int], site: str) -> None:
+        self.op, self.handle, self._ranks, self.site = op, handle, ranks, site
 
     done = property(lambda self: self.handle.done)
     source = property(lambda self: self._ranks[self.handle.source])
@@ -86,13 +87,17 @@ class Messages:
         self._arrived: dict[int, deque[_Arrived]] = {}
         self._outgoing: dict[int, deque[_Message]] = {}
         self._receiving: set[int] = set()
+        self._moving: dict[int, _Message] = {}  # what is being received, by rank
+        self._from_here = _core.Completions()  # receives from any rank that the core has finished, by number
+        self._expected: dict[int, _Message] = {}
+        self._numbers = itertools.count()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
     def send(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
-        self._failures.check("send")
+        self._check("send", site)
         if peer in self._here:
-            return _FromHere(self._core.send(data, dtype, item, count, self._here.index(peer), tag, site), self._here)
+            return self._post_here("send", self._core.send, data, dtype, item, count, peer, tag, site)
         message = _Message(_memory(data, count * item), dtype, count, peer, tag, site)
         message.source = self._rank
         with self._changed:
@@ -104,9 +109,9 @@ class Messages:
         return message
 
     def recv(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
-        self._failures.check("recv")
+        self._check("recv", site)
         if peer in self._here:
-            return _FromHere(self._core.recv(data, dtype, item, count, self._here.index(peer), tag, site), self._here)
+            return self._post_here("recv", self._core.recv, data, dtype, item, count, peer, tag, site)
         message = _Message(_memory(data, count * item), dtype, count, peer, tag, site)
         sources = [peer] if peer >= 0 else [r for r in range(len(self._place.pids)) if r not in self._here]
         with self._changed:
@@ -122,23 +127,51 @@ class Messages:
                             message.source = source
                             message.finish()
                         return message
-            if peer < 0 and len(self._here) > 1:
-                message.here = self._core.recv(data, dtype, item, count, -1, tag, site)
             self._posted.append(message)
+            if peer < 0 and len(self._here) > 1:
+                try:
+                    message.here = self._core.recv(data, dtype, item, count, -1, tag, site)
+                except PhalanxError as error:
+                    raise self._told(error, "recv", site) from None
+                self._expect(message)
         return message
+
+    def _check(self, op: str, site: str) -> None:
+        self._failures.check(op)
+        if self._failures.ended:
+            raise self._told(RuntimeError("the group has ended meanwhile"), op, site)
+
+    def _post_here(
+        self, op: str, post: Callable[..., Any], data: int, dtype: int, item: int, count: int, peer: int, tag: int,
+        site: str,
+    ) -> _FromHere:  # fmt: skip
+        try:
+            handle = post(data, dtype, item, count, self._here.index(peer), tag, site)
+        except PhalanxError as error:
+            raise self._told(error, op, site) from None
+        return _FromHere(op, handle, self._here, site)
+
+    def _expect(self, message: _Message) -> None:
+        """Have a thread take what the core receives for a message that may also come over the bridge."""
+        number = next(self._numbers)
+        if number == 0:
+            self._start(self._take_from_here, self._rank)
+        self._expected[number] = message
+        message.here.notify(self._from_here, number)
 
     def wait(self, request: Any, timeout_s: float) -> bool:
         """Wait for a message, at most `timeout_s` (0: the group's); raise what it failed with."""
         if isinstance(request, _FromHere):
-            return self._core.wait_request(request.handle, timeout_s)
+            try:
+                return self._core.wait_request(request.handle, timeout_s)
+            except BaseException as error:
+                raise self._told(error, request.op, request.site) from None
         limit_s = timeout_s or self.timeout_s
         deadline = time.monotonic() + limit_s
         try:
-            while not request.wait(min(max(deadline - time.monotonic(), 0.001), _BRIEF_S if request.here else 0.1)):
-                if request.here is not None and request.here.done:
-                    self._take_from_here(request)
-                elif (self._core.ended or self._failures.is_told()) and not self._failures.ended:
-                    self._fail(request, RuntimeError("a rank of this host has ended the group"))
+            while not request.wait(min(max(deadline - time.monotonic(), 0.001), _SLICE_S)):
+                if self._failures.ended or self._core.told or self._failures.is_told():
+                    self._fail(request, RuntimeError("another rank has ended the group"))
                 elif time.monotonic() >= deadline:
                     if timeout_s:
                         return False
@@ -155,6 +188,7 @@ class Messages:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        self._from_here.close()
         for thread in self._threads:
             thread.join(timeout=1)
 
@@ -167,6 +201,8 @@ class Messages:
             tag, count, num_bytes, dtype = _HEAD.unpack(bytes(slot[: _HEAD.size].numpy()))
             with self._changed:
                 message = self._match(peer, tag)
+                if message is not None:
+                    self._moving[peer] = message
             if message is not None and not self._fits(message, peer, dtype, count):
                 return
             target = message.data if message is not None else torch.empty(num_bytes, dtype=torch.uint8)
@@ -175,6 +211,8 @@ class Messages:
             else:
                 self._everyone.recv(target, peer, _BODIES).wait(_FOR_EVER)
             if message is not None:
+                with self._changed:
+                    self._moving.pop(peer, None)
                 message.source = peer
                 message.finish()
                 continue
@@ -199,15 +237,19 @@ class Messages:
             return message
         return None
 
-    def _take_from_here(self, message: _Message) -> None:
-        with self._changed:
-            if message not in self._posted:
-                return
-            self._posted.remove(message)
-        error = message.here.error()
-        if error is None:
+    def _take_from_here(self, _rank: int) -> None:
+        while (number := self._from_here.pop()) >= 0:
+            with self._changed:
+                message = self._expected.pop(number)
+                if message not in self._posted:  # it came over the bridge
+                    continue
+                self._posted.remove(message)
+            error = message.here.error()
+            if error is not None:
+                message.finish(self._told(error, "recv", message.site))
+                continue
             message.source = self._here[message.here.source]
-        message.finish(error)
+            message.finish()
 
     def _fits(self, message: _Message, peer: int, dtype: int, count: int) -> bool:
         if (dtype, count) == (message.dtype, message.count):
@@ -261,25 +303,35 @@ class Messages:
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
         """The connection to a rank has ended: so does what waits for it; nothing may wait."""
+        in_order = not self._failures.ended and self._failures.has_left(peer)
         with self._changed:
             waiting = [
-                m for m in self._posted if m.peer == peer or (m.peer < 0 and m.here is None and self._all_lost())
+                m for m in self._posted if m.peer == peer or (m.peer < 0 and not (in_order and self._may_come(m)))
             ]
             waiting += self._outgoing.get(peer, ())
+            if peer in self._moving:
+                waiting.append(self._moving.pop(peer))
             self._posted = [m for m in self._posted if m not in waiting]
             self._outgoing.pop(peer, None)
             self._receiving.discard(peer)
         for message in waiting:
             self._fail(message, error)
 
-    def _all_lost(self) -> bool:
+    def _may_come(self, message: _Message) -> bool:
+        """Whether anybody is left who could send it."""
         others = len(self._place.pids) - len(self._here)
-        return len(self._everyone.lost()) == others
+        return message.here is not None or len(self._everyone.lost()) < others
 
     def _fail(self, message: _Message, error: BaseException) -> None:
         op = "send" if message.source == self._rank else "recv"
-        where = f"{op} of group '{self._place.group}'" + f" at {message.site}" * bool(message.site)
-        message.finish(self._failures.end(error, op, 0, where, op))
+        message.finish(self._told(error, op, message.site))
+
+    def _told(self, error: BaseException, op: str, site: str) -> BaseException:
+        """End the group on all hosts, and return the error that says why."""
+        if isinstance(error, CollectiveMismatch):
+            error.__dict__["is_told"] = True  # there is no table to make of a message
+        where = f"{op} of group '{self._place.group}'" + f" at {site}" * bool(site)
+        return self._failures.end(error, op, 0, where, op)
 
     def _too_late(self, message: _Message, limit_s: float) -> CollectiveTimeout:
         peer = message.peer

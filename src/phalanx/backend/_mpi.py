@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -81,6 +82,7 @@ class MpiChannel:
     """
 
     ends_waits = False
+    links: ClassVar[dict[int, socket.socket]] = {}
 
     def __init__(self, ranks: Sequence[int]) -> None:
         world = _mpi().COMM_WORLD

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from phalanx import _core
+
+_LOOK_S = 0.1
+_MOST_IDLE = 10  # looks without a block, before the watch sleeps
 
 
 class Task:
@@ -53,6 +56,52 @@ class Task:
             listener[0].push(listener[1])
 
 
+class Watch:
+    """Calls `look` now and then while a block runs under it, for waits that can't look themselves.
+
+    Its thread exists once there was such a block, and goes to sleep when there has been none for a while.
+    """
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._num_idle = _MOST_IDLE
+        self._is_open = self._is_closed = False
+
+    def __enter__(self) -> None:
+        self._is_open = True
+        if self._num_idle >= _MOST_IDLE:
+            with self._changed:
+                self._num_idle = 0
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
+                    self._thread.start()
+                self._changed.notify_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_open = False
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=1)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                may_sleep = self._num_idle >= _MOST_IDLE and not self._is_open
+                self._changed.wait(None if may_sleep else _LOOK_S)
+                if self._is_closed:
+                    return
+                self._num_idle = 0 if self._is_open else self._num_idle + 1
+            if self._is_open:
+                with contextlib.suppress(Exception):  # who waits meets the same
+                    self._look()
+
+
 class Tasks:
     """Runs asynchronous operations one after the other, on a thread that exists once there was one."""
 
@@ -64,16 +113,13 @@ class Tasks:
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    @contextmanager
-    def inline(self) -> Iterator[bool]:
-        """Hold back the thread and yield True, if nothing runs or waits; else yield False."""
+    def begin_here(self) -> bool:
+        """Hold back the thread until `end_here`, and return True, if nothing runs or waits."""
         with self._changed:
-            is_free = self._num_pending == 0 and self._turn.acquire(blocking=False)
-        try:
-            yield is_free
-        finally:
-            if is_free:
-                self._turn.release()
+            return self._num_pending == 0 and self._turn.acquire(blocking=False)
+
+    def end_here(self) -> None:
+        self._turn.release()
 
     def submit(self, work: Callable[[], Any]) -> Task:
         task = Task()

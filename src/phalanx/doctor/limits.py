@@ -19,7 +19,6 @@ _LEAST_BYTES = 256 << 20  # less than importing torch takes
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a large number
 _SEGMENT_BYTES = 4 << 20  # what the groups of a rank or four use
 _DOCKER_SHM_BYTES = 64 << 20  # its /dev/shm unless told otherwise
-_SMALL_SPACE_BYTES = 8 << 30  # an address space smaller than this is too small for torch with threads
 
 
 class Limit(NamedTuple):
@@ -101,11 +100,11 @@ def examine_limits(
     facts = {name.lower(): limit.soft for name, limit in limits.items()}
     space = limits["AS"].soft
     if space is not None:
-        small = space < _SMALL_SPACE_BYTES
         findings.append(
-            (problem if small else warning)(
+            warning(
                 "limits",
-                f"RLIMIT_AS: the address space is limited to {in_units(space)}; torch reserves more than it uses",
+                f"RLIMIT_AS: the address space is limited to {in_units(space)}; torch, its threads and CUDA reserve "
+                "far more than they use",
                 "ulimit -v unlimited; limit memory by the container or the job instead",
                 **facts,
             )

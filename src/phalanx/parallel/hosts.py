@@ -7,14 +7,13 @@ for each host, over all lanes at once, and is shared out on the host afterwards.
 from __future__ import annotations
 
 import itertools
-import os
-import socket
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import _env
+from phalanx._network import host_identity
 
 
 class HostGroups(NamedTuple):
@@ -87,10 +86,7 @@ def host_groups(
 
 
 def _this_host() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    node = _env.environment().get("GROUP_RANK", "")
-    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')} {node}"
+    return f"{host_identity(_env.read_settings().host)} {_env.environment().get('GROUP_RANK', '')}"
 
 
 def pieces_of(flat: Tensor, groups: HostGroups) -> list[Tensor]:

@@ -1,0 +1,64 @@
+"""One collective of a group on several hosts, on its way."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
+
+_HEAD = struct.Struct("<QBBBBiQ")
+_OPS = (
+    "barrier",
+    "broadcast",
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+)
+
+
+@dataclass
+class Call:
+    """One collective on its way."""
+
+    op: str
+    timeout_s: float
+    dtype: int = 0
+    item: int = 0
+    count: int = 0
+    code: int = -1  # of the reduction, which ranks agree on
+    root: int = -1
+    has_splits: bool = False
+    site: str | None = None
+    seq: int = 0
+    has_agreed: bool = False
+    has_told: bool = False
+    num_steps: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> timedelta:
+        return timedelta(seconds=max(self.began_s + self.timeout_s - time.monotonic(), 0.001))
+
+    def head(self) -> bytes:
+        op = _OPS.index(self.op)
+        return _HEAD.pack(self.seq, op, self.dtype, self.code + 1, self.has_splits, self.root, self.count)
+
+    def text(self, global_ranks: Sequence[int]) -> str:
+        """Return the call as its caller wrote it."""
+        if self.op == "barrier":
+            return "barrier()"
+        text = f"{self.op}({DTYPE_NAMES[self.dtype]}, "
+        text += "split sizes" if self.has_splits else f"count={self.count}"
+        if self.code >= 0:
+            text += f", op={REDUCE_NAMES[self.code]}"
+        if self.root >= 0:
+            text += f", {'src' if self.op in ('broadcast', 'scatter') else 'dst'}={global_ranks[self.root]}"
+        return text + ")"

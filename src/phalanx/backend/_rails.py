@@ -1,0 +1,180 @@
+"""What a rank exchanges with the ranks of other hosts during one collective.
+
+First the ranks of a rail tell each other which call they are in, in slots of one size, with short messages in them.
+Longer ones travel beside that, under a tag made of the call: where the calls differ, nothing meets and nothing is
+misread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from phalanx import _core
+from phalanx.backend._calls import Call
+from phalanx.backend._channels import FOR_EVER, Channel, Handle
+from phalanx.backend._failures import Failures
+
+_SLOT_BYTES = 1344  # with the engine's own bytes, a packet of Ethernet
+_HEAD_BYTES = 64
+INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
+# Measured: up to these sizes one step with all of it is faster than two steps with parts of it.
+_WHOLE_BYTES = 256 * 1024  # to all hosts together
+_PAIR_BYTES = 16 << 20  # between two hosts, where the parts make as many bytes
+_OWN_TAGS = 1 << 30  # messages have those below
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Span(NamedTuple):
+    """Bytes in memory."""
+
+    address: int = 0
+    size: int = 0
+
+    def part(self, low: int, high: int) -> Span:
+        return Span(self.address + low, high - low)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the bytes, which must outlive the tensor."""
+        if self.size == 0:
+            return _NOTHING
+        return torch.frombuffer((ctypes.c_uint8 * self.size).from_address(self.address), dtype=torch.uint8)
+
+
+class Buffers:
+    """Memory for the steps of a call, kept for the next."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def span(self, name: str, size: int) -> Span:
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size:
+            kept = self._kept[name] = torch.empty(size, dtype=torch.uint8)
+        return Span(kept.data_ptr(), size)
+
+
+class Rail:
+    """The ranks of one number, one on each host, in the order of hosts.
+
+    Args:
+        channel: To them.
+        num_hosts: How many there are.
+        host: This one.
+        wait: Waits for an exchange, and looks whether it can still succeed.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        num_hosts: int,
+        host: int,
+        buffers: Buffers,
+        wait: Callable[[Handle], None],
+        failures: Failures,
+    ) -> None:
+        self._channel, self._num_hosts, self._host = channel, num_hosts, host
+        self._buffers, self._wait, self._failures = buffers, wait, failures
+        self._others = [h for h in range(num_hosts) if h != host]
+        num_bytes = len(self._others) * _SLOT_BYTES
+        self._slots, self._answers = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+        self._sizes = [0 if h == host else _SLOT_BYTES for h in range(num_hosts)]
+
+    def agree(self, call: Call, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> None:
+        """Make sure, once in a call, that all are in it; spans of up to INLINE_BYTES, by host, come along.
+
+        Raises:
+            CollectiveMismatch: Another host's rank is in another call.
+        """
+        if call.has_agreed:
+            return
+        head = call.head()
+        slots, answers = self._slots.data_ptr(), self._answers.data_ptr()
+        for i, h in enumerate(self._others):
+            slot = slots + i * _SLOT_BYTES
+            ctypes.memmove(slot, head, len(head))
+            if sends:
+                ctypes.memmove(slot + _HEAD_BYTES, sends[h].address, sends[h].size)
+        self._wait(self._channel.exchange(self._answers, self._slots, self._sizes, self._sizes))
+        for i, h in enumerate(self._others):
+            answer = answers + i * _SLOT_BYTES
+            if ctypes.string_at(answer, len(head)) != head:
+                raise self._failures.mismatch(call.op, call.seq)
+            if recvs:
+                ctypes.memmove(recvs[h].address, answer + _HEAD_BYTES, recvs[h].size)
+        call.has_agreed = True
+
+    def swap(self, call: Call, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
+        """Exchange bytes with each other host: spans by host, this one's are not looked at."""
+        largest = max(max(sends[h].size, recvs[h].size) for h in self._others)
+        if not call.has_agreed and largest <= INLINE_BYTES:
+            self.agree(call, sends, recvs)
+            return
+        transfer = Transfer(self._channel, call)
+        transfer.start(self._others, sends, recvs)
+        self.agree(call)
+        transfer.finish()
+
+    def combine(self, call: Call, data: Span, kernel: int) -> None:
+        """Reduce equally long bytes of all hosts, in place, in the order of hosts."""
+        if data.size <= (_PAIR_BYTES if self._num_hosts == 2 else _WHOLE_BYTES // len(self._others)):
+            self.reduce_parts(call, [data] * self._num_hosts, kernel)
+        else:  # each host reduces a part of it, and gives the others the result
+            bounds = bounds_of(data.size // call.item, self._num_hosts, call.item)
+            parts = [data.part(low, high) for low, high in bounds]
+            self.reduce_parts(call, parts, kernel)
+            self.swap(call, [parts[self._host]] * self._num_hosts, parts)
+
+    def reduce_parts(self, call: Call, parts: Sequence[Span], kernel: int) -> None:
+        """Send each host its part, and reduce what comes for this host's into that, in place."""
+        theirs = self._spans(parts[self._host].size)
+        self.swap(call, parts, theirs)
+        self._reduce(call, theirs, parts[self._host], kernel)
+
+    def _reduce(self, call: Call, theirs: Sequence[Span], mine: Span, kernel: int) -> None:
+        addresses = [span.address for span in theirs]
+        addresses[self._host] = mine.address
+        _core.reduce_buffers(mine.address, addresses, call.dtype, kernel, mine.size // call.item)
+
+    def _spans(self, size: int) -> list[Span]:
+        """Return room for a message of each other host, by host."""
+        room = self._buffers.span("theirs", len(self._others) * size)
+        places = (h - (h > self._host) for h in range(self._num_hosts))
+        return [room.part(place * size, (place + 1) * size) for place in places]
+
+
+class Transfer:
+    """Longer messages of one step of a call, on their way."""
+
+    def __init__(self, channel: Channel, call: Call) -> None:
+        call.num_steps += 1
+        name = call.head() + call.num_steps.to_bytes(4, "little")
+        self._channel = channel
+        self._tag = _OWN_TAGS | (zlib.crc32(name) & (_OWN_TAGS - 1))
+        self._handles: list[Handle] = []
+
+    def start(self, peers: Sequence[int], sends: Sequence[Span], recvs: Sequence[Span]) -> None:
+        """Begin to send and receive: spans by peer, as the channel numbers them."""
+        for peer in peers:
+            if recvs[peer].size:
+                self._handles.append(self._channel.recv(recvs[peer].tensor(), peer, self._tag))
+        for peer in peers:
+            if sends[peer].size:
+                self._handles.append(self._channel.send(sends[peer].tensor(), peer, self._tag))
+
+    def finish(self) -> None:
+        """Wait for what was started. Only what all ranks have agreed on may be waited for."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait(FOR_EVER)
+
+
+def bounds_of(count: int, num_parts: int, item: int) -> list[tuple[int, int]]:
+    """Return the ranges, in bytes, of `count` elements in parts whose sizes differ by one element at most."""
+    sizes = [count // num_parts + (i < count % num_parts) for i in range(num_parts)]
+    return [(low * item, high * item) for low, high in pairwise(accumulate(sizes, initial=0))]

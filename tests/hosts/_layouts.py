@@ -1,0 +1,21 @@
+"""Where the ranks of a test are: how many each host has, or in which order the hosts come."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+# One rank each; even; one host smaller than the other; three hosts, the first and last with a rank alone.
+LAYOUTS = [[1, 1], [2, 2], [2, 1], [1, 2, 1], [1, 1, 1]]
+
+
+def layout_name(hosts: list[int]) -> str:
+    return "+".join(map(str, hosts))
+
+
+def interleaved(rank, world_size, order, function, *args):
+    """Run `function` where rank ``r`` is on the host that ``order[r]`` names; for `run_ranks` with ``init=False``."""
+    os.environ["PHALANX_HOST"] = f"host-{order[rank]}"
+    dist.init_process_group("phalanx")
+    return function(rank, world_size, *args)

@@ -1,0 +1,280 @@
+"""A failure on one host ends the group on all: who it was and where is told there within two seconds."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, RankFailed
+from phalanx.testing import reached
+from tests.backend.test_forks import call_in_a_child, destroy_in_a_child, end_children_every_way, load_with_workers
+from tests.backend.test_groups import init_again_and_again, make_and_destroy_subgroups
+from tests.backend.test_mismatches import MISMATCHES, disagree, disagree_about_split_sizes, disagree_in_a_group
+from tests.faults._watch import wait_until_asleep
+from tests.faults.test_dead_peers import OPERATIONS as WAITS
+from tests.faults.test_dead_peers import end_while_peers_wait, stay_away
+from tests.faults.test_interrupts import (
+    UNFINISHED,
+    abort_from_another_thread,
+    begin_again,
+    destroy_with_an_unfinished_operation,
+    wait_for_rank_two,
+)
+from tests.faults.test_stalls import OPERATIONS as TIMED
+from tests.faults.test_stalls import come_late_to_a_mismatch, exit_at_once_on_a_mismatch, wait_for_rank_one
+from tests.hosts._layouts import layout_name
+
+NAMED_WITHIN_S = 2.0
+
+
+def host_of(rank, hosts):
+    return next(f"host-{h}" for h in range(len(hosts)) if rank < sum(hosts[: h + 1]))
+
+
+def check_names(outcome, victim, hosts, since_s):
+    """Demand that `outcome` is a rank that told of the victim, its process and its host, in time."""
+    error = outcome.error
+    assert isinstance(error, RankFailed), outcome
+    assert error.ranks == (victim.rank,), outcome
+    assert error.pid == victim.pid
+    assert f"rank {victim.rank} (pid {victim.pid}) on host {host_of(victim.rank, hosts)}" in str(error)
+    assert str(error).startswith(f"rank {outcome.rank}: ")
+    assert outcome.when_s - since_s < NAMED_WITHIN_S
+
+
+# ---------------------------------------------------------------- ranks that die
+
+
+@pytest.mark.parametrize(
+    ("hosts", "victim"),
+    [([1, 1], 0), ([1, 1], 1), ([2, 2], 0), ([2, 2], 3), ([2, 1], 1), ([2, 1], 2), ([1, 2, 1], 0), ([1, 1, 1], 1)],
+    ids=str,
+)
+def test_a_killed_rank_is_named_on_every_host(spawn_ranks, hosts, victim):
+    num = sum(hosts)
+    options = {"hosts": hosts, "init_method": "tcp", "group_timeout_s": 30}  # rank 0 serves the store
+    with spawn_ranks(stay_away, num, "all_reduce", victim, **options) as ranks:
+        ranks.wait_until_reached("up")
+        for rank in set(range(num)) - {victim}:
+            wait_until_asleep(ranks.pids[rank])
+        killed_at = time.monotonic()
+        ranks.kill(victim)
+        outcomes = ranks.join(20)
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            check_names(outcome, outcomes[victim], hosts, killed_at)
+            assert "test_dead_peers.py:" in str(outcome.error)
+
+
+@pytest.mark.parametrize(
+    ("operation", "victim"), [*((name, 1) for name in WAITS), ("large all_gather", 0), ("recv", 0), ("async wait", 0)]
+)
+def test_every_wait_ends_when_a_rank_is_killed(spawn_ranks, operation, victim):
+    options = {"hosts": [1, 1], "init_method": "tcp", "group_timeout_s": 30}
+    with spawn_ranks(stay_away, 2, operation, victim, **options) as ranks:
+        ranks.wait_until_reached("up")
+        wait_until_asleep(ranks.pids[1 - victim])
+        killed_at = time.monotonic()
+        ranks.kill(victim)
+        outcomes = ranks.join(20)
+    check_names(outcomes[1 - victim], outcomes[victim], [1, 1], killed_at)
+    assert outcomes[1 - victim].error.op == WAITS[operation][0]
+
+
+def wait_in_groups_of_each_host(rank, world_size, victim):
+    """Ranks of the victim's host wait for it in memory alone, those of the other for them over the bridge."""
+    here = dist.new_group([0, 1]), dist.new_group([2, 3])
+    reached("up")
+    if rank == victim:
+        threading.Event().wait()
+    if rank == 3:
+        dist.barrier()
+    dist.recv(torch.ones(1), src=2) if rank == 1 else dist.barrier(here[0] if rank < 2 else None)
+
+
+@pytest.mark.parametrize("how", ["exit 7", "exit 0", "raise"])
+def test_a_rank_that_exits_is_named_on_every_host(spawn_ranks, how):
+    with spawn_ranks(end_while_peers_wait, 3, how, 1, hosts=[2, 1], group_timeout_s=30) as ranks:
+        ranks.wait_until_reached("up")
+        ended_at = time.monotonic()
+        ranks.release("end", ranks=[1])
+        outcomes = ranks.join(20)
+    for rank in (0, 2):
+        check_names(outcomes[rank], outcomes[1], [2, 1], ended_at)
+
+
+@pytest.mark.parametrize(("hosts", "victim"), [([2, 1], 1), ([2, 1], 2), ([1, 1, 1], 0)], ids=str)
+def test_a_rank_that_destroys_the_group_early_has_left_it(spawn_ranks, hosts, victim):
+    with spawn_ranks(end_while_peers_wait, 3, "destroy", victim, hosts=hosts, group_timeout_s=30) as ranks:
+        ranks.wait_until_reached("up")
+        left_at = time.monotonic()
+        ranks.release("end", ranks=[victim])
+        ranks.wait_until_reached("gone", ranks=[victim])
+        ranks.release("peers are done", ranks=[victim])
+        outcomes = ranks.join(20)
+    assert outcomes[victim].ok
+    for rank in {0, 1, 2} - {victim}:
+        check_names(outcomes[rank], outcomes[victim], hosts, left_at)
+        assert "left the group (destroy_process_group)" in str(outcomes[rank].error)
+
+
+# ---------------------------------------------------------------- interruptions
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "behind an async one", "async wait", "recv", "irecv wait"])
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 2]], ids=layout_name)
+def test_ctrl_c_ends_a_wait_and_every_host_is_told(spawn_ranks, hosts, operation):
+    with spawn_ranks(wait_for_rank_two, 3, operation, hosts=hosts, group_timeout_s=30) as ranks:
+        ranks.wait_until_reached("up")
+        for rank in (0, 1):
+            wait_until_asleep(ranks.pids[rank])
+        pressed_at = time.monotonic()
+        ranks.kill(0, signal.SIGINT)
+        ranks.wait_until_reached("raised", ranks=[0, 1])
+        ranks.release("peers are done", ranks=[2])
+        interrupted, peer, _ = ranks.join(20)
+    assert isinstance(interrupted.error, KeyboardInterrupt), interrupted
+    assert isinstance(peer.error, (GroupAborted, RankFailed)), peer
+    assert peer.error.ranks == (0,)
+    assert peer.when_s - pressed_at < NAMED_WITHIN_S
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "async wait", "recv", "irecv wait"])
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 2]], ids=layout_name)
+def test_abort_from_another_thread_ends_the_waits_on_all_hosts(spawn_ranks, hosts, operation):
+    with spawn_ranks(abort_from_another_thread, 3, operation, hosts=hosts, group_timeout_s=30) as ranks:
+        ranks.wait_until_reached("up")
+        for rank in (0, 1):
+            wait_until_asleep(ranks.pids[rank])
+        aborted_at = time.monotonic()
+        ranks.release("abort", ranks=[0])
+        ranks.wait_until_reached("raised", ranks=[0, 1])
+        ranks.release("peers are done", ranks=[2])
+        outcomes = ranks.join(20)
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome.error, GroupAborted), outcome
+        assert outcome.error.ranks == (0,)
+        assert outcome.when_s - aborted_at < NAMED_WITHIN_S
+
+
+@pytest.mark.parametrize("operation", UNFINISHED)
+def test_destroy_returns_promptly_with_an_unfinished_operation(spawn_ranks, operation):
+    with spawn_ranks(destroy_with_an_unfinished_operation, 2, operation, hosts=[1, 1], group_timeout_s=30) as ranks:
+        ranks.wait_until_reached("gone", ranks=[0])
+        ranks.release("rank 0 is gone", ranks=[1])
+        outcomes = ranks.join(20)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    assert outcomes[0].value < 3
+
+
+def test_the_same_processes_can_begin_again_after_errors(run_ranks, tmp_path):
+    totals = run_ranks(begin_again, 2, str(tmp_path), hosts=[1, 1], init=False, timeout_s=30)
+    assert totals == [[3.0, 3.0]] * 2
+
+
+# ---------------------------------------------------------------- calls that differ
+
+
+@pytest.mark.parametrize("hosts", [[1, 1, 1], [2, 1], [1, 2]], ids=layout_name)
+@pytest.mark.parametrize("kind", ["count", "operation", "blocking and not"])
+def test_a_mismatch_is_an_error_on_every_rank_with_a_table(run_ranks, hosts, kind):
+    _, _, usual, odd = MISMATCHES[kind]
+    for rank, result in enumerate(run_ranks(disagree, 3, kind, hosts=hosts)):
+        text, named, op, seq, took_s, after = result
+        rows = [row for row in text.splitlines() if row.startswith("  rank ")]
+        assert [row.split(":")[0] for row in rows] == ["  rank 0", "  rank 1", "  rank 2"], text
+        assert took_s < NAMED_WITHIN_S
+
+
+@pytest.mark.parametrize("kind", sorted(set(MISMATCHES) - {"count", "operation", "blocking and not"}))
+def test_every_kind_of_mismatch_between_hosts_is_found(run_ranks, kind):
+    for text, *_ in run_ranks(disagree, 2, kind, hosts=[1, 1]):
+        assert MISMATCHES[kind][2] in text
+        assert MISMATCHES[kind][3] in text
+
+
+def test_different_split_sizes_are_named(run_ranks):
+    for text in run_ranks(disagree_about_split_sizes, 2, hosts=[1, 1]):
+        assert "(pid" in text and "sends 3 elements to rank 1, which expects 2" in text
+
+
+def test_a_mismatch_in_a_group_ends_only_it(run_ranks):
+    results = run_ranks(disagree_in_a_group, 3, hosts=[2, 1])
+    for text, total in results:
+        assert total == [3.0] * 4
+        assert text is None or ("src=1" in text and "src=2" in text)
+    assert [text is None for text, _ in results] == [True, False, False]
+
+
+def test_a_mismatch_is_the_same_for_a_rank_that_comes_late(spawn_ranks):
+    with spawn_ranks(come_late_to_a_mismatch, 3, hosts=[1, 1, 1], group_timeout_s=30) as ranks:
+        ranks.release("come", ranks=[2])
+        ranks.wait_until_reached("raised")
+        ranks.release("all have raised")
+        outcomes = ranks.join(20)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    for outcome in outcomes:
+        error, took_s = outcome.value
+        assert "broadcast(float32, count=4, src=0)" in str(error)
+        assert took_s < NAMED_WITHIN_S
+
+
+def test_a_mismatch_is_one_on_every_rank_though_ranks_exit_because_of_it(run_ranks):
+    options = {"hosts": [2, 2], "init_method": "tcp", "group_timeout_s": 30}
+    outcomes = run_ranks(exit_at_once_on_a_mismatch, 4, timeout_s=20, expect_failures=True, **options)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CollectiveMismatch), outcome
+
+
+# ---------------------------------------------------------------- ranks that do not come
+
+
+@pytest.mark.parametrize("operation", sorted(set(TIMED) - {"new_group"}))
+def test_every_wait_ends_by_the_timeout_and_names_who_is_missing(spawn_ranks, operation):
+    with spawn_ranks(wait_for_rank_one, 2, operation, hosts=[1, 1], group_timeout_s=0.5) as ranks:
+        ((error, took_s),) = ranks.wait_until_reached("raised", ranks=[0])
+        ranks.release("peers are done", ranks=[1])
+        outcomes = ranks.join(20)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    assert isinstance(error, CollectiveTimeout)
+    if operation != "recv from any":
+        assert error.ranks == (1,)
+        assert f"rank 1 (pid {outcomes[1].pid}) on host host-1" in str(error)
+    assert took_s < 2.0
+
+
+# ---------------------------------------------------------------- forks, and what is left behind
+
+
+@pytest.mark.parametrize(
+    ("check", "want"),
+    [
+        (load_with_workers, [2 * 2 * 8 * (15.5 + 50)] * 2),
+        (destroy_in_a_child, [(("destroyed", 3.0), [2.0])] * 2),
+        (end_children_every_way, ["alive", "alive"]),
+    ],
+)
+def test_children_live_beside_a_group(run_ranks, check, want):
+    assert run_ranks(check, 2, hosts=[1, 1]) == want
+
+
+def test_a_forked_child_that_calls_gets_a_clear_error(run_ranks):
+    for rank, (answers, total) in enumerate(run_ranks(call_in_a_child, 2, hosts=[1, 1])):
+        assert total == [2.0] * 3
+        for name, error in answers.items():
+            assert isinstance(error, GroupUnusable), (name, error)
+            assert f"forked from rank {rank}" in str(error)
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 1]], ids=layout_name)
+def test_destroyed_groups_give_everything_back(run_ranks, tmp_path, hosts):
+    num = sum(hosts)
+    for before, after in run_ranks(init_again_and_again, num, str(tmp_path), 8, hosts=hosts, init=False):
+        assert after == before
+    for before, after in run_ranks(make_and_destroy_subgroups, num, hosts=hosts):
+        assert after == before
