@@ -122,7 +122,7 @@ class NodeAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _exit_barrier(self) -> None:
-        """Leave together: the store goes with the node that has it, and torch's own barrier prints what it meets then."""
+        """Leave together: the store goes with its node, and torch's own barrier prints what it meets then."""
         deadline = time.monotonic() + _LEAVE_WAIT_S
         with contextlib.suppress(Exception):  # it has gone: nobody needs us any more
             self._attempt_store.add(_NUM_LEAVING, 1)
