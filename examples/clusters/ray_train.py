@@ -25,14 +25,20 @@ def train(config):
         loader = phalanx.DataLoader(data, batch_size=50, shuffle=True)
         model = phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(config["epochs"]):
+        for epoch in range(config["epochs"]):
+            loader.set_epoch(epoch)
             for x, y in loader:
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(x), y)
                 loss.backward()
                 optimizer.step()
-            dist.all_reduce(loss.detach().div_(session.world_size))
-            ray.train.report({"loss": loss.item(), "world_size": session.world_size, "backend": dist.get_backend()})
+            loss = loss.detach()
+            dist.all_reduce(loss, dist.ReduceOp.AVG)
+            ray.train.report({"loss": loss.item()})
+        if session.rank == 0:
+            print(
+                f"{session.world_size} ranks on {session.num_nodes} hosts, {dist.get_backend()}: loss {loss.item():.4f}"
+            )
 
 
 def main():
@@ -46,7 +52,7 @@ def main():
         scaling_config=ScalingConfig(num_workers=args.num_workers),
         torch_config=TorchConfig(backend="phalanx"),  # with GPUs "cpu:phalanx,cuda:nccl"
     )
-    print(trainer.fit().metrics)
+    trainer.fit()
 
 
 if __name__ == "__main__":

@@ -70,12 +70,12 @@ class Machines:
             env: Added to it.
             setup: Shell commands before the program, in its own mount namespace.
         """
-        ours = {name: value for name, value in os.environ.items() if not name.startswith(_SCHEDULERS)}
-        ours["PATH"] = f"{Path(sys.executable).parent}:{ours['PATH']}"  # phalanx by its name
-        inside = f'mount --bind {self._folder}/etc-hosts-{number} /etc/hosts && {setup} && exec env -i "$@"'
-        environ = [f"{name}={value}" for name, value in {**ours, **(env or {})}.items()]
+        inside = f'mount --bind {self._folder}/etc-hosts-{number} /etc/hosts && {setup} && exec env "$@"'
+        unset = [part for name in os.environ if name.startswith(_SCHEDULERS) for part in ("-u", name)]
+        environ = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}  # phalanx by its name
+        settings = [*unset, *(f"{name}={value}" for name, value in environ.items())]
         return self.hosts[number].start(
-            ["unshare", "--mount", "sh", "-c", inside, "sh", *environ, *command],
+            ["unshare", "--mount", "sh", "-c", inside, "sh", *settings, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -9,13 +9,13 @@ from tests.clusters._machines import machines
 
 
 @pytest.fixture(scope="session")
-def _needs_hosts():
+def needs_hosts():
     if why_not := why_no_hosts():
         pytest.skip(f"no hosts here: {why_not}")
 
 
 @pytest.fixture
-def two(_needs_hosts, tmp_path):
+def two(needs_hosts, tmp_path):
     """Two machines that know each other by name and share `tmp_path`."""
     with machines(tmp_path) as made:
         yield made

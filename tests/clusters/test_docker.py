@@ -58,7 +58,8 @@ def test_doctor_says_so_before(two):
     assert "docker run --shm-size=8g or --ipc=host" in said
 
 
-def test_two_containers_with_the_network_and_the_processes_of_their_host_share_memory(_needs_hosts, tmp_path):
+@pytest.mark.usefixtures("needs_hosts")
+def test_two_containers_with_the_network_and_the_processes_of_their_host_share_memory(tmp_path):
     # docker run --network host --pid host: names, files and System V's memory are each container's own.
     path = script(tmp_path)
     flags = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "29655"]
@@ -94,10 +95,8 @@ def test_two_containers_with_the_network_and_the_processes_of_their_host_share_m
 def test_a_pid_1_that_is_told_to_stop_ends_its_ranks(two, tmp_path, setup):
     # docker stop: SIGTERM to the first process of the container, whose default is to ignore it.
     path = script(tmp_path, "import time; print('up', flush=True); time.sleep(1000)")
-    job = two.start(
-        0, ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *PHALANX, "run", "--nproc-per-node", "2", path],
-        setup=setup,
-    )  # fmt: skip
+    contain = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    job = two.start(0, [*contain, *PHALANX, "run", "--nproc-per-node", "2", path], setup=setup)
     assert [job.stdout.readline() for _ in range(3)][-1].endswith("up\n")
     [child] = [int(pid) for pid in _children(job.pid)]
     subprocess.run(["kill", "-TERM", str(child)], check=True)

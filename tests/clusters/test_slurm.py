@@ -37,7 +37,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
-NodeName=host-[a-b] CPUs={num_cpus}
+NodeName=host-a,host-b CPUs={num_cpus}
 PartitionName=main Nodes=ALL Default=YES State=UP
 """
 
@@ -55,7 +55,8 @@ class Slurm:
         self._wait_for("sinfo", "-h", "-o", "%D %t", says="2 idle")
 
     def _start(self, number, *command):
-        return self._made.start(number, ["sh", "-c", f"exec {' '.join(command)} > /dev/null 2>&1"], self._environ)
+        daemon = self._made.start(number, ["sh", "-c", f"exec {' '.join(command)} > /dev/null 2>&1"], self._environ)
+        daemon.stdout.close()
 
     def run(self, *command, cwd=None):
         """Return what a command prints on the first node, errors too."""
@@ -70,8 +71,8 @@ class Slurm:
             assert time.monotonic() < deadline, said
             time.sleep(0.5)
 
-    def wait_for_job(self, number, state):
-        self._wait_for("scontrol", "show", "job", number, says=f"JobState={state}")
+    def wait_for_job(self, number, says):
+        self._wait_for("scontrol", "show", "job", number, says=says)
 
 
 @contextlib.contextmanager
@@ -94,7 +95,7 @@ def munge(folder):
 
 
 @pytest.fixture
-def slurm(_needs_hosts):
+def slurm(needs_hosts):
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
         pytest.skip(f"not installed: {', '.join(missing)} (packages slurm-wlm, munge)")
     # Short: a socket's path has at most 108 bytes. For daemons of their own users, too.
@@ -117,19 +118,19 @@ def test_srun_starts_ranks_or_launchers(slurm, tmp_path):
 def test_a_batch_job_that_is_asked_to_make_room_is_queued_again_and_goes_on(slurm, tmp_path):
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     output = tmp_path / "output"
-    job = slurm.run("sbatch", "--parsable", "-o", str(output), "examples/clusters/slurm.sh", cwd=tmp_path).strip()
+    batch = ["sbatch", "--parsable", "-o", str(output), "examples/clusters/slurm.sh"]
+    job = slurm.run(*batch, cwd=tmp_path).strip()
 
-    def wait_until_it_says(text, count=1):
+    def wait_until_it_says(text):
         deadline = time.monotonic() + LIMIT_S
-        while not output.exists() or output.read_text().count(text) < count:
+        while not output.exists() or text not in output.read_text():
             assert time.monotonic() < deadline, output.read_text() if output.exists() else "no output"
             time.sleep(0.2)
 
     wait_until_it_says("epoch 2,")
     slurm.run("scancel", "--signal=USR1", job)
-    slurm.wait_for_job(job, "PENDING")
     wait_until_it_says(f"job {job} is queued again")
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm holds it back for two minutes
+    slurm.wait_for_job(job, "Restarts=1")
+    slurm.run("scancel", job)  # Slurm would hold it back for two minutes: a new one does not wait
+    slurm.run(*batch, cwd=tmp_path)
     wait_until_it_says("going on after step")
-    slurm.run("scancel", job)
-    slurm.wait_for_job(job, "CANCELLED")

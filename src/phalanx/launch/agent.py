@@ -122,11 +122,12 @@ class NodeAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _exit_barrier(self) -> None:
-        """Leave together: the store goes with the node that has it, and torch's own barrier prints what it meets then."""
+        """Leave together: the store goes with its node, and torch's own barrier prints what it meets then."""
         deadline = time.monotonic() + _LEAVE_WAIT_S
         with contextlib.suppress(Exception):  # it has gone: nobody needs us any more
             self._attempt_store.add(_NUM_LEAVING, 1)
-            while self._num(_NUM_LEAVING) < self._worker_group.group_world_size and time.monotonic() < deadline:
+            size = cast(int, self._worker_group.group_world_size)
+            while self._num(_NUM_LEAVING) < size and time.monotonic() < deadline:
                 time.sleep(_LEAVE_POLL_S)
             time.sleep(4 * _LEAVE_POLL_S)  # the others read it once more
 
