@@ -103,16 +103,21 @@ def interface_towards(host: str, port: int = _DISCARD_PORT, *, allow_loopback: b
 
 
 def host_identity(pretended: str = "") -> str:
-    """Return what tells this host from others: its boot, and the network that its processes see.
+    """Return what tells this host from others: its boot, and the network and processes that its ranks see.
 
-    Containers of one machine share its kernel; those with a network of their own are hosts of their own.
+    Containers of one machine share its kernel; those with a network or process numbers of their own are hosts of
+    their own: ranks find each other by the one and watch each other by the other.
 
     Args:
         pretended: PHALANX_HOST, which divides a host into several.
     """
+    return f"{network_identity()} {os.readlink('/proc/self/ns/pid')} {pretended}".rstrip()
+
+
+def network_identity() -> str:
+    """Return what tells this host's network, which containers may share, from others."""
     with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')} {pretended}".rstrip()
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
 def _owner_of(source: tuple, target: str, host: str, allow_loopback: bool) -> Interface:

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core
 from phalanx._env import Settings, environment, read_settings
 from phalanx._errors import CollectiveTimeout, OutOfSharedMemory, PhalanxError
-from phalanx._network import NetworkError, host_identity, interface_towards, interfaces, is_loopback
+from phalanx._network import NetworkError, host_identity, interface_towards, interfaces, is_loopback, network_identity
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._channels import Channel, GlooChannel, links_to, watch_link
 from phalanx.backend._failures import Failures, Place
@@ -129,7 +129,7 @@ def _hello(pretended_host: str, bridge: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "host": pretended_host or os.uname().nodename,
         "kernel": host_identity(pretended_host),  # who may share memory
-        "network": host_identity(),
+        "network": network_identity(),
         "torch": torch.__version__,
         "segments": sorted(_segments),
     }
@@ -287,6 +287,13 @@ def _bridge(
     mailbox, boxes = None, []
     if settings.bridge == "mpi":
         from phalanx.backend._mpi import MpiChannel
+
+        if len({hello["mpi"] for hello in hellos}) < len(hellos):
+            raise PhalanxError(
+                f"rank {meeting.me}: init_process_group: MPI numbers several ranks alike: mpi4py uses another MPI than "
+                "the mpirun that started them; install mpi4py for that one",
+                op="join",
+            )
 
         def connect(ranks: list[int], name: str) -> Channel:
             return MpiChannel([hellos[r]["mpi"] for r in ranks])
