@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core, _plugin
 from phalanx._errors import from_core
 from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, GroupName, PhalanxGroup, keep, kept_groups
+from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._hosts import join_group
 from phalanx.backend._ops import Operations
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
@@ -34,7 +35,10 @@ def _end_as_member() -> None:
     A script that raises or exits early then looks like what it is: its peers are told the exit code.
     """
     for group in kept_groups():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._operations._core))
+        core = group._operations._core
+        if isinstance(core, BridgedGroup):
+            core.end_threads()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(core))
 
 
 if not HAS_PYTHON_BACKENDS:

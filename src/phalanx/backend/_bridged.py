@@ -522,6 +522,20 @@ class BridgedGroup:
         self._core.leave()
 
 
+    def end_threads(self) -> None:
+        """End what runs beside a script that ends, without a word to the others.
+
+        A thread that comes back from an engine when the interpreter has gone ends the process with an abort.
+        """
+        if self._failures.is_forked:
+            return
+        self._failures.stop_watching()
+        if self._messages.has_threads or not self._tasks.drain(0):
+            self._failures.close_channels()
+            self._messages.close()
+            self._tasks.close()
+
+
 _left_in_parent: list[BridgedGroup] = []
 """Groups of a forked process: destroying an engine whose threads stayed in the parent would not end."""
 

@@ -102,7 +102,9 @@ class Failures:
 
     def _notice(self, rank: int) -> None:
         """The connection to a rank has ended (-1: perhaps one of them did): the group has, unless it left in order."""
-        if self._why or (self.has_left(rank) if rank >= 0 else not self.is_told()):
+        if self._why or (rank < 0 and not self.is_told()):
+            return
+        if rank >= 0 and (self.has_left(rank) or self._has_left_soon(rank)):
             return
         with self._lock:
             if not self._why:
@@ -163,8 +165,7 @@ class Failures:
         self._why = self._verdict["text"]
         with contextlib.suppress(PhalanxError):
             self._core.abort(self._why.splitlines()[0])
-        for channel in self._channels:
-            channel.close()
+        self.close_channels()
         self._ask(lambda: self._store.add("num_told", 1))
 
     def _rebuild(self, op: str, seq: int, where: str) -> PhalanxError:
@@ -229,8 +230,14 @@ class Failures:
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it goes in order."""
+        if self._mailbox is None:
+            return self._read(f"left/{rank}") is not None
         self._open_mail()
-        return rank in self._departed or self._read(f"left/{rank}") is not None
+        return rank in self._departed
+
+    def _has_left_soon(self, rank: int) -> bool:
+        time.sleep(_POLL_S)  # its note takes another way than the end of its connection
+        return self.has_left(rank)
 
     def _open_mail(self) -> dict[str, Any] | None:
         """Return a verdict that another rank has left, and note who has left the group."""
@@ -325,17 +332,25 @@ class Failures:
             return
         with self._lock:
             if not self._why:
-                self._ask(lambda: self._store.set(f"left/{self._place.rank}", ""))
-                if self._mailbox is not None and (self._is_store_gone or self._place.global_rank == 0):
-                    post(self._others, {"left": self._place.rank}, _POST_S)  # the store may go with this rank
                 self._why = "this rank has left it"
-            for channel in self._channels:
-                channel.close()
-        if self._watcher is not None:
-            self._watcher.close()
-            self._watcher = None
+                if self._mailbox is None:
+                    self._ask(lambda: self._store.set(f"left/{self._place.rank}", ""))
+                else:  # the store may have gone already, in order
+                    post(self._others, {"left": self._place.rank}, _POST_S)
+            self.close_channels()
+        self.stop_watching()
         if self._mailbox is not None:
             self._mailbox.close()
+
+    def stop_watching(self) -> None:
+        """Take no more notice of the other ranks."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.close()
+
+    def close_channels(self) -> None:
+        for channel in self._channels:
+            channel.close()
 
     def _find_verdict(self, *, is_patient: bool) -> dict[str, Any] | None:
         deadline = time.monotonic() + (_GRACE_S if is_patient else 0)

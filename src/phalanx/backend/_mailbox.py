@@ -1,4 +1,4 @@
-"""Last words: how ranks tell each other of a failure once the store, which serves for that, has gone with its rank.
+"""Last words: that a rank has left, and what ended the group where the store has gone with the rank that served it.
 
 Each rank listens, and nobody reads: the kernel keeps what others leave there until this rank meets a failure itself.
 """

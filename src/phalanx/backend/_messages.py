@@ -183,6 +183,10 @@ class Messages:
             raise request.error()
         return True
 
+    @property
+    def has_threads(self) -> bool:
+        return bool(self._threads)
+
     def close(self) -> None:
         """End the threads; connections must be closed before."""
         with self._changed:
