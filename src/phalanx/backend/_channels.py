@@ -41,7 +41,9 @@ class Channel(Protocol):
     """
 
     ends_waits: bool
-    links: Mapping[int, socket.socket]
+
+    @property
+    def links(self) -> Mapping[int, socket.socket]: ...
 
     def exchange(
         self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int]

@@ -12,7 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 _READ_S = 0.2  # from one who has connected
 _BACKLOG = 128
@@ -64,4 +64,4 @@ def post(boxes: Sequence[Sequence[Any]], message: Any, limit_s: float) -> None:
             for key, _ in selector.select(left_s):
                 selector.unregister(key.fileobj)
                 with contextlib.suppress(OSError):  # that rank is gone
-                    key.fileobj.send(key.data)  # fits the buffer of a new connection
+                    cast(socket.socket, key.fileobj).send(key.data)  # fits the buffer of a new connection
