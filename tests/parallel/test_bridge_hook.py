@@ -77,7 +77,7 @@ def test_an_exact_hook_averages_over_all_ranks(run_ranks, hosts, backend):
 
 
 def power_sgd(rank, world_size, hosts, name):
-    """Train one matrix, which one lane compresses; return its gradients."""
+    """Train one matrix, which one rail compresses; return its gradients."""
     groups = groups_of(rank, hosts)
     torch.manual_seed(0)
     model = DDPS[name](nn.Linear(20, 30, bias=False))
@@ -108,7 +108,7 @@ def train_exactly(rank, world_size, name):
 
 
 def power_sgd_of_a_model(rank, world_size, hosts):
-    """More lanes than some buckets have gradients: each lane must count every bucket to know when to begin."""
+    """More rails than some buckets have gradients: each rail must count every bucket to know when to begin."""
     groups = groups_of(rank, hosts)
     model = TorchDDP(build_model(), bucket_cap_mb=SMALL_MB)
     state = powerSGD_hook.PowerSGDState(groups.across, start_powerSGD_iter=2, min_compression_rate=1)

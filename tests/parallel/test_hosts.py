@@ -19,7 +19,7 @@ def find_groups(rank, world_size, names, nodes):
     if nodes:
         os.environ["GROUP_RANK"] = str(nodes[rank])
     groups = phalanx.host_groups(names and names[rank])
-    facts = groups.num_hosts, groups.num_lanes, groups.num_ranks, groups.lane, groups.weight
+    facts = groups.num_hosts, groups.num_rails, groups.num_ranks, groups.rail, groups.weight
     return members(groups.host), members(groups.across), facts
 
 
@@ -30,14 +30,14 @@ def test_lanes_cross_hosts_of_equal_size(run_ranks, by):
     results = run_ranks(find_groups, 4, names, nodes)
     assert [result[0] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [result[1] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result[2] for result in results] == [(2, 2, 4, lane, 1.0) for lane in (0, 0, 1, 1)]
+    assert [result[2] for result in results] == [(2, 2, 4, rail, 1.0) for rail in (0, 0, 1, 1)]
 
 
-def test_a_rank_beyond_those_of_the_smallest_host_has_no_lane(run_ranks):
+def test_a_rank_beyond_those_of_the_smallest_host_has_no_rail(run_ranks):
     results = run_ranks(find_groups, 4, ["a", "a", "a", "b"], None)
     assert [result[0] for result in results] == [[0, 1, 2]] * 3 + [[3]]
     assert [result[1] for result in results] == [[0, 3], None, None, [0, 3]]
-    assert [result[2] for result in results] == [(2, 1, 4, lane, 1.5) for lane in range(3)] + [(2, 1, 4, 0, 0.5)]
+    assert [result[2] for result in results] == [(2, 1, 4, rail, 1.5) for rail in range(3)] + [(2, 1, 4, 0, 0.5)]
 
 
 def test_ranks_of_this_machine_are_one_host(run_ranks):

@@ -22,7 +22,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
         state = PowerSGDState(groups.across, matrix_approximation_rank=2, start_powerSGD_iter=10)
         ddp.register_comm_hook(None, phalanx.parallel.bridge_hook(groups, state, powerSGD_hook))
 
-    Ranks of a host add their gradients; each lane runs `hook` on some of the bucket's gradients, whole ones, so hooks
+    Ranks of a host add their gradients; each rail runs `hook` on some of the bucket's gradients, whole ones, so hooks
     that look at matrices see them; then the host's ranks share what came. So one copy for each host crosses, and all
     ranks of a host get the same bits. The result is the mean over all ranks, also where hosts have different numbers
     of them. While one bucket crosses, backward goes on.
@@ -59,12 +59,12 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
         if groups.host is not None:
             dist.all_reduce(buffer, group=groups.host)
         buffer.mul_(groups.num_hosts / groups.num_ranks)  # then the mean over hosts is that over ranks
-        parts = _parts_of(bucket, groups.num_lanes)
+        parts = _parts_of(bucket, groups.num_rails)
         future = None
         if groups.across is not None:
-            future = hook(hook_state, parts[groups.lane])  # called for an empty part too: hooks count buckets
+            future = hook(hook_state, parts[groups.rail])  # called for an empty part too: hooks count buckets
         crossing.append(
-            _Crossing(buffer, [part.buffer() for part in parts], groups.lane, future, _Late(finish, buffer.device))
+            _Crossing(buffer, [part.buffer() for part in parts], groups.rail, future, _Late(finish, buffer.device))
         )
         result = crossing[0].result
         if bucket.is_last():
@@ -90,40 +90,40 @@ class _Crossing:
     """A bucket whose parts are on their way between hosts."""
 
     def __init__(
-        self, buffer: Tensor, parts: list[Tensor], lane: int, future: torch.futures.Future | None, result: _Late
+        self, buffer: Tensor, parts: list[Tensor], rail: int, future: torch.futures.Future | None, result: _Late
     ) -> None:
         self.result = result
         self._buffer = buffer
         self._parts = parts
-        self._lane = lane
+        self._rail = rail
         self._future = future
 
     @torch.no_grad()
     def finish(self, groups: HostGroups) -> None:
-        """Wait for this lane's part, share all of them on the host, hand over the bucket."""
+        """Wait for this rail's part, share all of them on the host, hand over the bucket."""
         if self._future is not None:
             value = self._future.wait()
             mean = value[0] if isinstance(value, list | tuple) else value
-            if mean.data_ptr() != self._parts[self._lane].data_ptr():
-                self._parts[self._lane].copy_(mean)
+            if mean.data_ptr() != self._parts[self._rail].data_ptr():
+                self._parts[self._rail].copy_(mean)
         share_out(self._parts, groups)
         self.result.set_result(self._buffer)
 
 
-def _parts_of(bucket: Any, num_lanes: int) -> list[GradBucket]:
-    """Divide a bucket between gradients into parts of about equal size, one for each lane."""
+def _parts_of(bucket: Any, num_rails: int) -> list[GradBucket]:
+    """Divide a bucket between gradients into parts of about equal size, one for each rail."""
     buffer, gradients, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
     sizes = [g.numel() * (2 if g.is_complex() else 1) for g in gradients]
     total = sum(sizes)
     assert total == buffer.numel(), "gradients fill their bucket"
-    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
+    rails: list[list[int]] = [[] for _ in range(num_rails)]
     begin = 0
     for i, size in enumerate(sizes):
-        lanes[min((2 * begin + size) * num_lanes // (2 * total), num_lanes - 1) if total else 0].append(i)
+        rails[min((2 * begin + size) * num_rails // (2 * total), num_rails - 1) if total else 0].append(i)
         begin += size
     parts = []
     begin = 0
-    for members in lanes:
+    for members in rails:
         end = begin + sum(sizes[i] for i in members)
         some = [gradients[i] for i in members], [parameters[i] for i in members]
         parts.append(GradBucket(bucket.index(), buffer[begin:end], *some, bucket.is_last()))

@@ -1,7 +1,7 @@
-"""Groups of ranks by host: those that are near one another, and lanes of ranks that meet across the slow link.
+"""Groups of ranks by host: those that are near one another, and rails of ranks that meet across the slow link.
 
-Lane i is the rank of index i on each host. What hosts exchange is cut into one piece for each lane, so it crosses once
-for each host, over all lanes at once, and is shared out on the host afterwards.
+Rail i is the rank of index i on each host. What hosts exchange is cut into one piece for each rail, so it crosses once
+for each host, over all rails at once, and is shared out on the host afterwards.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class HostGroups(NamedTuple):
 
     Attributes:
         host: The ranks of this host; None where this rank stands for a host by itself.
-        across: This rank's lane, one rank of each host; None on a rank beyond the number of lanes.
+        across: This rank's rail, one rank of each host; None on a rank beyond the number of rails.
         num_hosts: Of all ranks.
-        num_lanes: As many as the host with the fewest ranks has.
+        num_rails: As many as the host with the fewest ranks has.
         num_ranks: On all hosts together.
     """
 
     host: dist.ProcessGroup | None
     across: dist.ProcessGroup | None
     num_hosts: int
-    num_lanes: int
+    num_rails: int
     num_ranks: int
 
     @property
-    def lane(self) -> int:
-        """Place of this rank among those of its host, in the order of their ranks: its lane, if there are so many."""
+    def rail(self) -> int:
+        """Place of this rank among those of its host, in the order of their ranks: its rail, if there are so many."""
         return dist.get_rank(self.host) if self.host is not None else 0
 
     @property
@@ -49,7 +49,7 @@ def host_groups(
 ) -> HostGroups:
     """Return the group of this rank's host and the one that crosses to the others. Every rank of the world calls it.
 
-    Where hosts have different numbers of ranks, there are as many lanes as the smallest host has ranks. A rank beyond
+    Where hosts have different numbers of ranks, there are as many rails as the smallest host has ranks. A rank beyond
     them has no ``across``: what its host exchanges, the others carry, and it hears the result from them.
 
     Args:
@@ -71,18 +71,18 @@ def host_groups(
     names: list[Any] = [None] * world_size
     dist.all_gather_object(names, _this_host() if name is None else f"named {name}")
     hosts = [[r for r in range(world_size) if names[r] == host] for host in dict.fromkeys(names)]
-    num_lanes = min(map(len, hosts))
-    lanes = [[ranks[lane] for ranks in hosts] for lane in range(num_lanes)]
+    num_rails = min(map(len, hosts))
+    rails = [[ranks[rail] for ranks in hosts] for rail in range(num_rails)]
     # Every rank of the world makes each group, those outside as well, in the same order.
     by_host: list[Any] = [
         dist.new_group(ranks, backend=host_backend, group_desc=f"host {i}") for i, ranks in enumerate(hosts)
     ]
-    by_lane: list[Any] = [
-        dist.new_group(ranks, backend=across_backend, group_desc=f"lane {i}") for i, ranks in enumerate(lanes)
+    by_rail: list[Any] = [
+        dist.new_group(ranks, backend=across_backend, group_desc=f"rail {i}") for i, ranks in enumerate(rails)
     ]
     [host] = [group for group, ranks in zip(by_host, hosts, strict=True) if rank in ranks]
-    across = [group for group, ranks in zip(by_lane, lanes, strict=True) if rank in ranks]
-    return HostGroups(host, across[0] if across else None, len(hosts), num_lanes, world_size)
+    across = [group for group, ranks in zip(by_rail, rails, strict=True) if rank in ranks]
+    return HostGroups(host, across[0] if across else None, len(hosts), num_rails, world_size)
 
 
 def _this_host() -> str:
@@ -90,18 +90,18 @@ def _this_host() -> str:
 
 
 def pieces_of(flat: Tensor, groups: HostGroups) -> list[Tensor]:
-    """Return the piece of a flat tensor that each lane carries; their sizes differ by at most one element."""
-    cuts = [flat.numel() * lane // groups.num_lanes for lane in range(groups.num_lanes + 1)]
+    """Return the piece of a flat tensor that each rail carries; their sizes differ by at most one element."""
+    cuts = [flat.numel() * rail // groups.num_rails for rail in range(groups.num_rails + 1)]
     return [flat[begin:end] for begin, end in itertools.pairwise(cuts)]
 
 
 def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
-    """Give every rank of this host the piece of each lane, from the rank of that lane."""
+    """Give every rank of this host the piece of each rail, from the rank of that rail."""
     if groups.host is None or groups.host.size() == 1:
         return
     works = [
-        dist.broadcast(piece, src=dist.get_global_rank(groups.host, lane), group=groups.host, async_op=True)
-        for lane, piece in enumerate(pieces)
+        dist.broadcast(piece, src=dist.get_global_rank(groups.host, rail), group=groups.host, async_op=True)
+        for rail, piece in enumerate(pieces)
         if piece.numel()
     ]
     for work in works:

@@ -113,7 +113,7 @@ class LocalSGD:
         for members in _by_kind(tensors):
             flat, views = _empty_like(members)
             torch._foreach_copy_(views, members)
-            if groups.across is not None and groups.lane == 0:
+            if groups.across is not None and groups.rail == 0:
                 dist.broadcast(flat, src=dist.get_global_rank(groups.across, 0), group=groups.across)
             share_out([flat], groups)
             torch._foreach_copy_(members, views)
@@ -188,7 +188,7 @@ class LocalSGD:
             dist.all_reduce(flat, group=groups.host)
         pieces = pieces_of(flat, groups)
         if groups.across is not None:
-            dist.all_reduce(pieces[groups.lane], group=groups.across)
+            dist.all_reduce(pieces[groups.rail], group=groups.across)
         share_out(pieces, groups)
         flat.div_(groups.num_ranks)
         torch._foreach_copy_(members, views)
@@ -203,9 +203,9 @@ class LocalSGD:
         groups = self._groups
         place = [
             dist.get_rank(groups.across) if groups.across else -1,
-            groups.lane,
+            groups.rail,
             groups.num_hosts,
-            groups.num_lanes,
+            groups.num_rails,
         ]
         # A name of each rank's own makes phalanx.checkpoint save every rank's tensors whole, as it does where names
         # differ. It could not always see that they do: it looks at a few elements of each.
@@ -254,7 +254,7 @@ class _Window:
         members: The model's own.
         start: Where they stood, flat: the one copy.
         starts: Views of it, as parameters for the outer optimizer.
-        left_out: What rounding left out of this lane's piece at the last meeting; None without compression.
+        left_out: What rounding left out of this rail's piece at the last meeting; None without compression.
     """
 
     def __init__(self, members: list[Tensor], groups: HostGroups, compress: str | None) -> None:
@@ -265,7 +265,7 @@ class _Window:
         self._groups = groups
         if compress and self.start.dtype in _WIDE:
             carries = groups.across is not None
-            self.left_out = torch.zeros_like(pieces_of(self.start, groups)[groups.lane] if carries else self.start[:0])
+            self.left_out = torch.zeros_like(pieces_of(self.start, groups)[groups.rail] if carries else self.start[:0])
 
     def begin(self) -> None:
         """Let the window start where the parameters are now."""
@@ -281,12 +281,12 @@ class _Window:
             way.mul_(groups.weight)
         pieces = pieces_of(way, groups)
         if groups.across is not None:
-            self._cross(pieces[groups.lane], groups.across)
+            self._cross(pieces[groups.rail], groups.across)
         share_out(pieces, groups)
         return way.div_(groups.num_hosts)
 
     def _cross(self, piece: Tensor, across: dist.ProcessGroup) -> None:
-        """Sum this lane's piece over the hosts."""
+        """Sum this rail's piece over the hosts."""
         if self.left_out is None:
             dist.all_reduce(piece, group=across)
             return
