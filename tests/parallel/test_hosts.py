@@ -24,7 +24,7 @@ def find_groups(rank, world_size, names, nodes):
 
 
 @pytest.mark.parametrize("by", ["name", "node"])
-def test_lanes_cross_hosts_of_equal_size(run_ranks, by):
+def test_rails_cross_hosts_of_equal_size(run_ranks, by):
     told = [0, 1, 0, 1]
     names, nodes = ([f"host {i}" for i in told], None) if by == "name" else (None, told)
     results = run_ranks(find_groups, 4, names, nodes)
