@@ -18,6 +18,7 @@ _EXPORTS = {
     "GroupUnusable": "phalanx._errors",
     "OutOfSharedMemory": "phalanx._errors",
     "RankFailed": "phalanx._errors",
+    "GroupOptions": "phalanx._env",
     "RankError": "phalanx.launch.outcome",
     "spawn": "phalanx.launch.spawn",
     "Session": "phalanx.session",

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+BRIDGES = ("gloo", "mpi")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,29 @@ class Settings:
     """Ranks with different values never share memory: several hosts on one, to try what crosses them."""
 
 
-BRIDGES = ("gloo", "mpi")
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """Settings of one group, given as its ``pg_options``; the same on all of its ranks.
+
+    Attributes:
+        bridge: The engine between hosts, instead of what PHALANX_BRIDGE says.
+        silence_s: Instead of PHALANX_SILENCE_S.
+    """
+
+    bridge: str | None = None
+    silence_s: float | None = None
+
+    def over(self, settings: Settings) -> Settings:
+        """Return the settings with these in their place.
+
+        Raises:
+            ValueError: There is no such engine.
+        """
+        if self.bridge is not None and self.bridge not in BRIDGES:
+            raise ValueError(f"GroupOptions: bridge must be one of {', '.join(BRIDGES)}, got {self.bridge!r}")
+        return replace(settings, **{name: value for name, value in vars(self).items() if value is not None})
+
+
 # Flags of ``phalanx run``, which reads them itself.
 _FLAGS = """
     DRY_RUN LOCAL_ADDR LOCAL_RANKS_FILTER LOG_DIR MASTER_ADDR MASTER_PORT MAX_RESTARTS MODULE MONITOR_INTERVAL NNODES

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _plugin
+from phalanx._env import GroupOptions
 from phalanx._errors import from_core
 from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, GroupName, PhalanxGroup, keep, kept_groups
 from phalanx.backend._bridged import BridgedGroup
@@ -73,23 +74,30 @@ def create_group(options: Any, backend_options: Any) -> ProcessGroup:
 
     Args:
         options: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, name, global ranks.
-        backend_options: What the user passed as ``pg_options``; phalanx has none.
+        backend_options: What the user passed as ``pg_options``: `GroupOptions`, or torch's for another device.
     """
+    own = backend_options if isinstance(backend_options, GroupOptions) else None
     size = options.group_size
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
     name = options.group_id if options.global_ranks_in_group else "default"
     others = _other_devices()
-    group = build_group(options.store, options.group_rank, size, name, global_ranks, options.timeout)
+    group = build_group(options.store, options.group_rank, size, name, global_ranks, options.timeout, own)
     if others:
-        _add_devices(group, others, options, backend_options)
+        _add_devices(group, others, options, None if own else backend_options)
     return group
 
 
 def build_group(
-    store: Store, rank: int, size: int, name: str, global_ranks: list[int], timeout: timedelta
+    store: Store,
+    rank: int,
+    size: int,
+    name: str,
+    global_ranks: list[int],
+    timeout: timedelta,
+    options: GroupOptions | None = None,
 ) -> PhalanxGroup:
     """Join the ranks and return their group, with a backend registered for CPU tensors."""
-    core, segment = join_group(store, rank, size, name, global_ranks, timeout.total_seconds())
+    core, segment = join_group(store, rank, size, name, global_ranks, timeout.total_seconds(), options)
     operations = Operations(core, segment, rank, size, name, global_ranks)
     group = PhalanxGroup(store, operations, timeout, global_ranks)
     if HAS_PYTHON_BACKENDS:

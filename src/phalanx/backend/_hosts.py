@@ -16,7 +16,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core
-from phalanx._env import Settings, environment, read_settings
+from phalanx._env import GroupOptions, Settings, environment, read_settings
 from phalanx._errors import CollectiveTimeout, OutOfSharedMemory, PhalanxError
 from phalanx._network import NetworkError, host_identity, interface_towards, interfaces, is_loopback, network_identity
 from phalanx.backend._bridged import BridgedGroup
@@ -78,7 +78,13 @@ class Meeting:
 
 
 def join_group(
-    store: Store, rank: int, size: int, name: str, global_ranks: list[int], timeout_s: float
+    store: Store,
+    rank: int,
+    size: int,
+    name: str,
+    global_ranks: list[int],
+    timeout_s: float,
+    options: GroupOptions | None = None,
 ) -> tuple[Any, _core.Segment]:
     """Return the core group of `rank`, after all `size` ranks have joined it; with several hosts what bridges them.
 
@@ -89,12 +95,13 @@ def join_group(
         name: Name of the group in messages.
         global_ranks: Number of each rank in the world, for messages.
         timeout_s: Seconds for the meeting, and the default of the group's operations.
+        options: In place of what the environment says.
 
     Raises:
         CollectiveTimeout: A rank did not come; `ranks` names it.
         PhalanxError: Ranks cannot share memory, or their hosts can't reach each other.
     """
-    settings = read_settings()
+    settings = (options or GroupOptions()).over(read_settings())
     meeting = Meeting(store, rank, size, name, global_ranks, timeout_s, time.monotonic() + timeout_s)
     meeting.set(f"hello/{rank}", _hello(settings.host, settings.bridge))
     if rank == 0:
@@ -131,6 +138,7 @@ def _hello(pretended_host: str, bridge: str) -> dict[str, Any]:
         "kernel": host_identity(pretended_host),  # who may share memory
         "network": network_identity(),
         "torch": torch.__version__,
+        "bridge": bridge,
         "segments": sorted(_segments),
     }
     if bridge == "mpi":
@@ -141,13 +149,11 @@ def _hello(pretended_host: str, bridge: str) -> dict[str, Any]:
 
 
 def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
-    versions = {hello["torch"] for hello in hellos}
-    if len(versions) > 1:
-        first = {version: [h["torch"] for h in hellos].index(version) for version in sorted(versions)}
-        told = ", ".join(f"{version} on rank {meeting.global_ranks[r]}" for version, r in first.items())
-        raise PhalanxError(
-            f"rank {meeting.me}: init_process_group: the ranks run different versions of torch: {told}", op="join"
-        )
+    for key, what in (("torch", "run different versions of torch"), ("bridge", "were given different bridges")):
+        said = [hello[key] for hello in hellos]
+        if len(set(said)) > 1:
+            told = ", ".join(f"{one} on rank {meeting.global_ranks[said.index(one)]}" for one in sorted(set(said)))
+            raise PhalanxError(f"rank {meeting.me}: init_process_group: the ranks {what}: {told}", op="join")
 
 
 def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
