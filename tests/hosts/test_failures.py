@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -86,15 +87,35 @@ def test_every_wait_ends_when_a_rank_is_killed(spawn_ranks, operation, victim):
     assert outcomes[1 - victim].error.op == WAITS[operation][0]
 
 
-def wait_in_groups_of_each_host(rank, world_size, victim):
-    """Ranks of the victim's host wait for it in memory alone, those of the other for them over the bridge."""
-    here = dist.new_group([0, 1]), dist.new_group([2, 3])
+def leave_a_child(rank, world_size, fifo):
+    """Rank 1 has a child, such as a worker of a data loader, which outlives it."""
+    if rank == 1 and os.fork() == 0:
+        with open(fifo) as held:
+            held.read()  # until the test closes it
+        os._exit(0)
+    dist.barrier()
     reached("up")
-    if rank == victim:
+    if rank == 1:
         threading.Event().wait()
-    if rank == 3:
+    try:
         dist.barrier()
-    dist.recv(torch.ones(1), src=2) if rank == 1 else dist.barrier(here[0] if rank < 2 else None)
+    finally:
+        reached("raised")
+
+
+def test_a_killed_rank_is_named_though_a_child_of_it_lives_on(spawn_ranks, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    held = os.open(fifo, os.O_RDWR | os.O_CLOEXEC)
+    with spawn_ranks(leave_a_child, 2, str(fifo), hosts=[1, 1], group_timeout_s=30) as ranks:
+        ranks.wait_until_reached("up")
+        wait_until_asleep(ranks.pids[0])
+        killed_at = time.monotonic()
+        ranks.kill(1)
+        ranks.wait_until_reached("raised", ranks=[0], timeout_s=10)
+        os.close(held)
+        survivor, victim = ranks.join(20)
+    check_names(survivor, victim, [1, 1], killed_at)
 
 
 @pytest.mark.parametrize("how", ["exit 7", "exit 0", "raise"])

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -92,12 +93,14 @@ class GlooChannel:
         with _making:
             known = _sockets()
             self._group = group(store, rank, size, options)
-            made = [_duplicate(fd) for inode, fd in _sockets().items() if inode not in known]
+            self._fds = [fd for inode, fd in _sockets().items() if inode not in known]
+            made = [_duplicate(fd) for fd in self._fds]
         self._options = c10d.AllToAllOptions()
         self._options.timeout = FOR_EVER
         self.links = self._identify(store, rank, size, [link for link in made if link is not None], timeout_s)
         for link in self.links.values():
             watch_link(link, silence_s)
+        _channels.add(self)
 
     def _identify(
         self, store: Store, rank: int, size: int, links: list[socket.socket], timeout_s: float
@@ -135,6 +138,25 @@ class GlooChannel:
         for link in self.links.values():
             with contextlib.suppress(OSError):  # it has ended already
                 link.shutdown(socket.SHUT_RDWR)
+
+
+    def let_go(self) -> None:
+        """In a forked child: its copies of the connections would keep them open when the rank has ended."""
+        with open(os.devnull) as nothing:
+            for fd in (*self._fds, *(link.fileno() for link in self.links.values())):
+                if fd >= 0:
+                    os.dup2(nothing.fileno(), fd, inheritable=False)  # the engine may yet close the number
+
+
+_channels: weakref.WeakSet[GlooChannel] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for channel in list(_channels):
+        channel.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _sockets() -> dict[str, int]:
