@@ -148,19 +148,18 @@ def test_it_is_placed_by_slurm(script):
     check_two_ranks(said, "Slurm")
 
 
-def test_pods_of_kubeflow_are_nodes_and_the_engine_between_them_is_gloo(script):
+def test_pods_of_kubeflow_are_nodes(script):
     pod = {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",
         "PET_MASTER_ADDR": "127.0.0.1",
         "PET_MASTER_PORT": free_port(),
     }
-    said, errors = run_together(script, [{**pod, "PET_NODE_RANK": str(rank)} for rank in range(2)])
+    pods = [{**pod, "PET_NODE_RANK": str(rank), "PHALANX_HOST": f"pod-{rank}"} for rank in range(2)]
+    said, errors = run_together(script, pods)
     assert [(one["rank"], one["sum"], one["node"]) for one in said] == [(0, 3.0, [0, 2]), (1, 3.0, [1, 2])]
-    assert {one["backend"] for one in said} == {"gloo"}
-    # The reason is given once.
-    assert "phalanx.init: backend gloo: ranks are on 2 hosts, and phalanx reduces within one" in errors[0]
-    assert "phalanx.init" not in errors[1]
+    assert {one["backend"] for one in said} == {"phalanx"}
+    assert errors == ["", ""]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", socket.gethostname()])
@@ -318,28 +317,25 @@ def gpus(monkeypatch):
     return pretend
 
 
-def place(local_rank, local_world_size=4, num_nodes=1):
+def place(local_rank, local_world_size=4):
     return Placement(
         scheduler="a test",
         rank=local_rank,
-        world_size=local_world_size * num_nodes,
+        world_size=local_world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        num_nodes=num_nodes,
+        num_nodes=1,
     )
 
 
-def test_the_backend_follows_the_devices_and_the_hosts(gpus, monkeypatch):
+def test_the_backend_follows_the_devices(gpus, monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     gpus(0)
-    assert session_module._choose_backend(place(0)) == ("phalanx", "")
+    assert session_module._choose_backend() == ("phalanx", "")
     gpus(4)
-    assert session_module._choose_backend(place(0)) == ("cpu:phalanx,cuda:nccl", "")
-    backend, reason = session_module._choose_backend(place(0, num_nodes=2))
-    assert backend == "cpu:gloo,cuda:nccl"
-    assert "2 hosts" in reason
+    assert session_module._choose_backend() == ("cpu:phalanx,cuda:nccl", "")
     monkeypatch.setattr(session_module.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError("x")))
-    assert session_module._choose_backend(place(0)) == ("cpu:gloo,cuda:nccl", "phalanx can't be loaded here: x")
+    assert session_module._choose_backend() == ("cpu:gloo,cuda:nccl", "phalanx can't be loaded here: x")
 
 
 def test_each_local_rank_has_its_own_gpu_if_there_are_enough(gpus):
