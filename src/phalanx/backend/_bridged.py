@@ -615,7 +615,6 @@ class BridgedGroup:
         self._tasks.close()
         self._core.leave()
 
-
     def end_threads(self) -> None:
         """End what runs beside a script that ends, without a word to the others.
 

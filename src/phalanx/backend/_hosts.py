@@ -128,6 +128,7 @@ def _hello(pretended_host: str, bridge: str) -> dict[str, Any]:
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     hello = {
+        "bridge": bridge,
         "pid": os.getpid(),
         "host": pretended_host or os.uname().nodename,
         # Who may share memory: containers of one machine share its kernel, not the network that its sockets live in.
@@ -144,13 +145,14 @@ def _hello(pretended_host: str, bridge: str) -> dict[str, Any]:
 
 
 def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
-    versions = {hello["torch"] for hello in hellos}
-    if len(versions) > 1:
-        first = {version: [h["torch"] for h in hellos].index(version) for version in sorted(versions)}
-        told = ", ".join(f"{version} on rank {meeting.global_ranks[r]}" for version, r in first.items())
-        raise PhalanxError(
-            f"rank {meeting.me}: init_process_group: the ranks run different versions of torch: {told}", op="join"
-        )
+    for fact, what in (("torch", "versions of torch"), ("bridge", "settings of PHALANX_BRIDGE")):
+        said = [hello[fact] for hello in hellos]
+        if len(set(said)) > 1:
+            told = ", ".join(f"{one} on rank {meeting.global_ranks[said.index(one)]}" for one in sorted(set(said)))
+            raise PhalanxError(
+                f"rank {meeting.me}: init_process_group: the ranks run different {what}: {told}. Give all the same.",
+                op="join",
+            )
 
 
 def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
@@ -289,7 +291,14 @@ def _bridge(
     everyone = list(range(meeting.size))
     mailbox, boxes = None, []
     if settings.bridge == "mpi":
-        from phalanx.backend._mpi import MpiChannel
+        from phalanx.backend._mpi import MpiChannel, library
+
+        if len({hello["mpi"] for hello in hellos}) < meeting.size:
+            raise PhalanxError(
+                f"rank {meeting.me}: init_process_group: PHALANX_BRIDGE=mpi, and mpi4py has loaded {library()}, which "
+                "did not start these ranks. Start them with its mpirun, or install the mpi4py of the MPI that did.",
+                op="join",
+            )
 
         def connect(ranks: list[int], name: str) -> Channel:
             return MpiChannel([hellos[r]["mpi"] for r in ranks])
