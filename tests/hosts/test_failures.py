@@ -8,7 +8,6 @@ import threading
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from phalanx import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, RankFailed
@@ -90,6 +89,7 @@ def test_every_wait_ends_when_a_rank_is_killed(spawn_ranks, operation, victim):
 def leave_a_child(rank, world_size, fifo):
     """Rank 1 has a child, such as a worker of a data loader, which outlives it."""
     if rank == 1 and os.fork() == 0:
+        os.setsid()  # the harness kills the group of a rank that ends
         with open(fifo) as held:
             held.read()  # until the test closes it
         os._exit(0)

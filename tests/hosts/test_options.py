@@ -24,7 +24,7 @@ def name_an_unknown_bridge(rank, world_size):
 def choose_differently(rank, world_size):
     pytest.importorskip("mpi4py", reason="needs mpi4py")
     bridge = ("gloo", "mpi")[rank]
-    with pytest.raises(phalanx.PhalanxError, match="were given different bridges: gloo on rank 0, mpi on rank 1"):
+    with pytest.raises(phalanx.PhalanxError, match="run different bridges: gloo on rank 0, mpi on rank 1"):
         dist.new_group(backend="phalanx", pg_options=phalanx.GroupOptions(bridge=bridge))
 
 

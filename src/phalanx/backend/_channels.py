@@ -139,7 +139,6 @@ class GlooChannel:
             with contextlib.suppress(OSError):  # it has ended already
                 link.shutdown(socket.SHUT_RDWR)
 
-
     def let_go(self) -> None:
         """In a forked child: its copies of the connections would keep them open when the rank has ended."""
         with open(os.devnull) as nothing:

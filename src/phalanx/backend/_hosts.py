@@ -149,11 +149,14 @@ def _hello(pretended_host: str, bridge: str) -> dict[str, Any]:
 
 
 def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
-    for key, what in (("torch", "run different versions of torch"), ("bridge", "were given different bridges")):
-        said = [hello[key] for hello in hellos]
+    for fact, what in (("torch", "versions of torch"), ("bridge", "bridges")):
+        said = [hello[fact] for hello in hellos]
         if len(set(said)) > 1:
             told = ", ".join(f"{one} on rank {meeting.global_ranks[said.index(one)]}" for one in sorted(set(said)))
-            raise PhalanxError(f"rank {meeting.me}: init_process_group: the ranks {what}: {told}", op="join")
+            raise PhalanxError(
+                f"rank {meeting.me}: init_process_group: the ranks run different {what}: {told}. Give all the same.",
+                op="join",
+            )
 
 
 def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
@@ -231,10 +234,12 @@ def _serve(meeting: Meeting, key: str, server: _core.SegmentServer, peers: Seque
     """Hand the segment to the peers; return those that could map it."""
     num_served = 0
     refused: list[int] = []
-    while num_served + len(refused) < len(peers):
+    while True:
         num_served += server.serve(len(peers) - len(refused) - num_served, min(_SERVE_S, meeting.left_s))
+        if num_served + len(refused) == len(peers):
+            break
         refused = [r for r in peers if meeting.store.check([f"{key}/refused/{r}"])]
-        if num_served + len(refused) < len(peers) and meeting.left_s <= 0.001:
+        if meeting.left_s <= 0.001:
             raise CollectiveTimeout(
                 f"rank {meeting.me}: init_process_group: only {num_served} of {len(peers)} peers mapped the shared "
                 "segment",
@@ -292,7 +297,14 @@ def _bridge(
     everyone = list(range(meeting.size))
     mailbox, boxes = None, []
     if settings.bridge == "mpi":
-        from phalanx.backend._mpi import MpiChannel
+        from phalanx.backend._mpi import MpiChannel, library
+
+        if len({hello["mpi"] for hello in hellos}) < meeting.size:
+            raise PhalanxError(
+                f"rank {meeting.me}: init_process_group: PHALANX_BRIDGE=mpi, and mpi4py has loaded {library()}, which "
+                "did not start these ranks. Start them with its mpirun, or install the mpi4py of the MPI that did.",
+                op="join",
+            )
 
         if len({hello["mpi"] for hello in hellos}) < len(hellos):
             raise PhalanxError(

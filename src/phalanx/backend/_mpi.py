@@ -48,11 +48,18 @@ def tell_all(value: Any) -> Any:
     return _mpi().COMM_WORLD.bcast(value, root=0)
 
 
+def library() -> str:
+    """Return the name of the MPI that mpi4py has loaded."""
+    name, version = _mpi().get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
 class _Requests:
     """Messages that belong together; MPI moves them when it is asked how they do."""
 
-    def __init__(self, requests: list[Any], keep: object) -> None:
-        self._requests, self._keep = requests, keep
+    def __init__(self, channel: MpiChannel, receives: list[Any], sends: list[Any], keep: object) -> None:
+        self._channel, self._receives, self._keep = channel, receives, keep
+        self._requests = receives + sends
         self._is_over = False
 
     def is_completed(self) -> bool:
@@ -66,10 +73,20 @@ class _Requests:
         num_polls = 0
         while not self.is_completed():
             num_polls += 1
+            if self._channel.is_closed:
+                self._cancel()
+                raise RuntimeError("the channel was closed")
             if num_polls > _EAGER_POLLS:
                 if time.monotonic() > deadline:
                     raise RuntimeError("not over yet")
                 time.sleep(_POLL_S)
+
+    def _cancel(self) -> None:
+        """Take receives back: their memory is about to go. Not sends, which MPI may refuse to cancel."""
+        with _lock:
+            for request in self._receives:
+                if request != _mpi().REQUEST_NULL:
+                    request.Cancel()
 
 
 class MpiChannel:
@@ -86,26 +103,31 @@ class MpiChannel:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         world = _mpi().COMM_WORLD
+        self.is_closed = False
         with _lock:
             self._comm = world.Create_group(world.Get_group().Incl(list(ranks)))
 
     def exchange(
         self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int]
     ) -> _Requests:
-        requests: list[Any] = []
         with _lock:
-            for start, sizes, tensor in ((self._comm.Irecv, out_bytes, out), (self._comm.Isend, in_bytes, source)):
-                for peer, part in enumerate(tensor.split(list(sizes))):
-                    requests += self._start(start, part, peer, _EXCHANGE)
-        return _Requests(requests, (out, source))
+            receives, sends = (
+                [
+                    request
+                    for peer, part in enumerate(tensor.split(list(sizes)))
+                    for request in self._start(start, part, peer, _EXCHANGE)
+                ]
+                for start, sizes, tensor in ((self._comm.Irecv, out_bytes, out), (self._comm.Isend, in_bytes, source))
+            )
+        return _Requests(self, receives, sends, (out, source))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Requests:
         with _lock:
-            return _Requests(self._start(self._comm.Isend, tensor, peer, tag), tensor)
+            return _Requests(self, [], self._start(self._comm.Isend, tensor, peer, tag), tensor)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Requests:
         with _lock:
-            return _Requests(self._start(self._comm.Irecv, tensor, peer, tag), tensor)
+            return _Requests(self, self._start(self._comm.Irecv, tensor, peer, tag), [], tensor)
 
     def _start(self, start: Any, tensor: torch.Tensor, peer: int, tag: int) -> list[Any]:
         pieces = tensor.split(_PIECE_BYTES) if tensor.numel() else ()
@@ -115,4 +137,5 @@ class MpiChannel:
         return []
 
     def close(self) -> None:
-        """Nothing: MPI frees it at the end of the process."""
+        """End the waits of this rank; MPI frees the communicator at the end of the process."""
+        self.is_closed = True
