@@ -296,7 +296,7 @@ def _bridge(
     mine = next(ranks for ranks in hosts if meeting.rank in ranks).index(meeting.rank)
     rail = [ranks[mine] for ranks in hosts] if mine < min(map(len, hosts)) else None
     everyone = list(range(meeting.size))
-    mailbox, boxes = None, []
+    mailbox, boxes = None, {}
     if settings.bridge == "mpi":
         from phalanx.backend._mpi import MpiChannel, library
 
@@ -341,11 +341,11 @@ def _bridge(
     )  # fmt: skip
 
 
-def _share(meeting: Meeting, key: str, value: Any) -> list[Any]:
+def _share(meeting: Meeting, key: str, value: Any) -> dict[int, Any]:
     """Give every rank of the group what this one brings; return what the others bring."""
     meeting.set(f"{key}/{meeting.rank}", value)
     others = [r for r in range(meeting.size) if r != meeting.rank]
-    return [meeting.get(f"{key}/{r}", f"rank {meeting.global_ranks[r]} did not answer") for r in others]
+    return {r: meeting.get(f"{key}/{r}", f"rank {meeting.global_ranks[r]} did not answer") for r in others}
 
 
 def _names(hellos: list[dict[str, Any]], hosts: list[list[int]]) -> tuple[str, ...]:
