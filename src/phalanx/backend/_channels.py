@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,6 +65,10 @@ class Channel(Protocol):
         """Return the ranks whose connections have ended."""
         ...
 
+    def silent(self) -> list[int]:
+        """Return those of them whose end nobody told: their hosts do not answer."""
+        ...
+
     def close(self) -> None:
         """End every connection: operations on their way fail, here and on the other ranks."""
         ...
@@ -100,6 +105,7 @@ class GlooChannel:
         self.links = self._identify(store, rank, size, [link for link in made if link is not None], timeout_s)
         for link in self.links.values():
             watch_link(link, silence_s)
+        self._silence_s = silence_s
         _channels.add(self)
 
     def _identify(
@@ -133,6 +139,9 @@ class GlooChannel:
 
     def lost(self) -> list[int]:
         return [peer for peer, link in self.links.items() if _has_ended(link)]
+
+    def silent(self) -> list[int]:
+        return [peer for peer in self.lost() if _silence_s(self.links[peer]) > _SILENT * self._silence_s]
 
     def close(self) -> None:
         for link in self.links.values():
@@ -214,4 +223,12 @@ def _has_ended(link: socket.socket) -> bool:
     return state != _ESTABLISHED
 
 
+def _silence_s(link: socket.socket) -> float:
+    """Return how long ago the other kernel sent anything."""
+    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_RECV + 4)
+    return int.from_bytes(info[_LAST_ACK_RECV:], sys.byteorder) / 1e3
+
+
 _ESTABLISHED = 1  # linux/tcp_states.h
+_LAST_ACK_RECV = 56  # offset in struct tcp_info, milliseconds; linux/tcp.h
+_SILENT = 0.9  # of the limit

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ from phalanx.backend._watcher import Watcher
 
 _GRACE_S = 0.5  # for those who know more to say it
 _TABLE_S = 0.2  # for those who meet the same mismatch
-_STORE_S = 1.0  # it may have gone with its host
+_STORE_S = 1.0  # for the store to answer
+_LOST_STORE_S = 0.2  # where the rank that serves it is lost, most often
 _POST_S = 0.3  # for last words to arrive
 _POLL_S = 0.02
 _LOOK_S = 0.2  # where no connection tells of an end
@@ -70,19 +71,23 @@ class Failures:
     Args:
         store: Of the group alone.
         mailbox: Where other ranks leave a verdict once the store is gone; None: nowhere.
-        others: Names of the other ranks' mailboxes.
+        boxes: Names of the other ranks' mailboxes.
     """
 
     def __init__(
-        self, store: Store, place: Place, mailbox: Mailbox | None = None, others: Sequence[Sequence[Any]] = ()
+        self,
+        store: Store,
+        place: Place,
+        mailbox: Mailbox | None = None,
+        boxes: Mapping[int, Sequence[Any]] | None = None,
     ) -> None:
         clone = getattr(store, "clone", None)  # a connection of its own: another thread may wait in the store
         try:
             self._store: Store = clone() if clone else store
         except RuntimeError:  # a kind of store that has none
             self._store = store
-        self._is_store_gone = False
-        self._mailbox, self._others = mailbox, others
+        self._is_store_gone, self._store_s = False, _STORE_S
+        self._mailbox, self._boxes = mailbox, boxes or {}
         self._place = place
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -90,6 +95,7 @@ class Failures:
         self._why = ""
         self._is_raised = False  # by an operation of this rank
         self._departed: set[int] = set()
+        self._mail: dict[str, Any] | None = None  # a verdict that came that way
         self._watcher: Watcher | None = None
         self._core: Any = None
         self._channels: Sequence[Channel] = ()
@@ -160,7 +166,10 @@ class Failures:
         """Find out what ended the group, or settle it, and end it here."""
         if self._verdict is not None:
             return
-        found = self._find_verdict(is_patient=_is_consequence(error))
+        if any(self._place.global_ranks[rank] == 0 for rank in self._channels[-1].lost()):
+            self._store_s = _LOST_STORE_S
+        # Whoever closes a connection has told why; nobody has where a host does not answer.
+        found = self._find_verdict(is_patient=_is_consequence(error) and not self._channels[-1].silent())
         self._verdict = found or self._settle(self._judge(error, op, seq, where, call))
         self._why = self._verdict["text"]
         with contextlib.suppress(PhalanxError):
@@ -240,14 +249,13 @@ class Failures:
         return self.has_left(rank)
 
     def _open_mail(self) -> dict[str, Any] | None:
-        """Return a verdict that another rank has left, and note who has left the group."""
-        verdict = None
+        """Return a verdict that another rank has left here, and note who has left the group."""
         while self._mailbox is not None and (message := self._mailbox.read()) is not None:
             if "left" in message:
                 self._departed.add(message["left"])
             else:
-                verdict = message
-        return verdict
+                self._mail = self._mail or message
+        return self._mail
 
     def _tabulate(self, seq: int, where: str, call: str) -> dict[str, Any]:
         """Return what each rank called, of those who say it in time."""
@@ -336,7 +344,7 @@ class Failures:
                 if self._mailbox is None:
                     self._ask(lambda: self._store.set(f"left/{self._place.rank}", ""))
                 else:  # the store may have gone already, in order
-                    post(self._others, {"left": self._place.rank}, _POST_S)
+                    self._post({"left": self._place.rank})
             self.close_channels()
         self.stop_watching()
         if self._mailbox is not None:
@@ -369,9 +377,13 @@ class Failures:
         told = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(verdict)), None)
         if told:
             return json.loads(told)
-        if self._mailbox is not None:
-            post(self._others, verdict, _POST_S)
+        self._post(verdict)
         return verdict
+
+    def _post(self, message: dict[str, Any]) -> None:
+        """Leave a message with the ranks that are still there."""
+        lost = self._channels[-1].lost()
+        post([box for rank, box in self._boxes.items() if rank not in lost], message, _POST_S)
 
     def _read(self, key: str) -> bytes | None:
         """Return what a key says; None if it is not there, or the store does not answer."""
@@ -391,7 +403,7 @@ class Failures:
         if not self._is_store_gone:
             thread = threading.Thread(target=ask, name="phalanx-store", daemon=True)
             thread.start()
-            thread.join(_STORE_S)
+            thread.join(self._store_s)
             self._is_store_gone = not is_answered
         return answer[0] if is_answered else otherwise
 

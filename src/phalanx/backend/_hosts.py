@@ -24,6 +24,7 @@ from phalanx.backend._channels import Channel, GlooChannel, links_to, watch_link
 from phalanx.backend._failures import Failures, Place
 from phalanx.backend._mailbox import Mailbox
 
+_EARLY_S = 0.1  # before the deadline: an error then is none of lateness
 _SERVE_S = 0.1  # between looks at whether those who are still awaited can't come
 
 # Segments that this process maps, by nonce: groups made later live in the one that their members already share.
@@ -56,6 +57,12 @@ class Meeting:
             self.store.wait([key], timedelta(seconds=self.left_s))
             return json.loads(self.store.get(key))
         except Exception as error:
+            if self.left_s > _EARLY_S:
+                raise PhalanxError(
+                    f"rank {self.me}: init_process_group: the job's store is gone ({error}). Look at what the rank or "
+                    "launcher that serves it, most often rank 0, printed last.",
+                    op="join",
+                ) from error
             ranks = self._absent()
             if ranks:
                 what = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} did not come"
@@ -295,7 +302,7 @@ def _bridge(
     mine = next(ranks for ranks in hosts if meeting.rank in ranks).index(meeting.rank)
     rail = [ranks[mine] for ranks in hosts] if mine < min(map(len, hosts)) else None
     everyone = list(range(meeting.size))
-    mailbox, boxes = None, []
+    mailbox, boxes = None, {}
     if settings.bridge == "mpi":
         from phalanx.backend._mpi import MpiChannel, library
 
@@ -318,8 +325,6 @@ def _bridge(
 
     else:
         address = _own_address(meeting, hellos, place)
-        for link in links_to(_master(meeting.store)[1]):
-            watch_link(link, settings.silence_s)
         mailbox = Mailbox(address)
         boxes = _share(meeting, "mailbox", mailbox.name)
 
@@ -341,17 +346,19 @@ def _bridge(
             "Run phalanx doctor on them: it tests names, ports and interfaces.",
             op="join",
         ) from error
+    failures = Failures(meeting.store, place, mailbox, boxes)
+    for link in links_to(_master(meeting.store)[1]):
+        watch_link(link, settings.silence_s)
     return BridgedGroup(
-        core, hosts, meeting.rank, place, own_rail, to_everyone,
-        Failures(meeting.store, place, mailbox, boxes), meeting.timeout_s, settings.stall_s,
+        core, hosts, meeting.rank, place, own_rail, to_everyone, failures, meeting.timeout_s, settings.stall_s,
     )  # fmt: skip
 
 
-def _share(meeting: Meeting, key: str, value: Any) -> list[Any]:
+def _share(meeting: Meeting, key: str, value: Any) -> dict[int, Any]:
     """Give every rank of the group what this one brings; return what the others bring."""
     meeting.set(f"{key}/{meeting.rank}", value)
     others = [r for r in range(meeting.size) if r != meeting.rank]
-    return [meeting.get(f"{key}/{r}", f"rank {meeting.global_ranks[r]} did not answer") for r in others]
+    return {r: meeting.get(f"{key}/{r}", f"rank {meeting.global_ranks[r]} did not answer") for r in others}
 
 
 def _names(hellos: list[dict[str, Any]], hosts: list[list[int]]) -> tuple[str, ...]:

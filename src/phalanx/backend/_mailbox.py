@@ -12,7 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 _READ_S = 0.2  # from one who has connected
 _BACKLOG = 128
@@ -54,14 +54,16 @@ def post(boxes: Sequence[Sequence[Any]], message: Any, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
+        links = {}
         for address, port, token in boxes:
             family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
             link = stack.enter_context(socket.socket(family, kind, protocol))
             link.setblocking(False)
             link.connect_ex(where)
             selector.register(link, selectors.EVENT_WRITE, f"{token}\n{json.dumps(message)}".encode())
+            links[link.fileno()] = link
         while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
                 selector.unregister(key.fileobj)
-                with contextlib.suppress(OSError):  # that rank is gone
-                    cast(socket.socket, key.fileobj).send(key.data)  # fits the buffer of a new connection
+                with links[key.fd] as link, contextlib.suppress(OSError):  # that rank is gone
+                    link.send(key.data)  # fits the buffer of a new connection; the reader awaits its end

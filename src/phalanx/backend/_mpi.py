@@ -136,6 +136,8 @@ class MpiChannel:
     def lost(self) -> list[int]:
         return []
 
+    silent = lost
+
     def close(self) -> None:
         """End the waits of this rank; MPI frees the communicator at the end of the process."""
         self.is_closed = True

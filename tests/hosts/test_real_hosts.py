@@ -1,0 +1,214 @@
+"""Ranks on hosts with networks of their own: they meet, a cut or killed host is named, wrong settings are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from phalanx.testing import hosts, why_no_hosts
+
+LIMIT_S = 60
+PORT = "29511"
+NAMED_WITHIN_S = 3.0  # a silent host is lost after one to two seconds, since the kernel probes once a second
+
+SCRIPT = """
+import json, sys, time, torch, torch.distributed as dist
+def say(**facts):
+    print(json.dumps({"at": time.monotonic(), **facts}), flush=True)
+try:
+    dist.init_process_group("phalanx")
+    tensor = torch.full((100_003,), dist.get_rank() + 1.0)
+    dist.all_reduce(tensor)
+    got = torch.zeros(3)
+    rank, num = dist.get_rank(), dist.get_world_size()
+    sent = dist.isend(torch.full((3,), float(rank)), (rank + 1) % num)
+    dist.recv(got, (rank - 1) % num)
+    sent.wait()
+    say(sum=tensor.unique().tolist(), got=got[0].item(), core=type(dist.group.WORLD._operations._core).__name__)
+    if "wait" in sys.argv:
+        if rank == 0:
+            dist.recv(got, num - 1)
+        while True:
+            dist.all_reduce(tensor) if "busy" in sys.argv else dist.barrier()
+            time.sleep(1000 if "idle" in sys.argv else 0)
+    dist.destroy_process_group()
+except Exception as error:
+    say(error=type(error).__name__, ranks=getattr(error, "ranks", ()), text=str(error))
+    sys.exit(1)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_hosts():
+    if why_not := why_no_hosts():
+        pytest.skip(f"no hosts here: {why_not}")
+
+
+@pytest.fixture
+def jobs():
+    """Processes that a test starts; their pipes are closed at its end."""
+    started = []
+    yield started
+    for process in started:
+        with process:
+            process.kill()
+
+
+def start(jobs, placed, *arguments, **variables):
+    """Start one rank for each host in `placed`, in order."""
+    environ = {
+        "WORLD_SIZE": str(len(placed)),
+        "MASTER_ADDR": placed[0].address,
+        "MASTER_PORT": PORT,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it says that these addresses have no names
+        **variables,
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    processes = [host.start(command, {**environ, "RANK": str(rank)}, **pipes) for rank, host in enumerate(placed)]
+    jobs += processes
+    return processes
+
+
+def said_by(process):
+    """Return the next that a rank says."""
+    line = process.stdout.readline()
+    assert line, process.communicate(timeout=LIMIT_S)[1]
+    return json.loads(line)
+
+
+@pytest.mark.parametrize("layout", ["ab", "aabb", "abc", "aab"])
+def test_ranks_of_several_hosts_meet(jobs, layout):
+    with hosts(len(set(layout))) as made:
+        placed = [made["abc".index(name)] for name in layout]
+        processes = start(jobs, placed)
+        total = sum(range(1, len(layout) + 1))
+        for rank, process in enumerate(processes):
+            said = said_by(process)
+            assert (said["sum"], said["got"]) == ([total], (rank - 1) % len(layout))
+            assert said["core"] == "BridgedGroup"
+        for process in processes:
+            assert process.communicate(timeout=LIMIT_S) == ("", "")
+            assert process.returncode == 0
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_networks(jobs):
+    # As containers are: one kernel, networks of their own, and here the same hostname.
+    with hosts(2) as (a, b):
+        b.run("hostname", a.name)
+        processes = start(jobs, [a, b], "wait")
+        assert {said_by(process)["core"] for process in processes} == {"BridgedGroup"}
+        b.kill()
+        said = said_by(processes[0])
+        assert said["ranks"] == [1]
+        assert f"on host {a.name}#1 is gone" in said["text"]
+
+
+@pytest.mark.parametrize("way", ["cut", "kill"])
+@pytest.mark.parametrize("layout", ["aabb", "abc"])
+@pytest.mark.parametrize("lost", [0, 1], ids=["with the store", "another"])
+def test_a_host_that_vanishes_is_named_by_every_survivor(jobs, layout, way, lost):
+    with hosts(len(set(layout))) as made:
+        placed = [made["abc".index(name)] for name in layout]
+        processes = start(jobs, placed, "wait")
+        for process in processes:
+            said_by(process)
+        began_s = time.monotonic()
+        getattr(made[lost], way)()
+        gone = [rank for rank, host in enumerate(placed) if host is made[lost]]
+        for rank in set(range(len(layout))) - set(gone):
+            said = said_by(processes[rank])
+            assert said["error"] == "RankFailed", said
+            assert set(said["ranks"]) <= set(gone)
+            assert f"host {made[lost].name}" in said["text"]
+            assert said["at"] - began_s < NAMED_WITHIN_S
+
+
+def test_a_cut_in_the_middle_of_a_large_message_is_noticed(jobs):
+    with hosts(2, rate="1gbit") as (a, b):
+        processes = start(jobs, [a, b], "wait", "busy")
+        for process in processes:
+            said_by(process)
+        b.cut()
+        began_s = time.monotonic()
+        said = said_by(processes[0])
+        assert (said["error"], said["ranks"]) == ("RankFailed", [1])
+        assert said["at"] - began_s < NAMED_WITHIN_S
+        b.kill()
+
+
+# ---------------------------------------------------------------- settings
+
+
+OWN_STORE = """
+from datetime import timedelta
+import torch.distributed as dist
+wait = timedelta(seconds=20)
+store = dist.TCPStore("{master}", {port}, 2, {rank} == 0, wait, wait_for_workers=False)
+dist.init_process_group("phalanx", store=store, rank={rank}, world_size=2)
+"""
+
+
+def test_a_master_that_only_its_own_host_reaches_is_refused(jobs):
+    with hosts(2) as (a, b):
+        for rank, (host, master) in enumerate([(a, "localhost"), (b, a.address)]):
+            code = OWN_STORE.format(master=master, port=PORT, rank=rank)
+            jobs.append(host.start([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True))
+        said = jobs[0].communicate(timeout=LIMIT_S)[1]
+        assert "PhalanxError: rank 0: init_process_group: host host-a has no way to the other hosts" in said
+        assert "this host's loopback, and no other host can reach it" in said
+        assert "Set MASTER_ADDR to an address that every host reaches, or GLOO_SOCKET_IFNAME" in said
+
+
+def test_the_interface_that_gloo_is_told_is_taken(jobs):
+    with hosts(2) as (a, b):
+        for number, host in enumerate((a, b)):  # a second address, on an interface of its own name
+            host.run("ip", "address", "add", f"10.88.0.{number + 1}/24", "dev", host.interface)
+        processes = start(jobs, [a, b], GLOO_SOCKET_IFNAME="eth0")
+        for process in processes:
+            assert said_by(process)["sum"] == [3.0]
+        processes = start(jobs, [a, b], GLOO_SOCKET_IFNAME="ib7")
+        first, second = (said_by(process) for process in processes)
+        assert first["error"] == second["error"] == "PhalanxError"
+        assert "GLOO_SOCKET_IFNAME is ib7, which has no address here; there are eth0, lo" in first["text"]
+        assert "GLOO_SOCKET_IFNAME" in second["text"] or "the job's store is gone" in second["text"]
+
+
+# ---------------------------------------------------------------- under the launcher
+
+TRAIN = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+tensor = torch.ones(4)
+dist.all_reduce(tensor)
+print("hosts", os.environ["GROUP_WORLD_SIZE"], "sum", tensor[0].item(), flush=True)
+while os.environ["GROUP_WORLD_SIZE"] == "2":
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_job_goes_on_alone_when_its_other_host_is_killed(jobs, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    with hosts(2) as (a, b):
+        command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--nnodes", "1:2"]
+        command += ["--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{a.address}:{PORT}"]
+        command += ["--max-restarts", "2"]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+        for host in (a, b):
+            own = ["--rdzv-conf", f"last_call_timeout=2,is_host={host is a}", "--local-addr", host.address]
+            jobs.append(host.start([*command, *own, "--log-dir", str(tmp_path / host.name), str(script)], **options))
+        for job in jobs:
+            for _ in range(2):
+                line = job.stdout.readline()
+                assert line.endswith("hosts 2 sum 4.0\n"), line or job.communicate(timeout=LIMIT_S)[1]
+        b.kill()
+        out, err = jobs[0].communicate(timeout=LIMIT_S)
+        assert jobs[0].returncode == 0, err
+        assert sorted(out.splitlines()) == [f"[rank {rank}] hosts 1 sum 2.0" for rank in range(2)]
