@@ -95,6 +95,7 @@ class Failures:
         self._why = ""
         self._is_raised = False  # by an operation of this rank
         self._departed: set[int] = set()
+        self._opening = threading.Lock()  # of the mailbox, by the watcher and whoever meets a failure
         self._mail: dict[str, Any] | None = None  # a verdict that came that way
         self._watcher: Watcher | None = None
         self._core: Any = None
@@ -250,12 +251,13 @@ class Failures:
 
     def _open_mail(self) -> dict[str, Any] | None:
         """Return a verdict that another rank has left here, and note who has left the group."""
-        while self._mailbox is not None and (message := self._mailbox.read()) is not None:
-            if "left" in message:
-                self._departed.add(message["left"])
-            else:
-                self._mail = self._mail or message
-        return self._mail
+        with self._opening:
+            while self._mailbox is not None and (message := self._mailbox.read()) is not None:
+                if "left" in message:
+                    self._departed.add(message["left"])
+                else:
+                    self._mail = self._mail or message
+            return self._mail
 
     def _tabulate(self, seq: int, where: str, call: str) -> dict[str, Any]:
         """Return what each rank called, of those who say it in time."""
