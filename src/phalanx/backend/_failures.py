@@ -30,7 +30,7 @@ from phalanx.backend._watcher import Watcher
 _GRACE_S = 0.5  # for those who know more to say it
 _TABLE_S = 0.2  # for those who meet the same mismatch
 _STORE_S = 1.0  # for the store to answer
-_LOST_STORE_S = 0.2  # where the rank that serves it is lost, most often
+_LOST_STORE_S = 0.2  # where the rank that serves it may be lost
 _POST_S = 0.3  # for last words to arrive
 _POLL_S = 0.02
 _LOOK_S = 0.2  # where no connection tells of an end
@@ -95,6 +95,7 @@ class Failures:
         self._why = ""
         self._is_raised = False  # by an operation of this rank
         self._departed: set[int] = set()
+        self._opening = threading.Lock()  # of the mailbox, by the watcher and whoever meets a failure
         self._mail: dict[str, Any] | None = None  # a verdict that came that way
         self._watcher: Watcher | None = None
         self._core: Any = None
@@ -166,10 +167,11 @@ class Failures:
         """Find out what ended the group, or settle it, and end it here."""
         if self._verdict is not None:
             return
-        if any(self._place.global_ranks[rank] == 0 for rank in self._channels[-1].lost()):
+        silent = self._channels[-1].silent()
+        if silent or any(self._place.global_ranks[rank] == 0 for rank in self._channels[-1].lost()):
             self._store_s = _LOST_STORE_S
         # Whoever closes a connection has told why; nobody has where a host does not answer.
-        found = self._find_verdict(is_patient=_is_consequence(error) and not self._channels[-1].silent())
+        found = self._find_verdict(is_patient=_is_consequence(error) and not silent)
         self._verdict = found or self._settle(self._judge(error, op, seq, where, call))
         self._why = self._verdict["text"]
         with contextlib.suppress(PhalanxError):
@@ -250,12 +252,13 @@ class Failures:
 
     def _open_mail(self) -> dict[str, Any] | None:
         """Return a verdict that another rank has left here, and note who has left the group."""
-        while self._mailbox is not None and (message := self._mailbox.read()) is not None:
-            if "left" in message:
-                self._departed.add(message["left"])
-            else:
-                self._mail = self._mail or message
-        return self._mail
+        with self._opening:
+            while self._mailbox is not None and (message := self._mailbox.read()) is not None:
+                if "left" in message:
+                    self._departed.add(message["left"])
+                else:
+                    self._mail = self._mail or message
+            return self._mail
 
     def _tabulate(self, seq: int, where: str, call: str) -> dict[str, Any]:
         """Return what each rank called, of those who say it in time."""
