@@ -1,5 +1,6 @@
 # make demo   set up a virtual environment, build, train the README's model on two processes
-# make test   set up, run all tests                make check        what CI runs: format, lint, types, all tests
+# make test   set up, run the tests                make check        what CI runs: format, lint, types, all tests
+# make cluster  the tests of several hosts, Slurm and MPI; as root
 # make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
 # make bench-ddp  what data parallel training costs over a step without communication
 # make bench-trainer  what the Trainer adds to a step of a loop by hand
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
 
-.PHONY: demo test check lint bench bench-ddp bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: demo test cluster check lint bench bench-ddp bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -28,9 +29,12 @@ demo: $(VENV)/built
 	@echo "      make bench"
 
 test: $(VENV)/built
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -m "not cluster" $(TESTS)
 
-check: lint test
+cluster: $(VENV)/built
+	$(BIN)/python -m pytest -m cluster tests
+
+check: lint test cluster
 
 lint: $(VENV)/built
 	$(BIN)/ruff format --check .

@@ -96,3 +96,17 @@ def leaves_nothing_behind():
         if time.monotonic() > deadline:
             pytest.fail(f"the test left behind: {left}")
         time.sleep(0.02)
+
+
+_CLUSTER = (
+    "tests/clusters/",
+    "tests/hosts/test_mpi.py",
+    "tests/hosts/test_real_hosts.py",
+    "tests/doctor/test_meeting.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.startswith(_CLUSTER):
+            item.add_marker(pytest.mark.cluster)
