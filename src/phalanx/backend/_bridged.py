@@ -520,6 +520,7 @@ class BridgedGroup:
         self._messages.close()
         self._tasks.close()
         self._core.leave()
+        self._rail, self._watch = None, Watch(lambda: None)  # they refer to this group: its connections end with it
 
     def end_threads(self) -> None:
         """End what runs beside a script that ends, without a word to the others.

@@ -29,6 +29,7 @@ from phalanx.backend._watcher import Watcher
 
 _GRACE_S = 0.5  # for those who know more to say it
 _TABLE_S = 0.2  # for those who meet the same mismatch
+_NOTE_S = 0.3  # on its way from a rank that leaves
 _STORE_S = 1.0  # for the store to answer
 _LOST_STORE_S = 0.2  # where the rank that serves it may be lost
 _POST_S = 0.3  # for last words to arrive
@@ -247,8 +248,13 @@ class Failures:
         return rank in self._departed
 
     def _has_left_soon(self, rank: int) -> bool:
-        time.sleep(_POLL_S)  # its note takes another way than the end of its connection
-        return self.has_left(rank)
+        """Whether it says so within a while: its note takes another way than the end of its connection."""
+        deadline = time.monotonic() + _NOTE_S
+        while not self.has_left(rank):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def _open_mail(self) -> dict[str, Any] | None:
         """Return a verdict that another rank has left here, and note who has left the group."""
