@@ -35,9 +35,8 @@ def numbers(pattern, printed):
 
 def test_point_to_point(tmp_path):
     printed = start(tmp_path, "point_to_point.py", num_ranks=3).splitlines()
-    assert [line for line in printed if "relay" in line] == [
-        f"rank {r}: relay: one more makes {r + 1}" for r in range(3)
-    ]
+    relayed = sorted(line for line in printed if "relay" in line)  # a rank may print before the one that sent to it
+    assert relayed == [f"rank {r}: relay: one more makes {r + 1}" for r in range(3)]
     assert "rank 0: swap: got [1.0, 1.0], and computed 100 meanwhile" in printed
     assert "rank 1: swap: got [0.0, 0.0], and computed 100 meanwhile" in printed
     assert "rank 0: shift: got 2 from my left neighbour" in printed
