@@ -168,7 +168,8 @@ def test_ctrl_c_ends_a_wait_and_every_host_is_told(spawn_ranks, hosts, operation
 @pytest.mark.parametrize("operation", ["all_reduce", "async wait", "recv", "irecv wait"])
 @pytest.mark.parametrize("hosts", [[2, 1], [1, 2]], ids=layout_name)
 def test_abort_from_another_thread_ends_the_waits_on_all_hosts(spawn_ranks, hosts, operation):
-    with spawn_ranks(abort_from_another_thread, 3, operation, hosts=hosts, group_timeout_s=30) as ranks:
+    options = {"hosts": hosts, "init_method": "tcp", "group_timeout_s": 30}  # the store goes with rank 0
+    with spawn_ranks(abort_from_another_thread, 3, operation, **options) as ranks:
         ranks.wait_until_reached("up")
         for rank in (0, 1):
             wait_until_asleep(ranks.pids[rank])

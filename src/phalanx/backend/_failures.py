@@ -94,6 +94,7 @@ class Failures:
         self._lock = threading.Lock()
         self._verdict: dict[str, Any] | None = None
         self._why = ""
+        self._has_lingered = False
         self._is_raised = False  # by an operation of this rank
         self._departed: set[int] = set()
         self._opening = threading.Lock()  # of the mailbox, by the watcher and whoever meets a failure
@@ -157,9 +158,8 @@ class Failures:
             if self._why and self._verdict is None:  # this rank has left it meanwhile
                 return self._unusable(op)
             self._conclude(error, op, seq, where, call)
-            is_first, self._is_raised = not self._is_raised, True
-        if is_first:
-            self._linger()
+            self._is_raised = True
+        self._linger()
         if not isinstance(error, RuntimeError):
             return error  # Ctrl-C and the like: this rank's own
         return self._rebuild(op, seq, where)
@@ -189,13 +189,17 @@ class Failures:
         return kind(message, op=op, seq=seq, ranks=tuple(self._verdict["ranks"]), **facts)
 
     def _linger(self) -> None:
-        """Let the others read the verdict before this rank, which may serve the store, goes on to its end."""
+        """Let the others read the verdict before this rank, which may serve the store, goes on to its end.
+
+        Every thread that has met the failure waits: any may be the one that ends the process.
+        """
         num_ranks = len(self._place.pids)
         deadline = time.monotonic() + _GRACE_S
-        while self._place.global_rank == 0 and time.monotonic() < deadline:
+        while self._place.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
             if self._ask(lambda: self._store.add("num_told", 0), num_ranks) >= num_ranks:
-                return
+                break
             time.sleep(_POLL_S)
+        self._has_lingered = True
 
     # ---- whose fault it is -----------------------------------------------------------------------------------------
 
