@@ -127,7 +127,10 @@ class BridgedGroup:
             with self._watch:
                 return work(call)
         except BaseException as error:
-            raise self._explain(error, call) from None
+            explained = self._explain(error, call)
+            for transfer in call.transfers:  # the caller may free its tensors as soon as it has the error
+                transfer.drain()
+            raise explained from None
         finally:
             self._current = None
 

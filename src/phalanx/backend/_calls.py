@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
 
@@ -41,6 +42,8 @@ class Call:
     has_agreed: bool = False
     has_told: bool = False
     num_steps: int = 0
+    transfers: list[Any] = field(default_factory=list)
+    """What the engine may still read and write."""
     began_s: float = field(default_factory=time.monotonic)
 
     @property

@@ -7,9 +7,11 @@ misread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from phalanx.backend._calls import Call
 from phalanx.backend._channels import FOR_EVER, Channel, Handle
 from phalanx.backend._failures import Failures
 
+_DRAIN = timedelta(seconds=1)
 _SLOT_BYTES = 1344  # with the engine's own bytes, a packet of Ethernet
 _HEAD_BYTES = 64
 INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
@@ -157,6 +160,7 @@ class Transfer:
         self._channel = channel
         self._tag = _OWN_TAGS | (zlib.crc32(name) & (_OWN_TAGS - 1))
         self._handles: list[Handle] = []
+        call.transfers.append(self)
 
     def start(self, peers: Sequence[int], sends: Sequence[Span], recvs: Sequence[Span]) -> None:
         """Begin to send and receive: spans by peer, as the channel numbers them."""
@@ -169,9 +173,15 @@ class Transfer:
 
     def finish(self) -> None:
         """Wait for what was started. Only what all ranks have agreed on may be waited for."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
+        for handle in self._handles:
             handle.wait(FOR_EVER)
+        self._handles = []
+
+    def drain(self) -> None:
+        """After the connections were closed: return when the engine has let go of the memory."""
+        for handle in self._handles:
+            with contextlib.suppress(RuntimeError):
+                handle.wait(_DRAIN)
 
 
 def bounds_of(count: int, num_parts: int, item: int) -> list[tuple[int, int]]:
