@@ -523,7 +523,10 @@ class BridgedGroup:
         self._messages.close()
         self._tasks.close()
         self._core.leave()
-        self._rail, self._watch = None, Watch(lambda: None)  # they refer to this group: its connections end with it
+        if self._failures.has_failed:  # its engine may not have let go of everything: destroying that has crashed
+            _left_behind.append(self)
+        else:
+            self._rail, self._watch = None, Watch(lambda: None)  # they refer to this group: connections end with it
 
     def end_threads(self) -> None:
         """End what runs beside a script that ends, without a word to the others.
@@ -539,6 +542,8 @@ class BridgedGroup:
             self._tasks.close()
 
 
+_left_behind: list[BridgedGroup] = []
+"""Groups that failed."""
 _left_in_parent: list[BridgedGroup] = []
 """Groups of a forked process: destroying an engine whose threads stayed in the parent would not end."""
 

@@ -124,6 +124,10 @@ class Failures:
         return os.getpid() != self._pid
 
     @property
+    def has_failed(self) -> bool:
+        return self._verdict is not None
+
+    @property
     def ended(self) -> bool:
         return bool(self._why)
 
