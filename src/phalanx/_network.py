@@ -13,7 +13,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913  # linux/sockios.h
@@ -100,6 +100,23 @@ def interface_towards(host: str, port: int = _DISCARD_PORT, *, allow_loopback: b
             continue
         return _owner_of(source, str(target[0]), host, allow_loopback)
     raise NetworkError(f"no route to {host} ({why}): see ip route, and that the interface is up", host, "route")
+
+
+def outside_address() -> str:
+    """Return an address of this host that is not loopback.
+
+    Raises:
+        NetworkError: There is none.
+    """
+    found = [one for one in interfaces() if one.address and one.is_up and not one.is_loopback]
+    if not found:
+        raise NetworkError("no interface but loopback is up", "", "interface")
+    return preferred_address(found)
+
+
+def preferred_address(found: Sequence[Interface]) -> str:
+    """Return the first address, of version 4 if there is one."""
+    return min(found, key=lambda one: ":" in one.address).address
 
 
 def host_identity(pretended: str = "") -> str:

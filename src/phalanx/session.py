@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx import _env
-from phalanx._network import host_identity, interfaces
+from phalanx._network import NetworkError, host_identity, outside_address
 from phalanx.launch.schedulers import Placement, detect
 
 if TYPE_CHECKING:
@@ -288,8 +288,10 @@ def _meet_by_mpi(place: Placement) -> Any:
     _check_mpis_world(place)
     served, told = None, None
     if place.rank == 0:
-        outside = [one.address for one in interfaces() if one.is_up and not one.is_loopback and one.address]
-        address = min(outside, key=lambda one: ":" in one) if outside else _LOCAL_ADDRESS
+        try:
+            address = outside_address()
+        except NetworkError:
+            address = _LOCAL_ADDRESS
         served = dist.TCPStore(address, 0, place.world_size, is_master=True, wait_for_workers=False)
         told = (address, served.port)
     address, port = tell_all(told)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from phalanx import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, RankFailed
+from phalanx import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
+from phalanx.backend import _channels, _mailbox
 from phalanx.testing import reached
 from tests.backend.test_forks import call_in_a_child, destroy_in_a_child, end_children_every_way, load_with_workers
 from tests.backend.test_groups import init_again_and_again, make_and_destroy_subgroups
@@ -276,6 +279,38 @@ def test_every_wait_ends_by_the_timeout_and_names_who_is_missing(spawn_ranks, op
     assert took_s < 2.0
 
 
+# ---------------------------------------------------------------- hosts that do not reach each other
+
+
+def meet_behind_a_firewall(rank, world_size, folder):
+    """Rank 1 listens where nobody gets through."""
+    if rank == 1:
+        listen = _mailbox.Mailbox.__init__
+
+        def listen_elsewhere(self, address):
+            listen(self, address)
+            with socket.create_server((address, 0)) as closed:
+                self.name = (address, closed.getsockname()[1], "")
+
+        _mailbox.Mailbox.__init__ = listen_elsewhere
+    with pytest.raises(PhalanxError) as told:
+        dist.init_process_group(
+            "phalanx", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=30),
+        )  # fmt: skip
+    return str(told.value)
+
+
+def test_hosts_that_do_not_reach_each_other_are_named_on_every_rank(run_ranks, tmp_path):
+    for rank, text in enumerate(run_ranks(meet_behind_a_firewall, 3, str(tmp_path), hosts=[1, 2], init=False)):
+        first, second, *rest = text.splitlines()
+        assert first == f"rank {rank}: init_process_group: hosts can't reach each other:"
+        assert second.startswith("rank 0 (pid ")
+        assert "does not reach rank 1 (pid " in second
+        assert second.endswith(": Connection refused")
+        assert rest == ["Run phalanx doctor on them: it tests names, ports and interfaces."]
+
+
 # ---------------------------------------------------------------- forks, and what is left behind
 
 
@@ -306,3 +341,27 @@ def test_destroyed_groups_give_everything_back(run_ranks, tmp_path, hosts):
         assert after == before
     for before, after in run_ranks(make_and_destroy_subgroups, num, hosts=hosts):
         assert after == before
+
+
+class AnyChannel:
+    """As far as a fork asks: which connections it has made."""
+
+    def __init__(self, link):
+        self.inodes = {os.readlink(f"/proc/self/fd/{link.fileno()}")}
+
+
+def test_a_forked_child_lets_go_of_connections_and_keeps_what_took_their_numbers(tmp_path):
+    (tmp_path / "text").write_text("kept")
+    links = socket.socketpair()
+    channels = [AnyChannel(link) for link in links]
+    _channels._channels.update(channels)
+    number = links[1].detach()
+    with links[0], open(tmp_path / "text") as file:
+        os.dup2(file.fileno(), number)  # as if the engine had closed it of its own accord
+        child = os.fork()
+        if child == 0:
+            is_null = os.path.samestat(os.fstat(links[0].fileno()), os.stat(os.devnull))
+            os._exit(0 if is_null and os.pread(number, 4, 0) == b"kept" else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.readlink(f"/proc/self/fd/{links[0].fileno()}") in channels[0].inodes
+    os.close(number)

@@ -25,8 +25,9 @@ from phalanx import _core
 from phalanx._errors import GroupAborted
 from phalanx.backend._calls import Call
 from phalanx.backend._channels import Channel, Handle
-from phalanx.backend._failures import Failures, Place
+from phalanx.backend._failures import Failures
 from phalanx.backend._messages import Messages
+from phalanx.backend._place import Place
 from phalanx.backend._rails import INLINE_BYTES, Buffers, Rail, Span, Transfer, bounds_of
 from phalanx.backend._tasks import Task, Tasks, Watch
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
@@ -45,7 +46,6 @@ class BridgedGroup:
     Args:
         core: This host's ranks of the group.
         hosts: Ranks of the group by host, each in ascending order.
-        rank: Of the group.
         place: Who this rank is, for messages.
         rail: To the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
         everyone: To all ranks of the group.
@@ -57,7 +57,6 @@ class BridgedGroup:
         self,
         core: _core.Group,
         hosts: list[list[int]],
-        rank: int,
         place: Place,
         rail: Channel | None,
         everyone: Channel,
@@ -65,12 +64,13 @@ class BridgedGroup:
         timeout_s: float,
         stall_s: float,
     ) -> None:
-        self._core, self._hosts, self._rank, self._place = core, hosts, rank, place
+        self._core, self._hosts, self._place = core, hosts, place
+        self._rank, self._size = place.rank, len(place.pids)
         self._everyone, self._failures = everyone, failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
-        self._host = next(h for h, ranks in enumerate(hosts) if rank in ranks)
+        self._host = next(h for h, ranks in enumerate(hosts) if self._rank in ranks)
         self._here = hosts[self._host]
-        self._local = self._here.index(rank)
+        self._local = self._here.index(self._rank)
         self._num_rails = min(map(len, hosts))
         self._is_even = all(len(ranks) == self._num_rails for ranks in hosts)
         self._has_peers = len(self._here) > 1
@@ -192,7 +192,7 @@ class BridgedGroup:
             self._agree(call)
             self._core.barrier(call.left, None)
 
-        return self._run(Call("barrier", 0), timeout, site, work)
+        return self._run(Call("barrier"), timeout, site, work)
 
     def broadcast(
         self, data: int, dtype: int, item: int, count: int, root: int, timeout: timedelta, site: str | None
@@ -215,7 +215,7 @@ class BridgedGroup:
             if not is_source:
                 self._share(call, message, bounds, is_whole=is_small)
 
-        return self._run(Call("broadcast", 0, dtype, item, count, root=root), timeout, site, work)
+        return self._run(Call("broadcast", dtype, item, count, root=root), timeout, site, work)
 
     def _share(self, call: Call, message: Span, bounds: list[tuple[int, int]], *, is_whole: bool) -> None:
         """Give every rank of this host the slices that its rails have got."""
@@ -242,7 +242,7 @@ class BridgedGroup:
         def work(call: Call) -> None:
             self._all_reduce(call, source, out, count, kernel)
 
-        return self._run(Call("all_reduce", 0, dtype, item, count, code), timeout, site, work)
+        return self._run(Call("all_reduce", dtype, item, count, code), timeout, site, work)
 
     def _all_reduce(self, call: Call, source: int, out: int, count: int, kernel: int) -> None:
         dtype, item, code = call.dtype, call.item, call.code
@@ -275,7 +275,7 @@ class BridgedGroup:
         """
         if kernel != _AVG or self._is_even:
             return kernel, lambda result: None
-        dtype, world_size = _DTYPES[call.dtype], sum(map(len, self._hosts))
+        dtype, world_size = _DTYPES[call.dtype], self._size
         return _SUM, lambda result: result.tensor().view(dtype).div_(world_size)
 
     def _average_integers(self, call: Call, source: int, out: int, count: int) -> None:
@@ -284,7 +284,7 @@ class BridgedGroup:
         sums = Span(source, count * call.item).tensor().view(dtype).to(torch.int64, copy=True)
         wide = replace(call, dtype=DTYPE_CODES[torch.int64][0], item=8)
         self._all_reduce(wide, sums.data_ptr(), sums.data_ptr(), count, _SUM)
-        means = _quotients(sums, sum(map(len, self._hosts)), is_unsigned=dtype is torch.uint64)
+        means = _quotients(sums, self._size, is_unsigned=dtype is torch.uint64)
         Span(out, count * call.item).tensor().view(dtype).copy_(means)
 
     def all_reduce_pieces(
@@ -302,7 +302,7 @@ class BridgedGroup:
             kinds = [part.view(_DTYPES[dtype]) for part in parts[:num_squared]]
             return sum(float(values.abs().double().square().sum()) for values in kinds)
 
-        return self._run(Call("all_reduce", 0, dtype, item, sum(counts), code), timeout, None, work)
+        return self._run(Call("all_reduce", dtype, item, sum(counts), code), timeout, None, work)
 
     def reduce(
         self, source: int, out: int, dtype: int, item: int, count: int, kernel: int, code: int, root: int,
@@ -312,7 +312,7 @@ class BridgedGroup:
             target = out if self._rank == root else self._buffers.span("reduced", count * item).address
             self._all_reduce(call, source, target, count, kernel)
 
-        return self._run(Call("reduce", 0, dtype, item, count, code, root), timeout, site, work)
+        return self._run(Call("reduce", dtype, item, count, code, root), timeout, site, work)
 
     def reduce_scatter(
         self, sources: list[int], out: int, dtype: int, item: int, count: int, kernel: int, code: int,
@@ -336,7 +336,7 @@ class BridgedGroup:
             assert self._rail is not None
             self._rail.reduce_parts(call, mine, kernel)
 
-        return self._run(Call("reduce_scatter", 0, dtype, item, count, code), timeout, site, work)
+        return self._run(Call("reduce_scatter", dtype, item, count, code), timeout, site, work)
 
     def all_gather(
         self, source: int, outs: list[int], dtype: int, item: int, count: int, timeout: timedelta, site: str | None
@@ -357,7 +357,7 @@ class BridgedGroup:
                 for j, r in enumerate(ranks):
                     self._core.broadcast(outs[r], dtype, item, count, j % self._num_rails, call.left, None)
 
-        return self._run(Call("all_gather", 0, dtype, item, count), timeout, site, work)
+        return self._run(Call("all_gather", dtype, item, count), timeout, site, work)
 
     def _swap_blocks(self, call: Call, outs: list[int], num_bytes: int) -> None:
         """Get the blocks of the other hosts' ranks that this rail carries, each to its place."""
@@ -385,14 +385,14 @@ class BridgedGroup:
             if root in self._here:
                 mine = [outs[r] for r in self._here] if self._rank == root else []
                 self._core.gather(source, mine, dtype, item, count, self._here.index(root), call.left, None)
-            sends, recvs = self._nothing(), self._nothing()
+            sends, recvs = [Span()] * self._size, [Span()] * self._size
             if self._rank == root:
-                recvs = [Span() if r in self._here else Span(out, num_bytes) for r, out in enumerate(outs)]
+                recvs = self._elsewhere(outs, [num_bytes] * self._size)
             elif root not in self._here:
                 sends[root] = Span(source, num_bytes)
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(Call("gather", 0, dtype, item, count, root=root), timeout, site, work)
+        return self._run(Call("gather", dtype, item, count, root=root), timeout, site, work)
 
     def scatter(
         self, sources: list[int], out: int, dtype: int, item: int, count: int, root: int, timeout: timedelta,
@@ -403,14 +403,14 @@ class BridgedGroup:
             if root in self._here:
                 mine = [sources[r] for r in self._here] if self._rank == root else []
                 self._core.scatter(mine, out, dtype, item, count, self._here.index(root), call.left, None)
-            sends, recvs = self._nothing(), self._nothing()
+            sends, recvs = [Span()] * self._size, [Span()] * self._size
             if self._rank == root:
-                sends = [Span() if r in self._here else Span(a, num_bytes) for r, a in enumerate(sources)]
+                sends = self._elsewhere(sources, [num_bytes] * self._size)
             elif root not in self._here:
                 recvs[root] = Span(out, num_bytes)
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(Call("scatter", 0, dtype, item, count, root=root), timeout, site, work)
+        return self._run(Call("scatter", dtype, item, count, root=root), timeout, site, work)
 
     def all_to_all(
         self, sources: list[int], outs: list[int], dtype: int, item: int, count: int, timeout: timedelta,
@@ -422,13 +422,11 @@ class BridgedGroup:
             if self._is_even and count * item <= _STAGED_BYTES:
                 self._all_to_all_by_rails(call, sources, outs)
                 return
-            sends, recvs = (
-                [Span() if r in self._here else Span(address, count * item) for r, address in enumerate(addresses)]
-                for addresses in (sources, outs)
-            )
+            sizes = [count * item] * self._size
+            sends, recvs = self._elsewhere(sources, sizes), self._elsewhere(outs, sizes)
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(Call("all_to_all", 0, dtype, item, count), timeout, site, work)
+        return self._run(Call("all_to_all", dtype, item, count), timeout, site, work)
 
     def _all_to_all_by_rails(self, call: Call, sources: list[int], outs: list[int]) -> None:
         """Collect on this rank what its host sends to the ranks of its rail, and send that in one message each."""
@@ -457,13 +455,11 @@ class BridgedGroup:
             self._core.all_to_all_split(*mine, dtype, item, call.left, None)
             self._agree(call)
             self._check_splits(call, in_counts, out_counts)
-            sends, recvs = (
-                [Span() if r in self._here else Span(address, counts[r] * item) for r, address in enumerate(addresses)]
-                for addresses, counts in ((sources, in_counts), (outs, out_counts))
-            )
+            sends = self._elsewhere(sources, [num * item for num in in_counts])
+            recvs = self._elsewhere(outs, [num * item for num in out_counts])
             self._scatter_wide(call, sends, recvs)
 
-        return self._run(Call("all_to_all", 0, dtype, item, has_splits=True), timeout, site, work)
+        return self._run(Call("all_to_all", dtype, item, has_splits=True), timeout, site, work)
 
     def _check_splits(self, call: Call, in_counts: list[int], out_counts: list[int]) -> None:
         """Compare what each rank sends with what the others expect."""
@@ -479,8 +475,10 @@ class BridgedGroup:
         if self._rail is not None:
             self._rail.agree(call)
 
-    def _nothing(self) -> list[Span]:
-        return [Span()] * sum(map(len, self._hosts))
+    def _elsewhere(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[Span]:
+        """Return the blocks of the ranks of other hosts, by rank; empty ones for those of this host."""
+        blocks = enumerate(zip(addresses, sizes, strict=True))
+        return [Span() if r in self._here else Span(address, size) for r, (address, size) in blocks]
 
     def _scatter_wide(self, call: Call, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
         """Exchange bytes with every rank of the other hosts directly."""

@@ -30,13 +30,13 @@ class Call:
     """One collective on its way."""
 
     op: str
-    timeout_s: float
     dtype: int = 0
     item: int = 0
     count: int = 0
     code: int = -1  # of the reduction, which ranks agree on
     root: int = -1
     has_splits: bool = False
+    timeout_s: float = 0
     site: str | None = None
     seq: int = 0
     has_agreed: bool = False

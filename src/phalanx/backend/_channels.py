@@ -96,10 +96,11 @@ class GlooChannel:
         options._timeout = timedelta(seconds=timeout_s)  # of connecting
         options._threads = 2
         with _making:
-            known = _sockets()
+            known = {inode for inode, _ in _sockets()}
             self._group = group(store, rank, size, options)
-            self._fds = [fd for inode, fd in _sockets().items() if inode not in known]
-            made = [_duplicate(fd) for fd in self._fds]
+            fresh = [(inode, fd) for inode, fd in _sockets() if inode not in known]
+            made = [_duplicate(fd) for _, fd in fresh]
+        self.inodes = {inode for inode, _ in fresh}  # descriptors may be closed by the engine, and given anew
         self._options = c10d.AllToAllOptions()
         self._options.timeout = FOR_EVER
         self.links = self._identify(store, rank, size, [link for link in made if link is not None], timeout_s)
@@ -148,33 +149,32 @@ class GlooChannel:
             with contextlib.suppress(OSError):  # it has ended already
                 link.shutdown(socket.SHUT_RDWR)
 
-    def let_go(self) -> None:
-        """In a forked child: its copies of the connections would keep them open when the rank has ended."""
-        with open(os.devnull) as nothing:
-            for fd in (*self._fds, *(link.fileno() for link in self.links.values())):
-                if fd >= 0:
-                    os.dup2(nothing.fileno(), fd, inheritable=False)  # the engine may yet close the number
-
 
 _channels: weakref.WeakSet[GlooChannel] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    for channel in list(_channels):
-        channel.let_go()
+    """In a forked child: its copies of the connections would keep them open when the rank has ended."""
+    inodes = set().union(*(channel.inodes for channel in _channels))
+    if not inodes:
+        return
+    with open(os.devnull) as nothing:
+        for inode, fd in _sockets():
+            if inode in inodes:
+                os.dup2(nothing.fileno(), fd, inheritable=False)  # the engine may yet close the number
 
 
 os.register_at_fork(after_in_child=_let_go)
 
 
-def _sockets() -> dict[str, int]:
+def _sockets() -> list[tuple[str, int]]:
     """Return inode and descriptor of the sockets of this process."""
-    found = {}
+    found = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed since
             target = os.readlink(f"/proc/self/fd/{entry}")
             if target.startswith("socket:"):
-                found[target] = int(entry)
+                found.append((target, int(entry)))
     return found
 
 
@@ -207,7 +207,7 @@ def watch_link(link: socket.socket, silence_s: float) -> None:
 
 def links_to(port: int) -> Iterator[socket.socket]:
     """Yield this process's connections to a port: those of a TCPStore's clients."""
-    for fd in _sockets().values():
+    for _, fd in _sockets():
         link = _duplicate(fd)
         if link is None:
             continue

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import Store
@@ -25,6 +24,7 @@ from phalanx import _core, _errors
 from phalanx._errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
 from phalanx.backend._channels import Channel
 from phalanx.backend._mailbox import Mailbox, post
+from phalanx.backend._place import Place
 from phalanx.backend._watcher import Watcher
 
 _GRACE_S = 0.5  # for those who know more to say it
@@ -37,33 +37,6 @@ _POLL_S = 0.02
 _LOOK_S = 0.2  # where no connection tells of an end
 _WHERE = re.compile(r"rank \d+: [^\n]*? of group '[^']*'(?: at \S+?)?(?::(?= )|(?= timed out)) ?")
 _VICTIM = "this rank is only its victim."
-
-
-@dataclass(frozen=True)
-class Place:
-    """Who a rank of a group is.
-
-    Attributes:
-        group: Name of the group in messages.
-        rank: In the group.
-        global_ranks: Number of each rank in the world.
-        hosts: Name of each rank's host, one for each host.
-        pids: Process of each rank, there.
-    """
-
-    group: str
-    rank: int
-    global_ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-    pids: tuple[int, ...]
-
-    @property
-    def global_rank(self) -> int:
-        return self.global_ranks[self.rank]
-
-    def describe(self, rank: int) -> str:
-        """Return ``rank 3 (pid 123) on host b``."""
-        return f"rank {self.global_ranks[rank]} (pid {self.pids[rank]}) on host {self.hosts[rank]}"
 
 
 class Failures:
@@ -237,13 +210,13 @@ class Failures:
             }
         left = [rank for rank in lost if self.has_left(rank)]
         lost = left or lost
-        named = _and([place.describe(rank) for rank in lost])
+        named = place.describe_all(lost)
         if left:
             text = f"{named} left the group (destroy_process_group)"
         elif len(lost) == 1:
             text = f"{named} is gone: its process has ended, or the network to its host is broken"
         else:
-            text = f"{_named_by_host(place, lost)} do not answer: their processes have ended, or the network is broken"
+            text = f"{place.describe_by_host(lost)} do not answer: their processes have ended, or the network is broken"
         text += f"\nLook at what was printed there last; {_VICTIM}"
         numbers = [place.global_ranks[rank] for rank in lost]
         return {"kind": "RankFailed", "text": text, "ranks": numbers, "facts": {"pid": place.pids[lost[0]]}}
@@ -315,7 +288,7 @@ class Failures:
         if stall_s and waited_s > stall_s:
             time.sleep(_POLL_S)
             place = self._place
-            absent = _and([place.describe(rank) for rank in self._absent(seq)]) or "ranks of other hosts"
+            absent = place.describe_all(self._absent(seq)) or "ranks of other hosts"
             print(
                 f"phalanx: rank {place.global_rank}: {op} #{seq} of group '{place.group}' has waited {waited_s:.0f} s "
                 f"for {absent}; it goes on waiting",
@@ -324,13 +297,15 @@ class Failures:
             )
 
     def timed_out(self, op: str, seq: int, timeout_s: float) -> CollectiveTimeout:
-        absent = self._absent(seq)
-        ranks = tuple(self._place.global_ranks[rank] for rank in absent)
-        who = _and([self._place.describe(rank) for rank in absent]) or "ranks of other hosts"
+        return self.too_late(op, seq, timeout_s, self._absent(seq), "ranks of other hosts")
+
+    def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> CollectiveTimeout:
+        """Return the error of a wait for the `absent` ranks; if nobody knows which they are, for `others`."""
         text = (
-            f"timed out after {timeout_s:g} s waiting for {who}\n"
+            f"timed out after {timeout_s:g} s waiting for {self._place.describe_all(absent) or others}\n"
             "Pass a larger timeout to init_process_group if that is slow but right."
         )
+        ranks = tuple(self._place.global_ranks[rank] for rank in absent)
         return CollectiveTimeout(text, op=op, seq=seq, ranks=ranks)
 
     def _absent(self, seq: int) -> list[int]:
@@ -430,19 +405,3 @@ def _is_consequence(error: BaseException) -> bool:
     if isinstance(error, GroupAborted):
         return not hasattr(error, "is_own")
     return isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
-
-
-def _named_by_host(place: Place, lost: Sequence[int]) -> str:
-    """Name ranks: ``host b (ranks 2 and 3)`` where it has lost all of its ranks, else ``rank 2 on host b``."""
-    named = []
-    for host in dict.fromkeys(place.hosts[rank] for rank in lost):
-        ranks = [rank for rank in lost if place.hosts[rank] == host]
-        numbers = f"rank{'s' * (len(ranks) > 1)} {_and([place.global_ranks[rank] for rank in ranks])}"
-        is_whole = len(ranks) == place.hosts.count(host)
-        named.append(f"host {host} ({numbers})" if is_whole else f"{numbers} on host {host}")
-    return _and(named)
-
-
-def _and(items: Sequence[object]) -> str:
-    texts = [str(item) for item in items]
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

@@ -1,12 +1,15 @@
 """Last words: that a rank has left, and what ended the group where the store has gone with the rank that served it.
 
 Each rank listens, and nobody reads: the kernel keeps what others leave there until this rank meets a failure itself.
+First words too: that a rank reaches another is tried here before the engine, which can't fail to connect in order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -15,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _READ_S = 0.2  # from one who has connected
-_BACKLOG = 128
+_BACKLOG = 4096  # or as many as the kernel allows
 
 
 class Mailbox:
@@ -49,21 +52,37 @@ class Mailbox:
         self._socket.close()
 
 
-def post(boxes: Sequence[Sequence[Any]], message: Any, limit_s: float) -> None:
-    """Leave a message in each box, given by name, that can be reached in time."""
+def post(boxes: Sequence[Sequence[Any]], message: Any, limit_s: float) -> dict[int, str]:
+    """Leave a message in each box, given by name; return why not, of those that could not be reached in time."""
     deadline = time.monotonic() + limit_s
+    failed = dict.fromkeys(range(len(boxes)), "no answer")
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
-        links = {}
-        for address, port, token in boxes:
+        for number, (address, port, _) in enumerate(boxes):
             family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
             link = stack.enter_context(socket.socket(family, kind, protocol))
             link.setblocking(False)
-            link.connect_ex(where)
-            selector.register(link, selectors.EVENT_WRITE, f"{token}\n{json.dumps(message)}".encode())
-            links[link.fileno()] = link
+            error = link.connect_ex(where)
+            if error in (0, errno.EINPROGRESS):
+                selector.register(link, selectors.EVENT_WRITE, (number, link))
+            else:
+                failed[number] = os.strerror(error)
         while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
-                selector.unregister(key.fileobj)
-                with links[key.fd] as link, contextlib.suppress(OSError):  # that rank is gone
-                    link.send(key.data)  # fits the buffer of a new connection; the reader awaits its end
+                number, link = key.data
+                selector.unregister(link)
+                failed[number] = _leave(link, f"{boxes[number][2]}\n{json.dumps(message)}".encode())
+    return {number: why for number, why in failed.items() if why}
+
+
+def _leave(link: socket.socket, data: bytes) -> str:
+    """Send what fits the buffer of a new connection, and end it, for which the reader waits; return what prevents."""
+    with link:
+        error = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            return os.strerror(error)
+        try:
+            link.send(data)
+        except OSError as gone:
+            return gone.strerror or str(gone)
+    return ""

@@ -6,7 +6,6 @@ has used them take what comes from one rank, or send what goes to one, in order.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import struct
 import threading
@@ -14,15 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from phalanx import _core
-from phalanx._errors import CollectiveMismatch, CollectiveTimeout, PhalanxError
-from phalanx.backend._channels import Channel
-from phalanx.backend._failures import Failures, Place
+from phalanx._errors import CollectiveMismatch, PhalanxError
+from phalanx.backend._channels import FOR_EVER, Channel
+from phalanx.backend._failures import Failures
+from phalanx.backend._place import Place
+from phalanx.backend._rails import Span
 from phalanx.backend._tasks import Task
 from phalanx.backend._types import DTYPE_NAMES
 
@@ -30,7 +30,6 @@ _HEAD = struct.Struct("<qQQB")  # tag, elements, bytes, dtype
 _SLOT_BYTES = 1024
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
 _HEADS, _BODIES = 1, 2  # tags of the engine
-_FOR_EVER = timedelta(days=30)
 _SLICE_S = 0.1  # of waiting, between looks at whether the group has ended
 
 
@@ -98,7 +97,7 @@ class Messages:
         self._check("send", site)
         if peer in self._here:
             return self._post_here("send", self._core.send, data, dtype, item, count, peer, tag, site)
-        message = _Message(_memory(data, count * item), dtype, count, peer, tag, site)
+        message = _Message(Span(data, count * item).tensor(), dtype, count, peer, tag, site)
         message.source = self._rank
         with self._changed:
             if peer not in self._outgoing:
@@ -112,7 +111,7 @@ class Messages:
         self._check("recv", site)
         if peer in self._here:
             return self._post_here("recv", self._core.recv, data, dtype, item, count, peer, tag, site)
-        message = _Message(_memory(data, count * item), dtype, count, peer, tag, site)
+        message = _Message(Span(data, count * item).tensor(), dtype, count, peer, tag, site)
         sources = [peer] if peer >= 0 else [r for r in range(len(self._place.pids)) if r not in self._here]
         with self._changed:
             for source in sources:
@@ -175,7 +174,8 @@ class Messages:
                 elif time.monotonic() >= deadline:
                     if timeout_s:
                         return False
-                    self._fail(request, self._too_late(request, limit_s))
+                    absent = [request.peer] if request.peer >= 0 else []
+                    self._fail(request, self._failures.too_late("", 0, limit_s, absent, "any rank"))
         except BaseException as error:
             self._fail(request, error)
             raise
@@ -201,7 +201,7 @@ class Messages:
     def _receive_from(self, peer: int) -> None:
         slot = torch.empty(_SLOT_BYTES, dtype=torch.uint8)
         while True:
-            self._everyone.recv(slot, peer, _HEADS).wait(_FOR_EVER)
+            self._everyone.recv(slot, peer, _HEADS).wait(FOR_EVER)
             tag, count, num_bytes, dtype = _HEAD.unpack(bytes(slot[: _HEAD.size].numpy()))
             with self._changed:
                 message = self._match(peer, tag)
@@ -213,7 +213,7 @@ class Messages:
             if num_bytes <= _INLINE_BYTES:
                 target.copy_(slot[_HEAD.size : _HEAD.size + num_bytes])
             else:
-                self._everyone.recv(target, peer, _BODIES).wait(_FOR_EVER)
+                self._everyone.recv(target, peer, _BODIES).wait(FOR_EVER)
             if message is not None:
                 with self._changed:
                     self._moving.pop(peer, None)
@@ -283,11 +283,11 @@ class Messages:
             num_bytes = message.data.numel()
             if num_bytes <= _INLINE_BYTES:
                 slot[_HEAD.size : _HEAD.size + num_bytes] = message.data
-                self._everyone.send(slot, peer, _HEADS).wait(_FOR_EVER)
+                self._everyone.send(slot, peer, _HEADS).wait(FOR_EVER)
             else:
                 head = self._everyone.send(slot, peer, _HEADS)
-                self._everyone.send(message.data, peer, _BODIES).wait(_FOR_EVER)
-                head.wait(_FOR_EVER)
+                self._everyone.send(message.data, peer, _BODIES).wait(FOR_EVER)
+                head.wait(FOR_EVER)
             with self._changed:
                 queue.popleft()
             message.finish()
@@ -336,20 +336,3 @@ class Messages:
             error.__dict__["is_told"] = True  # there is no table to make of a message
         where = f"{op} of group '{self._place.group}'" + f" at {site}" * bool(site)
         return self._failures.end(error, op, 0, where, op)
-
-    def _too_late(self, message: _Message, limit_s: float) -> CollectiveTimeout:
-        peer = message.peer
-        who = "any rank" if peer < 0 else self._place.describe(peer)
-        ranks = () if peer < 0 else (self._place.global_ranks[peer],)
-        text = (
-            f"timed out after {limit_s:g} s waiting for {who}\n"
-            "Pass a larger timeout to init_process_group if that is slow but right."
-        )
-        return CollectiveTimeout(text, ranks=ranks)
-
-
-def _memory(address: int, num_bytes: int) -> torch.Tensor:
-    """Return the bytes at an address, which must outlive the tensor."""
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)

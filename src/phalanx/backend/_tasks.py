@@ -56,38 +56,55 @@ class Task:
             listener[0].push(listener[1])
 
 
-class Watch:
+class _Thread:
+    """A thread that exists once it was needed, until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._changed = threading.Condition()
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def _need(self) -> None:
+        """Start the thread, or wake it; under `_changed`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the thread, after what it has to do."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=1)
+
+
+class Watch(_Thread):
     """Calls `look` now and then while a block runs under it, for waits that can't look themselves.
 
     Its thread exists once there was such a block, and goes to sleep when there has been none for a while.
     """
 
     def __init__(self, look: Callable[[], object]) -> None:
+        super().__init__("phalanx-watch")
         self._look = look
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
         self._num_idle = _MOST_IDLE
-        self._is_open = self._is_closed = False
+        self._is_open = False
 
     def __enter__(self) -> None:
         self._is_open = True
         if self._num_idle >= _MOST_IDLE:
             with self._changed:
                 self._num_idle = 0
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
-                    self._thread.start()
-                self._changed.notify_all()
+                self._need()
 
     def __exit__(self, *_: object) -> None:
         self._is_open = False
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout=1)
 
     def _run(self) -> None:
         while True:
@@ -102,16 +119,14 @@ class Watch:
                     self._look()
 
 
-class Tasks:
+class Tasks(_Thread):
     """Runs asynchronous operations one after the other, on a thread that exists once there was one."""
 
     def __init__(self) -> None:
+        super().__init__("phalanx-bridge")
         self._queue: deque[tuple[Task, Callable[[], Any]]] = deque()
-        self._changed = threading.Condition()
         self._turn = threading.Lock()
         self._num_pending = 0
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
 
     def begin_here(self) -> bool:
         """Hold back the thread until `end_here`, and return True, if nothing runs or waits."""
@@ -126,24 +141,13 @@ class Tasks:
         with self._changed:
             self._queue.append((task, work))
             self._num_pending += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="phalanx-bridge", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            self._need()
         return task
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing runs or waits, at most `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._num_pending == 0, timeout_s)
-
-    def close(self) -> None:
-        """End the thread after what is queued."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout=1)
 
     def _run(self) -> None:
         while True:

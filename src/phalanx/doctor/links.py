@@ -22,6 +22,7 @@ _PING, _STREAM = b"p", b"s"
 _STAMP = struct.Struct("!d")
 _COUNTED = struct.Struct("!Qd")
 _BLOCK_BYTES = 1 << 18
+_FEWEST_BLOCKS = 4  # however slow the sender
 _SLOW_START = 0.25  # of the stream, not counted
 _MOST_CALLERS = 256
 
@@ -81,7 +82,8 @@ def _count(caller: socket.socket) -> tuple[int, float]:
     if len(marks) < 2:
         return total, 0.0
     first_s, last_s = marks[0][0], marks[-1][0]
-    began_s, skipped = next(mark for mark in marks if mark[0] >= first_s + _SLOW_START * (last_s - first_s))
+    # The last mark of the slow start, not the first after it: a receiver that was held up may have none between.
+    began_s, skipped = [mark for mark in marks if mark[0] <= first_s + _SLOW_START * (last_s - first_s)][-1]
     return total - skipped, last_s - began_s
 
 
@@ -115,9 +117,10 @@ def measure_trip(connection: socket.socket, num: int = 20) -> Trip:
 def measure_stream(connection: socket.socket, duration_s: float = 0.3) -> float:
     """Send as much as goes through in so long; return bytes a second, as the receiver has counted them."""
     connection.sendall(_STREAM)
-    block, ends_s = bytes(_BLOCK_BYTES), time.perf_counter() + duration_s
-    while time.perf_counter() < ends_s:
+    block, num_sent, ends_s = bytes(_BLOCK_BYTES), 0, time.perf_counter() + duration_s
+    while time.perf_counter() < ends_s or num_sent < _FEWEST_BLOCKS:
         connection.sendall(block)
+        num_sent += 1
     connection.shutdown(socket.SHUT_WR)
     num_bytes, seconds = _COUNTED.unpack(_receive(connection, _COUNTED.size))
     return num_bytes / seconds if seconds else 0.0

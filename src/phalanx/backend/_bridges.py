@@ -1,0 +1,210 @@
+"""Connecting the hosts of a new group: on which address, by which engine, and whether they reach each other at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch.distributed import TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx import _core
+from phalanx._env import Settings, environment
+from phalanx._errors import PhalanxError
+from phalanx._network import (
+    NetworkError,
+    interface_towards,
+    interfaces,
+    is_loopback,
+    outside_address,
+    preferred_address,
+)
+from phalanx.backend._bridged import BridgedGroup
+from phalanx.backend._channels import Channel, GlooChannel, links_to, watch_link
+from phalanx.backend._failures import Failures
+from phalanx.backend._mailbox import Mailbox, post
+from phalanx.backend._meeting import Meeting
+from phalanx.backend._place import Place
+
+_REACH_S = 10.0  # for the other hosts to take a connection
+_CONNECT_S = 10.0  # for the engine, at least: they have been reached
+_MOST_LINES = 8
+_ADVICE = "Run phalanx doctor on them: it tests names, ports and interfaces."
+
+
+def bridge(
+    meeting: Meeting, hellos: list[dict[str, Any]], hosts: list[list[int]], core: _core.Group, settings: Settings
+) -> BridgedGroup:
+    """Connect the hosts; return the group of all ranks.
+
+    Args:
+        hellos: What each rank said of itself.
+        hosts: Ranks of the group by host.
+        core: This host's ranks of the group.
+
+    Raises:
+        PhalanxError: The hosts can't reach each other, or the engine can't be used here.
+    """
+    place = Place(
+        group=meeting.name,
+        rank=meeting.rank,
+        global_ranks=tuple(meeting.global_ranks),
+        hosts=_names(hellos, hosts),
+        pids=tuple(hello["pid"] for hello in hellos),
+    )
+    engine: _Mpi | _Gloo
+    if settings.bridge == "mpi":
+        engine = _Mpi(meeting, hellos)
+    else:
+        engine = _Gloo(meeting, place, _own_address(meeting, hellos, place), settings.silence_s)
+    mine = next(ranks for ranks in hosts if meeting.rank in ranks).index(meeting.rank)
+    rail = [ranks[mine] for ranks in hosts] if mine < min(map(len, hosts)) else None
+    try:
+        own_rail = engine.connect(rail, f"rail{mine}") if rail else None
+        everyone = engine.connect(list(range(meeting.size)), "everyone")
+    except RuntimeError as error:
+        engine.close()
+        raise PhalanxError(
+            f"rank {meeting.me}: init_process_group: {settings.bridge} could not connect the hosts "
+            f"{', '.join(dict.fromkeys(place.hosts))}: {error}\n{_ADVICE}",
+            op="join",
+        ) from error
+    failures = Failures(meeting.store, place, engine.mailbox, engine.boxes)
+    for link in links_to(_master(meeting.store)[1]):
+        watch_link(link, settings.silence_s)
+    return BridgedGroup(core, hosts, place, own_rail, everyone, failures, meeting.timeout_s, settings.stall_s)
+
+
+class _Mpi:
+    """Joins ranks by the MPI that started them."""
+
+    mailbox: ClassVar[Mailbox | None] = None
+    boxes: ClassVar[Mapping[int, Sequence[Any]]] = {}
+
+    def __init__(self, meeting: Meeting, hellos: list[dict[str, Any]]) -> None:
+        from phalanx.backend._mpi import library
+
+        self._ranks = [hello["mpi"] for hello in hellos]
+        if len(set(self._ranks)) < meeting.size:
+            raise PhalanxError(
+                f"rank {meeting.me}: init_process_group: PHALANX_BRIDGE=mpi, and mpi4py has loaded {library()}, which "
+                "did not start these ranks. Start them with its mpirun, or install the mpi4py of the MPI that did.",
+                op="join",
+            )
+
+    def connect(self, ranks: list[int], name: str) -> Channel:
+        from phalanx.backend._mpi import MpiChannel
+
+        return MpiChannel([self._ranks[r] for r in ranks])
+
+    def close(self) -> None:
+        pass
+
+
+class _Gloo:
+    """Joins ranks by Gloo, once each has been seen to reach the others.
+
+    Gloo that gives up connecting frees what a late connection then still finds: the process would crash.
+    """
+
+    def __init__(self, meeting: Meeting, place: Place, address: str, silence_s: float) -> None:
+        self._meeting, self._address, self._silence_s = meeting, address, silence_s
+        self.mailbox = Mailbox(address)
+        try:
+            boxes = enumerate(meeting.share("mailbox", self.mailbox.name))
+            self.boxes = {r: box for r, box in boxes if r != meeting.rank}
+            self._reach(place)
+        except PhalanxError:
+            self.close()
+            raise
+
+    def _reach(self, place: Place) -> None:
+        """Make sure that every rank reaches every rank of the other hosts; else all raise the same."""
+        meeting = self._meeting
+        others = [r for r in self.boxes if place.hosts[r] != place.hosts[place.rank]]
+        names = [self.boxes[r] for r in others]
+        failed = post(names, {"reached by": place.rank}, min(meeting.left_s / 2, _REACH_S))
+        me = place.describe(place.rank)
+        lines = [
+            f"{me} does not reach {place.describe(others[i])} at {names[i][0]}, port {names[i][1]}: {why}"
+            for i, why in failed.items()
+        ]
+        lines = [line for told in meeting.share("unreached", lines) for line in told]
+        while self.mailbox.read() is not None:  # what was posted
+            pass
+        if lines:
+            meeting.part()
+            more = [f"... and {len(lines) - _MOST_LINES} more"] * (len(lines) > _MOST_LINES)
+            told = "\n".join([*lines[:_MOST_LINES], *more, _ADVICE])
+            raise PhalanxError(
+                f"rank {meeting.me}: init_process_group: hosts can't reach each other:\n{told}", op="join"
+            )
+
+    def connect(self, ranks: list[int], name: str) -> Channel:
+        store = c10d.PrefixStore(f"bridge/{name}", self._meeting.store)
+        timeout_s = max(self._meeting.left_s, _CONNECT_S)
+        return GlooChannel(
+            store, ranks.index(self._meeting.rank), len(ranks), self._address, timeout_s, self._silence_s
+        )
+
+    def close(self) -> None:
+        self.mailbox.close()
+
+
+def _names(hellos: list[dict[str, Any]], hosts: list[list[int]]) -> tuple[str, ...]:
+    """Return the name of each rank's host, with a number where two are named alike."""
+    names = [""] * len(hellos)
+    firsts = [hellos[ranks[0]]["host"] for ranks in hosts]
+    for number, ranks in enumerate(hosts):
+        for r in ranks:
+            names[r] = firsts[number] if firsts.count(firsts[number]) == 1 else f"{firsts[number]}#{number}"
+    return tuple(names)
+
+
+def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], place: Place) -> str:
+    """Return the address on which the other hosts reach this rank: where the route to the master leaves.
+
+    Raises:
+        PhalanxError: It would be loopback, which no other host reaches.
+    """
+    named = environment().get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    is_one_network = len({hello["network"] for hello in hellos}) == 1
+    try:
+        if named:
+            address = _address_of(named)
+        elif master := _master(meeting.store)[0]:
+            address = interface_towards(master, allow_loopback=is_one_network).address
+        else:
+            address = "127.0.0.1" if is_one_network else outside_address()
+    except NetworkError as error:
+        raise PhalanxError(
+            f"rank {meeting.me}: init_process_group: host {place.hosts[meeting.rank]} has no way to the other hosts: "
+            f"{error}. Set MASTER_ADDR to an address that every host reaches, or GLOO_SOCKET_IFNAME to the interface.",
+            op="join",
+        ) from error
+    if is_loopback(address) and not is_one_network:
+        raise PhalanxError(
+            f"rank {meeting.me}: init_process_group: host {place.hosts[meeting.rank]} would listen on its loopback "
+            f"({address}), which the hosts {', '.join(sorted(set(place.hosts)))} can't reach from each other. Set "
+            "MASTER_ADDR to rank 0's address in the network, or GLOO_SOCKET_IFNAME to the interface.",
+            op="join",
+        )
+    return address
+
+
+def _address_of(name: str) -> str:
+    known = interfaces()
+    found = [one for one in known if one.name == name and one.address]
+    if not found:
+        names = ", ".join(sorted({one.name for one in known if one.address}))
+        raise NetworkError(
+            f"GLOO_SOCKET_IFNAME is {name}, which has no address here; there are {names}", name, "interface"
+        )
+    return preferred_address(found)
+
+
+def _master(store: Any) -> tuple[str, int]:
+    """Return host and port of the job's store; empty and 0 for one that is no server, such as a file."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else ("", 0)
