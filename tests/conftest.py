@@ -98,15 +98,31 @@ def leaves_nothing_behind():
         time.sleep(0.02)
 
 
-_CLUSTER = (
-    "tests/clusters/",
-    "tests/hosts/test_mpi.py",
-    "tests/hosts/test_real_hosts.py",
-    "tests/doctor/test_meeting.py",
-)
+@pytest.fixture(scope="session")
+def needs_hosts():
+    """Skip where hosts can't be made of namespaces."""
+    if why_not := phalanx.testing.why_no_hosts():
+        pytest.skip(f"no hosts here: {why_not}")
+
+
+_MARKED = {
+    "cluster": (
+        "tests/clusters/",
+        "tests/hosts/test_mpi.py",
+        "tests/hosts/test_real_hosts.py",
+        "tests/doctor/test_meeting.py",
+    ),
+    "tools": (
+        "tests/bench/",
+        "tests/conformance/test_harness.py",
+        "tests/core/test_core_build.py",
+        "tests/core/test_model.py",
+    ),
+}
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.nodeid.startswith(_CLUSTER):
-            item.add_marker(pytest.mark.cluster)
+        for marker, places in _MARKED.items():
+            if item.nodeid.startswith(places):
+                item.add_marker(marker)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.testing import hosts, why_no_hosts
+from phalanx.testing import hosts
 
+pytestmark = pytest.mark.usefixtures("needs_hosts")
 _PEER = """
 import socket, sys, time
 who, address, what = sys.argv[1:]
@@ -72,12 +73,6 @@ while True:
     if not data:
         break
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _needs_hosts():
-    if why_not := why_no_hosts():
-        pytest.skip(f"no hosts here: {why_not}")
 
 
 def _start(host, who, address, code, what=""):

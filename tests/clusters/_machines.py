@@ -59,10 +59,18 @@ class Machines:
     def know(self, number: int, names: Mapping[str, str]) -> None:
         """Let host `number` know these names alone."""
         lines = "".join(f"{address} {name}\n" for name, address in names.items())
-        (self._folder / f"etc-hosts-{number}").write_text("127.0.0.1 localhost\n" + lines)
+        self.etc_hosts(number).write_text("127.0.0.1 localhost\n" + lines)
+
+    def etc_hosts(self, number: int) -> Path:
+        return self._folder / f"etc-hosts-{number}"
 
     def start(
-        self, number: int, command: Sequence[str], env: Mapping[str, str] | None = None, setup: str = "true"
+        self,
+        number: int,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        setup: str = "true",
+        stderr: int = subprocess.STDOUT,
     ) -> subprocess.Popen[str]:
         """Start a program on host `number`, in an environment that no scheduler has touched.
 
@@ -70,14 +78,14 @@ class Machines:
             env: Added to it.
             setup: Shell commands before the program, in its own mount namespace.
         """
-        inside = f'mount --bind {self._folder}/etc-hosts-{number} /etc/hosts && {setup} && exec env "$@"'
+        inside = f'mount --bind {self.etc_hosts(number)} /etc/hosts && {setup} && exec env "$@"'
         unset = [part for name in os.environ if name.startswith(_SCHEDULERS) for part in ("-u", name)]
         environ = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}  # phalanx by its name
         settings = [*unset, *(f"{name}={value}" for name, value in environ.items())]
         return self.hosts[number].start(
             ["unshare", "--mount", "sh", "-c", inside, "sh", *settings, *command],
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=stderr,
             stdin=subprocess.DEVNULL,
             text=True,
             cwd=self._folder,

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.testing import why_no_hosts
 from tests.clusters._machines import machines
-
-
-@pytest.fixture(scope="session")
-def needs_hosts():
-    if why_not := why_no_hosts():
-        pytest.skip(f"no hosts here: {why_not}")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from phalanx.doctor.command import read_place
 from phalanx.doctor.finding import LEVELS, Finding
 from phalanx.doctor.report import merged
 from phalanx.launch.flags import UsageError
-from tests.doctor._hosts import PHALANX, two_hosts, why_no_hosts
+from tests.clusters._machines import PHALANX, machines
 
 NODES = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"]
 
@@ -68,17 +68,19 @@ def test_a_broken_torch_is_a_problem_and_the_rest_is_told(tmp_path, torch, said)
     assert lines[-1].endswith("exit code 1")
 
 
-@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-")
-def test_two_hosts_are_examined_and_the_first_prints_all(tmp_path):
-    with two_hosts(tmp_path) as (first, second):
-        flags = ["--nnodes", "2", "--master-addr", first.address, "--master-port", "29500", "--no-engines"]
+def test_two_hosts_are_examined_and_the_first_prints_all(needs_hosts, tmp_path):
+    with machines(tmp_path) as made:
+        flags = ["--nnodes", "2", "--master-addr", made.hosts[0].address, "--master-port", "29500", "--no-engines"]
         command = [*PHALANX, "doctor", *flags, "--nproc-per-node", "1", "--timeout", "60", "--node-rank"]
-        started = [first.start([*command, "0", "--json"]), second.start([*command, "1"])]
+        started = [
+            made.start(number, [*command, *args], stderr=subprocess.PIPE)
+            for number, args in enumerate((["0", "--json"], ["1"]))
+        ]
         (out, err), (other_out, other_err) = [process.communicate(timeout=150) for process in started]
     told = json.loads(out)
     check_format(told)
     assert [process.returncode for process in started] == [0, 0], (told, err, other_err)
-    assert [host["name"] for host in told["hosts"]] == ["node0", "node1"]
+    assert [host["name"] for host in told["hosts"]] == ["host-a", "host-b"]
     assert {finding["host"] for finding in told["findings"]} == {0, 1, None}
     assert [f["level"] for f in told["findings"] if f["topic"] == "all_reduce" and f["host"] is None] == ["ok"]
     assert other_out == "phalanx doctor: host 1 is examined; host 0 (10.77.0.1) prints what was found\n"

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import os
 import socket
+import subprocess
 
 import pytest
 
 from phalanx.doctor.examination import Place
 from phalanx.doctor.finding import Finding, problem
-from tests.doctor._hosts import two_hosts, why_no_hosts
+from tests.clusters._machines import machines
 
-pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-")
+pytestmark = pytest.mark.usefixtures("needs_hosts")
 VERSIONS = {"torch": "2.15.0", "phalanx": "0.1.0", "python": "3.11.7"}
 
 
-def take_part(rank, world_size, pids, places, own_findings):
-    """Enter the host of this rank and return every packet that its part in the meeting sends."""
+CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
+
+
+def enter(pid, etc_hosts):
+    """Move this process into a host, whose names are in the file."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for kind in ("net", "uts", "mnt"):
-        descriptor = os.open(f"/proc/{pids[rank]}/ns/{kind}", os.O_RDONLY)
-        assert libc.setns(descriptor, 0) == 0, os.strerror(ctypes.get_errno())
-        os.close(descriptor)
+
+    def must(status):
+        assert status == 0, os.strerror(ctypes.get_errno())
+
+    for kind in ("net", "uts"):
+        with open(f"/proc/{pid}/ns/{kind}") as namespace:
+            must(libc.setns(namespace.fileno(), 0))
+    must(libc.unshare(CLONE_NEWNS))
+    must(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+    must(libc.mount(os.fsencode(etc_hosts), b"/etc/hosts", None, MS_BIND, None))
+
+
+def take_part(rank, world_size, pids, etc_hosts, places, own_findings):
+    """Enter the host of this rank and return every packet that its part in the meeting sends."""
+    enter(pids[rank], etc_hosts[rank])
     from phalanx.doctor.meeting import hold
 
     packets = []
@@ -36,10 +50,12 @@ def take_part(rank, world_size, pids, places, own_findings):
 @pytest.fixture
 def meet(run_ranks, tmp_path):
     """Return a function that holds a meeting of two hosts and returns, by rank, findings and last packet."""
-    with contextlib.ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts(tmp_path))
+    with machines(tmp_path) as made:
+        hosts = made.hosts
 
-        def hold(*, places=({}, {}), prepare=lambda a, b: None, findings=((), ()), timeout_s=15.0):
+        def hold(*, places=({}, {}), names=None, prepare=lambda a, b: None, findings=((), ()), timeout_s=15.0):
+            for number, host in enumerate(hosts):
+                made.know(number, names(host) if names else {host.name: host.address})
             prepare(*hosts)
             given = []
             for rank, (host, changes) in enumerate(zip(hosts, places, strict=True)):
@@ -57,7 +73,8 @@ def meet(run_ranks, tmp_path):
                 given.append({**dataclasses.asdict(place), **changes})
             own = [[finding.as_dict() for finding in of_host] for of_host in findings]
             pids = [host.pid for host in hosts]
-            told = run_ranks(take_part, 2, pids, given, own, backend=None, init=False, timeout_s=90)
+            files = [str(made.etc_hosts(number)) for number in range(2)]
+            told = run_ranks(take_part, 2, pids, files, given, own, backend=None, init=False, timeout_s=90)
             return [([Finding(**p["finding"]) for p in packets if "finding" in p], packets[-1]) for packets in told]
 
         yield hold
@@ -74,7 +91,7 @@ def test_hosts_that_meet_are_measured_and_the_first_tells(meet):
     )
     assert second == []
     assert end["job"] == other_end["job"] == "ok"
-    assert [host["name"] for host in end["hosts"]] == ["node0", "node1"]
+    assert [host["name"] for host in end["hosts"]] == ["host-a", "host-b"]
     links = by_topic(first)["reach"].facts["links"]
     assert [(link["from"], link["to"]) for link in links] == [(0, 1), (1, 0)]
     assert all(0 < link["round_trip_s"] < 1 and link["bytes_per_s"] > 1e6 for link in links)
@@ -88,11 +105,7 @@ def test_what_one_host_found_the_first_tells_too(meet):
 
 
 def test_a_name_that_leads_to_loopback_breaks_gloo_and_the_cure_is_tried(meet):
-    def as_debian_does(*hosts):
-        for host in hosts:
-            host.write_names({host.name: "127.0.1.1"})
-
-    findings = meet(prepare=as_debian_does)[0][0]
+    findings = meet(names=lambda host: {host.name: "127.0.1.1"})[0][0]  # as Debian does
     broken, cured = [finding for finding in findings if finding.topic == "all_reduce"]
     assert broken.level == "problem"
     assert "127.0.1.1" in broken.found
@@ -145,8 +158,8 @@ def test_packets_that_nobody_answers_are_a_timeout(meet):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"node_rank": 0}, "node rank 0 was given to several hosts, node1 among them"),
-        ({"num_hosts": 3}, "node1 was started with --nnodes 3, and host 0 with 2"),
+        ({"node_rank": 0}, "node rank 0 was given to several hosts, host-b among them"),
+        ({"num_hosts": 3}, "host-b was started with --nnodes 3, and host 0 with 2"),
     ],
 )
 def test_flags_that_contradict_each_other_are_told_on_both_hosts(meet, changes, said):
@@ -166,7 +179,7 @@ def test_hosts_without_ranks_get_them_as_they_come_and_not_all_need_come(meet):
 def test_a_port_that_is_taken_is_refused_with_its_owner(meet, tmp_path):
     def occupy(first, second):
         program = "import socket, time; s = socket.create_server(('', 29500)); print(1, flush=True); time.sleep(60)"
-        occupied.append(first.start(["python3", "-c", program]))
+        occupied.append(first.start(["python3", "-c", program], stdout=subprocess.PIPE, text=True))
         assert occupied[0].stdout.readline() == "1\n"
 
     occupied = []

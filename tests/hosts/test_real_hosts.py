@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from phalanx.testing import hosts, why_no_hosts
+from phalanx.testing import hosts
 
+pytestmark = pytest.mark.usefixtures("needs_hosts")
 LIMIT_S = 60
 PORT = "29511"
 NAMED_WITHIN_S = 3.0  # a silent host is lost after one to two seconds, since the kernel probes once a second
@@ -40,12 +41,6 @@ except Exception as error:
     say(error=type(error).__name__, ranks=getattr(error, "ranks", ()), text=str(error))
     sys.exit(1)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _needs_hosts():
-    if why_not := why_no_hosts():
-        pytest.skip(f"no hosts here: {why_not}")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,9 +241,20 @@ def test_ranks_that_nobody_joins_finish_before_the_interpreter_does(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["ran 0", "ran 1"]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", None])
 def test_data_loader_workers_run_inside_a_rank(method):
     assert phalanx.spawn(load_data, (method,), nprocs=2) == [28.0, 28.0]
+
+
+def name_start_method(rank):
+    return multiprocessing.get_start_method()
+
+
+def test_a_rank_starts_processes_as_its_parent_does():
+    assert phalanx.spawn(name_start_method, nprocs=1) == [multiprocessing.get_start_method()]
+    code = "import multiprocessing, phalanx; from tests.launch.test_spawn import name_start_method as fn\n"
+    code += "if __name__ == '__main__': multiprocessing.set_start_method('spawn'); print(phalanx.spawn(fn, nprocs=1))"
+    assert run_python("-c", code, cwd=Path(__file__).parents[2]).stdout == "['spawn']\n"
 
 
 def test_daemonic_ranks_can_have_no_children():

@@ -47,6 +47,7 @@ def test_ranks_of_this_machine_are_one_host(run_ranks):
 
 def choose_backends(rank, world_size):
     groups = phalanx.host_groups(f"host {rank // 2}", host_backend="phalanx", across_backend="gloo")
+    dist.barrier()  # Gloo fails to connect to a rank that has ended already
     return [dist.get_backend(group) for group in (groups.host, groups.across)]
 
 

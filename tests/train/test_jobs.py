@@ -64,6 +64,10 @@ def test_a_job_that_is_asked_to_make_room_saves_and_ends_with_75_and_is_queued_a
     assert [c.step for c in checkpoint.list(tmp_path / "run" / "checkpoints")][-1] == preempted["step"] >= 5
 
 
+# torch waits half a minute for those who may still come, unless it is told not to.
+NODES = ("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-conf=last_call_timeout=1")
+
+
 def family_of(pid):
     """Return a process and all of its descendants."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
@@ -71,7 +75,7 @@ def family_of(pid):
     return [pid, *(one for child in children for one in family_of(child))]
 
 
-@pytest.mark.parametrize("nodes", [(), ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")])
+@pytest.mark.parametrize("nodes", [(), NODES], ids=["one node", "one of two"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_every_process_of_a_job_is_a_signal_to_the_job(tmp_path, number, nodes):
     # As a service manager sends it, and Slurm where it keeps processes together without cgroups.

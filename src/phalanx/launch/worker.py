@@ -8,6 +8,7 @@ import faulthandler
 import importlib
 import importlib.util
 import inspect
+import multiprocessing
 import os
 import pickle
 import sys
@@ -30,6 +31,7 @@ class Plan:
             and not by a shared descriptor.
         folder: Private to the group.
         environ: Of every rank, beside what `attempt` gives each.
+        start_method: Of the processes that a rank starts, such as a data loader's workers: the parent's.
     """
 
     call: bytes
@@ -38,6 +40,7 @@ class Plan:
     environ: dict[str, str]
     cpus: set[int]
     num_threads: int
+    start_method: str
 
 
 @dataclasses.dataclass
@@ -180,6 +183,7 @@ def _settle(rank: int, plan: Plan) -> None:
     os.environ.clear()
     os.environ.update(plan.environ)
     os.environ.update(rank_environment(plan.attempt, rank, os.path.join(plan.folder, f"error_{rank}.json")))
+    multiprocessing.set_start_method(plan.start_method, force=True)  # not the server's own, whose children import all
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -73,6 +73,8 @@ class Workers:
             environ=dict(environ),
             cpus=os.sched_getaffinity(0),
             num_threads=num_threads,
+            start_method=multiprocessing.get_start_method(allow_none=True)
+            or multiprocessing.get_all_start_methods()[0],
         )
         try:
             self._start(plan, daemon)

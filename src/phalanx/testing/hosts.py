@@ -71,7 +71,9 @@ class Host:
             options: Of `subprocess.Popen`. Its `pid` is the program's.
         """
         environ = {**os.environ, **(env or {})}
-        self._started.append(subprocess.Popen([*self._inside(), *command], env=environ, **options))
+        # Whoever has entered while this process lives is seen, and killed, by the holder.
+        checked = ["sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid()), *command]
+        self._started.append(subprocess.Popen([*self._inside(), *checked], env=environ, **options))
         return self._started[-1]
 
     def run(self, *command: str) -> str:
