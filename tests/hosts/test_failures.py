@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -29,7 +30,12 @@ from tests.faults.test_interrupts import (
     wait_for_rank_two,
 )
 from tests.faults.test_stalls import OPERATIONS as TIMED
-from tests.faults.test_stalls import come_late_to_a_mismatch, exit_at_once_on_a_mismatch, wait_for_rank_one
+from tests.faults.test_stalls import (
+    come_late_to_a_mismatch,
+    exit_at_once_on_a_mismatch,
+    wait_for_a_stopped_rank,
+    wait_for_rank_one,
+)
 from tests.hosts._layouts import layout_name
 
 NAMED_WITHIN_S = 2.0
@@ -263,6 +269,26 @@ def test_a_mismatch_is_one_on_every_rank_though_ranks_exit_because_of_it(run_ran
 
 
 # ---------------------------------------------------------------- ranks that do not come
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reporting"), [([1, 1, 1], [0, 1]), ([2, 1], [0, 1]), ([1, 2], [0])], ids=["1+1+1", "2+1", "1+2"]
+)
+def test_a_stopped_rank_is_reported_with_its_host(spawn_ranks, capfd, hosts, reporting):
+    options = {"hosts": hosts, "group_timeout_s": 2.5, "env": {"PHALANX_STALL_S": "0.5"}}
+    with spawn_ranks(wait_for_a_stopped_rank, 3, **options) as ranks:
+        ranks.wait_until_reached("up")
+        ranks.stop(2)
+        ranks.wait_until_reached("raised", ranks=[0, 1])
+        ranks.resume(2)
+        ranks.release("go on", ranks=[2])
+        absent = rf"rank 2 \(pid {ranks.pids[2]}\) on host {host_of(2, hosts)}"
+        ranks.join(20)
+    printed = capfd.readouterr().err
+    for rank in reporting:
+        where = rf"phalanx: rank {rank}: all_reduce #1 of group 'default' at \S*test_stalls.py:\d+"
+        assert len(re.findall(rf"{where} has waited \S+ s for {absent} \(timeout 2.5 s\)", printed)) > 1, printed
+    assert re.search(rf"^  {absent} has not called #1, or only just$", printed, re.MULTILINE), printed
 
 
 @pytest.mark.parametrize("operation", sorted(set(TIMED) - {"new_group"}))

@@ -13,6 +13,7 @@ of a message is misread. Reductions go by fixed orders: the same bits on all ran
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
 from phalanx.backend._work import call_site
 
 _SLICE = timedelta(seconds=0.1)  # of waiting, between looks at what else may have happened
+_WORD_S = 1.0  # of waiting, until the others are told of it
 _CALLER_BYTES = 1 << 20  # larger ones run on the group's thread, so that Ctrl-C need not wait for the network
 _STAGED_BYTES = 512 * 1024  # blocks up to here are collected on their host before they cross
 _SUM, _AVG = (REDUCE_CODES[op][0] for op in (RedOpType.SUM, RedOpType.AVG))
@@ -105,6 +107,7 @@ class BridgedGroup:
         call.site = site
         may_run_here = site is None and call.count * call.item <= _CALLER_BYTES and not call.has_splits
         if may_run_here and self._tasks.begin_here():
+            call.thread = threading.get_ident()
             try:
                 return self._perform(call, work)
             finally:
@@ -136,10 +139,12 @@ class BridgedGroup:
 
     def _explain(self, error: BaseException, call: Call) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
-        where = f"{call.op} #{call.seq} of group '{self._place.group}'"
-        site = call_site() if call.site is None else call.site
-        where += f" at {site}" * bool(site)
-        return self._failures.end(error, call.op, call.seq, where, call.text(self._place.global_ranks))
+        text = call.text(self._place.global_ranks)
+        return self._failures.end(error, call.op, call.seq, self._where(call), text)
+
+    def _where(self, call: Call) -> str:
+        site = call_site(call.thread) if call.site is None else call.site
+        return f"{call.op} #{call.seq} of group '{self._place.group}'" + f" at {site}" * bool(site)
 
     def wait_job(self, task: Task, timeout_s: float) -> bool:
         """Wait for a task, at most `timeout_s` (0: until it is over); raise what it failed with."""
@@ -177,10 +182,12 @@ class BridgedGroup:
             error = GroupAborted("another rank has ended the group")
         elif waited_s > call.timeout_s:
             error = self._failures.timed_out(call.op, call.seq, call.timeout_s)
-        elif not call.has_told and waited_s > min(self._stall_s or call.timeout_s, call.timeout_s / 2):
+        elif not call.has_told and waited_s > min(_WORD_S, (self._stall_s or call.timeout_s) / 2, call.timeout_s / 2):
             call.has_told = True
-            text = call.text(self._place.global_ranks)
-            self._failures.tell_stall(call.op, call.seq, text, waited_s, self._stall_s)
+            self._failures.tell_wait(call.seq)
+        elif self._stall_s and waited_s > (call.num_reports + 1) * self._stall_s:
+            call.num_reports += 1
+            self._failures.report_stall(self._where(call), call.seq, waited_s, call.timeout_s)
         if error is not None:
             raise self._explain(error, call)
 

@@ -38,9 +38,11 @@ class Call:
     has_splits: bool = False
     timeout_s: float = 0
     site: str | None = None
+    thread: int | None = None  # that waits for it, where there is no site
     seq: int = 0
     has_agreed: bool = False
-    has_told: bool = False
+    has_told: bool = False  # that it waits
+    num_reports: int = 0
     num_steps: int = 0
     transfers: list[Any] = field(default_factory=list)
     """What the engine may still read and write."""

@@ -282,19 +282,21 @@ class Failures:
 
     # ---- those who do not come -------------------------------------------------------------------------------------
 
-    def tell_stall(self, op: str, seq: int, call: str, waited_s: float, stall_s: float) -> None:
-        """Tell the other ranks where this one waits; after `stall_s`, print who does not."""
-        self._ask(lambda: self._store.set(f"waits/{self._place.rank}", json.dumps([seq, call])))
-        if stall_s and waited_s > stall_s:
-            time.sleep(_POLL_S)
-            place = self._place
-            absent = place.describe_all(self._absent(seq)) or "ranks of other hosts"
-            print(
-                f"phalanx: rank {place.global_rank}: {op} #{seq} of group '{place.group}' has waited {waited_s:.0f} s "
-                f"for {absent}; it goes on waiting",
-                file=sys.stderr,
-                flush=True,
-            )
+    def tell_wait(self, seq: int) -> None:
+        """Tell the ranks of other hosts that this one waits in a call."""
+        self._ask(lambda: self._store.set(f"waits/{self._place.rank}", str(seq)))
+
+    def report_stall(self, where: str, seq: int, waited_s: float, timeout_s: float) -> None:
+        """Print which ranks of other hosts do not come; those of this host are the core's to name."""
+        place, absent = self._place, self._absent(seq)
+        if not absent:
+            return
+        lines = [
+            f"phalanx: rank {place.global_rank}: {where} has waited {waited_s:.1f} s for {place.describe_all(absent)} "
+            f"(timeout {timeout_s:g} s)",
+            *(f"  {place.describe(rank)} has not called #{seq}, or only just" for rank in absent),
+        ]
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
     def timed_out(self, op: str, seq: int, timeout_s: float) -> CollectiveTimeout:
         return self.too_late(op, seq, timeout_s, self._absent(seq), "ranks of other hosts")
@@ -313,8 +315,7 @@ class Failures:
         place = self._place
         absent = []
         for rank, host in enumerate(place.hosts):
-            told = self._read(f"waits/{rank}") or b"[0]"
-            if host != place.hosts[place.rank] and json.loads(told)[0] < seq:
+            if host != place.hosts[place.rank] and int(self._read(f"waits/{rank}") or 0) < seq:
                 absent.append(rank)
         return absent
 

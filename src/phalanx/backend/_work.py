@@ -36,9 +36,13 @@ def _show(code: CodeType) -> str:
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
 
 
-def call_site() -> str:
-    """Return "file.py:line" of the caller: the innermost frame outside torch, phalanx and the standard library."""
-    frame: FrameType | None = sys._getframe(1)
+def call_site(thread: int | None = None) -> str:
+    """Return "file.py:line" of the caller: the innermost frame outside torch, phalanx and the standard library.
+
+    Args:
+        thread: Whose caller, if not this thread's, by `threading.get_ident`.
+    """
+    frame: FrameType | None = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
         shown = _shown.get(code)
