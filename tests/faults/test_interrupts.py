@@ -15,6 +15,15 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import GroupAborted, GroupUnusable, PhalanxError, RankFailed
 from phalanx.testing import await_release, reached
 from tests.faults._watch import NAMED_WITHIN_S, wait_until_asleep
+from tests.hosts._layouts import layout_name
+
+LAYOUTS = [(), (2, 1), (1, 2)]
+
+
+def within_s(hosts):
+    """Return within which time every rank must have been told."""
+    return 2 * NAMED_WITHIN_S if hosts else NAMED_WITHIN_S
+
 
 OPERATIONS = {
     "all_reduce": lambda: dist.all_reduce(torch.ones(4)),
@@ -146,8 +155,9 @@ def go_on_without_the_dead(rank, world_size, folder):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_ctrl_c_ends_a_wait_and_the_peers_are_told(spawn_ranks, operation):
-    with spawn_ranks(wait_for_rank_two, 3, operation, group_timeout_s=30) as ranks:
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=layout_name)
+def test_ctrl_c_ends_a_wait_and_the_peers_are_told(spawn_ranks, hosts, operation):
+    with spawn_ranks(wait_for_rank_two, 3, operation, hosts=hosts, group_timeout_s=30) as ranks:
         ranks.wait_until_reached("up")
         for rank in (0, 1):
             wait_until_asleep(ranks.pids[rank])
@@ -157,12 +167,12 @@ def test_ctrl_c_ends_a_wait_and_the_peers_are_told(spawn_ranks, operation):
         ranks.release("peers are done", ranks=[2])
         interrupted, peer, _ = ranks.join(20)
     assert isinstance(interrupted.error, KeyboardInterrupt), interrupted
-    assert interrupted.when_s - pressed_at < NAMED_WITHIN_S
-    if operation in ("recv", "irecv wait"):  # rank 1 waits for rank 2 alone, but its group has ended
+    assert interrupted.when_s - pressed_at < within_s(hosts)
+    if operation in ("recv", "irecv wait") and not hosts:  # rank 1 waits for rank 2 alone, but its group has ended
         assert isinstance(peer.error, GroupAborted), peer
     assert isinstance(peer.error, (GroupAborted, RankFailed)), peer
     assert peer.error.ranks == (0,)
-    assert peer.when_s - pressed_at < NAMED_WITHIN_S
+    assert peer.when_s - pressed_at < within_s(hosts)
 
 
 def test_a_group_that_failed_says_so_in_every_later_call(spawn_ranks):
@@ -179,8 +189,10 @@ def test_a_group_that_failed_says_so_in_every_later_call(spawn_ranks):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_abort_from_another_thread_ends_the_waits_of_all_ranks(spawn_ranks, operation):
-    with spawn_ranks(abort_from_another_thread, 3, operation, group_timeout_s=30) as ranks:
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=layout_name)
+def test_abort_from_another_thread_ends_the_waits_of_all_ranks(spawn_ranks, hosts, operation):
+    options = {"hosts": hosts, "init_method": "tcp", "group_timeout_s": 30}  # the store goes with rank 0
+    with spawn_ranks(abort_from_another_thread, 3, operation, **options) as ranks:
         ranks.wait_until_reached("up")
         for rank in (0, 1):
             wait_until_asleep(ranks.pids[rank])
@@ -192,12 +204,13 @@ def test_abort_from_another_thread_ends_the_waits_of_all_ranks(spawn_ranks, oper
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, GroupAborted), outcome
         assert outcome.error.ranks == (0,)
-        assert outcome.when_s - aborted_at < NAMED_WITHIN_S
+        assert outcome.when_s - aborted_at < within_s(hosts)
 
 
 @pytest.mark.parametrize("operation", UNFINISHED)
-def test_destroy_returns_promptly_with_an_unfinished_operation(spawn_ranks, operation):
-    with spawn_ranks(destroy_with_an_unfinished_operation, 2, operation, group_timeout_s=30) as ranks:
+@pytest.mark.parametrize("hosts", [(), (1, 1)], ids=layout_name)
+def test_destroy_returns_promptly_with_an_unfinished_operation(spawn_ranks, hosts, operation):
+    with spawn_ranks(destroy_with_an_unfinished_operation, 2, operation, hosts=hosts, group_timeout_s=30) as ranks:
         ranks.wait_until_reached("gone", ranks=[0])
         ranks.release("rank 0 is gone", ranks=[1])
         outcomes = ranks.join(20)
@@ -205,8 +218,9 @@ def test_destroy_returns_promptly_with_an_unfinished_operation(spawn_ranks, oper
     assert outcomes[0].value < 3
 
 
-def test_the_same_processes_can_begin_again_after_errors(run_ranks, tmp_path):
-    totals = run_ranks(begin_again, 2, str(tmp_path), init=False, timeout_s=30)
+@pytest.mark.parametrize("hosts", [(), (1, 1)], ids=layout_name)
+def test_the_same_processes_can_begin_again_after_errors(run_ranks, tmp_path, hosts):
+    totals = run_ranks(begin_again, 2, str(tmp_path), hosts=hosts, init=False, timeout_s=30)
     assert totals == [[3.0, 3.0]] * 2
 
 

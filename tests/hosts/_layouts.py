@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -10,8 +11,8 @@ import torch.distributed as dist
 LAYOUTS = [[1, 1], [2, 2], [2, 1], [1, 2, 1], [1, 1, 1]]
 
 
-def layout_name(hosts: list[int]) -> str:
-    return "+".join(map(str, hosts))
+def layout_name(hosts: Sequence[int]) -> str:
+    return "+".join(map(str, hosts)) or "one host"
 
 
 def interleaved(rank, world_size, order, function, *args):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import threading
 import time
@@ -13,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from phalanx import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
+from phalanx import CollectiveMismatch, CollectiveTimeout, GroupUnusable, PhalanxError, RankFailed
 from phalanx.backend import _channels, _mailbox
 from phalanx.testing import reached
 from tests.backend.test_forks import call_in_a_child, destroy_in_a_child, end_children_every_way, load_with_workers
@@ -22,13 +21,6 @@ from tests.backend.test_mismatches import MISMATCHES, disagree, disagree_about_s
 from tests.faults._watch import wait_until_asleep
 from tests.faults.test_dead_peers import OPERATIONS as WAITS
 from tests.faults.test_dead_peers import end_while_peers_wait, stay_away
-from tests.faults.test_interrupts import (
-    UNFINISHED,
-    abort_from_another_thread,
-    begin_again,
-    destroy_with_an_unfinished_operation,
-    wait_for_rank_two,
-)
 from tests.faults.test_stalls import OPERATIONS as TIMED
 from tests.faults.test_stalls import (
     come_late_to_a_mismatch,
@@ -154,58 +146,6 @@ def test_a_rank_that_destroys_the_group_early_has_left_it(spawn_ranks, hosts, vi
 
 
 # ---------------------------------------------------------------- interruptions
-
-
-@pytest.mark.parametrize("operation", ["all_reduce", "behind an async one", "async wait", "recv", "irecv wait"])
-@pytest.mark.parametrize("hosts", [[2, 1], [1, 2]], ids=layout_name)
-def test_ctrl_c_ends_a_wait_and_every_host_is_told(spawn_ranks, hosts, operation):
-    with spawn_ranks(wait_for_rank_two, 3, operation, hosts=hosts, group_timeout_s=30) as ranks:
-        ranks.wait_until_reached("up")
-        for rank in (0, 1):
-            wait_until_asleep(ranks.pids[rank])
-        pressed_at = time.monotonic()
-        ranks.kill(0, signal.SIGINT)
-        ranks.wait_until_reached("raised", ranks=[0, 1])
-        ranks.release("peers are done", ranks=[2])
-        interrupted, peer, _ = ranks.join(20)
-    assert isinstance(interrupted.error, KeyboardInterrupt), interrupted
-    assert isinstance(peer.error, (GroupAborted, RankFailed)), peer
-    assert peer.error.ranks == (0,)
-    assert peer.when_s - pressed_at < NAMED_WITHIN_S
-
-
-@pytest.mark.parametrize("operation", ["all_reduce", "async wait", "recv", "irecv wait"])
-@pytest.mark.parametrize("hosts", [[2, 1], [1, 2]], ids=layout_name)
-def test_abort_from_another_thread_ends_the_waits_on_all_hosts(spawn_ranks, hosts, operation):
-    options = {"hosts": hosts, "init_method": "tcp", "group_timeout_s": 30}  # the store goes with rank 0
-    with spawn_ranks(abort_from_another_thread, 3, operation, **options) as ranks:
-        ranks.wait_until_reached("up")
-        for rank in (0, 1):
-            wait_until_asleep(ranks.pids[rank])
-        aborted_at = time.monotonic()
-        ranks.release("abort", ranks=[0])
-        ranks.wait_until_reached("raised", ranks=[0, 1])
-        ranks.release("peers are done", ranks=[2])
-        outcomes = ranks.join(20)
-    for outcome in outcomes[:2]:
-        assert isinstance(outcome.error, GroupAborted), outcome
-        assert outcome.error.ranks == (0,)
-        assert outcome.when_s - aborted_at < NAMED_WITHIN_S
-
-
-@pytest.mark.parametrize("operation", UNFINISHED)
-def test_destroy_returns_promptly_with_an_unfinished_operation(spawn_ranks, operation):
-    with spawn_ranks(destroy_with_an_unfinished_operation, 2, operation, hosts=[1, 1], group_timeout_s=30) as ranks:
-        ranks.wait_until_reached("gone", ranks=[0])
-        ranks.release("rank 0 is gone", ranks=[1])
-        outcomes = ranks.join(20)
-    assert all(outcome.ok for outcome in outcomes), outcomes
-    assert outcomes[0].value < 3
-
-
-def test_the_same_processes_can_begin_again_after_errors(run_ranks, tmp_path):
-    totals = run_ranks(begin_again, 2, str(tmp_path), hosts=[1, 1], init=False, timeout_s=30)
-    assert totals == [[3.0, 3.0]] * 2
 
 
 # ---------------------------------------------------------------- calls that differ
