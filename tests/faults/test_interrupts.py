@@ -61,14 +61,13 @@ def survive_a_failure(rank, world_size):
 
 
 def abort_from_another_thread(rank, world_size, operation):
-    reached("up")
+    def abort():
+        await_release("abort")
+        dist.group.WORLD.abort()
+
     if rank == 0:
-
-        def abort():
-            await_release("abort")
-            dist.group.WORLD.abort()
-
-        threading.Thread(target=abort, daemon=True).start()
+        threading.Thread(target=abort, daemon=True).start()  # its start is a wait, too
+    reached("up")
     if rank == 2:
         await_release("peers are done")
     try:
