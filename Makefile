@@ -1,7 +1,7 @@
 # make demo   set up a virtual environment, build, train the README's model on two processes
 # make test   set up, run the tests                make check        what CI runs: format, lint, types, all tests
 # make cluster  the tests of several hosts, Slurm and MPI; as root
-# make tools  the tests of the benchmarks, the exam, the model; the core's own tests, sanitized
+# make slow   the tests of the benchmarks, the exam, the model; random faults; the core's own tests, sanitized
 # make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
 # make bench-ddp  what data parallel training costs over a step without communication
 # make bench-trainer  what the Trainer adds to a step of a loop by hand
@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
 
-.PHONY: demo test cluster tools check lint bench bench-ddp bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: demo test cluster slow check lint bench bench-ddp bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -30,12 +30,12 @@ demo: $(VENV)/built
 	@echo "      make bench"
 
 test: $(VENV)/built
-	$(BIN)/python -m pytest -m "not cluster and not tools" $(TESTS)
+	$(BIN)/python -m pytest -m "not cluster and not slow" $(TESTS)
 
-cluster tools: $(VENV)/built
+cluster slow: $(VENV)/built
 	$(BIN)/python -m pytest -m $@ tests
 
-check: lint test cluster tools
+check: lint test cluster slow
 
 lint: $(VENV)/built
 	$(BIN)/ruff format --check .

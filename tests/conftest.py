@@ -112,11 +112,12 @@ _MARKED = {
         "tests/hosts/test_real_hosts.py",
         "tests/doctor/test_meeting.py",
     ),
-    "tools": (
+    "slow": (
         "tests/bench/",
         "tests/conformance/test_harness.py",
         "tests/core/test_core_build.py",
         "tests/core/test_model.py",
+        "tests/stress/",
     ),
 }
 
