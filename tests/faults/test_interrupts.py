@@ -10,7 +10,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from phalanx import GroupAborted, GroupUnusable, PhalanxError, RankFailed
 from phalanx.testing import await_release, reached
@@ -130,8 +129,7 @@ def mismatch(rank):
 
 
 def time_out(rank):
-    c10d._set_pg_timeout(timedelta(seconds=0.3), dist.group.WORLD)
-    dist.recv(torch.empty(4), src=1 - rank)
+    dist.monitored_barrier(timeout=timedelta(seconds=0.3)) if rank == 0 else dist.recv(torch.empty(4), src=0)
 
 
 def abort(rank):
