@@ -71,8 +71,8 @@ class Host:
             options: Of `subprocess.Popen`. Its `pid` is the program's.
         """
         environ = {**os.environ, **(env or {})}
-        # Whoever has entered while this process lives is seen, and killed, by the holder.
-        checked = ["sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid()), *command]
+        # Whoever sees the host open from inside is there when the holder, which closes it first, kills all.
+        checked = ["sh", "-c", f'read word < {_wire.DOOR} && [ "$word" = open ] && exec "$@"', "sh", *command]
         self._started.append(subprocess.Popen([*self._inside(), *checked], env=environ, **options))
         return self._started[-1]
 
