@@ -7,10 +7,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
+#include <utility>
 
+#include "digest.h"
 #include "group.h"
 
 namespace nb = nanobind;
@@ -26,6 +31,7 @@ nb::object* g_make_error = nullptr;
 class PythonHooks : public Hooks {
  public:
   void tick() override {
+    raise();
     nb::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
@@ -34,11 +40,49 @@ class PythonHooks : public Hooks {
     if (g_call_site == nullptr) return {};
     try {
       return nb::cast<std::string>((*g_call_site)());
-    } catch (const std::exception&) {
-      return {};  // an error message without a line is better than an error about the line
+    } catch (const nb::python_error& error) {
+      // An error message without a line is better than an error about the line. But Python handles signals while it
+      // looks for the line, and what a handler raises is the user's.
+      if (!error.matches(PyExc_RecursionError)) raised_ = std::current_exception();
+      return {};
     }
   }
+  /// Throw what a signal handler raised in site(), if it was not thrown yet.
+  void raise() {
+    if (raised_) std::rethrow_exception(std::exchange(raised_, nullptr));
+  }
+
+ private:
+  std::exception_ptr raised_;
 };
+
+/// Hooks of a rank that joins a group: it also looks for what the others say in the store.
+class JoinHooks : public PythonHooks {
+ public:
+  explicit JoinHooks(nb::object& look) : look_(look) {}
+  void tick() override {
+    PythonHooks::tick();
+    nb::gil_scoped_acquire gil;
+    look_();
+  }
+
+ private:
+  nb::object& look_;
+};
+
+/// Run `work` in a thread that came from Python, without the GIL.
+template <class Work>
+void run_without_gil(Work&& work) {
+  nb::gil_scoped_release release;
+  PythonHooks hooks;
+  try {
+    work(hooks);
+  } catch (...) {
+    hooks.raise();
+    throw;
+  }
+  hooks.raise();
+}
 
 /// The Python exception for a failure of the core; the GIL is held.
 nb::object to_python(const Failure& failure) {
@@ -93,23 +137,55 @@ void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 std::span<const void* const> inputs(const Addresses& a) { return {reinterpret_cast<const void* const*>(a.data()), a.size()}; }
 std::span<void* const> outputs(const Addresses& a) { return {reinterpret_cast<void* const*>(a.data()), a.size()}; }
 
+/// What the core's clocks can count, whatever Python gives: their 64 bits of nanoseconds overflow after 292 years, this
+/// is 30. Not a number is nothing.
+double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
+
 /// Where an asynchronous call was made; none for one that blocks.
 using Site = std::optional<std::string>;
 
+/// What may help against an error of the system.
+const char* remedy(int error) {
+  if (error == EAGAIN)
+    return "no thread could be started: raise the limit of processes (ulimit -u, the container's pids limit) or of memory "
+           "(ulimit -v)";
+  if (error == ENOMEM) return "raise the memory limit of the job or container, and see ulimit -v";
+  if (error == EMFILE || error == ENFILE) return "raise the limit of open files (ulimit -n)";
+  return "a sandbox may forbid it: run phalanx doctor there";
+}
+
+/// Run `work`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.
+template <class Work>
+decltype(auto) guarded(Group& group, Work&& work) {
+  Board& board = group.board();
+  const auto where = [&] {
+    return "rank " + std::to_string(board.global(board.rank())) + ": an operation of group '" + board.config().name + "': ";
+  };
+  try {
+    return work();
+  } catch (const std::bad_alloc&) {
+    throw board.end(Failure(FailureKind::kNoMemory,
+                            where() + "no memory; raise the memory limit of the job or container", {}));
+  } catch (const std::system_error& error) {
+    const FailureKind kind = error.code().value() == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem;
+    throw board.end(Failure(kind, where() + error.what() + "; " + remedy(error.code().value()), {}));
+  }
+}
+
 /// Run `work` in the calling thread, or queue it when it comes with a site; then the Job is returned.
 template <class Work>
-std::shared_ptr<Job> start(Group& group, const Site& site, double timeout_s, Work work) {
-  nb::gil_scoped_release release;
+std::shared_ptr<Job> start(Group& group, Op op, const Site& site, double timeout_s, Work work) {
+  auto run = [&group, limit_s = bounded(timeout_s), work = std::move(work)](Hooks& h) {
+    guarded(group, [&] { work(group.collectives(), Context{&h, limit_s}); });
+  };
   if (!site) {
-    PythonHooks hooks;
-    group.run(hooks, [&](Hooks& h) { work(group.collectives(), Context{&h, timeout_s}); });
+    run_without_gil([&](Hooks& hooks) {
+      guarded(group, [&] { group.worker().run(op, bounded(timeout_s), hooks, run); });
+    });
     return nullptr;
   }
-  return group.submit(
-      [&collectives = group.collectives(), timeout_s, work = std::move(work)](Hooks& h) {
-        work(collectives, Context{&h, timeout_s});
-      },
-      *site);
+  nb::gil_scoped_release release;
+  return guarded(group, [&] { return group.worker().submit(op, std::move(run), *site); });
 }
 
 Items make_items(int dtype, std::size_t item_bytes, std::size_t count) {
@@ -125,6 +201,23 @@ std::function<void()> check_signals() {
   return [] { PythonHooks().tick(); };
 }
 
+void bind_peers(nb::module_& m) {
+  m.def("identity", [] {
+    const Identity own = Identity::own();
+    return nb::make_tuple(own.pid, own.start_time, own.pid_namespace);
+  }, "Pid, start time and pid namespace of this process.");
+  nb::class_<PeerWatch>(m, "PeerWatch")
+      .def_static("of", [](int pid, std::uint64_t start_time, std::uint64_t pid_namespace) {
+        return std::const_pointer_cast<PeerWatch>(PeerWatch::of(Identity{pid, start_time, pid_namespace}));
+      }, "None for this process.", nb::arg("pid"), nb::arg("start_time"), nb::arg("pid_namespace"))
+      .def_prop_ro("pid", &PeerWatch::pid)
+      .def_prop_ro("dead", &PeerWatch::dead)
+      .def_prop_ro("ending", [](const PeerWatch& self) {
+        const Ending ending = self.ending();
+        return nb::make_tuple(ending.text(), ending.exit_code, ending.signal);
+      });
+}
+
 void bind_segment(nb::module_& m) {
   nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
       .def_static("create", &Segment::create)
@@ -132,7 +225,7 @@ void bind_segment(nb::module_& m) {
           "attach",
           [](const std::string& name, const std::string& nonce, double timeout_s) {
             nb::gil_scoped_release release;
-            return Segment::attach(name, nonce, timeout_s, check_signals());
+            return Segment::attach(name, nonce, bounded(timeout_s), check_signals());
           },
           nb::arg("name"), nb::arg("nonce"), nb::arg("timeout_s"))
       .def_prop_ro("nonce", &Segment::nonce)
@@ -143,7 +236,7 @@ void bind_segment(nb::module_& m) {
       .def_prop_ro("name", &SegmentServer::name)
       .def("serve", [](SegmentServer& self, int num_peers, double timeout_s) {
         nb::gil_scoped_release release;
-        return self.serve(num_peers, timeout_s, check_signals());
+        return self.serve(num_peers, bounded(timeout_s), check_signals());
       }, nb::arg("num_peers"), nb::arg("timeout_s"));
 }
 
@@ -156,6 +249,7 @@ void bind_handles(nb::module_& m) {
   nb::class_<Pending>(m, "Pending")
       .def_prop_ro("done", &Pending::done)
       .def("error", [](const Pending& self) { return error_object(self.error()); })
+      .def("require_reachable", &Pending::require_reachable, "Throw if this thread can never see it done.")
       .def("notify", [](Pending& self, std::shared_ptr<Completions> completions, std::int64_t number) {
         nb::gil_scoped_release release;
         self.notify([completions, number] { completions->push(number); });
@@ -174,7 +268,8 @@ void bind_group(nb::module_& m) {
       [](std::shared_ptr<Segment> segment, std::uint64_t offset, int rank, int size, std::string name,
          std::vector<int> global_ranks, double timeout_s, double stall_s, double spin_us) {
         return Group::make(std::move(segment), offset,
-                           GroupConfig{rank, size, std::move(name), std::move(global_ranks), timeout_s, stall_s, spin_us});
+                           GroupConfig{rank, size, std::move(name), std::move(global_ranks), bounded(timeout_s),
+                                       bounded(stall_s), bounded(spin_us, 1e6)});
       },
       nb::arg("segment"), nb::arg("offset"), nb::arg("rank"), nb::arg("size"), nb::arg("name"),
       nb::arg("global_ranks"), nb::arg("timeout_s"), nb::arg("stall_s"), nb::arg("spin_us"));
@@ -185,26 +280,34 @@ void bind_group(nb::module_& m) {
   group.def_prop_rw("compares_calls", [](Group& g) { return g.collectives().compares_calls; },
                     [](Group& g, bool compares) { g.collectives().compares_calls = compares; });
   group.def("tune", [](Group& g, std::size_t one_shot_bytes, std::size_t chunk_bytes) {
-    g.collectives().tuning = Tuning{one_shot_bytes, chunk_bytes};
+    g.collectives().tuning = Tuning{std::min(one_shot_bytes, kStageBytes), std::clamp(chunk_bytes, kPage, kSlotBytes)};
   }, nb::arg("one_shot_bytes"), nb::arg("chunk_bytes"));
-  group.def("set_timeout", [](Group& g, double timeout_s) { g.board().set_timeout(timeout_s); });
+  group.def("set_timeout", [](Group& g, double timeout_s) {
+    if (!(timeout_s > 0)) throw std::invalid_argument("timeout must be more than 0 s, got " + std::to_string(timeout_s));
+    g.board().set_timeout(bounded(timeout_s));
+  });
   group.def("abort", &Group::abort, nb::arg("why"), nb::call_guard<nb::gil_scoped_release>());
   group.def("leave", &Group::leave, nb::call_guard<nb::gil_scoped_release>());
-  group.def("join", [](Group& g, double timeout_s) {
-    start(g, std::nullopt, timeout_s, [](Collectives& c, const Context& x) { c.join(x); });
-  });
+  // `look` is called now and then while this rank waits; what it raises ends the wait, and the group.
+  group.def("join", [](Group& g, double timeout_s, nb::object look) {
+    JoinHooks hooks(look);
+    nb::gil_scoped_release release;
+    g.worker().run(Op::kJoin, bounded(timeout_s), hooks,
+                   [&](Hooks& h) { g.collectives().join(Context{&h, bounded(timeout_s)}); });
+    hooks.raise();
+  }, nb::arg("timeout_s"), nb::arg("look"));
   group.def("barrier", [](Group& g, Timeout timeout, Site site) {
-    return start(g, site, timeout.count(), [](Collectives& c, const Context& x) { c.barrier(x); });
+    return start(g, Op::kBarrier, site, timeout.count(), [](Collectives& c, const Context& x) { c.barrier(x); });
   }, nb::arg("timeout"), nb::arg("site").none());
   group.def("broadcast", [](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int root,
                             Timeout timeout, Site site) {
-    return start(g, site, timeout.count(), [=, items = make_items(dtype, item, count)](Collectives& c, const Context& x) {
+    return start(g, Op::kBroadcast, site, timeout.count(), [=, items = make_items(dtype, item, count)](Collectives& c, const Context& x) {
       c.broadcast(x, pointer(data), items, root);
     });
   }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("all_reduce", [](Group& g, Address in, Address out, int dtype, std::size_t item, std::size_t count, int op,
                              int code, Timeout timeout, Site site) {
-    return start(g, site, timeout.count(), [=, items = make_items(dtype, item, count),
+    return start(g, Op::kAllReduce, site, timeout.count(), [=, items = make_items(dtype, item, count),
                                         reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
       c.all_reduce(x, pointer(in), pointer(out), items, reduction);
     });
@@ -222,7 +325,7 @@ void bind_group(nb::module_& m) {
       count += counts[i];
     }
     double squares = 0;
-    start(g, std::nullopt, timeout.count(), [&](Collectives& c, const Context& x) {
+    start(g, Op::kAllReduce, std::nullopt, timeout.count(), [&](Collectives& c, const Context& x) {
       squares = c.all_reduce(x, pieces, make_items(dtype, item, count), make_reduction(dtype, op, code),
                              num_squared > 0 ? find_squares(static_cast<Dtype>(dtype)) : nullptr);
     });
@@ -230,7 +333,7 @@ void bind_group(nb::module_& m) {
   });
   group.def("reduce", [](Group& g, Address in, Address out, int dtype, std::size_t item, std::size_t count, int op,
                          int code, int root, Timeout timeout, Site site) {
-    return start(g, site, timeout.count(), [=, items = make_items(dtype, item, count),
+    return start(g, Op::kReduce, site, timeout.count(), [=, items = make_items(dtype, item, count),
                                         reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
       c.reduce(x, pointer(in), pointer(out), items, reduction, root);
     });
@@ -238,7 +341,7 @@ void bind_group(nb::module_& m) {
      nb::arg("site").none());
   group.def("reduce_scatter", [](Group& g, Addresses ins, Address out, int dtype, std::size_t item, std::size_t count,
                                  int op, int code, Timeout timeout, Site site) {
-    return start(g, site, timeout.count(),
+    return start(g, Op::kReduceScatter, site, timeout.count(),
                  [=, ins = std::move(ins), items = make_items(dtype, item, count),
                   reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
       c.reduce_scatter(x, inputs(ins), pointer(out), items, reduction);
@@ -247,28 +350,28 @@ void bind_group(nb::module_& m) {
      nb::arg("site").none());
   group.def("all_gather", [](Group& g, Address in, Addresses outs, int dtype, std::size_t item, std::size_t count,
                              Timeout timeout, Site site) {
-    return start(g, site, timeout.count(), [=, outs = std::move(outs), items = make_items(dtype, item, count)](
+    return start(g, Op::kAllGather, site, timeout.count(), [=, outs = std::move(outs), items = make_items(dtype, item, count)](
                                            Collectives& c, const Context& x) {
       c.all_gather(x, pointer(in), outputs(outs), items);
     });
   }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("gather", [](Group& g, Address in, Addresses outs, int dtype, std::size_t item, std::size_t count, int root,
                          Timeout timeout, Site site) {
-    return start(g, site, timeout.count(), [=, outs = std::move(outs), items = make_items(dtype, item, count)](
+    return start(g, Op::kGather, site, timeout.count(), [=, outs = std::move(outs), items = make_items(dtype, item, count)](
                                            Collectives& c, const Context& x) {
       c.gather(x, pointer(in), outputs(outs), items, root);
     });
   }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("scatter", [](Group& g, Addresses ins, Address out, int dtype, std::size_t item, std::size_t count, int root,
                           Timeout timeout, Site site) {
-    return start(g, site, timeout.count(), [=, ins = std::move(ins), items = make_items(dtype, item, count)](
+    return start(g, Op::kScatter, site, timeout.count(), [=, ins = std::move(ins), items = make_items(dtype, item, count)](
                                            Collectives& c, const Context& x) {
       c.scatter(x, inputs(ins), pointer(out), items, root);
     });
   }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("all_to_all", [](Group& g, Addresses ins, Addresses outs, int dtype, std::size_t item, std::size_t count,
                              Timeout timeout, Site site) {
-    return start(g, site, timeout.count(), [=, ins = std::move(ins), outs = std::move(outs),
+    return start(g, Op::kAllToAll, site, timeout.count(), [=, ins = std::move(ins), outs = std::move(outs),
                                         items = make_items(dtype, item, count)](Collectives& c, const Context& x) {
       c.all_to_all(x, inputs(ins), outputs(outs), items);
     });
@@ -276,25 +379,27 @@ void bind_group(nb::module_& m) {
   group.def("all_to_all_split", [](Group& g, Addresses ins, std::vector<std::uint64_t> in_counts, Addresses outs,
                                    std::vector<std::uint64_t> out_counts, int dtype, std::size_t item,
                                    Timeout timeout, Site site) {
-    return start(g, site, timeout.count(),
+    return start(g, Op::kAllToAll, site, timeout.count(),
                  [=, ins = std::move(ins), outs = std::move(outs), in_counts = std::move(in_counts),
                   out_counts = std::move(out_counts), items = make_items(dtype, item, 0)](Collectives& c, const Context& x) {
       c.all_to_all_split(x, inputs(ins), in_counts, outputs(outs), out_counts, items);
     });
   }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("wait_job", [](Group& g, const std::shared_ptr<Job>& job, double timeout_s) {
-    PythonHooks hooks;
-    nb::gil_scoped_release release;
-    const bool done = g.worker().wait(job, hooks, g.spin(), timeout_s);
-    if (done && job->error()) std::rethrow_exception(job->error());
+    bool done = false;
+    run_without_gil([&](Hooks& hooks) {
+      done = g.worker().wait(job, hooks, bounded(timeout_s));
+      if (done && job->error()) std::rethrow_exception(job->error());
+    });
     return done;
   });
   auto post = [](Op op) {
     return [op](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int peer, std::int64_t tag,
                 std::string site) {
       nb::gil_scoped_release release;
-      return g.p2p().post(op, pointer(data), make_items(dtype, item, count), peer, tag,
-                          std::move(site));
+      return guarded(g, [&] {
+        return g.p2p().post(op, pointer(data), make_items(dtype, item, count), peer, tag, std::move(site));
+      });
     };
   };
   group.def("send", post(Op::kSend));
@@ -302,11 +407,16 @@ void bind_group(nb::module_& m) {
   group.def("cancel", [](Group& g, const std::shared_ptr<Request>& request) { return g.p2p().cancel(request); },
             nb::call_guard<nb::gil_scoped_release>());
   group.def("wait_request", [](Group& g, const std::shared_ptr<Request>& request, double timeout_s) {
-    PythonHooks hooks;
-    nb::gil_scoped_release release;
-    if (timeout_s > 0) return g.p2p().wait_briefly(request, hooks, timeout_s);
-    g.p2p().wait(request, hooks, 0);
-    return true;
+    bool done = true;
+    run_without_gil([&](Hooks& hooks) {
+      guarded(g, [&] {
+        if (timeout_s > 0)
+          done = g.p2p().wait_briefly(request, hooks, bounded(timeout_s));
+        else
+          g.p2p().wait(request, hooks, 0);
+      });
+    });
+    return done;
   });
 }
 
@@ -322,6 +432,8 @@ NB_MODULE(_core, m) {
     } catch (const Failure& failure) {
       nb::object value = to_python(failure);
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
+    } catch (const std::system_error& refused) {  // with its number, so that Python can tell what the system said
+      PyErr_SetObject(PyExc_OSError, nb::make_tuple(refused.code().value(), refused.what()).ptr());
     }
   });
   m.def("configure", [](std::vector<std::string> dtypes, std::vector<std::string> reduce_ops, nb::object call_site,
@@ -334,13 +446,46 @@ NB_MODULE(_core, m) {
   m.def("reduces", [](int dtype, int op) {
     return find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)) != nullptr;
   }, "True if the reduce operation has a meaning for the dtype.");
+  m.def("overlap", [](const Addresses& writes, const Addresses& write_bytes, const Addresses& reads,
+                      const Addresses& read_bytes) {
+    std::vector<std::pair<Address, Address>> written;  // [begin, end)
+    for (std::size_t i = 0; i < writes.size(); ++i)
+      if (write_bytes[i] > 0) written.emplace_back(writes[i], writes[i] + write_bytes[i]);
+    std::sort(written.begin(), written.end());
+    for (std::size_t i = 1; i < written.size(); ++i)
+      if (written[i].first < written[i - 1].second) return true;
+    for (std::size_t i = 0; i < reads.size(); ++i) {
+      const Address end = reads[i] + read_bytes[i];
+      // The first that ends behind the read's begin: they are disjoint, so sorted by their ends, too.
+      const auto next = std::upper_bound(written.begin(), written.end(), reads[i],
+                                         [](Address begin, const auto& range) { return begin < range.second; });
+      if (read_bytes[i] > 0 && next != written.end() && next->first < end) return true;
+    }
+    return false;
+  }, nb::arg("writes"), nb::arg("write_bytes"), nb::arg("reads"), nb::arg("read_bytes"),
+     "True if a range that is written overlaps another one, or one that is read.");
   // Buffers of this process, in their order; `out` may be one of them.
   m.def("reduce_buffers", [](Address out, const Addresses& ins, int dtype, int op, std::size_t count) {
     const ReduceFn reduce = find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op));
     nb::gil_scoped_release release;
-    reduce(pointer(out), inputs(ins).data(), static_cast<int>(ins.size()), count);
+    reduce_anywhere(reduce, static_cast<Dtype>(dtype), pointer(out), inputs(ins).data(), static_cast<int>(ins.size()),
+                    count);
   }, nb::arg("out"), nb::arg("ins"), nb::arg("dtype"), nb::arg("op"), nb::arg("count"));
   m.def("simd_level", &simd_level);
+  bind_peers(m);
+  m.def("digests", [](const Addresses& pieces, const std::vector<std::size_t>& sizes, int num_threads) {
+    std::vector<Bytes> bytes;
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      if (sizes.at(i) < kLeastDigestBytes) throw std::invalid_argument("a piece is too short for a digest");
+      bytes.emplace_back(static_cast<const std::byte*>(pointer(pieces[i])), sizes[i]);
+    }
+    std::vector<Digest> found;
+    {
+      nb::gil_scoped_release release;
+      found = digests(bytes, num_threads);
+    }
+    return nb::bytes(found.data(), found.size() * sizeof(Digest));
+  }, nb::arg("pieces"), nb::arg("sizes"), nb::arg("num_threads"), "16 bytes of each piece, one after the other.");
   bind_segment(m);
   bind_handles(m);
   bind_group(m);

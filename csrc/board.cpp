@@ -8,6 +8,7 @@
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <system_error>
 #include <thread>
 
 namespace phalanx {
@@ -57,8 +58,11 @@ std::string read_text(const SharedText& text) {
 
 // Groups of this process: a rank that stands in one group says so on the boards of all, so a peer that waits for it
 // elsewhere can tell its user.
-std::mutex g_boards_mutex;
-std::set<Board*> g_boards;
+struct Boards {
+  std::mutex mutex;
+  std::set<Board*> all;
+};
+Boards g_boards;
 
 std::string list(const std::vector<int>& ranks) {
   std::string text;
@@ -68,7 +72,10 @@ std::string list(const std::vector<int>& ranks) {
 
 // Grows in each forked child: a group belongs to the process that made it. Cheaper to read than getpid().
 std::atomic<int> g_forks{0};
-const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1, std::memory_order_relaxed); });
+const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] {
+  g_forks.fetch_add(1, std::memory_order_relaxed);
+  new (&g_boards) Boards;  // the parent's boards are none of the child's, and another thread may have held the lock
+});
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -151,14 +158,14 @@ Board::Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig
   describe_self(self);
   header_->attached.fetch_add(1, std::memory_order_relaxed);  // a count, nothing is published by it
   self.state.store(MemberState::kJoined, std::memory_order_release);  // pairs with watch_of()
-  std::lock_guard lock(g_boards_mutex);
-  g_boards.insert(this);
+  std::lock_guard lock(g_boards.mutex);
+  g_boards.all.insert(this);
 }
 
 Board::~Board() {
   {
-    std::lock_guard lock(g_boards_mutex);
-    g_boards.erase(this);
+    std::lock_guard lock(g_boards.mutex);
+    g_boards.all.erase(this);
   }
   if (forked()) return;  // a forked child is no rank: it only unmaps
   depart();
@@ -176,25 +183,35 @@ Board::~Board() {
 
 bool Board::forked() const { return g_forks.load(std::memory_order_relaxed) != made_after_forks_; }
 
-/// The watch of rank `r`, or none while it has not joined.
+/// The watch of rank `r`; none while it has not joined, and none of this rank.
 const PeerWatch* Board::watch_of(int r) {
   // ACQUIRE makes the identity readable; pairs with the constructor's store.
-  if (!watches_[r] && members_[r].state.load(std::memory_order_acquire) != MemberState::kAbsent)
-    watches_[r] = std::make_unique<PeerWatch>(members_[r]);
+  const Member& member = members_[r];
+  if (!watches_[r] && member.state.load(std::memory_order_acquire) != MemberState::kAbsent)
+    watches_[r] = PeerWatch::of(Identity{member.pid, member.start_time, member.pid_namespace});
   return watches_[r].get();
 }
 
 void Board::watch_peers() {
-  for (int r = 0; r < config_.size; ++r) watch_of(r);
+  static std::atomic<bool> has_warned{false};
+  for (int r = 0; r < config_.size; ++r) {
+    const PeerWatch* watch = watch_of(r);
+    const std::string weakness = watch == nullptr ? "" : watch->weakness();
+    if (!weakness.empty() && !has_warned.exchange(true))
+      std::fprintf(stderr, "phalanx: rank %d: %s.\n", global(rank()), weakness.c_str());
+  }
   spins_ = cpus_suffice(members_, static_cast<std::size_t>(config_.size));
 }
 
+void Board::require_own_process(Op op) const {
+  if (!forked()) return;
+  throw Failure(FailureKind::kUnusable,
+                std::string(op_name(op)) + " on group '" + config_.name + "': this process was forked from " + who() +
+                    " after the group was made and is no rank of it; call init_process_group in the child", {});
+}
+
 void Board::require_usable(Op op) {
-  if (forked())
-    throw Failure(FailureKind::kUnusable,
-                  std::string(op_name(op)) + " on group '" + config_.name + "': this process was forked from rank " +
-                      std::to_string(global(rank())) +
-                      " after the group was made and is no rank of it; call init_process_group in the child", {});
+  require_own_process(op);
   if (!ended()) return;
   std::lock_guard lock(ended_mutex_);
   throw Failure(FailureKind::kUnusable,
@@ -244,13 +261,13 @@ void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
 }
 
 std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
+  if (!wait.announced) announce(wait);  // before the signals: a handler may need to be told what it interrupted
   try {
     wait.hooks->tick();
   } catch (...) {
     end(failure(FailureKind::kAborted, wait, where(wait) + " was interrupted by a signal", {global(rank())}));
     throw;
   }
-  if (!wait.announced) announce(wait);
   if (wait.arriving)
     for (int r = 0; r < config_.size; ++r)
       if (call_differs(r, wait.seq)) mismatch(wait, "");
@@ -277,17 +294,20 @@ std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
 
 void Board::announce(Wait& wait) {
   wait.announced = true;
-  const std::string site = wait.hooks->site();
   std::string text = op_name(wait.call.op);
   if (wait.seq != 0) text += " #" + number(wait.seq);
-  text += " of group '" + config_.name + "'" + (site.empty() ? "" : " at " + site);
+  text += " of group '" + config_.name + "'";
+  if (wait.seq != 0) collective_ = text;  // the site is found by Python, where signals are handled, too
+  const std::string site = wait.hooks->site();
+  if (!site.empty()) text += " at " + site;
+  if (wait.seq != 0) collective_ = text;
   say_everywhere(text);
 }
 
 /// Write on the boards of all groups of this process where this rank stands.
 void Board::say_everywhere(const std::string& text) {
-  std::lock_guard lock(g_boards_mutex);
-  for (Board* board : g_boards)
+  std::lock_guard lock(g_boards.mutex);
+  for (Board* board : g_boards.all)
     if (!board->forked() && board->segment_ == segment_)
       write_text(board->members_[board->rank()].site, text);
 }
@@ -344,7 +364,11 @@ std::optional<Failure> Board::find_dead(const Wait& wait, const MissingFn& missi
 
 std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
   const bool departed = members_[r].state.load(std::memory_order_acquire) == MemberState::kDeparted;
-  const PeerWatch* watch = departed ? nullptr : watch_of(r);
+  const PeerWatch* watch = nullptr;
+  try {
+    watch = departed ? nullptr : watch_of(r);
+  } catch (const std::system_error&) {  // no descriptor left: nothing is known
+  }
   if (!departed && (watch == nullptr || !watch->dead())) return std::nullopt;
   const Ending ending = departed ? Ending{} : watch->ending();
   const std::string who = "rank " + std::to_string(global(r));
@@ -379,6 +403,9 @@ std::optional<Failure> Board::find_verdict(const Wait& wait, const MissingFn& mi
     }
     case FailureKind::kNoMemory:
       return failure(kind, wait, where(wait) + ": " + who + " found no memory for the group's buffers", {global(r)});
+    case FailureKind::kSystem:
+      return failure(kind, wait, where(wait) + ": " + who + " met an error of its system and ended the group\nLook at what " +
+                                     who + " printed last.", {global(r)});
     case FailureKind::kRankFailed:
       if (auto dead = is_dead(r, wait)) return dead;
       return failure(kind, wait, where(wait) + ": " + who + " has failed, as a peer reports", {global(r)});
@@ -407,7 +434,7 @@ bool Board::call_differs(int r, std::uint32_t seq) {
 void Board::mismatch(Wait& wait, const std::string& headline) {
   const std::string own_site = wait.hooks->site();
   {
-    std::lock_guard lock(g_boards_mutex);  // other threads of this rank may write there too
+    std::lock_guard lock(g_boards.mutex);  // other threads of this rank may write there too
     write_text(members_[rank()].site, own_site);
   }
   members_[rank()].site_seq.store(wait.seq, std::memory_order_release);

@@ -125,6 +125,7 @@ class Board {
 
   /// Set the deadline of later operations that bring none.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
+  double timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
 
   /// Tell the peers which CPU this thread runs on, if it has moved.
   void publish_cpu() noexcept {
@@ -153,6 +154,8 @@ class Board {
   /// True also if a peer has ended the group and this rank has not met that yet.
   bool told() const { return ended() || header_->verdict.load(std::memory_order_acquire) != 0; }
   void require_usable(Op op);
+  /// Throw in a forked child. Comes before any lock: a thread that the child does not have may hold it there for ever.
+  void require_own_process(Op op) const;
   /// What ended the group, for operations that were queued before it did; none if it was left in order.
   std::optional<Failure> ended_by();
 
@@ -160,6 +163,9 @@ class Board {
   [[noreturn]] void mismatch(Wait& wait, const std::string& headline);
   bool call_differs(int r, std::uint32_t seq);
   int global(int r) const { return config_.global_ranks[r]; }
+  std::string who() const { return "rank " + std::to_string(global(rank())); }
+  /// The collective that waits, "all_reduce #42 of group 'world' at train.py:31"; for the thread that is in it.
+  const std::string& collective() const { return collective_; }
   Failure failure(FailureKind kind, const Wait& wait, std::string message, std::vector<int> ranks) const;
 
  private:
@@ -194,12 +200,13 @@ class Board {
   Bell* bells_ = nullptr;
   std::atomic<std::uint64_t>* channels_ = nullptr;
   std::byte* stages_ = nullptr;
-  std::vector<std::unique_ptr<PeerWatch>> watches_;  // complete after watch_peers(), so threads may share it
+  std::vector<std::shared_ptr<const PeerWatch>> watches_;  // complete after watch_peers(), so threads may share it
   bool spins_ = false;
   std::atomic<double> timeout_s_;
   std::atomic<bool> ended_{false};
   std::mutex ended_mutex_;
   std::string why_ended_;
+  std::string collective_;
   std::optional<Failure> ended_by_;
 };
 

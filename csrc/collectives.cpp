@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <string>
+#include <system_error>
 
 namespace phalanx {
 namespace {
@@ -26,6 +28,8 @@ Call make_call(Op op, const Items& items, int root = -1, std::uint8_t reduce_op 
 
 const std::byte* at(const void* base, std::size_t offset) { return static_cast<const std::byte*>(base) + offset; }
 std::byte* at(void* base, std::size_t offset) { return static_cast<std::byte*>(base) + offset; }
+
+Dtype dtype_of(const Items& items) { return static_cast<Dtype>(items.dtype); }
 
 /// Where the block for `to` lies in the area of `from`, which holds none for itself.
 std::size_t place(std::size_t from, std::size_t to) { return to < from ? to : to - 1; }
@@ -76,23 +80,33 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   if (mailboxes_) return;
   const std::size_t bytes = static_cast<std::size_t>(board_.size()) * 2 * kSlots * kSlotBytes;
   auto& offset = board_.header().mailbox;
+  auto no_memory = [&](const std::string& why) {
+    return board_.end(board_.failure(
+        FailureKind::kNoMemory, wait,
+        "rank " + std::to_string(board_.global(board_.rank())) + ": " + op_name(wait.call.op) + " of group '" +
+            board_.config().name + "': no memory for " + std::to_string(bytes >> 10) + " KiB of shared buffers" + why +
+            "; raise the memory limit of the job or container", {}));
+  };
+  std::string why;
   if (board_.rank() == 0) {
     std::uint64_t made = kNoMemory;
     try {
       made = board_.segment().allocate(bytes);
     } catch (const std::bad_alloc&) {
+    } catch (const std::system_error& error) {
+      why = std::string(" (") + error.what() + ")";
     }
     offset.store(made, std::memory_order_release);  // pairs with the load below
     ring(board_.header().bell);
   }
   board_.await(wait, [&](int r) { return r == 0 && offset.load(std::memory_order_acquire) == 0; });
-  if (offset.load(std::memory_order_acquire) == kNoMemory)
-    throw board_.end(board_.failure(
-        FailureKind::kNoMemory, wait,
-        "rank " + std::to_string(board_.global(board_.rank())) + ": " + op_name(wait.call.op) + " of group '" +
-            board_.config().name + "': no memory for " +
-            std::to_string(bytes >> 10) + " KiB of shared buffers; raise the memory limit of the job or container", {}));
-  mailboxes_ = board_.segment().map(offset.load(std::memory_order_acquire), bytes);
+  const std::uint64_t made = offset.load(std::memory_order_acquire);
+  if (made == kNoMemory) throw no_memory(why);
+  try {
+    mailboxes_ = board_.segment().map(made, bytes);
+  } catch (const std::system_error& error) {
+    throw no_memory(std::string(" (") + error.what() + ")");
+  }
 }
 
 /// Where everybody waits for everybody, only the last to publish wakes the sleepers; else each publisher does.
@@ -206,8 +220,9 @@ double Collectives::all_reduce(const Context& context, std::span<const Piece> pi
     visit_pieces(items, lo / item, len / item, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
       for (int r = 0; r < board_.size(); ++r)
         sources_[r] = r == board_.rank() ? at(piece.in, offset) : area_of(r) + done * item;
-      reduction.apply(at(piece.out, offset), sources_.data(), board_.size(), m);
-      if (squares != nullptr && piece.squared) sum += squares(at(piece.out, offset), m);
+      reduce_anywhere(reduction.apply, dtype_of(items), at(piece.out, offset), sources_.data(), board_.size(), m);
+      if (squares != nullptr && piece.squared)
+        sum += squares_anywhere(squares, dtype_of(items), at(piece.out, offset), m);
     });
   };
   if (bytes > kInlineBytes && bytes > std::min(tuning.one_shot_bytes, kStageBytes)) {
@@ -273,7 +288,7 @@ double Collectives::all_reduce_chunks(Wait& wait, Items items, ReduceFn reduce, 
                    const std::size_t in_slot = (own.first + done) * item;
                    for (std::size_t r = 0; r < n; ++r)
                      sources_[r] = r == me ? at(piece.in, offset) : staging(r, c) + in_slot;
-                   reduce(result(me, c) + in_slot, sources_.data(), board_.size(), m);
+                   reduce_anywhere(reduce, dtype_of(items), result(me, c) + in_slot, sources_.data(), board_.size(), m);
                  });
     publish(&Progress::consumed, base + c + 1, true);
   };
@@ -290,7 +305,7 @@ double Collectives::all_reduce_chunks(Wait& wait, Items items, ReduceFn reduce, 
     if (squares == nullptr) return;
     visit_pieces(items, c * chunk_items, items_of(c),
                  [&](const Piece& piece, std::size_t offset, std::size_t, std::size_t m) {
-                   if (piece.squared) sum += squares(at(piece.out, offset), m);
+                   if (piece.squared) sum += squares_anywhere(squares, dtype_of(items), at(piece.out, offset), m);
                  });
   };
 
@@ -319,7 +334,8 @@ void Collectives::reduce(const Context& context, const void* in, void* out, Item
       [&](auto area_of, std::size_t lo, std::size_t len) {
         if (board_.rank() != root) return;
         for (int r = 0; r < board_.size(); ++r) sources_[r] = r == root ? at(in, lo) : area_of(r);
-        reduction.apply(at(out, lo), sources_.data(), board_.size(), len / items.item_bytes);
+        reduce_anywhere(reduction.apply, dtype_of(items), at(out, lo), sources_.data(), board_.size(),
+                        len / items.item_bytes);
       });
 }
 
@@ -338,7 +354,8 @@ void Collectives::reduce_scatter(const Context& context, std::span<const void* c
       [&](auto area_of, std::size_t lo, std::size_t len) {
         for (std::size_t r = 0; r < n; ++r)
           sources_[r] = r == me ? at(ins[me], lo) : area_of(static_cast<int>(r)) + place(r, me) * len;
-        reduction.apply(at(out, lo), sources_.data(), board_.size(), len / items.item_bytes);
+        reduce_anywhere(reduction.apply, dtype_of(items), at(out, lo), sources_.data(), board_.size(),
+                        len / items.item_bytes);
       });
 }
 

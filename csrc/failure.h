@@ -17,6 +17,7 @@ enum class FailureKind : std::uint32_t {
   kAborted = 4,     // abort() was called, or a signal interrupted a rank in mid-operation
   kUnusable = 5,    // the group had ended before this call
   kNoMemory = 6,    // the segment cannot grow
+  kSystem = 7,      // a rank was denied what it needs: a thread, a mapping
 };
 
 /// Thrown by the core; the bindings turn it into the Python exception of the same kind.

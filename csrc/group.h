@@ -1,9 +1,9 @@
-// A process group: one board, its collectives, its messages, its native thread.
+// A process group: one board, its collectives, its messages, the order in which they run.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
@@ -31,38 +31,6 @@ class Group {
   PointToPoint& p2p() { return p2p_; }
   Collectives& collectives() { return collectives_; }
   Worker& worker() { return worker_; }
-  std::chrono::nanoseconds spin() const {
-    return std::chrono::nanoseconds(board_.spins() ? static_cast<std::int64_t>(board_.config().spin_us * 1e3) : 0);
-  }
-
-  /// Run a collective in the calling thread, or behind the asynchronous ones that were called before it.
-  template <class Work>
-  void run(Hooks& hooks, Work&& work) {
-    if (worker_.idle()) {
-      std::lock_guard lock(order_);
-      work(hooks);
-      return;
-    }
-    board_.require_usable(Op::kNone);
-    const auto job = worker_.submit([&](Hooks&) { run_queued(work, hooks); }, hooks.site());
-    try {
-      worker_.wait(job, hooks, spin(), 0);
-    } catch (...) {
-      abort("a signal interrupted it");
-      Hooks no_hooks;  // the job refers to this frame: nothing may leave it before the job is done
-      worker_.wait(job, no_hooks, spin(), 0);
-      throw;
-    }
-    if (job->error()) std::rethrow_exception(job->error());
-  }
-
-  /// Run a collective on the native thread.
-  std::shared_ptr<Job> submit(std::function<void(Hooks&)> work, std::string site) {
-    board_.require_usable(Op::kNone);
-    return worker_.submit(
-        [this, work = std::move(work)](Hooks& hooks) { run_queued(work, hooks); },
-        std::move(site));
-  }
 
   /// End every wait of this group on all ranks, with an error.
   void abort(const std::string& why) {
@@ -72,8 +40,11 @@ class Group {
   /// Leave the group: finish what is queued (briefly), say goodbye, stop the threads. Idempotent.
   void leave() {
     if (board_.forked()) return;  // the parent is the rank, and has the threads
+    if (left_.exchange(true, std::memory_order_acq_rel)) return;  // perhaps in another thread
     constexpr double kDrainSeconds = 1;
-    if (!board_.ended() && !worker_.drain(kDrainSeconds)) abort("the group was destroyed with operations unfinished");
+    // In a signal handler, what it interrupted cannot finish.
+    if (!board_.ended() && (worker_.interrupted() || !worker_.drain(kDrainSeconds)))
+      abort("the group was destroyed with operations unfinished");
     board_.depart();
     worker_.stop();
     p2p_.stop();
@@ -81,26 +52,13 @@ class Group {
 
  private:
   Group(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config)
-      : board_(std::move(segment), offset, std::move(config)), collectives_(board_), p2p_(board_) {}
-
-  /// What was queued before the group ended fails with what ended it: the caller made no mistake.
-  template <class Work>
-  void run_queued(Work& work, Hooks& hooks) {
-    std::lock_guard lock(order_);
-    try {
-      work(hooks);
-    } catch (const Failure& failure) {
-      if (failure.kind != FailureKind::kUnusable) throw;
-      if (const std::optional<Failure> cause = board_.ended_by()) throw Failure(*cause);
-      throw;
-    }
-  }
+      : board_(std::move(segment), offset, std::move(config)), collectives_(board_), p2p_(board_), worker_(board_) {}
 
   Board board_;
   Collectives collectives_;
   PointToPoint p2p_;
   Worker worker_;
-  std::mutex order_;  // one collective at a time; threads that share a group take turns
+  std::atomic<bool> left_{false};
 };
 
 }  // namespace phalanx

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -54,14 +55,14 @@ void PointToPoint::stop() {
 std::shared_ptr<Request> PointToPoint::post(Op op, void* data, Items items, int peer, std::int64_t tag,
                                             std::string site) {
   board_.require_usable(op);
-  auto request = std::make_shared<Request>();
-  request->op_ = op;
+  auto request = std::make_shared<Request>(board_, op);
   request->peer_ = peer;
   request->tag_ = tag;
   request->items_ = items;
   request->data_ = static_cast<std::byte*>(data);
   request->site_ = std::move(site);
   std::lock_guard lock(mutex_);
+  if (stopping_) board_.require_usable(op);  // left meanwhile
   try {
     if (op == Op::kSend) {
       outgoing_[peer].queue.push_back(request);
@@ -82,28 +83,47 @@ std::shared_ptr<Request> PointToPoint::post(Op op, void* data, Items items, int 
 
 /// Take a message that has arrived already, or queue the receive.
 void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
-  for (int i = 0; i < board_.size(); ++i) {
-    const int src = request->peer_ >= 0 ? request->peer_.load() : i;
-    auto& waiting = incoming_[src].unexpected;
-    const auto found = std::find_if(waiting.begin(), waiting.end(),
-                                    [&](const auto& message) { return message->head.tag == request->tag_; });
-    if (found != waiting.end()) {
-      const std::shared_ptr<Unexpected> message = *found;
-      waiting.erase(found);
-      request->peer_ = src;
-      check_fits(*request, src, message->head);
-      std::copy_n(message->data.begin(), message->arrived, request->data_);
-      request->moved_ = message->arrived;
-      if (incoming_[src].held == message) {  // its rest is still on the way
-        incoming_[src].held = nullptr;
-        incoming_[src].into = request;
-      }
-      if (request->moved_ == request->items_.bytes()) complete(request);
-      return;
-    }
-    if (request->peer_ >= 0) break;
+  if (const int peer = request->peer_; peer >= 0) {
+    if (take_unexpected(peer, request)) return;
+  } else {
+    for (int src = 0; src < board_.size(); ++src)
+      if (take_unexpected(src, request)) return;
   }
-  posted_.push_back(request);
+  request->number_ = ++num_posted_;
+  posted_.emplace(request->number_, request);
+  by_source_tag_.emplace(request->peer_, request->tag_, request->number_);
+}
+
+bool PointToPoint::take_unexpected(int src, const std::shared_ptr<Request>& request) {
+  Incoming& in = incoming_[src];
+  const auto found = in.unexpected.find(request->tag_);
+  if (found == in.unexpected.end()) return false;
+  const std::shared_ptr<Unexpected> message = found->second.front();
+  found->second.pop_front();
+  if (found->second.empty()) in.unexpected.erase(found);
+  request->peer_ = src;
+  check_fits(*request, src, message->head);
+  std::copy_n(message->data.begin(), message->arrived, request->data_);
+  request->moved_ = message->arrived;
+  if (in.held == message) {  // its rest is still on the way
+    in.held = nullptr;
+    in.into = request;
+  }
+  if (request->moved_ == request->items_.bytes()) complete(request);
+  return true;
+}
+
+/// Number of the first receive that was posted for `src` (-1: for any source) and `tag`; the largest if there is none.
+std::uint64_t PointToPoint::first_posted(int src, std::int64_t tag) const {
+  const auto found = by_source_tag_.lower_bound({src, tag, 0});
+  if (found == by_source_tag_.end() || std::get<0>(*found) != src || std::get<1>(*found) != tag) return UINT64_MAX;
+  return std::get<2>(*found);
+}
+
+/// Take a receive out of those that wait for a message.
+void PointToPoint::withdraw(const Request& request) {
+  by_source_tag_.erase({request.peer_, request.tag_, request.number_});
+  posted_.erase(request.number_);
 }
 
 void PointToPoint::complete(const std::shared_ptr<Request>& request, std::exception_ptr error) {
@@ -113,10 +133,10 @@ void PointToPoint::complete(const std::shared_ptr<Request>& request, std::except
 }
 
 bool PointToPoint::cancel(const std::shared_ptr<Request>& request) {
+  request->require_reachable();
   std::lock_guard lock(mutex_);
-  const auto found = std::find(posted_.begin(), posted_.end(), request);
-  if (found == posted_.end()) return false;
-  posted_.erase(found);
+  if (!posted_.contains(request->number_)) return false;
+  withdraw(*request);
   complete(request, std::make_exception_ptr(Failure(FailureKind::kAborted, "the receive was taken back", {})));
   return true;
 }
@@ -165,8 +185,11 @@ bool PointToPoint::progress() {
 
 bool PointToPoint::wanted(int src) const {
   if (incoming_[src].into) return true;
-  return std::any_of(posted_.begin(), posted_.end(),
-                     [&](const auto& request) { return request->peer_ == src || request->peer_ < 0; });
+  for (const int peer : {src, -1}) {
+    const auto found = by_source_tag_.lower_bound({peer, INT64_MIN, 0});
+    if (found != by_source_tag_.end() && std::get<0>(*found) == peer) return true;
+  }
+  return false;
 }
 
 /// Move what fits into the ring to `dst`.
@@ -221,14 +244,12 @@ bool PointToPoint::pull(int src) {
 }
 
 std::shared_ptr<Request> PointToPoint::match(int src, const Fragment& head) {
-  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
-    const std::shared_ptr<Request> request = *it;
-    if ((request->peer_ != src && request->peer_ >= 0) || request->tag_ != head.tag) continue;
-    posted_.erase(it);
-    request->peer_ = src;
-    return request;
-  }
-  return nullptr;
+  const auto found = posted_.find(std::min(first_posted(src, head.tag), first_posted(-1, head.tag)));
+  if (found == posted_.end()) return nullptr;
+  const std::shared_ptr<Request> request = found->second;
+  withdraw(*request);
+  request->peer_ = src;
+  return request;
 }
 
 void PointToPoint::check_fits(Request& request, int src, const Fragment& head) {
@@ -264,7 +285,7 @@ void PointToPoint::begin_message(Incoming& in, int src, const Fragment& head) {
   in.held = std::make_shared<Unexpected>();
   in.held->head = head;
   in.held->data.resize(head.message_bytes);
-  in.unexpected.push_back(in.held);
+  in.unexpected[head.tag].push_back(in.held);
 }
 
 void PointToPoint::deliver(Incoming& in, int src, const Fragment& fragment, std::uint64_t position) {
@@ -288,11 +309,13 @@ void PointToPoint::fail_all(std::exception_ptr error) {
   }
   for (Incoming& in : incoming_)
     if (in.into) complete(std::exchange(in.into, nullptr), error);
-  for (const auto& request : posted_) complete(request, error);
+  for (const auto& [number, request] : posted_) complete(request, error);
   posted_.clear();
+  by_source_tag_.clear();
 }
 
 void PointToPoint::wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s) {
+  request->require_reachable();
   ++num_waiters_;
   struct Leave {
     PointToPoint& p2p;
@@ -320,6 +343,7 @@ void PointToPoint::wait(const std::shared_ptr<Request>& request, Hooks& hooks, d
 }
 
 bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s) {
+  request->require_reachable();
   constexpr auto kTick = 50ms;
   const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   auto done = [&] { return request->done(); };
@@ -376,7 +400,7 @@ void PointToPoint::run() {
     if (stopping_ || num_waiters_ > 0 || num_vain_looks > 0) continue;
     try {
       // The oldest request speaks for all: its peer's death or its deadline is what ends the wait.
-      std::shared_ptr<Request> oldest = posted_.empty() ? nullptr : posted_.front();
+      std::shared_ptr<Request> oldest = posted_.empty() ? nullptr : posted_.begin()->second;
       for (const Outgoing& out : outgoing_)
         if (!out.queue.empty()) oldest = out.queue.front();
       for (const Incoming& in : incoming_)

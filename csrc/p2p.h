@@ -6,11 +6,12 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "board.h"
@@ -22,14 +23,15 @@ namespace phalanx {
 /// A send or receive on its way. Shared between the caller who waits and whoever makes progress.
 class Request : public Pending {
  public:
+  using Pending::Pending;
   /// Rank of the group that sent; valid once a receive is done.
   int source() const { return peer_; }
 
  private:
   friend class PointToPoint;
-  Op op_ = Op::kNone;
   std::atomic<int> peer_{-1};  // -1: receive from any source, until matched, perhaps by another thread
   std::int64_t tag_ = 0;
+  std::uint64_t number_ = 0;  // of a receive, in the order of posting
   Items items_{};
   std::byte* data_ = nullptr;
   std::size_t moved_ = 0;  // bytes
@@ -65,7 +67,7 @@ class PointToPoint {
     Channel* channel = nullptr;
     std::shared_ptr<Request> into;              // a posted receive, or
     std::shared_ptr<Unexpected> held;           // a message nobody wants yet
-    std::deque<std::shared_ptr<Unexpected>> unexpected;
+    std::map<std::int64_t, std::deque<std::shared_ptr<Unexpected>>> unexpected;  // by tag, none empty
   };
   struct Outgoing {
     Channel* channel = nullptr;
@@ -77,6 +79,9 @@ class PointToPoint {
   bool push(int dst);
   bool pull(int src);
   void deliver(Incoming& incoming, int src, const Fragment& fragment, std::uint64_t position);
+  bool take_unexpected(int src, const std::shared_ptr<Request>& request);
+  std::uint64_t first_posted(int src, std::int64_t tag) const;
+  void withdraw(const Request& request);
   std::shared_ptr<Request> match(int src, const Fragment& head);
   void begin_message(Incoming& incoming, int src, const Fragment& head);
   bool wanted(int src) const;
@@ -93,7 +98,9 @@ class PointToPoint {
   std::mutex mutex_;
   std::vector<Outgoing> outgoing_;  // by destination
   std::vector<Incoming> incoming_;  // by source
-  std::list<std::shared_ptr<Request>> posted_;  // receives, in order
+  std::map<std::uint64_t, std::shared_ptr<Request>> posted_;            // receives, in order
+  std::set<std::tuple<int, std::int64_t, std::uint64_t>> by_source_tag_;  // the same: source, tag, number
+  std::uint64_t num_posted_ = 0;
   std::map<std::uint64_t, Mapping> mapped_;     // channels by offset
   int next_source_ = 0;
 

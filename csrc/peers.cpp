@@ -1,7 +1,9 @@
 #include "peers.h"
 
 #include <poll.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -15,7 +17,12 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <map>
+#include <mutex>
+#include <optional>
 #include <sstream>
+#include <system_error>
+#include <utility>
 
 namespace phalanx {
 namespace {
@@ -29,23 +36,37 @@ struct PidfdInfo {
 constexpr std::uint64_t kPidfdInfoExit = 1u << 3;
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
-/// Field `number` (1-based, at least 3) of /proc/<pid>/stat, or "" when the process is gone.
-std::string stat_field(int pid, int number) {
+/// What /proc/<pid>/stat says of a process.
+struct ProcStat {
+  char state = 0;
+  int num_threads = 0;
+  std::uint64_t start_time = 0;
+  std::uint64_t stack = 0;  // where it begins; 0 for a zombie, and where it is not to be seen
+  int exit_code = 0;
+};
+
+/// None if the process is gone, or if it can't be looked at: no /proc, no descriptor left, hidden from this user.
+std::optional<ProcStat> read_stat(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
-  if (!std::getline(file, line)) return "";
+  if (!std::getline(file, line)) return std::nullopt;
   const std::size_t end_of_name = line.rfind(')');  // the name may hold blanks and parentheses
-  if (end_of_name == std::string::npos) return "";
+  if (end_of_name == std::string::npos) return std::nullopt;
   std::istringstream rest(line.substr(end_of_name + 1));
+  ProcStat stat;
   std::string field;
-  for (int i = 3; i <= number; ++i) rest >> field;
-  return field;
+  for (int number = 3; rest >> field; ++number) {  // as proc(5) counts them
+    std::istringstream value(field);
+    if (number == 3) value >> stat.state;
+    if (number == 20) value >> stat.num_threads;
+    if (number == 22) value >> stat.start_time;
+    if (number == 28) value >> stat.stack;
+    if (number == 52) value >> stat.exit_code;
+  }
+  return stat.start_time == 0 ? std::nullopt : std::optional(stat);
 }
 
-std::uint64_t start_time_of(int pid) {
-  const std::string field = stat_field(pid, 22);
-  return field.empty() ? 0 : std::stoull(field);
-}
+constexpr unsigned kLooksPerStack = 8;  // reading /proc costs more than a look at a pidfd
 
 std::uint64_t own_pid_namespace() {
   struct stat info{};
@@ -95,6 +116,13 @@ Ending from_wait_status(int status) {
   return ending;
 }
 
+using Watches = std::map<std::pair<int, std::uint64_t>, std::weak_ptr<const PeerWatch>>;
+std::mutex g_watches_mutex;
+Watches g_watches;  // one for each process, whatever the number of groups: descriptors are few
+// A child must find it unlocked.
+const int g_fork_handler = pthread_atfork([] { g_watches_mutex.lock(); }, [] { g_watches_mutex.unlock(); },
+                                          [] { g_watches_mutex.unlock(); });
+
 }  // namespace
 
 std::string Ending::text() const {
@@ -103,15 +131,22 @@ std::string Ending::text() const {
     std::string text = "was killed by signal " + std::to_string(signal);
     return name == nullptr ? text : text + " (SIG" + name + ")";
   }
+  if (is_replaced) return "runs another program now (exec)";
   if (exit_code == 0) return "exited with code 0 without leaving the group";
   if (exit_code > 0) return "exited with code " + std::to_string(exit_code);
   return "ended (its exit code was already collected by its parent)";
 }
 
+Identity Identity::own() {
+  const std::optional<ProcStat> stat = read_stat(getpid());
+  return Identity{getpid(), stat ? stat->start_time : 0, own_pid_namespace()};
+}
+
 void describe_self(Member& member) {
-  member.pid = getpid();
-  member.start_time = start_time_of(getpid());
-  member.pid_namespace = own_pid_namespace();
+  const Identity own = Identity::own();
+  member.pid = own.pid;
+  member.start_time = own.start_time;
+  member.pid_namespace = own.pid_namespace;
   member.usable_cpus = quota_cpus();
   cpu_set_t* set = CPU_ALLOC(kMaxRanks);
   const std::size_t bytes = CPU_ALLOC_SIZE(kMaxRanks);
@@ -123,26 +158,78 @@ void describe_self(Member& member) {
   CPU_FREE(set);
 }
 
-PeerWatch::PeerWatch(const Member& member) : pid_(member.pid) {
-  if (pid_ == getpid() || member.pid_namespace != own_pid_namespace()) return;
-  pidfd_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid_, 0)));
-  // Opened after the peer joined: if it is gone, or the pid has a new owner, the peer has died since.
-  gone_at_start_ = (!pidfd_ && errno == ESRCH) || (pidfd_ && start_time_of(pid_) != member.start_time);
+std::shared_ptr<const PeerWatch> PeerWatch::of(const Identity& peer) {
+  if (peer.pid == getpid()) return nullptr;
+  std::lock_guard lock(g_watches_mutex);
+  std::weak_ptr<const PeerWatch>& known = g_watches[{peer.pid, peer.start_time}];
+  if (auto watch = known.lock(); watch && !watch->is_replaced()) return watch;
+  std::erase_if(g_watches, [&](const auto& entry) { return entry.second.expired() && &entry.second != &known; });
+  Fd pidfd;
+  int error = 0;
+  if (peer.pid_namespace != 0 && peer.pid_namespace == own_pid_namespace()) {
+    pidfd = Fd(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+    if (!pidfd) error = errno;
+    if (error == EMFILE || error == ENFILE || error == ENOMEM)
+      throw std::system_error(error, std::generic_category(), "pidfd_open");
+  }
+  auto watch = std::make_shared<PeerWatch>(peer, std::move(pidfd), error);
+  known = watch;
+  return watch;
+}
+
+PeerWatch::PeerWatch(const Identity& peer, Fd pidfd, int error) : peer_(peer), pidfd_(std::move(pidfd)), error_(error) {
+  // Opened after the peer had told its identity: if the pid has a new owner, the peer has died since.
+  if (pidfd_ && look_into_proc() == Life::kEnded) {
+    pidfd_ = Fd();
+    error_ = ESRCH;
+  }
+  if (const std::optional<ProcStat> stat = read_stat(peer_.pid)) stack_ = stat->stack;
+}
+
+bool PeerWatch::is_replaced() const {
+  if (stack_ == 0 || is_replaced_.load(std::memory_order_relaxed)) return stack_ != 0;
+  const std::optional<ProcStat> stat = read_stat(peer_.pid);
+  if (stat && stat->start_time == peer_.start_time && stat->stack != 0 && stat->stack != stack_)
+    is_replaced_.store(true, std::memory_order_relaxed);
+  return is_replaced_.load(std::memory_order_relaxed);
+}
+
+/// A process that has ended is a zombie, or gone; threads may outlive its first one, which then is a zombie alone.
+PeerWatch::Life PeerWatch::look_into_proc() const {
+  if (kill(peer_.pid, 0) != 0 && errno == ESRCH) return Life::kEnded;
+  const std::optional<ProcStat> stat = read_stat(peer_.pid);
+  if (!stat) return Life::kUnknown;
+  if (peer_.start_time != 0 && stat->start_time != peer_.start_time) return Life::kEnded;
+  return (stat->state == 'Z' || stat->state == 'X') && stat->num_threads <= 1 ? Life::kEnded : Life::kAlive;
 }
 
 bool PeerWatch::dead() const {
-  if (gone_at_start_) return true;
-  if (!pidfd_) return false;
-  pollfd entry{pidfd_.get(), POLLIN, 0};
-  return poll(&entry, 1, 0) > 0;
+  if (!pidfd_ && error_ == 0) return false;
+  if (error_ == ESRCH) return true;
+  bool told = false;
+  if (pidfd_) {
+    pollfd entry{pidfd_.get(), POLLIN, 0};
+    if (poll(&entry, 1, 0) <= 0)
+      return num_looks_.fetch_add(1, std::memory_order_relaxed) % kLooksPerStack == kLooksPerStack - 1
+                 ? is_replaced()
+                 : is_replaced_.load(std::memory_order_relaxed);
+    told = (entry.revents & POLLIN) != 0;
+  }
+  // Also where the pidfd says so: a script may have closed our descriptors, and their numbers be those of others.
+  const Life life = look_into_proc();
+  return life == Life::kUnknown ? told : life == Life::kEnded;
 }
 
 Ending PeerWatch::ending() const {
-  // A zombie still shows its status in /proc; once reaped, new kernels keep it with the pidfd.
-  if (!gone_at_start_ && stat_field(pid_, 3) == "Z") {
-    const std::string status = stat_field(pid_, 52);
-    if (!status.empty()) return from_wait_status(std::stoi(status));
+  if (is_replaced_.load(std::memory_order_relaxed)) {
+    Ending ending;
+    ending.is_replaced = true;
+    return ending;
   }
+  // A zombie still shows its status in /proc; once reaped, new kernels keep it with the pidfd.
+  const std::optional<ProcStat> stat = read_stat(peer_.pid);
+  if (stat && stat->state == 'Z' && (peer_.start_time == 0 || stat->start_time == peer_.start_time))
+    return from_wait_status(stat->exit_code);
   if (pidfd_) {
     PidfdInfo info{};
     info.mask = kPidfdInfoExit;
@@ -150,6 +237,19 @@ Ending PeerWatch::ending() const {
       return from_wait_status(info.exit_status);
   }
   return Ending{};
+}
+
+std::string PeerWatch::weakness() const {
+  if (pidfd_ || error_ == ESRCH) return "";
+  const std::string who = "process " + std::to_string(peer_.pid);
+  if (error_ == 0)
+    return who + " lives in another pid namespace: its death is noticed at the timeout alone. Start all ranks of a host "
+                 "in one container, or let their containers share a pid namespace";
+  const std::string why = "pidfd_open: " + std::generic_category().message(error_);
+  if (look_into_proc() == Life::kUnknown)
+    return why + ", and /proc does not show " + who + ": its death may be noticed at the timeout alone. Allow pidfd_open "
+                 "(Linux 5.3 or newer; the container's seccomp profile)";
+  return why + ": deaths of ranks are noticed through /proc, without their exit codes where a parent collects them first";
 }
 
 bool cpus_suffice(const Member* members, std::size_t num_ranks) {

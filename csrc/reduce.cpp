@@ -1,5 +1,9 @@
 #include "reduce.h"
 
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
 namespace phalanx {
 
 namespace baseline {
@@ -41,6 +45,58 @@ Level level() {
 }
 
 }  // namespace
+
+namespace {
+
+struct Element {
+  std::size_t bytes, alignment;
+};
+
+Element element_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kInt8: case Dtype::kUint8: case Dtype::kBool: return {1, 1};
+    case Dtype::kFloat16: case Dtype::kBfloat16: case Dtype::kInt16: case Dtype::kUint16: return {2, 2};
+    case Dtype::kFloat32: case Dtype::kInt32: case Dtype::kUint32: return {4, 4};
+    case Dtype::kComplex64: return {8, 4};
+    case Dtype::kComplex128: return {16, 8};
+    default: return {8, 8};
+  }
+}
+
+std::vector<std::max_align_t> aligned_room(std::size_t bytes) {
+  return std::vector<std::max_align_t>((bytes + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
+}
+
+}  // namespace
+
+void reduce_anywhere(ReduceFn reduce, Dtype dtype, void* dst, const void* const* srcs, int num_srcs, std::size_t count) {
+  const Element element = element_of(dtype);
+  auto addresses = reinterpret_cast<std::uintptr_t>(dst);
+  for (int k = 0; k < num_srcs; ++k) addresses |= reinterpret_cast<std::uintptr_t>(srcs[k]);
+  if (addresses % element.alignment == 0) return reduce(dst, srcs, num_srcs, count);
+  constexpr std::size_t kBlock = 1024;  // elements
+  auto room = aligned_room(static_cast<std::size_t>(num_srcs) * kBlock * element.bytes);
+  auto* base = reinterpret_cast<std::byte*>(room.data());
+  std::vector<const void*> copies(static_cast<std::size_t>(num_srcs));
+  for (std::size_t at = 0; at < count; at += kBlock) {
+    const std::size_t m = std::min(kBlock, count - at);
+    for (std::size_t k = 0; k < copies.size(); ++k) {
+      copies[k] = base + k * kBlock * element.bytes;
+      std::memcpy(base + k * kBlock * element.bytes, static_cast<const std::byte*>(srcs[k]) + at * element.bytes,
+                  m * element.bytes);
+    }
+    reduce(base, copies.data(), num_srcs, m);  // into the first: the output may be one of the inputs
+    std::memcpy(static_cast<std::byte*>(dst) + at * element.bytes, base, m * element.bytes);
+  }
+}
+
+double squares_anywhere(SquaresFn squares, Dtype dtype, const void* data, std::size_t count) {
+  const Element element = element_of(dtype);
+  if (count == 0 || reinterpret_cast<std::uintptr_t>(data) % element.alignment == 0) return squares(data, count);
+  auto room = aligned_room(count * element.bytes);
+  std::memcpy(room.data(), data, count * element.bytes);
+  return squares(room.data(), count);
+}
 
 ReduceFn find_reduce(Dtype dtype, ReduceOp op) {
   switch (level()) {

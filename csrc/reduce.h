@@ -27,6 +27,11 @@ using SquaresFn = double (*)(const void* data, std::size_t count);
 /// The kernel for this processor, or nullptr for integers.
 SquaresFn find_squares(Dtype dtype);
 
+/// Call a kernel wherever the elements lie: torch can make tensors that are not aligned to theirs (torch.frombuffer with an
+/// offset), which the kernels must not be given.
+void reduce_anywhere(ReduceFn reduce, Dtype dtype, void* dst, const void* const* srcs, int num_srcs, std::size_t count);
+double squares_anywhere(SquaresFn squares, Dtype dtype, const void* data, std::size_t count);
+
 /// Instruction set that these chose: "baseline", "x86-64-v3" or "x86-64-v4".
 const char* simd_level();
 

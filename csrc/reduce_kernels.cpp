@@ -252,18 +252,27 @@ template <class T>
 void average_complex(void* dst, const void* const* srcs, int n, std::size_t count) {
   reduce_all<Complex<T>, Sum>(dst, srcs, n, count, OnParts<T, Divide>(n));
 }
-template <bool Signed> struct Widest { using type = std::int64_t; };
-template <> struct Widest<false> { using type = u64; };
-/// The sum of narrow integers is taken in 64 bits, so the average cannot overflow on the way.
+template <bool Signed> struct Widest { using type = std::int64_t; using twice = __int128; };
+template <> struct Widest<false> { using type = u64; using twice = unsigned __int128; };
+/// The exact average, truncated towards zero: the sum of integers is taken in 64 bits, or in 128 where it needs them.
 template <class T>
 void average_integer(void* dst_raw, const void* const* srcs, int n, std::size_t count) {
   T* dst = static_cast<T*>(dst_raw);
   using Acc = typename Widest<(T(-1) < T(0))>::type;
+  using Twice = typename Widest<(T(-1) < T(0))>::twice;
   PHALANX_INDEPENDENT
   for (std::size_t i = 0; i < count; ++i) {
-    u64 sum = 0;  // signed overflow would be undefined
-    for (int k = 0; k < n; ++k) sum += static_cast<u64>(static_cast<const T*>(srcs[k])[i]);
-    dst[i] = static_cast<T>(static_cast<Acc>(sum) / static_cast<Acc>(n));
+    Acc sum = 0;
+    bool overflows = false;
+    for (int k = 0; k < n; ++k)
+      overflows |= __builtin_add_overflow(sum, static_cast<Acc>(static_cast<const T*>(srcs[k])[i]), &sum);
+    if (!overflows) {
+      dst[i] = static_cast<T>(sum / static_cast<Acc>(n));
+      continue;
+    }
+    Twice exact = 0;
+    for (int k = 0; k < n; ++k) exact += static_cast<const T*>(srcs[k])[i];
+    dst[i] = static_cast<T>(exact / n);
   }
 }
 /// Any non-zero byte is true; results are 0 or 1.

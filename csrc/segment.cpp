@@ -21,7 +21,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr int kTickMs = 50;  // how often a wait looks at its deadline and lets the caller handle signals
 
-[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+[[noreturn]] void fail_as(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
+[[noreturn]] void fail(const char* what) { fail_as(errno, what); }
 
 std::string random_hex() {
   unsigned char bytes[16];
@@ -83,7 +84,9 @@ bool send_fd(int socket, int fd) {
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-  return sendmsg(socket, &message, MSG_NOSIGNAL) == 1;
+  if (sendmsg(socket, &message, MSG_NOSIGNAL) == 1) return true;
+  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // else the peer has gone
+  return false;
 }
 
 Fd receive_fd(int socket) {
@@ -95,7 +98,11 @@ Fd receive_fd(int socket) {
   message.msg_iovlen = 1;
   message.msg_control = control;
   message.msg_controllen = sizeof control;
-  if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != 1) return Fd();
+  const ssize_t received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  if (received < 0 && errno != ECONNRESET) fail("receiving the shared segment");
+  if (received != 1) return Fd();
+  // No descriptor was left for the one that was sent.
+  if ((message.msg_flags & MSG_CTRUNC) != 0) fail_as(EMFILE, "receiving the shared segment");
   const cmsghdr* header = CMSG_FIRSTHDR(&message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return Fd();
   int fd = -1;
@@ -178,13 +185,10 @@ std::shared_ptr<Segment> Segment::attach(const std::string& name, const std::str
   socklen_t length = 0;
   const sockaddr_un address = abstract_address(name, length);
   if (connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) fail("connect to rank 0");
-  if (!same_user(socket.get())) throw std::runtime_error("the shared segment is served by another user");
-  if (!wait_readable(socket.get(), deadline, on_tick)) {
-    errno = ETIMEDOUT;
-    fail("waiting for the shared segment");
-  }
+  if (!same_user(socket.get())) fail_as(EACCES, "the shared segment is served by another user");
+  if (!wait_readable(socket.get(), deadline, on_tick)) fail_as(ETIMEDOUT, "waiting for the shared segment");
   Fd fd = receive_fd(socket.get());
-  if (!fd) throw std::runtime_error("the shared segment was refused: it belongs to another user");
+  if (!fd) fail_as(EACCES, "the shared segment was refused: it belongs to another user");
   Mapping page(fd.get(), 0, kPage);
   const auto* header = reinterpret_cast<const SegmentHeader*>(page.data());
   if (header->magic != kMagic || header->version != kLayoutVersion)
@@ -223,6 +227,7 @@ int SegmentServer::serve(int num_peers, double timeout_s, const std::function<vo
   int served = 0;
   while (served < num_peers && wait_readable(listener_.get(), deadline, on_tick)) {
     Fd peer(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!peer && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) fail("accept");
     if (!peer) continue;
     if (same_user(peer.get()) && send_fd(peer.get(), segment_->fd())) ++served;
   }

@@ -1,4 +1,5 @@
-// The native thread of a group: runs asynchronous operations in the order of their calls, without the GIL.
+// The order of a group's collectives: one at a time, in the thread of their caller or on the group's native thread, which
+// runs asynchronous ones in the order of their calls, without the GIL.
 #pragma once
 
 #include <atomic>
@@ -8,47 +9,87 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
+#include "board.h"
 #include "pending.h"
+#include "turn.h"
 #include "wait.h"
 
 namespace phalanx {
 
+class Worker;
+
 /// An operation that runs, or will, on the native thread.
 class Job : public Pending {
+ public:
+  Job(Board& board, Worker& worker, Op op, std::function<void(Hooks&)> work, std::string site);
+  /// Throws in a signal handler, too, that interrupted the collective of its group for which this one has to wait.
+  void require_reachable() const override;
+
  private:
   friend class Worker;
+  Worker& worker_;
   std::function<void(Hooks&)> work_;
   std::string site_;
 };
 
 class Worker {
  public:
+  explicit Worker(Board& board) : board_(board) {}
   ~Worker() { stop(); }
 
-  std::shared_ptr<Job> submit(std::function<void(Hooks&)> work, std::string site);
+  /// Run `work` in the calling thread, or behind the asynchronous ones that were called before it. `timeout_s`: how long
+  /// to wait for the collective of another thread (0: the group's).
+  template <class Work>
+  void run(Op op, double timeout_s, Hooks& hooks, Work&& work) {
+    board_.require_usable(op);
+    if (idle() && turn_.try_take()) {
+      TurnHolder holder(turn_);
+      work(hooks);
+      return;
+    }
+    run_in_turn(op, timeout_s, hooks, work);
+  }
+  std::shared_ptr<Job> submit(Op op, std::function<void(Hooks&)> work, std::string site);
   /// Wait for a job, at most `timeout_s` (0: for ever; the operation has its own deadline). False if it is not done.
   /// Without a timeout, runs it in the calling thread if it is next and has not begun. Does not throw what it failed with.
-  bool wait(const std::shared_ptr<Job>& job, Hooks& hooks, std::chrono::nanoseconds spin_time, double timeout_s);
+  bool wait(const std::shared_ptr<Job>& job, Hooks& hooks, double timeout_s);
   /// True if no job is queued or runs.
   bool idle() const { return num_pending_.load(std::memory_order_acquire) == 0; }
+  /// True if this thread is inside a collective, or waits for one: asked by a signal handler that interrupted it.
+  bool interrupted() const;
+  /// What a signal handler is told that calls `what` while the thread is inside a collective.
+  Failure inside_another(Op op, const std::string& what) const;
   /// Wait until idle, at most `timeout_s`.
   bool drain(double timeout_s);
-  /// End the thread after the queued jobs.
+  /// End the thread after the queued jobs; the group must have ended.
   void stop();
 
  private:
+  void run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::function<void(Hooks&)>& work);
+  void take_turn(Op op, double timeout_s, Hooks& hooks);
+  void run_queued(const std::function<void(Hooks&)>& work, Hooks& hooks);
+  bool run_if_next(const std::shared_ptr<Job>& job, Hooks& hooks);
+  bool await(const Job& job, Hooks& hooks, double timeout_s);
+  std::shared_ptr<Job> take_next(const Job* wanted = nullptr);
   void run();
   void execute(Job& job, Hooks& hooks);
+  void finish(Job& job, std::exception_ptr error);
 
-  std::mutex mutex_;
+  Board& board_;
+  Turn turn_;
+  mutable std::mutex mutex_;
   std::condition_variable queued_, finished_;
   std::deque<std::shared_ptr<Job>> queue_;
+  std::atomic<int> num_queued_{0};  // its size; RELAXED: a hint that orders nothing
   std::atomic<int> num_pending_{0};
+  std::vector<std::pair<pthread_t, const Job*>> waiting_;  // threads in await()
   bool stopping_ = false;
-  bool running_ = false;  // a job, in whatever thread
   std::thread thread_;
 };
 

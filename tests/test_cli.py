@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+
+import phalanx.checkpoint
+from tests.train.runs import FakeRun
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 
 
-def phalanx(*args, **options):
+def run_phalanx(*args, **options):
     return subprocess.run([*PHALANX, *args], capture_output=True, text=True, timeout=60, **options)
 
 
@@ -27,7 +33,7 @@ def phalanx(*args, **options):
     ],
 )
 def test_a_mistake_is_one_line_that_shows_the_right_call(args, said):
-    done = phalanx(*args)
+    done = run_phalanx(*args)
     assert done.returncode == 2
     assert done.stdout == ""
     assert said in done.stderr
@@ -39,7 +45,7 @@ def test_a_mistake_is_one_line_that_shows_the_right_call(args, said):
 def test_flags_take_dashes_and_underscores_and_the_rest_is_the_scripts(tmp_path, flag):
     script = tmp_path / "script.py"
     script.write_text("import sys; print(*sys.argv[1:])\n")
-    done = phalanx("run", flag, "2", str(script), "--nproc-per-node", "9", "--", "-x")
+    done = run_phalanx("run", flag, "2", str(script), "--nproc-per-node", "9", "--", "-x")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "[rank 0] --nproc-per-node 9 -- -x",
@@ -49,13 +55,13 @@ def test_flags_take_dashes_and_underscores_and_the_rest_is_the_scripts(tmp_path,
 
 def test_a_module_and_a_program_can_be_run(tmp_path):
     (tmp_path / "job.py").write_text("import os; print(__name__, os.environ['RANK'])\n")
-    assert phalanx("run", "--nproc-per-node=1", "-m", "job", cwd=tmp_path).stdout == "[rank 0] __main__ 0\n"
-    assert phalanx("run", "--nproc-per-node=1", "--no-python", "echo", "hello").stdout == "[rank 0] hello\n"
+    assert run_phalanx("run", "--nproc-per-node=1", "-m", "job", cwd=tmp_path).stdout == "[rank 0] __main__ 0\n"
+    assert run_phalanx("run", "--nproc-per-node=1", "--no-python", "echo", "hello").stdout == "[rank 0] hello\n"
 
 
 @pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["run", "--nproc-per-node", "2", "-h"]])
 def test_help_is_no_mistake(args):
-    done = phalanx(*args)
+    done = run_phalanx(*args)
     assert done.returncode == 0
     assert "phalanx run" in done.stdout
 
@@ -63,7 +69,7 @@ def test_help_is_no_mistake(args):
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("open('started', 'w')\n")
-    done = phalanx("run", "--dry-run", "--nproc-per-node", "3", "script.py", "x", cwd=tmp_path)
+    done = run_phalanx("run", "--dry-run", "--nproc-per-node", "3", "script.py", "x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--nproc-per-node" in done.stdout
     assert "3 ranks, 1 thread each" in done.stdout
@@ -74,3 +80,33 @@ def test_the_supervisor_imports_neither_torch_nor_anything_heavy():
     code = "import sys, phalanx.cli; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_every_command_prints_names_that_the_output_cannot_encode(tmp_path):
+    folder = tmp_path / os.fsdecode("größe-".encode() + b"\xff")
+    run = FakeRun(folder)
+    run.start()
+    run.steps(1, 3)
+    (folder / "train.py").write_text("print('trained')\n")
+    phalanx.checkpoint.save(folder / "ckpt", {"größe": torch.ones(3)}, step=1)
+
+    printing = [
+        ["report", folder],
+        ["ckpt", "show", folder / "ckpt"],
+        ["ckpt", "export", folder / "ckpt", folder / "out.safetensors"],
+        ["run", "--dry-run", "--nproc-per-node", "1", folder / "train.py"],
+    ]
+    running = ["run", "--nproc-per-node", "1", "--log-dir", folder / "logs", folder / "train.py"]
+    calls = [(encoding, args) for encoding in ("utf-8", "ascii") for args in printing] + [("ascii", running)]
+    # One interpreter for all, so that torch is imported once.
+    code = (
+        "import sys, phalanx.cli\n"
+        f"for encoding, args in {[(encoding, [os.fspath(arg) for arg in args]) for encoding, args in calls]!a}:\n"
+        "    sys.stdout.reconfigure(encoding=encoding, errors='strict')\n"
+        "    code = phalanx.cli.main(args)\n"
+        "    print('exit code', code, flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.stdout.count(b"exit code 0\n") == len(calls), done
+    assert Path(os.fsdecode(done.stdout.splitlines()[0])) == folder / "report.html"
+    assert "größe-\\udcff/logs".encode() in done.stderr

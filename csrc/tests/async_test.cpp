@@ -36,7 +36,7 @@ struct SumJob {
 
   SumJob(Rank& self, std::size_t count, std::int64_t first) : data(count) {
     std::iota(data.begin(), data.end(), first);
-    job = self.group->submit([&self, this](Hooks& hooks) { run(self.collectives(), hooks); }, "async.py:7");
+    job = self.group->worker().submit(Op::kAllReduce, [&self, this](Hooks& hooks) { run(self.collectives(), hooks); }, "async.py:7");
   }
   SumJob(const SumJob&) = delete;
   SumJob& operator=(const SumJob&) = delete;
@@ -64,7 +64,7 @@ CASE(jobs_run_in_the_order_of_their_calls_and_blocking_calls_behind_them) {
           finished.push_back(i);
         });
       }
-      self.group->run(self.hooks, [&](Hooks& hooks) { self.collectives().barrier(Context{&hooks}); });
+      self.group->worker().run(Op::kBarrier, 0, self.hooks, [&](Hooks& hooks) { self.collectives().barrier(Context{&hooks}); });
       // All ranks call the same in the same order, so the barrier came last: everything before it is done.
       CHECK(self.group->worker().drain(60));
       std::lock_guard lock(mutex);
@@ -81,7 +81,7 @@ CASE(waiting_for_a_job_runs_it_or_waits_until_it_has_run) {
   run_ranks(2, [](Rank& self) {
     for (int i = 0; i < 200; ++i) {
       SumJob sum(self, 4, i);
-      CHECK(self.group->worker().wait(sum.job, self.hooks, self.group->spin(), 0));
+      CHECK(self.group->worker().wait(sum.job, self.hooks, 0));
       sum.check(2, i);
     }
   });
@@ -93,15 +93,15 @@ CASE(waiting_for_a_job_gives_up_at_its_limit) {
     if (self.rank == 0) {
       SumJob sum(self, 4, 0);
       SumJob next(self, 4, 0);  // the second waits in the queue: nobody but the native thread may run it
-      CHECK(!self.group->worker().wait(next.job, self.hooks, std::chrono::nanoseconds(0), 0.05));
+      CHECK(!self.group->worker().wait(next.job, self.hooks, 0.05));
       late.open();
-      CHECK(self.group->worker().wait(next.job, self.hooks, std::chrono::nanoseconds(0), 0));
+      CHECK(self.group->worker().wait(next.job, self.hooks, 0));
       sum.check(2, 0);
     } else {
       CHECK(late.wait());
       for (int i = 0; i < 2; ++i) {
         SumJob sum(self, 4, 0);
-        CHECK(self.group->worker().wait(sum.job, self.hooks, std::chrono::nanoseconds(0), 0));
+        CHECK(self.group->worker().wait(sum.job, self.hooks, 0));
       }
     }
   });
@@ -112,7 +112,7 @@ CASE(a_failed_job_keeps_its_failure_and_those_behind_it_fail_of_the_same) {
     SumJob wrong(self, self.rank == 0 ? 3 : 4, 0);
     SumJob behind(self, 3, 0);
     for (const auto& job : {wrong.job, behind.job}) {
-      CHECK(self.group->worker().wait(job, self.hooks, std::chrono::nanoseconds(0), 0));
+      CHECK(self.group->worker().wait(job, self.hooks, 0));
       CHECK(job->error() != nullptr);
     }
     const Failure first = failure_of([&] { std::rethrow_exception(wrong.job->error()); });
@@ -120,6 +120,93 @@ CASE(a_failed_job_keeps_its_failure_and_those_behind_it_fail_of_the_same) {
     CHECK_CONTAINS(first.message, "at async.py:7");
     const Failure second = failure_of([&] { std::rethrow_exception(behind.job->error()); });
     CHECK_EQ(static_cast<int>(second.kind), static_cast<int>(FailureKind::kMismatch));
+  });
+}
+
+/// Calls `handler` at the first look of a wait, as Python does with a signal that has come.
+class Signalled : public Hooks {
+ public:
+  explicit Signalled(std::function<void()> handler) : handler_(std::move(handler)) {}
+  void tick() override {
+    if (auto handler = std::exchange(handler_, nullptr)) handler();
+  }
+
+ private:
+  std::function<void()> handler_;
+};
+
+CASE(a_call_inside_a_call_is_refused_and_the_outer_one_goes_on) {
+  Gate late;
+  run_ranks(2, [&](Rank& self) {
+    Worker& worker = self.group->worker();
+    const auto barrier = [&](Hooks& hooks) { self.collectives().barrier(Context{&hooks}); };
+    if (self.rank == 1) {
+      CHECK(late.wait());
+      for (int i = 0; i < 2; ++i) worker.run(Op::kBarrier, 0, self.hooks, barrier);
+      return;
+    }
+    std::shared_ptr<Job> job;
+    Signalled hooks([&] {
+      job = worker.submit(Op::kBarrier, barrier, "handler.py:9");
+      for (const auto& call : {std::function<void()>([&] { worker.run(Op::kBarrier, 0, self.hooks, barrier); }),
+                               std::function<void()>([&] { worker.wait(job, self.hooks, 0); }),
+                               std::function<void()>([&] { job->require_reachable(); })}) {
+        const Failure failure = failure_of(call);
+        CHECK_EQ(static_cast<int>(failure.kind), static_cast<int>(FailureKind::kUnusable));
+        CHECK_CONTAINS(failure.message, "interrupted barrier #1 of group 'world'");
+      }
+      late.open();
+    });
+    worker.run(Op::kBarrier, 0, hooks, barrier);
+    CHECK(worker.wait(job, self.hooks, 0) && !job->error());
+  });
+}
+
+CASE(waiting_for_the_turn_of_another_thread_looks_at_signals_and_at_the_clock) {
+  struct Interruption {};
+  for (const bool has_signal : {true, false})
+    run_ranks(2, [&](Rank& self) {
+      if (self.rank == 1) return;
+      Worker& worker = self.group->worker();
+      Gate inside, over;
+      std::thread other([&] {
+        Hooks hooks;
+        worker.run(Op::kBarrier, 0, hooks, [&](Hooks&) {
+          inside.open();
+          CHECK(over.wait());
+        });
+      });
+      CHECK(inside.wait());
+      if (has_signal) {
+        Signalled hooks([] { throw Interruption(); });
+        bool interrupted = false;
+        try {
+          worker.run(Op::kBarrier, 0, hooks, [](Hooks&) { CHECK(false); });
+        } catch (const Interruption&) {
+          interrupted = true;
+        }
+        CHECK(interrupted);
+      } else {
+        const Failure failure =
+            failure_of([&] { worker.run(Op::kBarrier, 0.1, self.hooks, [](Hooks&) { CHECK(false); }); });
+        CHECK_EQ(static_cast<int>(failure.kind), static_cast<int>(FailureKind::kTimeout));
+        CHECK_CONTAINS(failure.message, "another thread of this rank");
+      }
+      CHECK(self.group->board().ended());
+      over.open();
+      other.join();
+    });
+}
+
+CASE(everybody_who_asks_is_told_of_the_end) {
+  run_ranks(2, [](Rank& self) {
+    SumJob sum(self, 4, 0);
+    std::atomic<int> num_told{0};
+    for (int i = 0; i < 3; ++i) sum.job->notify([&] { ++num_told; });
+    CHECK(self.group->worker().wait(sum.job, self.hooks, 0));
+    CHECK_EQ(num_told.load(), 3);
+    sum.job->notify([&] { ++num_told; });
+    CHECK_EQ(num_told.load(), 4);
   });
 }
 

@@ -293,7 +293,7 @@ CASE(threads_that_share_a_group_take_turns) {
       Hooks hooks;
       for (int i = 0; i < 50; ++i) {
         std::int32_t one = 1;
-        self.group->run(hooks, [&](Hooks& h) {
+        self.group->worker().run(Op::kAllReduce, 0, hooks, [&](Hooks& h) {
           self.collectives().all_reduce(Context{&h}, &one, &one, Items{static_cast<std::uint8_t>(Dtype::kInt32), 4, 1},
                                         Reduction{1, find_reduce(Dtype::kInt32, ReduceOp::kSum)});
         });

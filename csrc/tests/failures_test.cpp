@@ -298,7 +298,7 @@ CASE(a_group_that_was_left_says_so) {
     const Failure failure = failure_of([&] { self.collectives().barrier(self.context()); });
     check_kind(failure, FailureKind::kUnusable);
     CHECK_CONTAINS(failure.message, "it was destroyed on this rank");
-    check_kind(failure_of([&] { self.group->submit([](Hooks&) {}, ""); }), FailureKind::kUnusable);
+    check_kind(failure_of([&] { self.group->worker().submit(Op::kBarrier, [](Hooks&) {}, ""); }), FailureKind::kUnusable);
     std::uint8_t byte = 0;
     check_kind(failure_of([&] { self.recv(&byte, 1, 1 - self.rank, 0); }), FailureKind::kUnusable);
   });

@@ -124,10 +124,10 @@ T reference(ReduceOp op, const std::vector<std::vector<T>>& srcs, std::size_t i)
     return {static_cast<std::uint8_t>(op == ReduceOp::kBxor ? num_true % 2 : all ? num_true == n : num_true > 0)};
   } else {
     if (op == ReduceOp::kAvg) {
-      using Wide = std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>;
-      std::uint64_t sum = 0;
-      for (int k = 0; k < n; ++k) sum += static_cast<std::uint64_t>(srcs[k][i]);
-      return static_cast<T>(static_cast<Wide>(sum) / static_cast<Wide>(n));
+      using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
+      Wide sum = 0;
+      for (int k = 0; k < n; ++k) sum += srcs[k][i];
+      return static_cast<T>(sum / static_cast<Wide>(n));
     }
     T acc = srcs[0][i];
     for (int k = 1; k < n; ++k) acc = combine_integer(op, acc, srcs[k][i]);

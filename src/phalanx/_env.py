@@ -9,30 +9,44 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
+from datetime import timedelta
 from typing import Any
 
 BRIDGES = ("gloo", "mpi")
+
+
+LONGEST_S = 1e9
+"""What stands for ever: 30 years. The clocks under torch overflow after 292."""
+
+
+def _ranged(default: Any, least: float, most: float) -> Any:
+    return field(default=default, metadata={"range": (least, most)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings from the environment; the variable of ``stall_s`` is ``PHALANX_STALL_S``, and so on."""
 
-    stall_s: float = 10.0
+    stall_s: float = _ranged(10.0, 0.1, LONGEST_S)
     """Seconds after which a waiting rank prints who is missing and where each rank stands."""
-    spin_us: float = 50.0
+    spin_us: float = _ranged(50.0, 0, 1e6)
     """Microseconds that a waiting rank spins (yields, where ranks share CPUs) before it sleeps; 0 sleeps at once."""
-    one_shot_bytes: int = 64 * 1024
-    """all_reduce up to this size (at most 65536): every rank reads every rank's data, in one synchronisation."""
-    chunk_bytes: int = 64 * 1024
-    """Size of the chunks in which larger messages are pipelined, at most 65536."""
-    silence_s: float = 1.0
+    one_shot_bytes: int = _ranged(64 * 1024, 0, 64 * 1024)
+    """all_reduce up to this size: every rank reads every rank's data, in one synchronisation. The same on all ranks."""
+    chunk_bytes: int = _ranged(64 * 1024, 4096, 64 * 1024)
+    """Size of the chunks in which larger messages are pipelined. The same on all ranks."""
+    silence_s: float = _ranged(1.0, 0.1, 86400)
     """Seconds without a sign of life of another host's kernel after which the connection to it counts as lost."""
     bridge: str = "gloo"
     """The engine between hosts: ``gloo`` or ``mpi`` (mpi4py, started by mpirun)."""
     host: str = ""
     """Ranks with different values never share memory: several hosts on one, to try what crosses them."""
+
+
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return f"PHALANX_{name.upper()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +65,45 @@ class GroupOptions:
         """Return the settings with these in their place.
 
         Raises:
-            ValueError: There is no such engine.
+            ValueError: There is no such engine, or the number is out of its range.
+            TypeError: It is no number.
         """
-        if self.bridge is not None and self.bridge not in BRIDGES:
-            raise ValueError(f"GroupOptions: bridge must be one of {', '.join(BRIDGES)}, got {self.bridge!r}")
-        return replace(settings, **{name: value for name, value in vars(self).items() if value is not None})
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        for one in fields(Settings):
+            if one.name not in given:
+                continue
+            if one.type != "str" and (
+                isinstance(given[one.name], bool) or not isinstance(given[one.name], (int, float))
+            ):
+                raise TypeError(f"GroupOptions: {one.name} must be a number, got {given[one.name]!r}")
+            _check(f"GroupOptions: {one.name}", one, given[one.name])
+        return replace(settings, **given)
+
+
+def _check(name: str, setting: Field[Any], value: Any, shown: object = None) -> None:
+    """Raise ValueError unless a setting may have this value."""
+    shown = value if shown is None else shown
+    if setting.name == "bridge" and value not in BRIDGES:
+        raise ValueError(f"{name} must be one of {', '.join(BRIDGES)}, got {shown!r}")
+    if "range" in setting.metadata:
+        least, most = setting.metadata["range"]
+        if not least <= value <= most:  # nor not-a-number
+            kind = "a whole number" if setting.type == "int" else "a number"
+            raise ValueError(f"{name} must be {kind} in [{least:.12g}, {most:.12g}], got {shown!r}")
+
+
+def seconds(name: str, timeout: timedelta | float) -> float:
+    """Return a timeout in seconds, at most `LONGEST_S`.
+
+    Raises:
+        ValueError: It is nothing, less, or not a number.
+    """
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if value < -LONGEST_S:  # torch's own clocks have overflowed: timedelta.max comes out as a time long ago
+        return LONGEST_S
+    if not value > 0:
+        raise ValueError(f"{name} must be more than 0 s, got {value:g} s")
+    return min(value, LONGEST_S)
 
 
 # Flags of ``phalanx run``, which reads them itself.
@@ -95,10 +143,10 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings that `environ` gives, by default this process's environment.
 
     Raises:
-        ValueError: A ``PHALANX_*`` variable is unknown, not a number, negative, or names no engine.
+        ValueError: A ``PHALANX_*`` variable is unknown, no number, out of its range, or names no engine.
     """
     environ = os.environ if environ is None else environ
-    known = {f"PHALANX_{field.name.upper()}": field for field in fields(Settings)}
+    known = {variable_of(setting.name): setting for setting in fields(Settings)}
     for name in sorted(environ):
         is_ours = name.startswith("PHALANX_") and not name.startswith("PHALANX_TEST_")
         if is_service_link(name, environ):
@@ -106,22 +154,18 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         if is_ours and name not in known and name not in LAUNCH_VARIABLES:
             raise ValueError(f"unknown environment variable {name}{did_you_mean(name, {*known, *LAUNCH_VARIABLES})}")
     values: dict[str, Any] = {}
-    for name, field in known.items():
+    for name, setting in known.items():
         text = environ.get(name)
         if text is None:
             continue
-        if field.type == "str":
-            values[field.name] = text
-            continue
-        try:
-            value = (int if field.type == "int" else float)(text)
-        except ValueError:
-            value = -1
-        if not 0 <= value < math.inf:  # nor not-a-number
-            raise ValueError(f"{name} must be a number, at least 0, got {text!r}")
-        values[field.name] = value
-    if values.get("bridge", BRIDGES[0]) not in BRIDGES:
-        raise ValueError(f"PHALANX_BRIDGE must be one of {', '.join(BRIDGES)}, got {values['bridge']!r}")
+        value: Any = text
+        if setting.type != "str":
+            try:
+                value = (int if setting.type == "int" else float)(text)
+            except ValueError:
+                value = math.nan
+        _check(name, setting, value, shown=text)
+        values[setting.name] = value
     return Settings(**values)
 
 

@@ -27,6 +27,15 @@ class PhalanxError(RuntimeError):
         return _rebuild, (type(self), str(self), self.__dict__.copy())
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Return text of others without what a terminal would obey: each such character as its escape.
+
+    Args:
+        keep: Characters that stay, such as line feeds.
+    """
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 def _rebuild(cls: type[PhalanxError], message: str, facts: dict[str, object]) -> PhalanxError:
     error = cls(message)
     error.__dict__.update(facts)
@@ -84,6 +93,7 @@ _KINDS: tuple[type[PhalanxError], ...] = (
     GroupAborted,
     GroupUnusable,
     OutOfSharedMemory,
+    PhalanxError,
 )
 
 

@@ -6,6 +6,7 @@ sparse file: each rank has two regions. A region begins with a page that holds t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ MAGIC = b"phalanx1"
 _HEAD = struct.Struct("<8sQQQQQ16s")
 _PLAN = struct.Struct("<Q")
 _PLAN_OFFSET = 1 << 62  # behind all regions
+_BAN_OFFSET = _PLAN_OFFSET + 4096
+_PUNCH_HOLE = 3  # of fallocate(2): free the pages, keep the size
 HEAD_BYTES = _HEAD.size
 
 
@@ -70,3 +73,20 @@ def announce_restart(fd: int, attempt: int) -> None:
 def is_restart_announced(fd: int, attempt: int) -> bool:
     data = os.pread(fd, _PLAN.size, _PLAN_OFFSET)
     return len(data) == _PLAN.size and _PLAN.unpack(data)[0] == attempt + 1
+
+
+def forbid(fd: int) -> None:
+    """Let the ranks of all attempts to come take no snapshot; those that are there may be loaded once more."""
+    os.pwrite(fd, b"1", _BAN_OFFSET)
+
+
+def are_forbidden(fd: int) -> bool:
+    return os.pread(fd, 1, _BAN_OFFSET) == b"1"
+
+
+def release(fd: int) -> None:
+    """Give the memory of all snapshots back."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(fd, _PUNCH_HOLE, 0, _PLAN_OFFSET) != 0:
+        raise OSError(ctypes.get_errno(), "the memory of snapshots can't be freed")

@@ -5,6 +5,8 @@ Imports no torch; a subcommand that needs it imports it itself.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +24,7 @@ _VERIFY_RESUME = "phalanx verify-resume --nproc-per-node 2 train.py [args]"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code: 2 for a mistake in the command line."""
+    _print_any_name()
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["run"]:
         return _run(args[1:])
@@ -45,6 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"phalanx {phalanx.__version__}")
         return 0
     return _refuse("phalanx", f"unknown command {args[0]!r}" if args else "no command given")
+
+
+def _print_any_name() -> None:
+    """Let every command print any path and any name, whatever the encoding of the output."""
+    codecs.register_error("phalanx.name", _encode_name)
+    with contextlib.suppress(AttributeError):  # no stream, or a stand-in for one
+        sys.stdout.reconfigure(errors="phalanx.name")  # type: ignore[union-attr]
+
+
+def _encode_name(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Give a path its own bytes, for the program that reads it; what the output can't encode becomes an escape."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
 
 
 def _run(args: list[str]) -> int:

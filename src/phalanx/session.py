@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import _env
 from phalanx._network import NetworkError, host_identity, outside_address
+from phalanx._sockets import keep_paths_short
 from phalanx.launch.schedulers import Placement, detect
 
 if TYPE_CHECKING:
@@ -96,12 +97,13 @@ def init(
         rank: With `world_size`, instead of what the environment says.
 
     Raises:
-        ValueError: The environment or the arguments contradict themselves; says how.
+        ValueError: The environment or the arguments contradict themselves, or `timeout` is not positive; says how.
         RuntimeError: There are more ranks on this host than GPUs, or a session with other arguments exists.
     """
     global _current
     import torch.distributed as dist
 
+    limit = _as_timedelta(timeout)
     arguments = (backend, device, timeout, init_method, rank, world_size)
     if _current is not None and not dist.is_initialized():
         _end(aborting=False)  # the script has ended the group by itself
@@ -109,6 +111,7 @@ def init(
         if arguments not in (_current.arguments, (None,) * len(arguments)):
             raise RuntimeError("phalanx.init was called before with other arguments: call phalanx.shutdown() first")
         return _current.session
+    keep_paths_short()  # of the workers of any loader
     owns_group = not dist.is_initialized()
     exported: tuple[str, ...] = ()
     if owns_group:
@@ -125,7 +128,7 @@ def init(
                 store=store,
                 rank=place.rank,
                 world_size=place.world_size,
-                timeout=_as_timedelta(timeout),
+                timeout=limit,
             )
         except BaseException:
             _env.withdraw(exported)
@@ -393,4 +396,4 @@ def _choose_device(given: str | torch.device | None, backend: str, place: Placem
 
 
 def _as_timedelta(timeout: float | timedelta | None) -> timedelta | None:
-    return timeout if timeout is None or isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    return None if timeout is None else timedelta(seconds=_env.seconds("timeout", timeout))

@@ -37,11 +37,11 @@ def opts(cls, **fields):
 # before ours in the functions of torch.distributed; below them, in the group's methods, ours stand alone.
 WRONG_CALLS = {
     "device": [
-        ("tensor.cpu()", "broadcast", lambda g, n: g.broadcast([ones(device=META)], opts(dist.BroadcastOptions))),
-        ("tensor.cpu()", "all_reduce", lambda g, n: g.allreduce([ones(device=META)], opts(dist.AllreduceOptions))),
-        ("cpu:phalanx,cuda:nccl", "reduce", lambda g, n: g.reduce([ones(device=META)], opts(dist.ReduceOptions))),
-        ("tensor.cpu()", "send", lambda g, n: g.send([ones(device=META)], (g.rank() + 1) % n, 0)),
-        ("tensor.cpu()", "recv", lambda g, n: g.recv([ones(device=META)], (g.rank() + 1) % n, 0)),
+        ("to_empty", "broadcast", lambda g, n: g.broadcast([ones(device=META)], opts(dist.BroadcastOptions))),
+        ("to_empty", "all_reduce", lambda g, n: g.allreduce([ones(device=META)], opts(dist.AllreduceOptions))),
+        ("on meta, which has none", "reduce", lambda g, n: g.reduce([ones(device=META)], opts(dist.ReduceOptions))),
+        ("to_empty", "send", lambda g, n: g.send([ones(device=META)], (g.rank() + 1) % n, 0)),
+        ("to_empty", "recv", lambda g, n: g.recv([ones(device=META)], (g.rank() + 1) % n, 0)),
     ],
     "layout": [
         ("to_dense()", "broadcast", lambda g, n: g.broadcast([ones().to_sparse()], opts(dist.BroadcastOptions))),

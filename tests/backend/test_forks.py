@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import GroupUnusable
+from phalanx.testing import await_release, reached
+from tests.faults._watch import wait_until_asleep
+from tests.hosts._layouts import layout_name
 
 
 def in_a_child(function):
@@ -75,6 +80,86 @@ def call_in_a_child(rank, world_size):
     return answers, total.tolist()
 
 
+def fork_while_another_thread_is_inside(rank, world_size):
+    """The child does not have the threads that hold the group's locks."""
+    total = torch.ones(3)
+    if rank == 1:
+        await_release("the children have ended")
+        dist.all_reduce(total)
+        dist.all_reduce(torch.ones(3))
+        dist.send(total, 0)
+        return total.tolist(), {}
+    pending, got = [], torch.zeros(3)
+
+    def wait():
+        dist.all_reduce(total)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    wait_until_asleep(waiting.native_id)
+    pending.append(dist.all_reduce(torch.ones(3), async_op=True))
+    pending.append(dist.irecv(got, 1))
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+        "async": lambda: dist.all_reduce(torch.ones(3), async_op=True),
+        "wait": pending[0].wait,
+        "brief wait": lambda: pending[0].wait(timedelta(seconds=20)),
+        "future": lambda: pending[0].get_future().wait(),
+        "send": lambda: dist.send(torch.ones(3), 1),
+        "message": pending[1].wait,
+        "future of a message": lambda: pending[1].get_future().wait(),
+    }
+    answers = {name: in_a_child(call) for name, call in calls.items()}
+    answers["destroy"] = in_a_child(begin_in_a_child)
+    reached("the children have ended")
+    waiting.join()
+    for work in pending:
+        work.wait()
+    return total.tolist(), answers
+
+
+def begin_in_a_child():
+    dist.destroy_process_group()
+    dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
+    tensor = torch.full((70_000,), 3.0)
+    dist.all_reduce(tensor, async_op=True).get_future().wait()
+    dist.destroy_process_group()
+    return tensor[0].item()
+
+
+def fork_from_several_threads(rank, world_size, num_children):
+    """Threads fork while others of the process are in collectives and messages, perhaps in the middle of a lock."""
+    ended = threading.Event()
+    answers = []
+
+    def fork():
+        for _ in range(num_children):
+            answers.append(in_a_child(lambda: dist.all_reduce(torch.ones(1))))
+
+    def message():
+        got = torch.zeros(100)
+        while not ended.is_set():
+            sent = dist.isend(torch.ones(100), 1 - rank, tag=1)
+            dist.irecv(got, 1 - rank, tag=1).get_future().wait()
+            sent.wait()
+            dist.send(torch.tensor([float(ended.is_set())]), 1 - rank, tag=2)
+            dist.recv(got[:1], 1 - rank, tag=2)
+            if ended.is_set() or got[0]:
+                break
+
+    threads = [threading.Thread(target=fork) for _ in range(2)] + [threading.Thread(target=message)]
+    for thread in threads:
+        thread.start()
+    flag = torch.zeros(1)
+    while flag.item() < world_size:  # both ranks' children have ended
+        flag.fill_(float(not any(thread.is_alive() for thread in threads[:2])))
+        dist.all_reduce(flag, async_op=True).get_future().wait()
+        dist.all_reduce(torch.ones(100))
+    ended.set()
+    threads[2].join(1)
+    return len(answers), {type(answer) for answer in answers}
+
+
 def destroy_in_a_child(rank, world_size):
     dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()
 
@@ -82,16 +167,7 @@ def destroy_in_a_child(rank, world_size):
         dist.destroy_process_group()
         return "destroyed"
 
-    def begin_anew():
-        dist.destroy_process_group()
-        dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
-        tensor = torch.full((70_000,), 3.0)
-        dist.all_reduce(tensor)
-        value = dist.all_reduce(tensor, async_op=True).get_future().wait()[0][0].item()
-        dist.destroy_process_group()
-        return value
-
-    answers = in_a_child(destroy), in_a_child(begin_anew)
+    answers = in_a_child(destroy), in_a_child(begin_in_a_child)
     total = torch.full((70_000,), 1.0)
     dist.all_reduce(total)
     return answers, total.unique().tolist()
@@ -133,6 +209,27 @@ def test_a_forked_child_that_calls_gets_a_clear_error(run_ranks):
             assert isinstance(error, GroupUnusable), (name, error)
             assert f"forked from rank {rank}" in str(error)
             assert "init_process_group in the child" in str(error)
+
+
+@pytest.mark.parametrize("hosts", [(), (1, 1)], ids=layout_name)
+def test_a_child_that_another_thread_forked_raises_and_never_hangs(spawn_ranks, hosts):
+    with spawn_ranks(fork_while_another_thread_is_inside, 2, hosts=hosts, group_timeout_s=60) as ranks:
+        ranks.wait_until_reached("the children have ended", ranks=[0])
+        ranks.release("the children have ended", ranks=[1])
+        outcomes = ranks.join(20)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    total, answers = outcomes[0].value
+    assert total == [2.0] * 3
+    assert answers.pop("destroy") == 3.0
+    for name, error in answers.items():
+        assert isinstance(error, GroupUnusable), (name, error)
+        assert "forked from rank 0" in str(error), name
+
+
+def test_children_of_several_threads_under_load(run_ranks):
+    num_children = 200 if os.environ.get("PHALANX_TEST_LONG") == "1" else 5
+    for answer in run_ranks(fork_from_several_threads, 2, num_children):
+        assert answer == (2 * num_children, {GroupUnusable})
 
 
 def test_a_forked_child_may_destroy_its_copy_and_begin_anew(run_ranks):

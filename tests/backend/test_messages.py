@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -157,6 +158,54 @@ def messages_and_collectives(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6])
 def test_messages_of_every_length_go_around(run_ranks, world_size):
     run_ranks(pass_around, world_size)
+
+
+def mix_any_and_one_source(rank, world_size):
+    """Receives of equal tags are served in the order of posting, whether they name a source or not."""
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+        for i in range(6):
+            dist.send(torch.tensor([float(i)]), 0, tag=i % 2)
+        return None
+    got = [torch.zeros(1) for _ in range(6)]
+    sources, tags = [1, None, None, 1, 1, None], [0, 0, 1, 1, 0, 1]
+    works = [dist.irecv(g, src, tag=tag) for g, src, tag in zip(got, sources, tags, strict=True)]
+    dist.send(torch.zeros(1), 1)
+    for work in works:
+        work.wait()
+    return [int(g.item()) for g in got]
+
+
+def post_thousands(rank, world_size, early):
+    """Return the CPU time of this process for 500 and for 4,000 messages, received in the reverse order of sending."""
+    spent = []
+    for num in (500, 500, 4000):  # the first warms up
+        got = [torch.zeros(1) for _ in range(num)]
+        mine = [torch.tensor([float(i)]) for i in range(num)]
+        begun = time.process_time()
+        if early:  # receives wait for their messages
+            receives = [dist.irecv(g, 1 - rank, tag=i) for i, g in enumerate(got)]
+            dist.barrier()
+        sends = [dist.isend(one, 1 - rank, tag=i) for i, one in reversed([*enumerate(mine)])]
+        if not early:
+            dist.barrier()
+            receives = [dist.irecv(g, 1 - rank, tag=i) for i, g in enumerate(got)]
+        for work in (*receives, *sends):
+            work.wait()
+        spent.append(time.process_time() - begun)
+        assert torch.stack(got).flatten().tolist() == list(range(num))
+        dist.barrier()
+    return spent[1:]
+
+
+def test_receives_with_and_without_a_source_keep_their_order(run_ranks):
+    assert run_ranks(mix_any_and_one_source, 2)[0] == [0, 2, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["posted", "unexpected"])
+def test_the_cost_of_a_message_does_not_grow_with_the_number_that_waits(run_ranks, early):
+    for few, many in run_ranks(post_thousands, 2, early):
+        assert many < 3 * 8 * few, f"{many:.2f} s of CPU for 4,000 messages, {few:.2f} s for 500"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

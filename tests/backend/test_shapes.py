@@ -254,6 +254,43 @@ def test_conjugate_and_negative_views_keep_their_meaning(run_ranks, world_size):
     run_ranks(move_conjugates_and_negatives, world_size)
 
 
+def shifted(num, dtype, value):
+    """Return a tensor whose elements are not aligned."""
+    room = bytearray(num * dtype.itemsize + 1)
+    tensor = torch.frombuffer(room, dtype=dtype, offset=1)
+    assert dtype.itemsize == 1 or tensor.data_ptr() % dtype.itemsize != 0
+    return tensor.fill_(value)
+
+
+def move_unaligned(rank, world_size):
+    total = sum(range(1, world_size + 1))
+    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int16, torch.int64, torch.complex64)
+    for dtype in dtypes:
+        for num in (1, 9, 3001, 60_001):
+            reduced = shifted(num, dtype, rank + 1)
+            dist.all_reduce(reduced)
+            assert (reduced == total).all(), f"{dtype} {num}"
+            scattered = shifted(num, dtype, 0)
+            dist.reduce_scatter(scattered, [shifted(num, dtype, rank + 1) for _ in range(world_size)])
+            assert (scattered == total).all(), f"{dtype} {num} scattered"
+            gathered = [shifted(num, dtype, 0) for _ in range(world_size)]
+            dist.all_gather(gathered, shifted(num, dtype, rank + 1))
+            assert [one[-1].item() for one in gathered] == list(range(1, world_size + 1))
+            sent = dist.isend(shifted(num, dtype, rank + 1), (rank + 1) % world_size)
+            got = shifted(num, dtype, 0)
+            dist.recv(got, (rank - 1) % world_size)
+            sent.wait()
+            assert (got == (rank - 1) % world_size + 1).all()
+    gradients = [shifted(num, torch.float32, rank + 1) for num in (5, 40_000)]
+    squares = dist.group.WORLD.average_coalesced(gradients, torch.zeros(1), with_squares=True)
+    assert squares == pytest.approx(40_005 * (total / world_size) ** 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_elements_that_are_not_aligned_are_moved_and_reduced(run_ranks, world_size):
+    run_ranks(move_unaligned, world_size)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_empty_tensors_and_single_numbers(run_ranks, world_size):
     total = float(sum(range(world_size)))

@@ -87,6 +87,35 @@ def a_state_dict_that_raises_on_one_rank_is_told_on_all(rank, world_size, folder
 
 
 @behaviour
+def a_tree_that_is_no_json_on_one_rank_is_told_on_all(rank, world_size, folder):
+    deep: list[object] = []
+    for _ in range(492):
+        deep = [deep]
+    save(folder, {"x": 1})
+    for value, said in ((10**5000, "x is an integer of 16610 bits"), (deep, "the state is nested too deeply")):
+        with pytest.raises(CheckpointError, match=f"rank {world_size - 1}: {said}"):
+            ckpt.save(folder, {"x": value if rank == world_size - 1 else 1}, 2)
+    dist.barrier()  # rank 0 removes what it has begun
+    assert names_in(folder) == ["latest", "step-00000001"]
+
+
+@behaviour
+def a_copy_that_fails_on_one_rank_is_told_on_all(rank, world_size, folder):
+    def refuse(*args):
+        raise MemoryError("no memory for the copy")
+
+    save(folder, {"x": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world_size - 1:
+            patch.setattr("phalanx.checkpoint.saving.fill", refuse)
+        with pytest.raises(CheckpointError, match=f"rank {world_size - 1}: .*MemoryError: no memory for the copy"):
+            save(folder, {"x": 2}, 2)
+    dist.barrier()  # rank 0 removes what it has begun
+    assert names_in(folder) == ["latest", "step-00000001"]
+    save(folder, {"x": 3}, 3)
+
+
+@behaviour
 def ranks_that_save_different_steps_or_folders_are_told(rank, world_size, folder):
     if world_size == 1:
         return
@@ -140,6 +169,7 @@ def a_write_that_fails_is_told_at_the_next_call_on_every_rank(rank, world_size, 
             _settle()
         with pytest.raises(CheckpointError, match=said):
             how()
+        dist.barrier()  # rank 0 removes what it has begun for the save after
         assert names_in(folder) == ["latest", "step-00000001"], "nothing half written stays"
     assert ckpt.load(folder, {"x": None}).step == 1
     save(folder, {"x": torch.ones(100_000)}, 2)
@@ -175,8 +205,10 @@ def leftovers_of_killed_saves_are_swept(rank, world_size, folder):
         other.mkdir(parents=True)
         (other / "rank_00000.safetensors").write_bytes(b"half")
         (pathlib.Path(folder) / ".mine.part").mkdir()
+        (pathlib.Path(folder) / "latest.4711.part").write_text("step-0000")
+        (pathlib.Path(folder) / "latest.mine.part").write_text("")
     save(folder, {"x": 1})
-    assert names_in(folder) == [".mine.part", "latest", "step-00000001"]
+    assert names_in(folder) == [".mine.part", "latest", "latest.mine.part", "step-00000001"]
 
 
 @behaviour

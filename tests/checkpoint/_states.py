@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -161,7 +164,66 @@ def what_would_have_to_be_pickled_is_named_on_every_rank(rank, world_size, folde
         ckpt.save(folder, {"thing": TwoTensor(torch.ones(2), torch.ones(2))}, 1)
     with pytest.raises(CheckpointError, match=r"thing is a tensor that is on the meta device"):
         ckpt.save(folder, {"thing": torch.ones(2, device="meta")}, 1)
+    for dtype in (torch.int4, torch.uint2):
+        with pytest.raises(CheckpointError, match=r"thing is a tensor of u?int[24], which can't be loaded"):
+            ckpt.save(folder, {"thing": torch.zeros(8, dtype=torch.uint8).view(dtype)}, 1)
     assert not ckpt.list(folder)
+
+
+class Hollow(torch.Tensor):
+    """A tensor of torch's dispatcher, around nothing."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (2,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls()
+
+
+class Liar(torch.Tensor):
+    """A tensor that names another size and place than its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in ("data_ptr", "numel", "element_size"):
+            return 1 << 20
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def resized(num_elems: int, size_bytes: int) -> torch.Tensor:
+    tensor = torch.ones(num_elems)
+    tensor.untyped_storage().resize_(size_bytes)
+    return tensor
+
+
+@behaviour
+def a_tensor_without_its_memory_is_named_on_every_rank(rank, world_size, folder):
+    with FakeTensorMode():
+        fake = torch.ones(100_000)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for value, said in (
+        (resized(100_000, 0), "is a tensor whose storage holds 0 bytes, too few for its shape"),
+        (resized(100_000, 4096), "is a tensor whose storage holds 4096 bytes, too few for its shape"),
+        (DTensor.from_local(resized(100, 0), mesh, [Shard(0)]), "is a tensor whose storage holds 0 bytes, too few"),
+        (fake, "is a FakeTensor without memory of its own"),
+        (Hollow(), "is a Hollow without memory of its own"),
+        (torch._to_functional_tensor(torch.ones(100_000)), "is a Tensor without memory of its own"),
+    ):
+        mine = value if rank == world_size - 1 else torch.ones(2)
+        with pytest.raises(CheckpointError, match=f"rank {world_size - 1}: model.thing {said}"):
+            ckpt.save(folder, {"model": {"thing": mine}}, 1)
+    with pytest.raises(CheckpointError, match=r"thing is a Tensor without memory of its own"):
+        torch.func.vmap(lambda x: ckpt.save(folder, {"thing": x}, 1))(torch.ones(2, 3))
+    assert not ckpt.list(folder)
+
+
+@behaviour
+def a_subclass_is_saved_as_the_memory_that_it_has(rank, world_size, folder):
+    state = {"large": torch.randn(100_000), "small": torch.randn(3)}
+    found = round_trip(folder, {name: tensor.as_subclass(Liar) for name, tensor in state.items()})
+    assert_same(found, state)
 
 
 @behaviour

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
-from phalanx import cli
+from phalanx import CheckpointError, cli
+from phalanx.checkpoint import load
 from phalanx.testing import run_ranks
 from tests.checkpoint._tools import assert_same, copy_of, flip_bit, model, save
 
@@ -237,6 +239,33 @@ def test_what_is_damaged_is_neither_shown_nor_exported(damaged, ckpt, tmp_path):
         assert (code, lines) == (2, [])
         assert "rank_00001.safetensors was altered" in err
     assert ckpt("diff", damaged, 10, 20)[0] == 2
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\n\u202e\ud800[red]"
+
+
+def test_no_name_and_no_value_of_a_checkpoint_reaches_the_terminal_as_more_than_text(ckpt, tmp_path):
+    for number in (1, 2):
+        save(tmp_path, {EVIL: {EVIL: number}, "t": [EVIL * number], "k": {(EVIL,): torch.ones(number)}}, number)
+    for args in (["show", tmp_path], ["diff", tmp_path, 1, 2], ["export", tmp_path, tmp_path / "x.pt", "--key", "no"]):
+        _, lines, err = ckpt(*args)
+        shown = "".join(lines) + err.rstrip("\n")
+        assert shown.isprintable()
+        assert r"\x1b]0;owned\x07\x1b[2J\n\u202e\ud800[red]" in shown
+
+
+def test_nor_does_it_in_an_error(tmp_path):
+    save(tmp_path, {EVIL: 1})
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, {"other": 1})
+    assert str(caught.value).isprintable()
+    module = torch.nn.Linear(1, 1)
+    save(tmp_path, {"model": {**module.state_dict(), EVIL: torch.ones(1)}}, 2)
+    with pytest.raises(CheckpointError, match="Unexpected key") as caught:
+        load(tmp_path, {"model": module})
+    assert "\x1b" not in str(caught.value)
+    del caught
+    gc.collect()  # the files that the tracebacks hold
 
 
 @pytest.mark.parametrize("args", [["--help"], [], ["export", "--help"]])

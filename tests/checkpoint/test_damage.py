@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 
 import phalanx.checkpoint as ckpt
 from phalanx import CheckpointError
+from phalanx.checkpoint import folder
+from phalanx.checkpoint.image import Part, fill, lay_out
 from tests.checkpoint._tools import flip_bit, save
 
 FILES = ("rank_00000.safetensors", "manifest.json")
@@ -40,32 +44,51 @@ def damaged(whole, tmp_path_factory):
     return make
 
 
-def assert_gives_way(folder):
+def assert_gives_way(folder, is_whole=False):
     state = {"x": torch.zeros(2000), "epoch": 0}
     with pytest.warns(UserWarning, match=r"step-00000002.*The checkpoint of step 1 is loaded instead"):
         assert ckpt.load(folder, state) == ckpt.Loaded(1, "disk")
     assert state["epoch"] == 1
     assert state["x"].eq(1).all()
-    [problem] = ckpt.verify(folder)
-    assert "step-00000002" in problem
+    assert is_whole or "step-00000002" in ckpt.verify(folder)[0]
     with pytest.raises(CheckpointError, match="step-00000002"):
         ckpt.load(folder, state, 2)
 
 
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_one_flipped_bit_anywhere_is_noticed(damaged, name, where):
     assert_gives_way(damaged(lambda path: flip_bit(path, int(where * 8 * path.stat().st_size)), name))
 
 
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_a_file_that_ends_too_early_is_noticed(damaged, name, where):
     assert_gives_way(
         damaged(lambda path: path.write_bytes(path.read_bytes()[: int(where * path.stat().st_size)]), name)
     )
+
+
+def put_fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def put_link_to_device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("put", [put_fifo, put_link_to_device])
+def test_what_is_no_regular_file_is_not_read(whole, tmp_path, put, name):
+    folder = tmp_path / "own"
+    shutil.copytree(whole, folder)
+    put(folder / "step-00000002" / name)
+    assert_gives_way(folder)
+    assert "Not a regular file" in ckpt.verify(folder)[0]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -117,10 +140,133 @@ def test_a_format_of_the_future_is_said_to_be_one(damaged):
         ckpt.load(damaged(date_forward, "manifest.json"), {"epoch": 0})
 
 
+# ---------------------------------------------------------------- what somebody has written by hand, with right sums
+
+
+def resign(path, change):
+    """Change the manifest and sign it again."""
+    manifest = json.loads(path.read_text())
+    del manifest["checksum"]
+    change(manifest)
+    path.write_text(folder._sign(manifest))
+
+
+def rewrite(path, change):
+    """Change a file's header by `change(entries, metadata)`, with right sums in the manifest."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    metadata = json.loads(entries["__metadata__"]["phalanx"])
+    change(entries, metadata)
+    entries["__metadata__"]["phalanx"] = json.dumps(metadata)
+    text = json.dumps(entries).encode()
+    text = text.ljust(-(-len(text) // 4096) * 4096 - 8 + (4 if change is shift else 0))
+    data = len(text).to_bytes(8, "little") + text + data[8 + length :]
+    path.write_bytes(data)
+    signed = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    resign(path.with_name("manifest.json"), lambda manifest: manifest["files"].update({path.name: signed}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["files"].clear(),
+        lambda m: m["files"].update({"rank_00001.safetensors": m["files"]["rank_00000.safetensors"]}),
+        lambda m: m["files"].update({"../x": m["files"].pop("rank_00000.safetensors")}),
+        lambda m: m.update(world_size=2),
+        lambda m: m.update(world_size=10**18),
+        lambda m: m.update(files=3),
+        lambda m: m.update(format="new"),
+        lambda m: m.update(saved_at=1e300),
+        lambda m: m.update(metric=10**400),
+        lambda m: m["files"]["rank_00000.safetensors"].update(size_bytes="1"),
+        lambda m: m["files"]["rank_00000.safetensors"].pop("sha256"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_gives_way(damaged, change):
+    assert_gives_way(damaged(lambda path: resign(path, change), "manifest.json"))
+
+
+def shift(entries, metadata):
+    """`rewrite` puts the data behind a header of another length, where complex numbers are not aligned."""
+
+
+def set_node(node):
+    return lambda entries, metadata: metadata["tree"]["dict"].append(["evil", node])
+
+
+OBJECTS = {"numpy": base64.b64encode(b"A" * 16).decode(), "dtype": "|O", "shape": [2], "scalar": False}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        shift,
+        set_node(OBJECTS),  # whose bytes would be taken for addresses
+        set_node({"numpy": OBJECTS["numpy"], "dtype": "i4,O", "shape": [1], "scalar": False}),
+        set_node({"set": [{"list": []}]}),
+        set_node({"dict": [[{"list": []}, 1]]}),
+        set_node({"device": 3.5}),
+        set_node({"tensor": "x"}),
+        set_node({"tensor": "x", "shape": [2**40, 2**40], "dtype": "float32"}),
+        set_node({"float": None}),
+        set_node({}),
+        lambda entries, metadata: metadata.pop("is_alike"),
+        lambda entries, metadata: metadata.update(rank=1),
+        lambda entries, metadata: metadata["blocks"].pop("x"),
+        lambda entries, metadata: entries["x"].update(dtype="I32"),
+        lambda entries, metadata: entries["x"].update(shape=[1000, 2.0]),
+        lambda entries, metadata: entries["x"]["data_offsets"].reverse(),
+        lambda entries, metadata: entries.update(y=entries["x"]),  # the same bytes twice
+    ],
+)
+def test_a_file_that_makes_no_sense_gives_way(whole, damaged, change):
+    def write(path):
+        save(path.parents[1], {"x": torch.ones(2000), "z": torch.ones(3, dtype=torch.complex128), "epoch": 2}, 2)
+        rewrite(path, change)
+
+    state = {"x": torch.zeros(2000), "epoch": 0}
+    with pytest.warns(UserWarning, match=r"step-00000002.*The checkpoint of step 1 is loaded instead"):
+        assert ckpt.load(damaged(write, FILES[0]), state) == ckpt.Loaded(1, "disk")
+    assert state["x"].eq(1).all()
+
+
+def test_a_tensor_of_blocks_that_overlap_gives_way(damaged):
+    """As many elements as are wanted, but some of them twice and some never."""
+
+    def write(path):
+        parts = [Part("x", (place,), torch.ones(1000)) for place in (0, 500)]
+        node = {"tensor": "x", "shape": [2000], "dtype": "float32"}
+        tree = {"dict": [["x", node], ["epoch", 2]]}
+        metadata = {"step": 2, "rank": 0, "world_size": 1, "is_alike": True, "tree": tree}
+        layout = lay_out(parts, metadata)
+        data = bytearray(layout.size_bytes)
+        fill(data, layout, parts)
+        path.write_bytes(data)
+        rewrite(path, lambda *_: 0)
+
+    assert_gives_way(damaged(write, FILES[0]), is_whole=True)
+
+
+def test_a_manifest_that_can_not_be_read_is_damage(damaged):
+    def replace(path):
+        path.unlink()
+        path.mkdir()
+
+    found = damaged(replace, FILES[1])
+    try:
+        assert_gives_way(found)
+        assert [checkpoint.step for checkpoint in ckpt.list(found)] == [1]
+    finally:
+        (found / "step-00000002" / FILES[1]).rmdir()
+
+
 def test_what_is_no_checkpoint_is_left_alone(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "copy")
-    for name in ("step-9", "step-00000003.bak", "notes"):
+    for name in ("step-9", "step-000000009", "step-٠٠٠٠٠٠٠٣", "step-00000003.bak", "notes"):
         (folder / name).mkdir()
     assert [checkpoint.step for checkpoint in ckpt.list(folder)] == [1, 2]
     save(folder, {"epoch": 4}, 4)
-    assert {"step-9", "step-00000003.bak", "notes"} <= {path.name for path in folder.iterdir()}
+    assert {"step-9", "step-000000009", "step-٠٠٠٠٠٠٠٣", "step-00000003.bak", "notes"} <= {
+        path.name for path in folder.iterdir()
+    }

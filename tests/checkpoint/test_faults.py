@@ -13,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 import phalanx.checkpoint as ckpt
 from phalanx import CheckpointError, CollectiveMismatch
+from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint import meeting
 from phalanx.testing import reached
 from tests.checkpoint._kills import kill_savers
@@ -171,6 +173,29 @@ def save_on_rank_0_of_gloo(rank, world_size, folder):
 
 def test_a_call_that_another_rank_does_not_make_is_told_on_gloo(run_ranks, tmp_path):
     run_ranks(save_on_rank_0_of_gloo, 2, str(tmp_path / "c"), backend="gloo")
+
+
+def test_a_rank_that_comes_to_publish_too_late_does_no_harm(tmp_path, monkeypatch):
+    """It has seen all signatures, and another has published and taken them away before it goes on."""
+    draft = folders.begin(str(tmp_path), 1, 2, None)
+    for rank in range(2):
+        sha256 = Future()
+        sha256.set_result("0" * 64)
+        draft.write(rank, memoryview(b"x"), sha256)
+    late, published = [], ["manifest.json", *map(folders.file_of, range(2))]
+
+    def sync(path):
+        if not late and path == draft.path and names_in(path) == published:
+            with monkeypatch.context() as patch:
+                patch.setattr(os.path, "exists", lambda path: True)  # as it was when it looked
+                late.append(None)
+                late[0] = draft.publish()
+
+    monkeypatch.setattr(folders, "_sync", sync)
+    assert draft.publish()
+    assert late == [False]
+    assert names_in(tmp_path) == ["latest", "step-00000001"]
+    assert names_in(tmp_path / "step-00000001") == published
 
 
 # ---------------------------------------------------------------- the end of a process

@@ -13,9 +13,12 @@ import pytest
 import torch
 
 import phalanx.checkpoint as ckpt
+from phalanx import CheckpointError, _snapshots
+from phalanx._cgroups import Memory
 from phalanx.checkpoint import memory
 from phalanx.testing import run_ranks
-from tests.checkpoint._tools import save
+from tests.checkpoint import _own
+from tests.checkpoint._tools import assert_same, save
 
 LIMIT_S = 100
 
@@ -24,6 +27,7 @@ import hashlib, json, os, signal, sys
 import torch
 from torch import nn
 import phalanx, phalanx.checkpoint as ckpt
+from phalanx import CheckpointError
 from phalanx.checkpoint import memory
 
 kills = [tuple(kill) for kill in json.loads(sys.argv[1])]
@@ -144,6 +148,18 @@ def find(rank, world_size, folder, number_of_owner=None):
     return found.step, found.source
 
 
+def take_own(rank, world_size, folder):
+    for number, state in enumerate(_own.states(rank)):
+        assert ckpt.snapshot(folder, state, number) == ""
+        loaded = dict.fromkeys(state)
+        assert ckpt.load(folder, loaded) == ckpt.Loaded(number, "memory")
+        assert_same(loaded, state, f"state {number}")
+
+
+def test_what_differs_in_one_bit_is_each_ranks_own(tmp_path, held):
+    run_ranks(take_own, 2, str(tmp_path), env=held)
+
+
 def test_what_is_taken_is_the_newest_in_memory_or_on_disk(tmp_path, held):
     folder = str(tmp_path)
     run_ranks(take, 2, folder, [1, 2, 3], [2], env=held)
@@ -217,6 +233,16 @@ def take_too_much(rank, world_size, folder):
     return take(rank, world_size, folder, [1, 2])
 
 
+def take_what_is_needed(rank, world_size, folder):
+    memory.cgroup_memory = lambda: [Memory(64 << 20, 63 << 20)]
+    return take(rank, world_size, folder, [1, 2])
+
+
+def take_beyond_the_region(rank, world_size, folder):
+    memory.REGION_BYTES = 1 << 16
+    return take(rank, world_size, folder, [1, 2])
+
+
 def lack_memory(rank, world_size, folder):
     def refuse(*args):
         raise OSError(28, "No space left on device")
@@ -230,6 +256,11 @@ def lack_memory(rank, world_size, folder):
     ("function", "said"),
     [
         (take_too_much, "two of all ranks would take 0 MiB, more than 0% of this host's"),
+        (
+            take_what_is_needed,
+            "two of all ranks would take 0 MiB, more than 50% of the 1 MiB that are left of the cgro",
+        ),
+        (take_beyond_the_region, "one of a rank would take 0 MiB, more than 0 MiB"),
         (lack_memory, "0 MiB can't be had on rank 1: No space left on device"),
     ],
 )
@@ -237,6 +268,36 @@ def test_too_little_memory_is_the_answer_on_every_rank(tmp_path, held, function,
     for answers in run_ranks(function, 2, str(tmp_path), env=held):
         assert all(answer.startswith(said) for answer in answers), answers
     assert run_ranks(find, 2, str(tmp_path), env=held) == [None] * 2
+
+
+def take_what_cannot_be_saved(rank, world_size, folder):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.snapshot: rank 1: TypeError: x is a object"):
+        ckpt.snapshot(folder, {"x": object() if rank == 1 else 0}, 1)
+    return take(rank, world_size, folder, [2])
+
+
+def test_what_one_rank_cannot_save_is_told_on_all(tmp_path, held):
+    assert run_ranks(take_what_cannot_be_saved, 2, str(tmp_path), env=held) == [[""]] * 2
+
+
+def go_on_without(rank, world_size, folder, path):
+    """Load, in two calls, and try to take snapshots; return the pages that are held before and after."""
+    before = os.stat(path).st_blocks
+    assert find(rank, world_size, folder) == find(rank, world_size, folder) == (3, "memory")
+    assert take(rank, world_size, folder, [4]) == ["the kernel has killed an attempt before for want of memory"]
+    torch.distributed.barrier()
+    return before, os.stat(path).st_blocks
+
+
+def test_after_a_kill_for_want_of_memory_snapshots_are_loaded_once_more_and_freed(tmp_path, held):
+    folder, path = str(tmp_path), held["PHALANX_SNAPSHOTS"]
+    run_ranks(take, 2, folder, [1, 2, 3], env=held)
+    fd = os.open(path, os.O_RDWR)
+    _snapshots.forbid(fd)
+    os.close(fd)
+    for before, after in run_ranks(go_on_without, 2, folder, path, env=held):
+        assert before > 1000
+        assert after <= 16, "the word that forbids them"
 
 
 def test_without_a_supervisor_that_is_the_answer(tmp_path):

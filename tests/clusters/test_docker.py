@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
@@ -63,26 +62,10 @@ def test_two_containers_with_the_network_and_the_processes_of_their_host_share_m
     # docker run --network host --pid host: names, files and System V's memory are each container's own.
     path = script(tmp_path)
     flags = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "29655"]
+    command = ["unshare", "--uts", "--ipc", "--mount", *PHALANX, "run", *flags, "--node-rank"]
     started = [
         subprocess.Popen(
-            [
-                "unshare",
-                "--uts",
-                "--ipc",
-                "--mount",
-                sys.executable,
-                "-m",
-                "phalanx",
-                "run",
-                "--node-rank",
-                str(n),
-                *flags,
-                path,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
+            [*command, str(n), path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
         )
         for n in range(2)
     ]

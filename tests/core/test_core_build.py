@@ -14,12 +14,23 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import nanobind
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 BUILDS = REPO / "build" / "test_core"
 BUILD_LIMIT_S = 600
 RUN_LIMIT_S = 300  # a hang; sanitized, a run takes some ten seconds
+SANITIZED = [
+    str(REPO / "tests" / name)
+    for name in (
+        "backend/test_messages.py",
+        "backend/test_shapes.py",
+        "backend/test_works.py",
+        "backend/test_forks.py",
+        "faults/test_handlers.py",
+    )
+]
 
 pytestmark = pytest.mark.skipif(not (REPO / "csrc" / "tests").is_dir(), reason="needs the source tree")
 
@@ -52,11 +63,11 @@ def locked(folder: Path):
         yield
 
 
-def build(variant: str, target: str, *settings: str) -> Path:
+def build(variant: str, target: str, *settings: str, tests: str = "ON") -> Path:
     """Bring `target` of the core up to date in a folder of the variant's own; return the folder."""
     folder = BUILDS / variant
     with locked(folder):
-        configure = [tool("cmake"), "-S", str(REPO), "-B", str(folder), "-G", "Ninja", "-DPHALANX_TESTS=ON"]
+        configure = [tool("cmake"), "-S", str(REPO), "-B", str(folder), "-G", "Ninja", f"-DPHALANX_TESTS={tests}"]
         configure += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DCMAKE_BUILD_TYPE=None", *settings]
         for command in (configure, [tool("cmake"), "--build", str(folder), "--target", target]):
             done = run(command, BUILD_LIMIT_S)
@@ -93,6 +104,30 @@ def test_the_core_passes_its_own_tests(variant, tmp_path):
     report = "\n".join(line for line in done.stdout.splitlines() if not line.startswith("ok "))[-10_000:]
     assert done.returncode == 0, report
     assert report.endswith(" cases, 0 failed"), report
+
+
+@pytest.mark.slow
+def test_the_python_tests_pass_on_the_sanitized_core(tmp_path):
+    """Real processes, with forks, signals and threads of Python: what ranks as threads cannot show."""
+    require_sanitizer("address,undefined", tmp_path)
+    settings = [f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind.cmake_dir()}"]
+    folder = build("extension", "_core", "-DPHALANX_SANITIZE=address", *settings, tests="OFF")
+    (core,) = folder.glob("_core*.so")
+    compiler = os.environ.get("CXX", "c++")
+    libraries = [
+        run([compiler, f"-print-file-name={name}"], 10).stdout.strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")  # the last: or exceptions are not intercepted
+    ]
+    done = run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *SANITIZED],
+        RUN_LIMIT_S * 2,
+        LD_PRELOAD=":".join(libraries),
+        PYTHONPATH=str(REPO / "tests" / "core" / "sanitized"),
+        SANITIZED_CORE=str(core),
+        ASAN_OPTIONS="detect_leaks=0",  # of Python's own, by the hundred
+        UBSAN_OPTIONS="print_stacktrace=1",
+    )
+    assert done.returncode == 0, done.stdout[-10_000:]
 
 
 @pytest.mark.skipif(

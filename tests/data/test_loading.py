@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import random
+import warnings
 
 import numpy
 import pytest
@@ -37,6 +38,25 @@ class Stream(IterableDataset):
         return iter(range(self._length))
 
 
+class OwnTurns(Stream):
+    """Divides itself among workers, as torch's documentation shows."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, self._length, info.num_workers) if info else range(self._length))
+
+
+class OwnPart(OwnTurns):
+    """Divides itself among the ranks, too."""
+
+    def __init__(self, length, rank, world_size):
+        super().__init__(length)
+        self._rank, self._world_size = rank, world_size
+
+    def __iter__(self):
+        return (item for item in super().__iter__() if item % self._world_size == self._rank)
+
+
 def load(rank, world_size, options, num_epochs=1):
     loader = phalanx.DataLoader(NUMBERS, **options)
     seen = []
@@ -64,6 +84,36 @@ def draw(rank, world_size, per_rank):
     drawn = [random.random(), numpy.random.random(), torch.rand(()).item()]
     loader = phalanx.DataLoader(Drawing(), batch_size=None, num_workers=2)
     return own, drawn, [row.tolist() for row in loader]
+
+
+def read_streams(rank, world_size):
+    """Read each kind of stream in the ways that give every item once."""
+
+    def items(stream, **options):
+        return [int(item) for item in phalanx.DataLoader(stream, batch_size=None, **options)]
+
+    own_part = OwnPart(17, rank, world_size)
+    read = {
+        "with workers of its own": items(OwnTurns(17), num_workers=2, is_own_part=False),
+        "sharded": items(phalanx.shard_iterable(Stream(17)), num_workers=2),
+        "sharded, with workers of its own": items(phalanx.shard_iterable(OwnTurns(17)), num_workers=2),
+        "part of its own": items(own_part, is_own_part=True),
+        "part of its own, with workers": items(own_part, num_workers=2, is_own_part=True),
+    }
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        read["as it comes"] = items(Stream(17))
+        read["as it comes, of workers of its own"] = items(OwnTurns(17))
+    return read, [str(warning.message) for warning in said]
+
+
+def read_partition(rank, world_size):
+    parts = phalanx.DataPartitioner(NUMBERS, [1 / world_size] * world_size)
+    with pytest.raises(ValueError, match="Say is_own_part=True or is_own_part=False"):
+        phalanx.DataLoader(parts.use(rank))
+    own = phalanx.DataLoader(parts.use(rank), shuffle=True, num_workers=0, is_own_part=True)
+    shared = phalanx.DataLoader(parts.use(0), num_workers=0, is_own_part=False)
+    return [int(item) for item in own], [int(item) for item in shared], len(parts.use(0))
 
 
 def read_shard(rank, world_size, length, num_workers):
@@ -131,6 +181,23 @@ def test_each_item_of_a_stream_comes_once_over_ranks_and_workers(run_ranks, num_
     results = run_ranks(read_shard, 2, 17, num_workers, backend="gloo")
     assert sorted(itertools.chain(*results)) == list(range(17))
     assert [len(result) for result in results] == [9, 8]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stream_gives_each_item_once_whoever_divides_it(run_ranks, world_size):
+    results = run_ranks(read_streams, world_size, backend="gloo")
+    for name in results[0][0]:
+        assert sorted(itertools.chain(*(read[name] for read, _ in results))) == list(range(17)), name
+    said = [warning for _, warnings_of_rank in results for warning in warnings_of_rank]
+    assert len(said) == (2 if world_size > 1 else 0)
+    assert all("take turns at this" in warning and "is_own_part=True" in warning for warning in said)
+
+
+def test_a_partition_is_not_divided_again_unless_told_to(run_ranks):
+    results = run_ranks(read_partition, 2, backend="gloo")
+    assert sorted(item for own, _, _ in results for item in own) == list(range(23))
+    assert len({item for _, shared, _ in results for item in shared}) == results[0][2]
+    assert sum(len(shared) for _, shared, _ in results) == results[0][2]
 
 
 def test_an_iterator_is_no_stream():

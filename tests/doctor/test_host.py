@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -14,10 +15,17 @@ from phalanx.doctor import examination, limits, processors
 from phalanx.doctor.finding import ok
 from phalanx.doctor.limits import Limit
 from phalanx.launch.cpus import Machine
+from tests.denial import deny
 
 GIB = 1 << 30
 MEMINFO = "MemTotal: {} kB\nMemFree: 1 kB\nMemAvailable: {} kB\n"
 NO_LIMITS = {name: Limit(None, None) for name in ("AS", "MEMLOCK", "NOFILE", "NPROC")}
+
+
+MOUNTS = """\
+30 23 0:26 / /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw
+35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+"""
 
 
 @pytest.fixture
@@ -25,7 +33,7 @@ def lay_out(tmp_path):
     """Return a function that writes files of /proc and /sys below a root, and returns the root."""
 
     def write(**files):
-        for name, text in files.items():
+        for name, text in {"proc__self__mountinfo": MOUNTS, **files}.items():
             path = tmp_path / name.replace("__", "/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -125,6 +133,23 @@ def test_shared_memory_that_can_not_be_had_is_a_problem_of_that_system_call():
     )
     assert "level='problem'" in done.stdout, done.stderr
     assert "File too large" in done.stdout
+
+
+def test_the_end_of_a_process_is_seen_here():
+    assert level_of(limits.try_watching()) == "ok"
+
+
+def watch_without_pidfd(rank, world_size, error):
+    deny("pidfd_open", error=error)
+    return limits.try_watching()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM])
+def test_a_pidfd_that_can_not_be_had_is_told_with_what_it_costs(run_ranks, error):
+    ((finding,),) = run_ranks(watch_without_pidfd, 1, error, backend=None, init=False)
+    assert finding.level == "warning"
+    assert f"pidfd_open: {os.strerror(error)}: the death of a rank is noticed through /proc" in finding.found
+    assert "seccomp" in finding.todo
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_the_segment_of_another_user_is_refused():
     stranger.start()
     try:
         assert os.read(listening, 1) == b"x"
-        with pytest.raises(RuntimeError, match="another user"):
+        with pytest.raises(PermissionError, match="another user"):
             _core.Segment.attach(name, "0" * 32, timeout_s=10)
     finally:
         os.write(end, b"x")

@@ -37,6 +37,7 @@ from tests.backend.test_dtypes import (
 )
 from tests.backend.test_groups import split_groups, use_a_reversed_group, use_every_subset
 from tests.backend.test_objects import move_objects, pass_monitored_barrier
+from tests.backend.test_overlaps import overlap_lists, overlap_wholes
 from tests.backend.test_random_plans import follow_plan
 from tests.backend.test_shapes import move_leaves, move_nothing
 from tests.hosts._layouts import LAYOUTS, interleaved, layout_name
@@ -88,7 +89,7 @@ def check_sum(got, want, op, what):
 
 
 def average_integers(rank, world_size):
-    """It is the mean of all ranks, not of the hosts' means, of a sum in 64 bits, and truncates towards zero."""
+    """It is the mean of all ranks, not of the hosts' means, truncated towards zero."""
     for dtype in (torch.int8, torch.int32, torch.uint8, torch.int64):
         for sign in (1, -1) if dtype.is_signed else (1,):
             want = sign * (sum(100 + r for r in range(world_size)) // world_size)
@@ -296,6 +297,12 @@ def test_every_way_to_call_works(run_ranks, hosts):
 def test_blocking_and_asynchronous_calls_keep_their_order(run_ranks, hosts):
     results = run_ranks(keep_the_order, sum(hosts), hosts=hosts)
     assert results == [results[0]] * sum(hosts)
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [2, 1]], ids=layout_name)
+def test_tensors_of_one_call_that_overlap(run_ranks, hosts):
+    checks = [(overlap_lists, False), (overlap_wholes,)]
+    assert run_ranks(run_all, sum(hosts), checks, hosts=hosts) == [[[], []]] * sum(hosts)
 
 
 @every_layout

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from phalanx import CollectiveMismatch, CollectiveTimeout, GroupUnusable, PhalanxError, RankFailed
@@ -173,6 +174,46 @@ def test_every_kind_of_mismatch_between_hosts_is_found(run_ranks, kind):
     for text, *_ in run_ranks(disagree, 2, kind, hosts=[1, 1]):
         assert MISMATCHES[kind][2] in text
         assert MISMATCHES[kind][3] in text
+
+
+# What a host's ranks, or those of a rail, do alike although their callers asked for something else.
+ALIKE = {
+    "dtype of an average": (
+        lambda: dist.all_reduce(torch.ones(4, dtype=torch.int8), dist.ReduceOp.AVG),
+        lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG),
+        "all_reduce(int8, count=4, op=AVG)",
+        "all_reduce(int64, count=4, op=AVG)",
+    ),
+    "destination": (
+        lambda: dist.reduce(torch.ones(4), 0),
+        lambda: dist.reduce(torch.ones(4), 1),
+        "dst=0",
+        "dst=1",
+    ),
+}
+
+
+def disagree_alike(rank, world_size, kind, odd_ranks):
+    usual, odd, _, _ = ALIKE[kind]
+    with pytest.raises(CollectiveMismatch) as error:
+        odd() if rank in odd_ranks else usual()
+        dist.barrier()  # a rank of another host may have been done
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "odd_ranks"),
+    [
+        ("dtype of an average", [1, 1], [1]),
+        ("dtype of an average", [2, 2], [1, 3]),
+        ("destination", [2, 1], [1]),
+        ("destination", [2, 2], [1, 3]),
+    ],
+)
+def test_a_mismatch_is_found_where_the_steps_are_alike(run_ranks, kind, hosts, odd_ranks):
+    for text in run_ranks(disagree_alike, sum(hosts), kind, odd_ranks, hosts=hosts):
+        assert ALIKE[kind][2] in text
+        assert ALIKE[kind][3] in text
 
 
 def test_different_split_sizes_are_named(run_ranks):

@@ -17,12 +17,18 @@ def machine(num_cores, *, num_nodes=1, threads=1, quota=None):
     )
 
 
+MOUNTS = """\
+30 23 0:26 / /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw
+32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct
+"""
+
+
 @pytest.fixture
 def root(tmp_path):
     """Lay out files under a root folder and return it."""
 
     def write(files):
-        for name, text in files.items():
+        for name, text in {"proc/self/mountinfo": MOUNTS, **files}.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -88,8 +94,8 @@ V2 = "0::/user.slice/job\n"
         (
             {
                 "proc/self/cgroup": "4:cpu,cpuacct:/box\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
             },
             None,
         ),

@@ -15,10 +15,14 @@ import time
 
 import pytest
 
+from tests.launch.test_last_moments import storm_at_the_end
+
 LONG = bool(os.environ.get("PHALANX_TEST_LONG"))
 NUM_FAILURES = 200 if LONG else 16
 NUM_RESTARTS = 100 if LONG else 10
 NUM_KILLS = 100 if LONG else 6
+NUM_STORMS = 200 if LONG else 6
+NUM_MIB = 100 if LONG else 8
 MANY_RANKS = 64 if LONG else 16
 LIMIT_S = 600
 
@@ -159,8 +163,16 @@ def marked(marker):
     return found
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
-def test_a_supervisor_ended_at_a_random_moment_leaves_nothing(tmp_path, sig):
+def children_of(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("sig", "with_warden"), [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGKILL, True)]
+)
+def test_a_supervisor_ended_at_a_random_moment_leaves_nothing(tmp_path, sig, with_warden):
     rng = random.Random(int(sig))
     for number in range(NUM_KILLS):
         marker = f"PHALANX_TEST_MARK={os.getpid()}-{number}"
@@ -169,7 +181,11 @@ def test_a_supervisor_ended_at_a_random_moment_leaves_nothing(tmp_path, sig):
             job.stdout.readline()  # a rank is up, maybe the first of two
         else:
             time.sleep(rng.random() * 1.5)
+        wardens = [warden for keeper in children_of(job.pid) for warden in children_of(keeper)]
         job.send_signal(sig)
+        for warden in wardens if with_warden else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(warden, sig)
         job.communicate(timeout=LIMIT_S)
         deadline = time.monotonic() + 1.0
         while (left := marked(marker.encode())) and time.monotonic() < deadline:
@@ -190,3 +206,24 @@ def test_many_more_ranks_than_cores_start_meet_and_end(tmp_path):
     out, err = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, err
     assert sorted(line.split("] ")[1] for line in out.splitlines()) == [str(MANY_RANKS)] * MANY_RANKS
+
+
+def test_no_storm_of_signals_after_the_end_of_the_ranks_changes_an_exit_code(tmp_path):
+    for number in range(NUM_STORMS):
+        code = (0, 3, 75)[number % 3]
+        ended, err = storm_at_the_end(tmp_path, code)
+        assert ended == code, f"round {number}: {err}"
+
+
+def test_lines_without_end_come_out_whole(tmp_path):
+    source = """
+    import os, resource, sys
+    for _ in range(int(sys.argv[1])):
+        sys.stdout.write("x" * (1 << 20))
+        sys.stderr.write("Traceback (most recent call last):\\n  " * 100 + " " * (1 << 20))
+    """
+    job = run(tmp_path, source, str(NUM_MIB), num_ranks=1)
+    out, err = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0
+    assert out.count("x") == NUM_MIB << 20
+    assert err.count(" ") >= NUM_MIB << 20

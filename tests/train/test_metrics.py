@@ -9,10 +9,12 @@ import math
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from phalanx.train.metrics import MetricsLog, is_being_written, read_metrics, without_undone, write_csv
+from tests.train import hostile
 from tests.train.runs import FakeRun
 
 
@@ -51,6 +53,16 @@ def test_a_metric_that_is_called_time_does_not_hide_the_time(tmp_path):
     [record] = read_metrics(tmp_path)
     assert record["time"] > 1.7e9
     assert record["attempt"] == 0
+
+
+@pytest.mark.parametrize("device", [None, "/dev/zero"])
+def test_what_is_no_regular_file_is_refused(tmp_path, device):
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path) if device is None else path.symlink_to(device)
+    for use in (read_metrics, MetricsLog):
+        with pytest.raises(OSError, match="Not a regular file"):
+            use(tmp_path)
+    assert not is_being_written(tmp_path)
 
 
 @pytest.mark.parametrize("torn", [b'{"time": 1.0, "ki', b"{", b"\xff\xfe", b"\0\0\0", b"17", b'{"kind": "step"}'])
@@ -164,3 +176,19 @@ def test_a_folder_without_metrics_is_named(tmp_path, kind):
         folder.write_text(json.dumps({}))
     with pytest.raises(FileNotFoundError, match=r"no metrics.jsonl in .*nothing': name the folder of a run"):
         read_metrics(folder)
+
+
+@pytest.mark.filterwarnings("default")  # of TensorBoard, for odd names of values
+def test_any_bytes_can_be_read_and_made_a_report_of():
+    hostile.fuzz(num_runs=50)
+
+
+def test_a_log_of_many_starts_is_read_in_no_time():
+    records = []
+    for number in range(20_000):
+        head = {"time": 1.0, "attempt": number}
+        records.append({**head, "kind": "start", "resumed_from": {"step": number, "source": "disk"}})
+        records.append({**head, "kind": "step", "step": number + 1})
+    begin = time.monotonic()
+    assert step_numbers(without_undone(records)) == list(range(1, 20_001))
+    assert time.monotonic() - begin < 5  # each start against each record takes minutes

@@ -232,6 +232,21 @@ def refuse_data_without_a_step(folder):
         train(f"{folder}3", patience=2)
 
 
+def refuse_parts(folder):
+    """Train on parts that ranks have made themselves; return how many samples of how many came in an epoch."""
+    session = phalanx.init()
+    rank, size = session.rank, session.world_size
+    part = phalanx.DataPartitioner(make_data(), [1 / size] * size).use(rank)
+    if size > 1:
+        with pytest.raises(ValueError, match="ranks have different datasets"):
+            train(folder, data=part)
+    trainer, _ = train(folder, data=phalanx.DataLoader(part, 1, is_own_part=True, num_workers=0), max_epochs=1)
+    if size > 1:
+        with pytest.raises(ValueError, match=f"samples by rank: {len(part)}, {len(part)}"):
+            trainer.evaluate(part)
+    return trainer.step, len(part)
+
+
 def train_on_a_stream(folder):
     class Stream(IterableDataset):
         def __iter__(self):
@@ -248,7 +263,7 @@ PROGRAMS = {
         resume_in_mid_epoch, resume_with_loader, evaluate_and_predict, train_the_same_anywhere,
         train_in_half_precision, stop_early, uneven_loaders, refuse_loader, training_step_of_mine,
         keep_the_best, begin_anew, resume_before_a_short_batch, resume_callbacks, stop_within_an_epoch,
-        refuse_data_without_a_step, train_on_a_stream,
+        refuse_data_without_a_step, refuse_parts, train_on_a_stream,
     )
 }  # fmt: skip
 _ONLY = {
@@ -406,6 +421,11 @@ def test_stopping_within_an_epoch_does_not_end_it(results):
 
 def test_a_stream_of_unknown_length_trains_for_a_number_of_steps(results):
     assert [of_rank["train_on_a_stream"] for of_rank in results[2]] == [6, 6]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_ranks_own_part_is_refused_as_a_dataset_and_taken_in_a_loader(results, world_size):
+    assert [of_rank["refuse_parts"] for of_rank in results[world_size]] == [(50 // world_size,) * 2] * world_size
 
 
 def train_until_signalled(rank, world_size, folder, number):

@@ -15,11 +15,12 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _plugin
-from phalanx._env import GroupOptions
+from phalanx._env import GroupOptions, seconds
 from phalanx._errors import from_core
 from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, GroupName, PhalanxGroup, keep, kept_groups
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._hosts import join_group
+from phalanx.backend._links import closed_at_exec
 from phalanx.backend._ops import Operations
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
 from phalanx.backend._work import call_site
@@ -100,6 +101,7 @@ def build_group(
     core, segment = join_group(store, rank, size, name, global_ranks, timeout.total_seconds(), options)
     operations = Operations(core, segment, rank, size, name, global_ranks)
     group = PhalanxGroup(store, operations, timeout, global_ranks)
+    limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
     if HAS_PYTHON_BACKENDS:
         from phalanx.backend._adapters import PhalanxBackend
 
@@ -107,14 +109,16 @@ def build_group(
         group.backend = PhalanxBackend(operations, timeout)
         backend: Any = group.backend
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
-            backend = c10d._create_process_group_wrapper(backend, name, store, rank, size, timeout)
+            with closed_at_exec():
+                backend = c10d._create_process_group_wrapper(backend, name, store, rank, size, limit)
         kind = ProcessGroup.BackendType.CUSTOM
     else:
-        backend = c10d.ProcessGroupGloo(c10d.PrefixStore("inner", store), rank, size, timeout=timeout)
+        with closed_at_exec():
+            backend = c10d.ProcessGroupGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
         kind = ProcessGroup.BackendType.GLOO
         # A rank that goes on, and ends, while another still connects would be a lost connection there.
         store.set(f"connected/{rank}", "")
-        store.wait([f"connected/{r}" for r in range(size)], timeout)
+        store.wait([f"connected/{r}" for r in range(size)], limit)
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)
     keep(group)

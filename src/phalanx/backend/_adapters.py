@@ -24,9 +24,12 @@ import torch._C._dynamo.eval_frame as eval_frame
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx.backend._ops import Operations
+from phalanx._tensors import Overridden
+from phalanx.backend._memory import NotPlain
+from phalanx.backend._ops import Operations, joined
 from phalanx.backend._work import PhalanxWork, finished
 
+_TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
 C10dBackend = torch._C._distributed_c10d.Backend
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 GroupName: Any = getattr(c10d, "GroupName", str)  # a NewType of str in newer torch
@@ -98,7 +101,7 @@ def _asked_for_flight_recorder() -> bool:
 
 
 _issued = threading.local()
-"""The Work that the backend returned last in this thread: what comes out of the dispatcher is a wrapper of it."""
+"""The works that the backend returned to this thread: what comes out of the dispatcher is a wrapper of the last."""
 
 
 class PhalanxGroup(ProcessGroup):
@@ -167,7 +170,8 @@ class PhalanxGroup(ProcessGroup):
         Returns:
             That sum of squares, the same bits on all ranks; 0.0 if not asked for.
         """
-        return self._operations.average_coalesced(tensors, marks, self._timeout, with_squares=with_squares)
+        with _TorchFunctionDisabled():  # gradients may be of a class that answers in torch's place
+            return self._operations.average_coalesced(tensors, marks, self._timeout, with_squares=with_squares)
 
     # ---- what is not a collective ----------------------------------------------------------------------------------
 
@@ -242,20 +246,74 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return function
 
 
+def _direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...]) -> object:
+    """Run an operation without torch's dispatcher.
+
+    Raises:
+        NotPlain: The dispatcher is needed.
+    """
+    try:
+        return run(operations, *args)
+    except Overridden:  # not always: entering this costs as much as looking at a tensor
+        with _TorchFunctionDisabled():
+            return run(operations, *args)
+
+
+def _dispatchable(refusal: NotPlain) -> NotPlain:
+    """Return the refusal where torch's dispatcher leads back here, and raise it where it would lead to Gloo."""
+    if HAS_PYTHON_BACKENDS:
+        return refusal
+    raise NotPlain(f"{refusal}, or use torch 2.14 or newer, which can unwrap some of these") from None
+
+
+class _Dispatch:
+    """What surrounds a call of an operation by torch's dispatcher, which unwraps tensors and tells those who listen.
+
+    Args:
+        refusal: Why the call could not go directly: its tensors mean something to the dispatcher, or to nobody.
+    """
+
+    def __init__(self, refusal: NotPlain | None) -> None:
+        self._refusal = refusal
+        self._works: list[PhalanxWork] = []
+
+    def __enter__(self) -> _Dispatch:
+        self._outer, _issued.works = getattr(_issued, "works", None), self._works
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        _issued.works = self._outer
+        if self._refusal is not None and kind in (NotImplementedError, RuntimeError, TypeError):
+            raise kind(f"{self._refusal}\n{error}") from error
+
+    def unwrap(self, work: object) -> object:
+        """Return the work that the backend returned, of which torch returned a wrapper."""
+        works = self._works
+        if len(works) > 1:  # the dispatcher made several operations of it, one for each tensor inside
+            return joined(works)
+        return works[0] if works else work
+
+
 def _collective(name: str) -> Callable[..., Any]:
     method, options, num_args = _COLLECTIVES[name]
     base = getattr(ProcessGroup, name, None)
     run = getattr(Operations, method)
 
     def call(self: PhalanxGroup, *args: Any, **named: Any) -> object:
-        operations = self._operations
+        refusal = None
         if base is None or self._goes_direct():
+            given = args
             if len(args) != num_args + 1 or not isinstance(args[-1], options):
-                args = (*_listed(method, args[:num_args]), _options(options, args[num_args:], named))
-            return run(operations, *args)
-        _issued.work = None
-        work = base(self, *args, **named)
-        return _issued.work or work
+                given = (*_listed(method, args[:num_args]), _options(options, args[num_args:], named))
+            try:
+                return _direct(run, self._operations, given)
+            except NotPlain as error:
+                if base is None:
+                    raise
+                refusal = _dispatchable(error)
+        with _Dispatch(refusal) as dispatch:
+            work = base(self, *args, **named)
+        return dispatch.unwrap(work)
 
     return _named(call, name)
 
@@ -265,12 +323,15 @@ def _message(name: str) -> Callable[..., Any]:
     run = getattr(Operations, _MESSAGES[name])
 
     def call(self: PhalanxGroup, *args: Any) -> object:
-        operations = self._operations
+        refusal = None
         if self._goes_direct():
-            return run(operations, *args)
-        _issued.work = None
-        work = base(self, *args)
-        return _issued.work or work
+            try:
+                return _direct(run, self._operations, args)
+            except NotPlain as error:
+                refusal = _dispatchable(error)
+        with _Dispatch(refusal) as dispatch:
+            work = base(self, *args)
+        return dispatch.unwrap(work)
 
     return _named(call, name)
 
@@ -346,9 +407,12 @@ if HAS_PYTHON_BACKENDS:
         run = getattr(Operations, method)
 
         def call(self: PhalanxBackend, *args: Any) -> object:
-            work = _issued.work = run(self._operations, *args)
-            # A blocking operation has no work, but the Flight Recorder learns from one that it is over.
-            return work or finished([])
+            with _TorchFunctionDisabled():
+                # A blocking operation has no work, but the Flight Recorder learns from one that it is over.
+                work = run(self._operations, *args) or finished([])
+            if (works := getattr(_issued, "works", None)) is not None:
+                works.append(work)
+            return work
 
         return _named(call, method)
 

@@ -8,12 +8,17 @@ carries its own slice of a message over the bridge, all rails at once, so that a
 Where hosts have different numbers of ranks there are as many rails as the smallest has ranks. The first exchange of a
 call says which call it is, and carries small messages whole: ranks that called something else learn it before any byte
 of a message is misread. Reductions go by fixed orders: the same bits on all ranks and in every run.
+
+Every wait ends by the deadline of its call, whatever else is true. An engine may never finish what a lost connection
+has interrupted, so no thread of the caller's waits in it: `_look` runs between slices of waiting and raises once the
+group has ended or the call is late, and what can't be waited for in slices is waited for by a thread that may be left
+behind. Waits of the core keep the same deadline themselves.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,8 +28,8 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx._errors import GroupAborted
-from phalanx.backend._calls import Call
+from phalanx._errors import GroupAborted, GroupUnusable
+from phalanx.backend._calls import LATE, Call
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
 from phalanx.backend._messages import Messages
@@ -77,14 +82,19 @@ class BridgedGroup:
         self._is_even = all(len(ranks) == self._num_rails for ranks in hosts)
         self._has_peers = len(self._here) > 1
         self._buffers = Buffers()
-        self._rail = None if rail is None else Rail(rail, len(hosts), self._host, self._buffers, self._wait, failures)
+        self._rail = (
+            None
+            if rail is None
+            else Rail(rail, len(hosts), self._host, self._buffers, self._wait, self._land, failures)
+        )
         self._seq = 0
-        self._tasks = Tasks()
-        self._watch = Watch(self._look)
+        self._tasks = Tasks("phalanx-bridge", self._check_reach)
+        self._landings = Tasks("phalanx-landing", self._check_reach)
+        self._watch = Watch(self._look_unless_ended)
         self._current: Call | None = None
         self._messages = Messages(core, self._here, place, everyone, failures, timeout_s)
         channels = [channel for channel in (rail, everyone) if channel is not None]
-        failures.watch(core, channels)
+        failures.watch(core, channels, self._messages.end)
 
     # ---- what surrounds a collective -------------------------------------------------------------------------------
 
@@ -103,21 +113,30 @@ class BridgedGroup:
     def _run(self, call: Call, timeout: timedelta, site: str | None, work: Callable[[Call], Any]) -> Any:
         """Run a collective here, or, if it comes with a site, on the group's thread; then its task is returned."""
         self._failures.check(call.op)
+        self._check_reach(call.op)
         call.timeout_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self._timeout_s
         call.site = site
-        may_run_here = site is None and call.count * call.item <= _CALLER_BYTES and not call.has_splits
-        if may_run_here and self._tasks.begin_here():
-            call.thread = threading.get_ident()
-            try:
-                return self._perform(call, work)
-            finally:
-                self._tasks.end_here()
-        task = self._tasks.submit(lambda: self._perform(call, work))
         if site is not None:
-            return task
-        call.site = call_site()
-        self.wait_job(task, 0)
-        return task.value
+            return self._submit(call, work)
+        call.caller = sys._getframe()
+        try:
+            may_run_here = call.count * call.item <= _CALLER_BYTES and not call.has_splits
+            if may_run_here and self._tasks.begin_here():
+                try:
+                    return self._perform(call, work)
+                finally:
+                    self._tasks.end_here()
+            task = self._submit(call, work)
+            self.wait_job(task, 0)
+            return task.value
+        finally:
+            call.caller = None  # a frame keeps the tensors of those that called it
+
+    def _submit(self, call: Call, work: Callable[[Call], Any]) -> Task:
+        try:
+            return self._tasks.submit(lambda: self._perform(call, work))
+        except GroupAborted as error:  # since the call
+            raise self._explain(error, call) from None
 
     def _perform(self, call: Call, work: Callable[[Call], Any]) -> Any:
         if self._failures.ended:  # since the call
@@ -128,7 +147,9 @@ class BridgedGroup:
         self._current = call
         try:
             with self._watch:
-                return work(call)
+                value = work(call)
+                self._confirm(call)
+                return value
         except BaseException as error:
             explained = self._explain(error, call)
             for transfer in call.transfers:  # the caller may free its tensors as soon as it has the error
@@ -137,20 +158,55 @@ class BridgedGroup:
         finally:
             self._current = None
 
+    def _confirm(self, call: Call) -> None:
+        """Make sure, where neither the core nor a rail compares it, that the ranks of this host made the same call.
+
+        The core knows the steps that a call is made of, and a rank of a larger host may be on no rail.
+        """
+        is_average = call.code == _AVG and not _is_inexact(call.dtype)
+        if not self._has_peers or (self._is_even and call.op != "reduce" and not is_average):
+            return
+        head = call.head()
+        room = self._buffers.span("heads", len(self._here) * len(head))
+        addresses = [room.address + i * len(head) for i in range(len(self._here))]
+        ctypes.memmove(addresses[self._local], head, len(head))
+        byte = DTYPE_CODES[torch.uint8]
+        self._core.all_gather(addresses[self._local], addresses, *byte, len(head), call.left, None)
+        if any(ctypes.string_at(address, len(head)) != head for address in addresses):
+            raise self._failures.mismatch(call.op, call.seq)
+
     def _explain(self, error: BaseException, call: Call) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
         text = call.text(self._place.global_ranks)
         return self._failures.end(error, call.op, call.seq, self._where(call), text)
 
     def _where(self, call: Call) -> str:
-        site = call_site(call.thread) if call.site is None else call.site
+        site = call_site(call.caller) if call.site is None else call.site
         return f"{call.op} #{call.seq} of group '{self._place.group}'" + f" at {site}" * bool(site)
+
+    def _check_reach(self, op: str = "the wait for an operation") -> None:
+        """Raise in a thread in which `op` would wait for ever: of a forked child, or inside another collective."""
+        self._failures.require_own_process(op)
+        if not self._tasks.runs_here:
+            return
+        call, site = self._current, call_site()
+        interrupted = "a call" if call is None else f"{call.op} #{call.seq}"
+        raise GroupUnusable(
+            f"rank {self._place.global_rank}: {op}{f' at {site}' * bool(site)} was called by a signal handler that "
+            f"interrupted {interrupted} of group '{self._place.group}'\nThe group can do nothing else until "
+            "that call returns. Set a flag in the handler, and act on it when the call has returned.",
+            op=op,
+            ranks=(self._place.global_rank,),
+        )
 
     def wait_job(self, task: Task, timeout_s: float) -> bool:
         """Wait for a task, at most `timeout_s` (0: until it is over); raise what it failed with."""
+        task.require_reachable()
         try:
-            if not task.wait(timeout_s):
-                return False
+            while not self._tasks.wait(task, timeout_s or LATE.total_seconds()):
+                if timeout_s:
+                    return False
+                self._end_late()
         except BaseException as interruption:  # Ctrl-C: the others would wait for this rank
             self.abort(f"interrupted by {type(interruption).__name__}")
             raise
@@ -158,6 +214,12 @@ class BridgedGroup:
         if error is not None:
             raise error
         return True
+
+    def _end_late(self) -> None:
+        """End a call whose thread keeps no deadline: it is held in the engine."""
+        call = self._current
+        if call is not None and time.monotonic() > call.began_s + call.timeout_s + LATE.total_seconds():
+            raise self._explain(self._failures.timed_out(call.op, call.seq, call.timeout_s), call)
 
     def _wait(self, handle: Handle) -> None:
         """Wait for an exchange; look now and then whether it can still succeed, and at signals."""
@@ -171,14 +233,31 @@ class BridgedGroup:
                     return
             self._look()
 
+    def _land(self, handles: Sequence[Handle]) -> Callable[[], None]:
+        """Begin to wait for messages on a thread that can be left behind; return what waits for that."""
+        assert self._current is not None
+        limit = self._current.limit
+        task = self._landings.submit(lambda: [handle.wait(limit) for handle in handles])
+
+        def wait() -> None:
+            while not task.wait(_SLICE.total_seconds()):
+                self._look()
+            error = task.error()
+            if error is not None:
+                raise error
+
+        return wait
+
     def _look(self) -> None:
-        """End a call that can't succeed or takes too long; tell of one that waits. Called now and then."""
+        """Raise if the call can't succeed any more or takes too long; tell of one that waits. Called now and then."""
         call = self._current
-        if call is None or self._failures.ended:
+        if call is None:
             return
         waited_s = time.monotonic() - call.began_s
         error: Exception | None = None
-        if self._core.told or self._failures.is_told():
+        if self._failures.ended:
+            error = GroupAborted("the group has ended")
+        elif self._core.told or self._failures.is_told():
             error = GroupAborted("another rank has ended the group")
         elif waited_s > call.timeout_s:
             error = self._failures.timed_out(call.op, call.seq, call.timeout_s)
@@ -190,6 +269,10 @@ class BridgedGroup:
             self._failures.report_stall(self._where(call), call.seq, waited_s, call.timeout_s)
         if error is not None:
             raise self._explain(error, call)
+
+    def _look_unless_ended(self) -> None:
+        if not self._failures.ended:  # else the waits that the watch is for end by themselves
+            self._look()
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
@@ -212,7 +295,7 @@ class BridgedGroup:
             if is_source and self._has_peers:
                 self._core.broadcast(data, dtype, item, count, self._here.index(root), call.left, None)
             is_small = message.size <= INLINE_BYTES
-            bounds = [(0, message.size)] * self._num_rails if is_small else bounds_of(count, self._num_rails, item)
+            bounds = self._bounds(message, item)
             if self._rail is not None:
                 part = message.part(*bounds[self._local])
                 num_hosts = len(self._hosts)
@@ -223,6 +306,12 @@ class BridgedGroup:
                 self._share(call, message, bounds, is_whole=is_small)
 
         return self._run(Call("broadcast", dtype, item, count, root=root), timeout, site, work)
+
+    def _bounds(self, message: Span, item: int) -> list[tuple[int, int]]:
+        """Return the bytes of a message that each rail carries: small ones whole, with the head of the call."""
+        if message.size <= INLINE_BYTES:
+            return [(0, message.size)] * self._num_rails
+        return bounds_of(message.size // item, self._num_rails, item)
 
     def _share(self, call: Call, message: Span, bounds: list[tuple[int, int]], *, is_whole: bool) -> None:
         """Give every rank of this host the slices that its rails have got."""
@@ -268,7 +357,7 @@ class BridgedGroup:
             self._core.reduce_scatter(addresses, out + low, dtype, item, num, kernel, code, call.left, None)
         else:
             self._core.all_reduce(source, out, dtype, item, count, kernel, code, call.left, None)
-        bounds = [(0, message.size)] * self._num_rails if is_small else bounds_of(count, self._num_rails, item)
+        bounds = self._bounds(message, item)
         if self._rail is not None:
             part = message.part(*bounds[self._local])
             self._rail.combine(call, part, kernel)
@@ -286,13 +375,18 @@ class BridgedGroup:
         return _SUM, lambda result: result.tensor().view(dtype).div_(world_size)
 
     def _average_integers(self, call: Call, source: int, out: int, count: int) -> None:
-        """Average in 64 bits: a sum of small integers may leave their range, and averages can't be averaged."""
-        dtype = _DTYPES[call.dtype]
-        sums = Span(source, count * call.item).tensor().view(dtype).to(torch.int64, copy=True)
-        wide = replace(call, dtype=DTYPE_CODES[torch.int64][0], item=8)
-        self._all_reduce(wide, sums.data_ptr(), sums.data_ptr(), count, _SUM)
-        means = _quotients(sums, self._size, is_unsigned=dtype is torch.uint64)
-        Span(out, count * call.item).tensor().view(dtype).copy_(means)
+        """Average by quotients and remainders: sums may leave the range, and averages can't be averaged."""
+        dtype, is_unsigned = _DTYPES[call.dtype], _DTYPES[call.dtype] is torch.uint64
+        values = Span(source, count * call.item).tensor().view(dtype).to(torch.int64)
+        quotients = _quotients(values, self._size, is_unsigned=is_unsigned)
+        sums = torch.stack([quotients, values - quotients * self._size])
+        wide = replace(call, dtype=DTYPE_CODES[torch.int64][0], item=8, asked_dtype=call.dtype)
+        self._all_reduce(wide, sums.data_ptr(), sums.data_ptr(), 2 * count, _SUM)
+        carry = _quotients(sums[1], self._size, is_unsigned=False)
+        rest, means = sums[1] - carry * self._size, sums[0] + carry
+        if not is_unsigned:  # towards zero
+            means += ((means < 0) & (rest > 0)).long() - ((means > 0) & (rest < 0)).long()
+        Span(out, count * call.item).tensor().view(dtype).copy_(means.view(torch.uint64) if is_unsigned else means)
 
     def all_reduce_pieces(
         self, sources: list[int], outs: list[int], counts: list[int], dtype: int, item: int, kernel: int, code: int,
@@ -473,7 +567,7 @@ class BridgedGroup:
         sent = torch.tensor(in_counts)
         coming = torch.empty_like(sent)
         sizes = [sent.itemsize] * len(in_counts)
-        self._wait(self._everyone.exchange(coming.view(torch.uint8), sent.view(torch.uint8), sizes, sizes))
+        self._wait(self._everyone.exchange(coming.view(torch.uint8), sent.view(torch.uint8), sizes, sizes, call.limit))
         for r, num in enumerate(coming.tolist()):
             if num != out_counts[r]:
                 raise self._failures.wrong_split(call.op, call.seq, r, num, out_counts[r])
@@ -489,7 +583,7 @@ class BridgedGroup:
 
     def _scatter_wide(self, call: Call, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
         """Exchange bytes with every rank of the other hosts directly."""
-        transfer = Transfer(self._everyone, call)
+        transfer = Transfer(self._everyone, call, self._land)
         transfer.start(range(len(sends)), sends, recvs)
         self._agree(call)
         transfer.finish()
@@ -506,8 +600,8 @@ class BridgedGroup:
         return self._messages.wait(request, timeout_s)
 
     def set_timeout(self, timeout_s: float) -> None:
+        self._core.set_timeout(timeout_s)  # looks at it first
         self._timeout_s = self._messages.timeout_s = timeout_s
-        self._core.set_timeout(timeout_s)
 
     def abort(self, why: str) -> None:
         rank = self._place.global_rank
@@ -520,16 +614,16 @@ class BridgedGroup:
         if not self._failures.is_forked:
             self._tasks.drain(1.0)
         self._failures.leave()
-        if self._failures.is_forked:
-            _left_in_parent.append(self)
+        if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would not end
+            _keep_for_ever(self)
             self._core.leave()
             return
-        self._watch.close()
-        self._messages.close()
-        self._tasks.close()
+        self._close_threads()
         self._core.leave()
-        if self._failures.has_failed:  # its engine may not have let go of everything: destroying that has crashed
-            _left_behind.append(self)
+        # An engine that has failed may not have let go of everything: destroying that has crashed. A call that still
+        # runs, in another thread, must find the rail: without one it would return what it has not reduced.
+        if self._failures.has_failed or not self._tasks.is_idle:
+            _keep_for_ever(self)
         else:
             self._rail, self._watch = None, Watch(lambda: None)  # they refer to this group: connections end with it
 
@@ -543,14 +637,18 @@ class BridgedGroup:
         self._failures.stop_watching()
         if self._messages.has_threads or not self._tasks.drain(0):
             self._failures.close_channels()
-            self._messages.close()
-            self._tasks.close()
+            self._close_threads()
+
+    def _close_threads(self) -> None:
+        self._watch.close()
+        self._messages.close()
+        self._tasks.close()
+        self._landings.close()
 
 
-_left_behind: list[BridgedGroup] = []
-"""Groups that failed."""
-_left_in_parent: list[BridgedGroup] = []
-"""Groups of a forked process: destroying an engine whose threads stayed in the parent would not end."""
+def _keep_for_ever(group: BridgedGroup) -> None:
+    """Keep an engine from being destroyed, also when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _is_inexact(dtype: int) -> bool:
@@ -563,4 +661,4 @@ def _quotients(sums: torch.Tensor, divisor: int, *, is_unsigned: bool) -> torch.
         return torch.div(sums, divisor, rounding_mode="trunc")
     halves = (sums >> 1) & torch.iinfo(torch.int64).max
     quotients = halves // divisor * 2
-    return (quotients + (sums - quotients * divisor >= divisor)).view(torch.uint64)
+    return quotients + (sums - quotients * divisor >= divisor)

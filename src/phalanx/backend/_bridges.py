@@ -20,8 +20,9 @@ from phalanx._network import (
     preferred_address,
 )
 from phalanx.backend._bridged import BridgedGroup
-from phalanx.backend._channels import Channel, GlooChannel, links_to, watch_link
+from phalanx.backend._channels import Channel, GlooChannel
 from phalanx.backend._failures import Failures
+from phalanx.backend._links import watch_store
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import Meeting
 from phalanx.backend._place import Place
@@ -70,8 +71,7 @@ def bridge(
             op="join",
         ) from error
     failures = Failures(meeting.store, place, engine.mailbox, engine.boxes)
-    for link in links_to(_master(meeting.store)[1]):
-        watch_link(link, settings.silence_s)
+    watch_store(_master(meeting.store)[1], settings.silence_s)
     return BridgedGroup(core, hosts, place, own_rail, everyone, failures, meeting.timeout_s, settings.stall_s)
 
 
@@ -84,7 +84,7 @@ class _Mpi:
     def __init__(self, meeting: Meeting, hellos: list[dict[str, Any]]) -> None:
         from phalanx.backend._mpi import library
 
-        self._ranks = [hello["mpi"] for hello in hellos]
+        self._ranks = [hello.get("mpi", -1) for hello in hellos]
         if len(set(self._ranks)) < meeting.size:
             raise PhalanxError(
                 f"rank {meeting.me}: init_process_group: PHALANX_BRIDGE=mpi, and mpi4py has loaded {library()}, which "
@@ -143,9 +143,7 @@ class _Gloo:
     def connect(self, ranks: list[int], name: str) -> Channel:
         store = c10d.PrefixStore(f"bridge/{name}", self._meeting.store)
         timeout_s = max(self._meeting.left_s, _CONNECT_S)
-        return GlooChannel(
-            store, ranks.index(self._meeting.rank), len(ranks), self._address, timeout_s, self._silence_s
-        )
+        return GlooChannel(store, self._meeting.rank, ranks, self._address, timeout_s, self._silence_s)
 
     def close(self) -> None:
         self.mailbox.close()

@@ -7,10 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
 
+LATE = timedelta(seconds=5)  # after its deadline, a call is over in any case
 _HEAD = struct.Struct("<QBBBBiQ")
 _OPS = (
     "barrier",
@@ -35,10 +37,11 @@ class Call:
     count: int = 0
     code: int = -1  # of the reduction, which ranks agree on
     root: int = -1
+    asked_dtype: int | None = None  # where it is computed in another
     has_splits: bool = False
     timeout_s: float = 0
     site: str | None = None
-    thread: int | None = None  # that waits for it, where there is no site
+    caller: FrameType | None = None  # that waits, where there is no site
     seq: int = 0
     has_agreed: bool = False
     has_told: bool = False  # that it waits
@@ -52,15 +55,25 @@ class Call:
     def left(self) -> timedelta:
         return timedelta(seconds=max(self.began_s + self.timeout_s - time.monotonic(), 0.001))
 
+    @property
+    def limit(self) -> timedelta:
+        """Time until an engine gives up what nobody waits for any more."""
+        return self.left + LATE
+
+    @property
+    def named_dtype(self) -> int:
+        """The dtype that the caller gave, which ranks agree on."""
+        return self.dtype if self.asked_dtype is None else self.asked_dtype
+
     def head(self) -> bytes:
         op = _OPS.index(self.op)
-        return _HEAD.pack(self.seq, op, self.dtype, self.code + 1, self.has_splits, self.root, self.count)
+        return _HEAD.pack(self.seq, op, self.named_dtype, self.code + 1, self.has_splits, self.root, self.count)
 
     def text(self, global_ranks: Sequence[int]) -> str:
         """Return the call as its caller wrote it."""
         if self.op == "barrier":
             return "barrier()"
-        text = f"{self.op}({DTYPE_NAMES[self.dtype]}, "
+        text = f"{self.op}({DTYPE_NAMES[self.named_dtype]}, "
         text += "split sizes" if self.has_splits else f"count={self.count}"
         if self.code >= 0:
             text += f", op={REDUCE_NAMES[self.code]}"

@@ -24,8 +24,10 @@ from phalanx import _core, _errors
 from phalanx._errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
 from phalanx.backend._channels import Channel
 from phalanx.backend._mailbox import Mailbox, post
+from phalanx.backend._meeting import answer_within
 from phalanx.backend._place import Place
 from phalanx.backend._watcher import Watcher
+from phalanx.backend._words import fits, understand
 
 _GRACE_S = 0.5  # for those who know more to say it
 _TABLE_S = 0.2  # for those who meet the same mismatch
@@ -34,8 +36,10 @@ _STORE_S = 1.0  # for the store to answer
 _LOST_STORE_S = 0.2  # where the rank that serves it may be lost
 _POST_S = 0.3  # for last words to arrive
 _POLL_S = 0.02
-_LOOK_S = 0.2  # where no connection tells of an end
 _WHERE = re.compile(r"rank \d+: [^\n]*? of group '[^']*'(?: at \S+?)?(?::(?= )|(?= timed out)) ?")
+_KINDS = {kind.__name__: kind for kind in vars(_errors).values() if isinstance(kind, type)}
+_VERDICT = {"kind": lambda kind: kind in tuple(_KINDS), "text": str, "ranks": [int], "facts": dict}
+_FACTS = ("pid", "exit_code", "signal")
 _VICTIM = "this rank is only its victim."
 
 
@@ -61,26 +65,30 @@ class Failures:
         except RuntimeError:  # a kind of store that has none
             self._store = store
         self._is_store_gone, self._store_s = False, _STORE_S
+        self._unanswered: threading.Thread | None = None  # a question to the store that took too long
         self._mailbox, self._boxes = mailbox, boxes or {}
         self._place = place
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may abort or leave the group while its thread does
         self._verdict: dict[str, Any] | None = None
         self._why = ""
         self._has_lingered = False
         self._is_raised = False  # by an operation of this rank
         self._departed: set[int] = set()
-        self._opening = threading.Lock()  # of the mailbox, by the watcher and whoever meets a failure
+        self._opening = threading.RLock()  # of the mailbox, by the watcher and whoever meets a failure
         self._mail: dict[str, Any] | None = None  # a verdict that came that way
         self._watcher: Watcher | None = None
         self._core: Any = None
         self._channels: Sequence[Channel] = ()
 
-    def watch(self, core: _core.Group, channels: Sequence[Channel]) -> None:
-        """Take what is to be ended; the last channel reaches all ranks."""
-        self._core, self._channels = core, channels
-        period_s = None if channels[-1].ends_waits else _LOOK_S
-        self._watcher = Watcher(channels[-1].links, self._notice, period_s)
+    def watch(self, core: _core.Group, channels: Sequence[Channel], on_end: Callable[[], None]) -> None:
+        """Take what is to be ended; the last channel reaches all ranks.
+
+        Args:
+            on_end: Called once, by the thread that ends the group here, after it was.
+        """
+        self._core, self._channels, self._on_end = core, channels, on_end
+        self._watcher = Watcher([item for channel in channels for item in channel.links.items()], self._notice)
 
     def _notice(self, rank: int) -> None:
         """The connection to a rank has ended (-1: perhaps one of them did): the group has, unless it left in order."""
@@ -89,8 +97,11 @@ class Failures:
         if rank >= 0 and (self.has_left(rank) or self._has_left_soon(rank)):
             return
         with self._lock:
-            if not self._why:
+            is_first = not self._why
+            if is_first:
                 self._conclude(RuntimeError("a connection has ended"), "", 0, "", "")
+        if is_first:
+            self._on_end()
 
     @property
     def is_forked(self) -> bool:
@@ -106,6 +117,12 @@ class Failures:
 
     def check(self, op: str) -> None:
         """Raise GroupUnusable if the group has ended, or belongs to the process that this one was forked from."""
+        self.require_own_process(op)
+        if self._why and (self._is_raised or self._verdict is None):
+            raise self._unusable(op)
+
+    def require_own_process(self, op: str) -> None:
+        """Raise GroupUnusable in a forked child."""
         place = self._place
         if self.is_forked:
             raise GroupUnusable(
@@ -113,8 +130,6 @@ class Failures:
                 "was made and is no rank of it; call init_process_group in the child",
                 op=op,
             )
-        if self._why and (self._is_raised or self._verdict is None):
-            raise self._unusable(op)
 
     def _unusable(self, op: str) -> GroupUnusable:
         return GroupUnusable(
@@ -134,8 +149,11 @@ class Failures:
         with self._lock:
             if self._why and self._verdict is None:  # this rank has left it meanwhile
                 return self._unusable(op)
+            is_first = not self._why
             self._conclude(error, op, seq, where, call)
             self._is_raised = True
+        if is_first:
+            self._on_end()
         self._linger()
         if not isinstance(error, RuntimeError):
             return error  # Ctrl-C and the like: this rank's own
@@ -145,8 +163,8 @@ class Failures:
         """Find out what ended the group, or settle it, and end it here."""
         if self._verdict is not None:
             return
-        silent = self._channels[-1].silent()
-        if silent or any(self._place.global_ranks[rank] == 0 for rank in self._channels[-1].lost()):
+        silent = any(link.is_silent for channel in self._channels for link in channel.links.values())
+        if silent or any(self._place.global_ranks[rank] == 0 for rank in self._lost()):
             self._store_s = _LOST_STORE_S
         # Whoever closes a connection has told why; nobody has where a host does not answer.
         found = self._find_verdict(is_patient=_is_consequence(error) and not silent)
@@ -160,9 +178,17 @@ class Failures:
     def _rebuild(self, op: str, seq: int, where: str) -> PhalanxError:
         """Return the verdict as the error of an operation of this rank."""
         assert self._verdict is not None
-        kind: type[PhalanxError] = getattr(_errors, self._verdict["kind"])
+        kind = _KINDS[self._verdict["kind"]]
         message = f"rank {self._place.global_rank}: {where}: {self._why}"
-        facts = {"pid": None, "exit_code": None, "signal": None, **self._verdict["facts"]} if kind is RankFailed else {}
+        by = self._verdict.get("by")
+        if (
+            isinstance(by, int)
+            and 0 <= by < len(self._place.pids)
+            and self._place.global_rank in self._verdict["ranks"]
+        ):
+            by = self._place.describe(by)
+            message += f"\nThis process runs: {by} has lost the connection to it."
+        facts = {name: self._verdict["facts"].get(name) for name in _FACTS} if kind is RankFailed else {}
         return kind(message, op=op, seq=seq, ranks=tuple(self._verdict["ranks"]), **facts)
 
     def _linger(self) -> None:
@@ -187,7 +213,7 @@ class Failures:
             text = _WHERE.sub("", str(error), count=1)
             for rank, number in enumerate(self._place.global_ranks):
                 text = re.sub(rf"rank {number} \(pid \d+\)(?! on host)", self._place.describe(rank), text)
-            facts = {name: getattr(error, name, None) for name in ("pid", "exit_code", "signal")}
+            facts = {name: getattr(error, name, None) for name in _FACTS}
             return {"kind": type(error).__name__, "text": text, "ranks": error.ranks, "facts": facts}
         if isinstance(error, RuntimeError):
             return self._judge_lost(error)
@@ -197,7 +223,7 @@ class Failures:
     def _judge_lost(self, error: RuntimeError) -> dict[str, Any]:
         """Name the ranks whose connections have ended."""
         place = self._place
-        lost = sorted(self._channels[-1].lost())
+        lost = self._lost()
         found = self._find_verdict(is_patient=False)  # whoever closed a connection because of one has told it before
         if found is not None:
             return found
@@ -219,7 +245,13 @@ class Failures:
             text = f"{place.describe_by_host(lost)} do not answer: their processes have ended, or the network is broken"
         text += f"\nLook at what was printed there last; {_VICTIM}"
         numbers = [place.global_ranks[rank] for rank in lost]
-        return {"kind": "RankFailed", "text": text, "ranks": numbers, "facts": {"pid": place.pids[lost[0]]}}
+        facts = {"pid": place.pids[lost[0]]}
+        return {"kind": "RankFailed", "text": text, "ranks": numbers, "facts": facts, "by": place.rank}
+
+    def _lost(self) -> list[int]:
+        """Return the ranks a connection to which has ended."""
+        links = (item for channel in self._channels for item in channel.links.items())
+        return sorted({rank for rank, link in links if link.is_lost})
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it goes in order."""
@@ -241,9 +273,9 @@ class Failures:
         """Return a verdict that another rank has left here, and note who has left the group."""
         with self._opening:
             while self._mailbox is not None and (message := self._mailbox.read()) is not None:
-                if "left" in message:
+                if fits(message, {"left": int}):
                     self._departed.add(message["left"])
-                else:
+                elif fits(message, _VERDICT):
                     self._mail = self._mail or message
             return self._mail
 
@@ -340,6 +372,7 @@ class Failures:
                     self._post({"left": self._place.rank})
             self.close_channels()
         self.stop_watching()
+        self._on_end = lambda: None  # it refers to what refers to this
         if self._mailbox is not None:
             self._mailbox.close()
 
@@ -357,8 +390,8 @@ class Failures:
         deadline = time.monotonic() + (_GRACE_S if is_patient else 0)
         while True:
             told = self._read("verdict")
-            if told is not None:
-                return json.loads(told)
+            if told is not None and (verdict := verdict_in(told)) is not None:
+                return verdict
             if (left := self._open_mail()) is not None:
                 return left
             if time.monotonic() >= deadline:
@@ -368,14 +401,14 @@ class Failures:
     def _settle(self, verdict: dict[str, Any]) -> dict[str, Any]:
         """Make this the group's verdict, unless another rank was first; return which holds."""
         told = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(verdict)), None)
-        if told:
-            return json.loads(told)
+        if told and (settled := verdict_in(told)) is not None:
+            return settled
         self._post(verdict)
         return verdict
 
     def _post(self, message: dict[str, Any]) -> None:
         """Leave a message with the ranks that are still there."""
-        lost = self._channels[-1].lost()
+        lost = {rank for rank, link in self._channels[-1].links.items() if link.is_lost}
         post([box for rank, box in self._boxes.items() if rank not in lost], message, _POST_S)
 
     def _read(self, key: str) -> bytes | None:
@@ -383,22 +416,25 @@ class Failures:
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
 
     def _ask(self, question: Callable[[], Any], otherwise: Any = None) -> Any:
-        """Return what the store says, or `otherwise` if it does not answer in time; it is then not asked again."""
-        answer = [otherwise]
-        is_answered = False
+        """Return what the store says, or `otherwise` if it does not answer in time.
 
-        def ask() -> None:
-            nonlocal is_answered
-            with contextlib.suppress(Exception):  # whatever it is, the failure that led here counts
-                answer[0] = question()
-                is_answered = True
+        It is then not asked again until it has: the rank that serves it may be stopped, and go on.
+        """
+        if self._is_store_gone or (self._unanswered is not None and self._unanswered.is_alive()):
+            return otherwise
+        thread, answer = answer_within(question, self._store_s)
+        if not answer:
+            self._unanswered = thread
+            self._is_store_gone = not thread.is_alive()
+        return answer[0] if answer else otherwise
 
-        if not self._is_store_gone:
-            thread = threading.Thread(target=ask, name="phalanx-store", daemon=True)
-            thread.start()
-            thread.join(self._store_s)
-            self._is_store_gone = not is_answered
-        return answer[0] if is_answered else otherwise
+
+def verdict_in(text: bytes) -> dict[str, Any] | None:
+    """Return the verdict that a rank has written, None if it is nothing that a rank writes."""
+    try:
+        return understand(text, _VERDICT)
+    except ValueError:
+        return None
 
 
 def _is_consequence(error: BaseException) -> bool:

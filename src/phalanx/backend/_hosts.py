@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import weakref
@@ -12,13 +13,15 @@ import torch
 from torch.distributed import Store
 
 from phalanx import _core
-from phalanx._env import GroupOptions, read_settings
-from phalanx._errors import CollectiveTimeout, OutOfSharedMemory, PhalanxError
+from phalanx._env import LONGEST_S, GroupOptions, Settings, read_settings, seconds, variable_of
+from phalanx._errors import CollectiveTimeout, PhalanxError
 from phalanx._network import host_identity, network_identity
 from phalanx.backend._bridges import bridge
 from phalanx.backend._meeting import Meeting
 
 _SERVE_S = 0.1  # between looks at whether those who are still awaited can't come
+_AGREED = ("one_shot_bytes", "chunk_bytes")  # settings by which ranks find each other's data
+_ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace, another user: as another host
 
 # Segments that this process maps, by nonce: groups made later live in the one that their members already share.
 _segments: weakref.WeakValueDictionary[str, _core.Segment] = weakref.WeakValueDictionary()
@@ -46,11 +49,20 @@ def join_group(
 
     Raises:
         CollectiveTimeout: A rank did not come; `ranks` names it.
-        PhalanxError: Ranks cannot share memory, or their hosts can't reach each other.
+        RankFailed: A rank of this host has died before it joined.
+        PhalanxError: A rank can't join, and says why; ranks cannot share memory, or their hosts can't reach each other.
+        ValueError: A setting or the timeout of this rank is out of its range.
     """
-    settings = (options or GroupOptions()).over(read_settings())
-    meeting = Meeting(store, rank, size, name, global_ranks, timeout_s, time.monotonic() + timeout_s)
-    meeting.set(f"hello/{rank}", _hello(settings.host, settings.bridge))
+    limit_s = min(timeout_s, LONGEST_S) if timeout_s > 0 else LONGEST_S
+    meeting = Meeting(store, rank, size, name, global_ranks, limit_s, time.monotonic() + limit_s)
+    with meeting.joining():
+        seconds("timeout", timeout_s)
+        return _join(meeting, (options or GroupOptions()).over(read_settings()))
+
+
+def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
+    rank, global_ranks = meeting.rank, meeting.global_ranks
+    meeting.set(f"hello/{rank}", _hello(settings))
     if rank == 0:
         hellos = [meeting.get(f"hello/{r}", f"rank {g} did not answer") for r, g in enumerate(global_ranks)]
         meeting.set("hellos", hellos)
@@ -58,6 +70,9 @@ def join_group(
         hellos = meeting.get("hellos", f"rank {global_ranks[0]} did not say who came")
     _check(hellos, meeting)
     hosts = _hosts_by_word(hellos)
+    for r in next(ranks for ranks in hosts if rank in ranks):
+        if (watch := _core.PeerWatch.of(*hellos[r]["process"])) is not None:
+            meeting.watches[r] = watch
     segment, offset, hosts = _map_segment(meeting, hellos, hosts)
     here = next(ranks for ranks in hosts if rank in ranks)
     core = _core.Group.make(
@@ -65,30 +80,36 @@ def join_group(
         offset,
         here.index(rank),
         len(here),
-        name,
+        meeting.name,
         [global_ranks[r] for r in here],
-        timeout_s=timeout_s,
+        timeout_s=meeting.timeout_s,
         stall_s=settings.stall_s,
         spin_us=settings.spin_us,
     )
     core.tune(settings.one_shot_bytes, settings.chunk_bytes)
-    core.join(meeting.left_s)
+    try:
+        core.join(meeting.left_s, meeting.look)
+    except PhalanxError:
+        meeting.look()  # why the rank that has ended it did
+        raise
     if len(hosts) == 1:
         return core, segment
     return bridge(meeting, hellos, hosts, core, settings), segment
 
 
-def _hello(pretended_host: str, bridge: str) -> dict[str, Any]:
+def _hello(settings: Settings) -> dict[str, Any]:
     hello = {
         "pid": os.getpid(),
-        "host": pretended_host or os.uname().nodename,
-        "kernel": host_identity(pretended_host),  # who may share memory
+        "process": _core.identity(),
+        "host": settings.host or os.uname().nodename,
+        "kernel": host_identity(settings.host),  # who may share memory
         "network": network_identity(),
         "torch": torch.__version__,
-        "bridge": bridge,
+        "bridge": settings.bridge,
         "segments": sorted(_segments),
+        **{name: getattr(settings, name) for name in _AGREED},
     }
-    if bridge == "mpi":
+    if settings.bridge == "mpi":
         from phalanx.backend._mpi import world_rank
 
         hello["mpi"] = world_rank()
@@ -96,10 +117,12 @@ def _hello(pretended_host: str, bridge: str) -> dict[str, Any]:
 
 
 def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
-    for fact, what in (("torch", "versions of torch"), ("bridge", "bridges")):
+    whats = {"torch": "versions of torch", "bridge": "bridges"} | {name: variable_of(name) for name in _AGREED}
+    for fact, what in whats.items():
         said = [hello[fact] for hello in hellos]
         if len(set(said)) > 1:
             told = ", ".join(f"{one} on rank {meeting.global_ranks[said.index(one)]}" for one in sorted(set(said)))
+            what = what if fact in ("torch", "bridge") else f"values of {what}"
             raise PhalanxError(
                 f"rank {meeting.me}: init_process_group: the ranks run different {what}: {told}. Give all the same.",
                 op="join",
@@ -125,7 +148,6 @@ def _map_segment(
         offer = meeting.get(f"{key}/offer", what)
         segment = _accept(meeting, key, offer)
         placed = meeting.get(f"{key}/placed", what)
-        _raise_refusal(placed, meeting, here[0])
         if segment is None:  # alone, and so the first of a host of its own
             segment = _core.Segment.create()
             _segments[segment.nonce] = segment
@@ -145,6 +167,12 @@ def _proved(meeting: Meeting, hosts: list[list[int]]) -> list[list[int]]:
         what = f"rank {meeting.global_ranks[ranks[0]]} did not say who shares its memory"
         together = meeting.get(f"segment/{ranks[0]}/placed", what).get("ranks", [])
         proved += [together, *([r] for r in ranks if r not in together)]
+    if sorted(r for ranks in proved for r in ranks) != list(range(meeting.size)) or not all(proved):
+        raise PhalanxError(
+            f"rank {meeting.me}: init_process_group: the ranks disagree on who shares memory: {proved}. Let nothing "
+            "else write to the job's store.",
+            op="join",
+        )
     return sorted(proved)
 
 
@@ -153,23 +181,17 @@ def _offer(
 ) -> tuple[_core.Segment, dict[str, Any]]:
     """Choose a segment that every rank of this host maps already, else make one; allocate the group in it."""
     shared = set(hellos[0]["segments"]).intersection(*(hello["segments"] for hello in hellos))
-    try:
-        if shared:
-            segment = _segments[min(shared)]
-            meeting.set(f"{key}/offer", {"nonce": segment.nonce})
-            together = here
-        else:
-            segment = _core.Segment.create()
-            _segments[segment.nonce] = segment
-            server = _core.SegmentServer(segment)
-            meeting.set(f"{key}/offer", {"nonce": segment.nonce, "socket": server.name, "host": hellos[0]["host"]})
-            together = [here[0], *_serve(meeting, key, server, here[1:])]
-        placed = {"offset": segment.create_group(len(together)), "ranks": together}
-    except (MemoryError, PhalanxError) as error:
-        placed = {"no_memory": isinstance(error, MemoryError), "refused": str(error)}
-        meeting.set(f"{key}/offer", placed)  # the peers wait for it: they must fail now, not at the timeout
-        meeting.set(f"{key}/placed", placed)
-        _raise_refusal(placed, meeting, here[0])
+    if shared:
+        segment = _segments[min(shared)]
+        meeting.set(f"{key}/offer", {"nonce": segment.nonce, "socket": ""})
+        together = here
+    else:
+        segment = _core.Segment.create()
+        _segments[segment.nonce] = segment
+        server = _core.SegmentServer(segment)
+        meeting.set(f"{key}/offer", {"nonce": segment.nonce, "socket": server.name})
+        together = [here[0], *_serve(meeting, key, server, here[1:])]
+    placed = {"offset": segment.create_group(len(together)), "ranks": together}
     meeting.set(f"{key}/placed", placed)
     return segment, placed
 
@@ -182,6 +204,7 @@ def _serve(meeting: Meeting, key: str, server: _core.SegmentServer, peers: Seque
         num_served += server.serve(len(peers) - len(refused) - num_served, min(_SERVE_S, meeting.left_s))
         if num_served + len(refused) == len(peers):
             break
+        meeting.look()
         refused = [r for r in peers if meeting.store.check([f"{key}/refused/{r}"])]
         if meeting.left_s <= 0.001:
             raise CollectiveTimeout(
@@ -193,30 +216,16 @@ def _serve(meeting: Meeting, key: str, server: _core.SegmentServer, peers: Seque
 
 
 def _accept(meeting: Meeting, key: str, offer: dict[str, Any]) -> _core.Segment | None:
-    """Return the segment that was offered, mapping it if this process does not yet; None if it can't."""
-    if "refused" in offer:
-        return None
+    """Return the segment that was offered, mapping it if this process does not yet; None if it is out of reach."""
     nonce = offer["nonce"]
     if nonce in _segments:
         return _segments[nonce]
     try:
         segment = _core.Segment.attach(offer["socket"], nonce, meeting.left_s)
-    except (OSError, RuntimeError) as error:  # another user, or another network namespace: another host
+    except OSError as error:
+        if error.errno not in _ELSEWHERE:
+            raise
         meeting.set(f"{key}/refused/{meeting.rank}", str(error))
         return None
     _segments[nonce] = segment
     return segment
-
-
-def _raise_refusal(placed: dict[str, Any], meeting: Meeting, leader: int) -> None:
-    """Raise the error of a group that its host's first rank could not make; the same on every rank there."""
-    if "refused" not in placed:
-        return
-    if not placed["no_memory"]:
-        raise PhalanxError(f"rank {meeting.me}: init_process_group: {placed['refused']}", op="join")
-    raise OutOfSharedMemory(
-        f"rank {meeting.me}: init_process_group: rank {meeting.global_ranks[leader]} found no shared memory for a "
-        f"group of {meeting.size} ranks; raise the memory limit of the job or container",
-        op="join",
-        ranks=(meeting.global_ranks[leader],),
-    )

@@ -2,6 +2,9 @@
 
 Each rank listens, and nobody reads: the kernel keeps what others leave there until this rank meets a failure itself.
 First words too: that a rank reaches another is tried here before the engine, which can't fail to connect in order.
+
+Anybody who reaches the host can connect, so a mailbox waits for strangers one second in its life, keeps a few of their
+connections, and reads of each no more than shows that it does not know the token.
 """
 
 from __future__ import annotations
@@ -17,8 +20,45 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-_READ_S = 0.2  # from one who has connected
+from phalanx.backend._words import understand
+
+_READ_S = 0.1  # of one look
+_PATIENCE_S = 1.0  # of all looks together, for those who have connected and not said all
+_POLL_S = 0.005
 _BACKLOG = 4096  # or as many as the kernel allows
+_MOST_OPEN = 64
+_MOST_BYTES = 1 << 20  # of a message: a verdict may have a line for each rank
+
+
+class _Letter:
+    """A connection, and what came over it: the token's line, then the message."""
+
+    def __init__(self, sender: socket.socket, token: str) -> None:
+        self._sender, self._key = sender, f"{token}\n".encode()
+        self._data = b""
+        self.is_over = False
+        sender.setblocking(False)
+
+    def take(self) -> dict[str, Any] | None:
+        """Read what is there; return the message once it is whole."""
+        try:
+            while not self.is_over:
+                key, text = self._data[: len(self._key)], self._data[len(self._key) :]
+                is_known = secrets.compare_digest(key, self._key)
+                limit = len(self._key) - len(key) + is_known * (_MOST_BYTES - len(text))
+                piece = self._sender.recv(limit) if limit > 0 else b""
+                self._data += piece
+                if not piece:  # the end, a stranger, or too long
+                    self.is_over = True
+                    return understand(text, dict) if is_known else None
+        except BlockingIOError:  # not all of it is there
+            pass
+        except (OSError, ValueError):
+            self.is_over = True
+        return None
+
+    def close(self) -> None:
+        self._sender.close()
 
 
 class Mailbox:
@@ -33,36 +73,64 @@ class Mailbox:
         self._socket = socket.create_server(where, family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
         self._token = secrets.token_hex(16)  # so that a stranger's connection is not taken for a message
+        self._open: list[_Letter] = []
+        self._patience_s = _PATIENCE_S
         self.name = (address, self._socket.getsockname()[1], self._token)
 
-    def read(self) -> Any:
-        """Return the first message that lies here, None if there is none."""
-        with contextlib.suppress(OSError):  # nobody is there, or the box is closed
-            while True:
+    def read(self) -> dict[str, Any] | None:
+        """Return the first message that lies here, None if there is none; takes a moment, whatever strangers do."""
+        deadline = time.monotonic() + _READ_S
+        while True:
+            is_empty = self._accept()
+            for letter in list(self._open):
+                message = letter.take()
+                if letter.is_over:
+                    self._open.remove(letter)
+                    letter.close()
+                if message is not None:
+                    return message
+            if time.monotonic() >= deadline or (is_empty and (not self._open or self._patience_s <= 0)):
+                return None
+            if is_empty:
+                time.sleep(_POLL_S)
+                self._patience_s -= _POLL_S
+
+    def _accept(self) -> bool:
+        """Take connections, in the place of the oldest where there are many; return whether there are no more."""
+        for _ in range(_MOST_OPEN):
+            try:
                 sender, _ = self._socket.accept()
-                with sender, contextlib.suppress(OSError, ValueError):
-                    sender.settimeout(_READ_S)
-                    with sender.makefile("rb") as stream:
-                        token, _, text = stream.read().partition(b"\n")
-                    if secrets.compare_digest(token, self._token.encode()):
-                        return json.loads(text)
-        return None
+            except OSError:  # nobody is there, or the box is closed
+                return True
+            if len(self._open) >= _MOST_OPEN:
+                self._open.pop(0).close()
+            self._open.append(_Letter(sender, self._token))
+        return False
 
     def close(self) -> None:
         self._socket.close()
+        while self._open:
+            self._open.pop().close()
 
 
-def post(boxes: Sequence[Sequence[Any]], message: Any, limit_s: float) -> dict[int, str]:
+def post(boxes: Sequence[Sequence[Any]], message: dict[str, Any], limit_s: float) -> dict[int, str]:
     """Leave a message in each box, given by name; return why not, of those that could not be reached in time."""
     deadline = time.monotonic() + limit_s
     failed = dict.fromkeys(range(len(boxes)), "no answer")
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         for number, (address, port, _) in enumerate(boxes):
-            family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-            link = stack.enter_context(socket.socket(family, kind, protocol))
-            link.setblocking(False)
-            error = link.connect_ex(where)
+            try:
+                family, kind, protocol, _, where = socket.getaddrinfo(
+                    address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+                )[0]
+                link = stack.enter_context(socket.socket(family, kind, protocol))
+                link.setblocking(False)
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_BYTES)
+                error = link.connect_ex(where)
+            except (OSError, OverflowError, ValueError) as refused:  # no address, or too many open files
+                failed[number] = str(refused)
+                continue
             if error in (0, errno.EINPROGRESS):
                 selector.register(link, selectors.EVENT_WRITE, (number, link))
             else:

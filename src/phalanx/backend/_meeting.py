@@ -1,25 +1,86 @@
-"""How the ranks of a new group tell each other what they bring: through the group's store, in a limited time."""
+"""How the ranks of a new group tell each other what they bring: through the group's store, in a limited time.
+
+Who can't join says why, and all who wait for it raise that at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import re
+import threading
 import time
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import Store
 
-from phalanx._errors import CollectiveTimeout, PhalanxError
+from phalanx import _core, _errors
+from phalanx._errors import CollectiveTimeout, OutOfSharedMemory, PhalanxError, RankFailed
+from phalanx.backend._words import Shape, understand
 
-_PART = timedelta(seconds=1)
-_EARLY_S = 0.1  # before the deadline: an error then is none of lateness
+_PART_S = 1.0
+_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.02  # between questions to the store
+_MANY = 50  # ranks
+_LOOK_S = 0.1  # between looks at whether those who are awaited can't come
+_DEATH_S = 0.3  # for the end of a process to be seen after that of its connections
+_STORE_S = 1.0  # for the store to answer
+_FACTS = ("pid", "exit_code", "signal")  # of a rank that has died
+_WHO = re.compile(r"^rank \d+: init_process_group: ")
 
 
-@dataclass(frozen=True)
+def _is_natural(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+_HELLO = {
+    "pid": int,
+    "process": (lambda pid: _is_natural(pid) and pid < 1 << 31, _is_natural, _is_natural),
+    "host": str,
+    "kernel": str,
+    "network": str,
+    "torch": str,
+    "bridge": str,
+    "segments": [str],
+    "one_shot_bytes": int,
+    "chunk_bytes": int,
+}
+_SHAPES: dict[str, Shape] = {
+    "hello": _HELLO,
+    "hellos": [_HELLO],
+    "offer": {"nonce": str, "socket": str},
+    "placed": {"offset": _is_natural, "ranks": [int]},
+    "mailbox": (str, int, str),
+    "unreached": [str],
+    "failed": {"kind": str, "text": str, "ranks": [int], "facts": dict},
+}
+"""What is said under a key, by the last of its parts that is a word."""
+
+
+def answer_within(question: Callable[[], Any], limit_s: float) -> tuple[threading.Thread, list[Any]]:
+    """Ask a store, whose answers have no deadline of their own; return who asks, and the answer, empty if none came."""
+    answer: list[Any] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # it has gone; whoever asks knows what that means
+            answer.append(question())
+
+    thread = threading.Thread(target=ask, name="phalanx-store", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return thread, answer
+
+
+@dataclass(eq=False)
 class Meeting:
-    """What a rank brings to the meeting of its group."""
+    """What a rank brings to the meeting of its group.
+
+    Attributes:
+        watches: Of the processes of this host's other ranks, by rank, once they have said hello.
+    """
 
     store: Store
     rank: int
@@ -28,6 +89,10 @@ class Meeting:
     global_ranks: list[int]
     timeout_s: float
     deadline: float
+    watches: dict[int, _core.PeerWatch] = field(default_factory=dict)
+    _suspects: set[int] = field(default_factory=set)
+    _has_parted: bool = False
+    _is_store_gone: bool = False  # then it is not asked again: TCPStore prints a traceback each time
 
     @property
     def me(self) -> int:
@@ -39,25 +104,39 @@ class Meeting:
 
     def get(self, key: str, what: str) -> Any:
         """Return what `key` of the store says; a missing one is a timeout that names the ranks that did not come."""
+        # Not Store.wait: it would not end when somebody fails, and TCPStore prints a warning whenever it times out.
+        pause_s = _FIRST_PAUSE_S
+        next_look_s = time.monotonic() + _LOOK_S
+        while (said := self._said(key)) is None:
+            if time.monotonic() >= next_look_s:
+                self.look()
+                next_look_s = time.monotonic() + _LOOK_S
+            if time.monotonic() >= self.deadline:
+                raise self._timed_out(what)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S * (1 + self.size / _MANY))  # the store serves all ranks
+        return self._understand(key, said)
+
+    def _said(self, key: str) -> bytes | None:
         try:
-            self.store.wait([key], timedelta(seconds=self.left_s))
-            return json.loads(self.store.get(key))
+            return self.store.get(key) if self.store.check([key]) else None
         except Exception as error:
-            if self.left_s > _EARLY_S:
-                raise PhalanxError(
-                    f"rank {self.me}: init_process_group: the job's store is gone ({error}). Look at what the rank or "
-                    "launcher that serves it, most often rank 0, printed last.",
-                    op="join",
-                ) from error
-            ranks = self._absent()
-            if ranks:
-                what = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} did not come"
-            raise CollectiveTimeout(
-                f"rank {self.me}: init_process_group: {what} within the timeout. "
-                "Start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE (or init_method).",
+            self._is_store_gone = True
+            raise self._lost_store(error) from error
+
+    def _understand(self, key: str, said: bytes) -> Any:
+        """Return what a key says; name the rank that wrote it if it is nothing that a rank says."""
+        try:
+            return understand(said, _SHAPES[re.sub(r".*/(?=[a-z])|/\d+$", "", key)])
+        except ValueError as error:
+            number = re.search(r"/(\d+)", key)
+            rank = self.global_ranks[int(number[1])] if number else self.global_ranks[0]
+            raise PhalanxError(
+                f"rank {self.me}: init_process_group: what rank {rank} said of itself ({key}) is not understood: "
+                f"{error}. Run the same version of phalanx on every rank, and let nothing else write to the store.",
                 op="join",
-                ranks=ranks,
-            ) from error
+                ranks=(rank,),
+            ) from None
 
     def set(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
@@ -69,14 +148,142 @@ class Meeting:
 
     def part(self) -> None:
         """Before all raise an error that they share: rank 0, which may serve the store, goes last."""
-        with contextlib.suppress(Exception):  # it has gone, or one of them: the error counts
-            self.set(f"parted/{self.rank}", "")
-            if self.me == 0:
-                self.store.wait([f"parted/{r}" for r in range(self.size)], _PART)
+        if self._has_parted:
+            return
+        self._has_parted = True
+        self._ask(lambda: self.set(f"parted/{self.rank}", ""))
+        deadline = time.monotonic() + _PART_S
+        keys = [f"parted/{r}" for r in range(self.size)]
+        while self.me == 0 and self._ask(lambda: self.store.check(keys)) is False and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """Return what the store says; None if it has gone: whoever can't do without it says so."""
+        if self._is_store_gone:
+            return None
+        try:
+            return question()
+        except Exception:
+            self._is_store_gone = True
+            return None
+
+    # ---- who can't join --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Tell the others what this rank fails with."""
+        spare: list[int] = []
+        try:
+            with contextlib.suppress(OSError):
+                spare.append(os.open(os.devnull, os.O_RDONLY))
+            yield
+        except CollectiveTimeout:  # theirs comes too, and names whom they miss
+            raise
+        except BaseException as error:
+            while spare:  # where descriptors have run out, a store that is a file needs one
+                os.close(spare.pop())
+            cause = _cause(error, self)
+            self._tell(cause)
+            if isinstance(error, (MemoryError, OSError, RuntimeError)) and not isinstance(error, PhalanxError):
+                raise self._rebuild({**cause, "text": cause["text"].partition(": ")[2]}) from error
+            raise
+        finally:
+            for fd in spare:
+                os.close(fd)
+
+    def look(self) -> None:
+        """Raise what another rank has failed with while joining; RankFailed if one of this host has died."""
+        told = self._ask(lambda: self.store.get("failed") if self.store.check(["failed"]) else None)
+        if told is not None:
+            self.part()
+            raise self._rebuild(self._understand("failed", told))
+        for rank, watch in self.watches.items():
+            if not watch.dead:
+                continue
+            if rank in self._suspects:  # what it had done before was looked at since
+                raise self._rebuild(self._bury(rank, watch))
+            self._suspects.add(rank)
+
+    def _bury(self, rank: int, watch: _core.PeerWatch) -> dict[str, Any]:
+        text, exit_code, signal = watch.ending
+        number = self.global_ranks[rank]
+        cause = {
+            "kind": RankFailed.__name__,
+            "text": f"rank {number} (pid {watch.pid}) {text}\n"
+            f"Look at what rank {number} printed last; this rank is only its victim.",
+            "ranks": [number],
+            "facts": {"pid": watch.pid, "exit_code": exit_code if exit_code >= 0 else None, "signal": signal or None},
+        }
+        self._tell(cause)
+        return cause
+
+    def _tell(self, cause: dict[str, Any]) -> None:
+        if self._ask(lambda: self.store.check(["failed"])) is False:
+            self._ask(lambda: self.set("failed", cause))
+        self.part()
+
+    def _rebuild(self, cause: dict[str, Any]) -> PhalanxError:
+        """Return the error of this rank for what a rank has failed with."""
+        kind = getattr(_errors, cause["kind"], None)
+        if not (isinstance(kind, type) and issubclass(kind, PhalanxError)):
+            kind = PhalanxError
+        text = f"rank {self.me}: init_process_group: {cause['text']}"
+        facts = {name: cause["facts"][name] for name in _FACTS if type(cause["facts"].get(name)) is int}
+        return kind(text, op="join", ranks=tuple(cause["ranks"]), **facts)
+
+    def _timed_out(self, what: str) -> CollectiveTimeout:
+        ranks = self._absent()
+        if ranks:
+            what = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} did not come"
+        return CollectiveTimeout(
+            f"rank {self.me}: init_process_group: {what} within the timeout. "
+            "Start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE (or init_method).",
+            op="join",
+            ranks=ranks,
+        )
+
+    def _lost_store(self, error: Exception) -> PhalanxError:
+        """Return the error of a store that does not answer: its server has died, if that is seen in a moment."""
+        deadline = time.monotonic() + _DEATH_S
+        while time.monotonic() < deadline:
+            self.look()
+            time.sleep(_PAUSE_S)
+        return PhalanxError(
+            f"rank {self.me}: init_process_group: the job's store is gone ({error}). Look at what the rank or "
+            "launcher that serves it, most often rank 0, printed last.",
+            op="join",
+        )
 
     def _absent(self) -> tuple[int, ...]:
-        """Return the ranks that have not said hello, none if the store cannot tell."""
-        try:
+        """Return the ranks that have not said hello, none if the store cannot tell: it may have gone, or be stopped."""
+
+        def look() -> tuple[int, ...]:
             return tuple(other for r, other in enumerate(self.global_ranks) if not self.store.check([f"hello/{r}"]))
-        except Exception:  # it may have gone with the rank that served it
+
+        if self._is_store_gone:
             return ()
+        _, answer = answer_within(look, _STORE_S)
+        return answer[0] if answer else ()
+
+
+def _cause(error: BaseException, meeting: Meeting) -> dict[str, Any]:
+    """Return what keeps this rank from joining, as it is told to the others."""
+    kind: type[PhalanxError] = PhalanxError
+    if isinstance(error, PhalanxError):
+        kind, why = type(error), _WHO.sub("", str(error))
+    elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        kind = OutOfSharedMemory
+        what = f" ({error.strerror})" if isinstance(error, OSError) else ""
+        why = (
+            f"no shared memory for a group of {meeting.size} ranks{what}; raise the memory limit of the job or "
+            "container, and see ulimit -f and -v"
+        )
+    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        why = f"no file descriptor is left ({error.strerror}); raise the limit of open files (ulimit -n)"
+    elif isinstance(error, OSError):
+        why = f"{error.strerror or error}; a sandbox may forbid it: run phalanx doctor there"
+    else:
+        why = f"{type(error).__name__}: {error}"
+    facts = {name: getattr(error, name, None) for name in _FACTS} if kind is RankFailed else {}
+    ranks = list(getattr(error, "ranks", ())) or [meeting.me]
+    return {"kind": kind.__name__, "text": f"rank {meeting.me} could not join: {why}", "ranks": ranks, "facts": facts}

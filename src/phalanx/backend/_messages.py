@@ -31,13 +31,16 @@ _SLOT_BYTES = 1024
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
 _HEADS, _BODIES = 1, 2  # tags of the engine
 _SLICE_S = 0.1  # of waiting, between looks at whether the group has ended
+_JOIN_S = 1.0
 
 
 class _Message(Task):
     """A message on its way over the bridge, or a receive that may be of one."""
 
-    def __init__(self, data: torch.Tensor, dtype: int, count: int, peer: int, tag: int, site: str) -> None:
-        super().__init__()
+    def __init__(
+        self, check: Callable[[], object], data: torch.Tensor, dtype: int, count: int, peer: int, tag: int, site: str
+    ) -> None:
+        super().__init__(check)
         self.data, self.dtype, self.count, self.peer, self.tag, self.site = data, dtype, count, peer, tag, site
         self.here: Any = None  # the same receive from ranks of this host
 
@@ -59,6 +62,9 @@ class _FromHere:
 
     def notify(self, completions: _core.Completions, number: int) -> None:
         self.handle.notify(completions, number)
+
+    def require_reachable(self) -> None:
+        self.handle.require_reachable()
 
 
 @dataclass
@@ -97,7 +103,7 @@ class Messages:
         self._check("send", site)
         if peer in self._here:
             return self._post_here("send", self._core.send, data, dtype, item, count, peer, tag, site)
-        message = _Message(Span(data, count * item).tensor(), dtype, count, peer, tag, site)
+        message = _Message(self._check_process, Span(data, count * item).tensor(), dtype, count, peer, tag, site)
         message.source = self._rank
         with self._changed:
             if peer not in self._outgoing:
@@ -111,7 +117,7 @@ class Messages:
         self._check("recv", site)
         if peer in self._here:
             return self._post_here("recv", self._core.recv, data, dtype, item, count, peer, tag, site)
-        message = _Message(Span(data, count * item).tensor(), dtype, count, peer, tag, site)
+        message = _Message(self._check_process, Span(data, count * item).tensor(), dtype, count, peer, tag, site)
         sources = [peer] if peer >= 0 else [r for r in range(len(self._place.pids)) if r not in self._here]
         with self._changed:
             for source in sources:
@@ -134,6 +140,9 @@ class Messages:
                     raise self._told(error, "recv", site) from None
                 self._expect(message)
         return message
+
+    def _check_process(self) -> None:
+        self._failures.require_own_process("a message")
 
     def _check(self, op: str, site: str) -> None:
         self._failures.check(op)
@@ -165,6 +174,7 @@ class Messages:
                 return self._core.wait_request(request.handle, timeout_s)
             except BaseException as error:
                 raise self._told(error, request.op, request.site) from None
+        request.require_reachable()
         limit_s = timeout_s or self.timeout_s
         deadline = time.monotonic() + limit_s
         try:
@@ -193,8 +203,9 @@ class Messages:
             self._is_closed = True
             self._changed.notify_all()
         self._from_here.close()
+        deadline = time.monotonic() + _JOIN_S
         for thread in self._threads:
-            thread.join(timeout=1)
+            thread.join(max(deadline - time.monotonic(), 0))
 
     # ---- receiving -------------------------------------------------------------------------------------------------
 
@@ -309,6 +320,7 @@ class Messages:
         """The connection to a rank has ended: so does what waits for it; nothing may wait."""
         in_order = not self._failures.ended and self._failures.has_left(peer)
         with self._changed:
+            self._receiving.discard(peer)
             waiting = [
                 m for m in self._posted if m.peer == peer or (m.peer < 0 and not (in_order and self._may_come(m)))
             ]
@@ -317,14 +329,22 @@ class Messages:
                 waiting.append(self._moving.pop(peer))
             self._posted = [m for m in self._posted if m not in waiting]
             self._outgoing.pop(peer, None)
-            self._receiving.discard(peer)
         for message in waiting:
             self._fail(message, error)
 
+    def end(self) -> None:
+        """The group has ended: fail all that is on its way. The engine forgets what it was receiving, see there."""
+        with self._changed:
+            waiting = [*self._posted, *self._moving.values(), *itertools.chain(*self._outgoing.values())]
+            self._posted, self._moving, self._outgoing = [], {}, {}
+        if waiting:
+            self._everyone.drain(())
+        for message in waiting:
+            self._fail(message, RuntimeError("the group has ended"))
+
     def _may_come(self, message: _Message) -> bool:
-        """Whether anybody is left who could send it."""
-        others = len(self._place.pids) - len(self._here)
-        return message.here is not None or len(self._everyone.lost()) < others
+        """Whether anybody is left who could send it, or has: what came before the end of a connection is yet read."""
+        return message.here is not None or bool(self._receiving)
 
     def _fail(self, message: _Message, error: BaseException) -> None:
         op = "send" if message.source == self._rank else "recv"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import torch
 
 from phalanx._errors import PhalanxError
+from phalanx.backend._links import Link
 
 _PIECE_BYTES = 1 << 30  # counts are C ints before MPI 4
 _EXCHANGE = 0  # tags; messages have others
 _EAGER_POLLS = 200
 _POLL_S = 0.0001
-_lock = threading.Lock()  # so that MPI_THREAD_SERIALIZED is enough
+_lock = threading.RLock()  # so that MPI_THREAD_SERIALIZED is enough
 
 
 def _mpi() -> Any:
@@ -84,7 +85,8 @@ class _Requests:
     def _cancel(self) -> None:
         """Take receives back: their memory is about to go. Not sends, which MPI may refuse to cancel."""
         with _lock:
-            for request in self._receives:
+            receives, self._receives = self._receives, []
+            for request in receives:
                 if request != _mpi().REQUEST_NULL:
                     request.Cancel()
 
@@ -99,7 +101,7 @@ class MpiChannel:
     """
 
     ends_waits = False
-    links: ClassVar[dict[int, socket.socket]] = {}
+    links: ClassVar[dict[int, Link]] = {}
 
     def __init__(self, ranks: Sequence[int]) -> None:
         world = _mpi().COMM_WORLD
@@ -108,8 +110,9 @@ class MpiChannel:
             self._comm = world.Create_group(world.Get_group().Incl(list(ranks)))
 
     def exchange(
-        self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int]
-    ) -> _Requests:
+        self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int],
+        limit: timedelta,
+    ) -> _Requests:  # fmt: skip
         with _lock:
             receives, sends = (
                 [
@@ -133,11 +136,11 @@ class MpiChannel:
         pieces = tensor.split(_PIECE_BYTES) if tensor.numel() else ()
         return [start([piece.numpy(), piece.numel(), _mpi().BYTE], peer, tag) for piece in pieces]
 
-    def lost(self) -> list[int]:
-        return []
-
-    silent = lost
-
     def close(self) -> None:
         """End the waits of this rank; MPI frees the communicator at the end of the process."""
         self.is_closed = True
+
+    def drain(self, handles: Sequence[Any]) -> None:
+        for handle in handles:
+            with contextlib.suppress(RuntimeError):  # it was taken back
+                handle.wait(timedelta(0))

@@ -6,11 +6,13 @@ returns None; any other returns a :class:`PhalanxWork`. Ranks are those of the g
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,48 +20,17 @@ from torch.distributed import ReduceOp
 
 from phalanx import _core
 from phalanx._errors import CollectiveTimeout, GroupUnusable, PhalanxError
+from phalanx._tensors import is_dense, is_simple, is_stored, unusual_keys
+from phalanx.backend._memory import NotPlain, Places, Tensors, do_overlap, plain
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType, premul_factor
 from phalanx.backend._work import PhalanxWork, call_site, finished
 
-Tensors = list[torch.Tensor]
 Options = Any
 """One of torch's options classes: `asyncOp`, `timeout`, and `rootRank` or `reduceOp` where they apply."""
+_NUM_LOOKS = 4  # works that each new one looks at, whether they are over
 _SUM = REDUCE_CODES[RedOpType.SUM][0]
 _AVG = ReduceOp(RedOpType.AVG)
 _SUMMABLE = frozenset(dtype for dtype, (code, _) in DTYPE_CODES.items() if _core.reduces(code, _SUM))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """True if the core can work on the tensor's memory as it is."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
-
-
-class _Outputs:
-    """Buffers for results: the tensors themselves, or contiguous stand-ins that are copied back at the end."""
-
-    def __init__(self) -> None:
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def buffer(self, tensor: torch.Tensor, *, filled: bool = False) -> torch.Tensor:
-        if _is_plain(tensor):
-            return tensor
-        make = tensor.resolve_conj().resolve_neg().contiguous if filled else functools.partial(_empty_like, tensor)
-        buffer = make()
-        self.copies.append((tensor, buffer))
-        return buffer
-
-    def settle(self) -> None:
-        with torch.no_grad():  # a parameter may be written, as it is when the core does it
-            for tensor, buffer in self.copies:
-                tensor.copy_(buffer)
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 class Operations:
@@ -83,7 +54,7 @@ class Operations:
         self._size = size
         self._name = name
         self._global_ranks = global_ranks
-        self._in_flight: set[PhalanxWork] = set()
+        self._in_flight: OrderedDict[PhalanxWork, None] = OrderedDict()
         # torch's DDP counts the ranks that go on by such all_reduces, and keeps the C++ half of the work alone.
         self._last_of_one: deque[PhalanxWork | None] = deque(maxlen=4)
         self._coalescing: list[PhalanxWork] | None = None
@@ -93,16 +64,44 @@ class Operations:
 
     def _check(self, op: str, tensor: torch.Tensor) -> tuple[int, int]:
         """Return the code and element size of the tensor's dtype, after checking that the core can touch it."""
-        if not tensor.is_cpu:
-            raise ValueError(
-                f"{self._where(op)} takes CPU tensors, got one on {tensor.device}. For tensors on a GPU use "
-                f'init_process_group("cpu:phalanx,cuda:nccl"), or call {op} with tensor.cpu()'
+        codes = DTYPE_CODES.get(tensor.dtype)
+        if codes is not None and (is_simple(tensor) or (is_dense(tensor) and is_stored(tensor))):
+            return codes
+        raise self._refusal(op, tensor)
+
+    def _refusal(self, op: str, tensor: torch.Tensor) -> Exception:
+        """Return the error about a tensor that the core can't touch."""
+        where = self._where(op)
+        if is_dense(tensor):
+            if tensor.dtype not in DTYPE_CODES:
+                return ValueError(
+                    f"{where} can't take {tensor.dtype}, which packs several elements into a byte; pass "
+                    "tensor.int_repr(), and the scale and zero point with it"
+                )
+            return ValueError(
+                f"{where}: the tensor's storage holds {tensor.untyped_storage().nbytes()} bytes, too few for "
+                f"{_describe(tensor)} from element {tensor.storage_offset()} on; it was resized or freed under the "
+                "tensor, as FSDP does with parameters that are not in use. Pass a tensor that has its storage"
             )
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"{self._where(op)} takes dense tensors, got layout {tensor.layout}; call {op} with tensor.to_dense()"
-            )
-        return DTYPE_CODES[tensor.dtype]
+        if "Python" not in unusual_keys(tensor):
+            if tensor.is_meta:
+                return ValueError(
+                    f"{where} takes CPU tensors with data, got one on meta, which has none; give it memory first "
+                    'with torch.empty_like(tensor, device="cpu") or module.to_empty(device="cpu")'
+                )
+            if not tensor.is_cpu:
+                return ValueError(
+                    f"{where} takes CPU tensors, got one on {tensor.device}. For tensors on a GPU use "
+                    f'init_process_group("cpu:phalanx,cuda:nccl"), or call {op} with tensor.cpu()'
+                )
+            if tensor.layout is not torch.strided:
+                return ValueError(
+                    f"{where} takes dense tensors, got layout {tensor.layout}; call {op} with tensor.to_dense()"
+                )
+        kind = type(tensor).__name__
+        local = "its local part, tensor.to_local()" if kind == "DTensor" else "a plain tensor"
+        keys = ", ".join(sorted(unusual_keys(tensor) - {"PythonTLSSnapshot"}))
+        return NotPlain(f"{where} takes tensors with memory of their own, got a {kind} ({keys}); pass {local}")
 
     def _where(self, op: str) -> str:
         return f"rank {self._global_ranks[self._rank]}: {op}"
@@ -174,18 +173,21 @@ class Operations:
                 settle()
             return None
         job = method(*args, timeout, call_site())
-        return self._track(PhalanxWork(job, self._core.wait_job, result, settle, keep, self._in_flight.discard))
+        return self._track(PhalanxWork(job, self._core.wait_job, result, settle, keep, self._let_go))
 
     def _profiled(self, op: str, inputs: Tensors, settle: Callable[[], None] | None) -> Callable[[], None] | None:
         """Open a profiler event ``phalanx:<op>`` with the shapes of the inputs, which `settle` closes."""
         if self._in_event:
             return settle
         name = {"all_to_all_split": "all_to_all"}.get(op, op)
-        event = torch.autograd._record_function_with_args_enter(f"phalanx:{name}", *inputs)
+        events = [torch.autograd._record_function_with_args_enter(f"phalanx:{name}", *inputs)]
 
         def close() -> None:
             if settle is not None:
                 settle()
+            if not events:  # a signal handler has closed it
+                return
+            event = events.pop()
             # On a thread of its own: the profiler takes an event that ends on another thread for an asynchronous one.
             closer = threading.Thread(target=torch.autograd._record_function_with_args_exit, args=(event,))
             closer.start()
@@ -196,13 +198,18 @@ class Operations:
     def _track(self, work: PhalanxWork) -> PhalanxWork:
         """Keep a started operation and its tensors until it is over, whatever the caller does with the handle."""
         in_flight = self._in_flight
-        for other in list(in_flight):
-            if other.over:
-                in_flight.discard(other)
-        in_flight.add(work)
+        with contextlib.suppress(KeyError):  # another thread may take the last
+            for _ in range(min(_NUM_LOOKS, len(in_flight))):  # the oldest, in turns: there may be thousands
+                other, _none = in_flight.popitem(last=False)
+                if not other.over:
+                    in_flight[other] = None
+        in_flight[work] = None
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+    def _let_go(self, work: PhalanxWork) -> None:
+        self._in_flight.pop(work, None)
 
     def _done(self, opts: Options, result: Tensors) -> PhalanxWork | None:
         return finished(result) if opts.asyncOp else None
@@ -213,10 +220,10 @@ class Operations:
         tensor = self._one("broadcast", tensors)
         code, item = self._check("broadcast", tensor)
         root = self._root("broadcast", opts.rootRank)
-        out = _Outputs()
-        buffer = out.buffer(tensor, filled=True)
+        places = Places(self._where, "broadcast")
+        buffer = places.update(tensor)
         args = (buffer.data_ptr(), code, item, buffer.numel(), root)
-        return self._run(self._core.broadcast, args, opts, tensors, buffer, out.settle)
+        return self._run(self._core.broadcast, args, opts, tensors, buffer, places.settle)
 
     def allreduce(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         if len(tensors) == 1 and self._is_simple(tensors[0], opts):
@@ -231,11 +238,11 @@ class Operations:
             return self._allreduce_sparse(tensor, opts)
         code, item = self._check("all_reduce", tensor)
         kernel, agreed = self._reduction("all_reduce", opts.reduceOp, tensor.dtype)
-        out = _Outputs()
-        buffer = out.buffer(tensor, filled=True)
+        places = Places(self._where, "all_reduce")
+        buffer = places.update(tensor)
         source = self._premultiplied(buffer, opts.reduceOp)
         args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed)
-        work = self._run(self._core.all_reduce, args, opts, tensors, (source, buffer), out.settle)
+        work = self._run(self._core.all_reduce, args, opts, tensors, (source, buffer), places.settle)
         if tensor.numel() == 1:
             self._last_of_one.append(work)
         return work
@@ -246,17 +253,15 @@ class Operations:
         return (
             not opts.asyncOp
             and opts.reduceOp == RedOpType.SUM
-            and tensor.layout is torch.strided
-            and tensor.is_cpu
             and tensor.dtype in _SUMMABLE
-            and _is_plain(tensor)
+            and is_simple(tensor)
             and not torch.autograd._profiler_enabled()
         )
 
     def _premultiplied(self, tensor: torch.Tensor, reduce_op: Any) -> torch.Tensor:
         """Return the contiguous input of a reduction, multiplied by the factor of a PREMUL_SUM."""
         if reduce_op.op != RedOpType.PREMUL_SUM:
-            return _plain(tensor)
+            return plain(tensor)
         return torch.mul(tensor, premul_factor(reduce_op)).to(tensor.dtype).contiguous()
 
     def _allreduce_sparse(self, tensor: torch.Tensor, opts: Options) -> PhalanxWork | None:
@@ -288,24 +293,31 @@ class Operations:
         return gathered
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
+        dense = [tensor for tensor in tensors if tensor.layout is not torch.sparse_coo]
+        for tensor in dense:
+            self._check("all_reduce", tensor)
+        places = Places(self._where, "all_reduce")
+        if do_overlap(dense, []):  # each is summed as it was before the call
+            tensors = [t if t.layout is torch.sparse_coo else places.copy(t) for t in tensors]
         calls = [functools.partial(self.allreduce, [t]) for t in tensors]
-        return self._coalesced("all_reduce", calls, opts, tensors, tensors)
+        return self._coalesced("all_reduce", calls, opts, tensors, tensors, places.settle)
 
     def average_coalesced(
         self, tensors: Tensors, marks: torch.Tensor, timeout: timedelta, *, with_squares: bool
     ) -> float:
         """Replace `tensors` and `marks` by their means over the ranks, where they lie; blocks. See PhalanxGroup."""
         close = self._profiled("average_coalesced", tensors, None) if torch.autograd._profiler_enabled() else None
-        out = _Outputs()
+        places = Places(self._where, "average_coalesced")
         squares = 0.0
         by_dtype: dict[torch.dtype, Tensors] = {}
         for tensor in tensors:
+            self._check("average_coalesced", tensor)
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for dtype, alike in by_dtype.items():
-            code, item = self._check("average_coalesced", alike[0])
+            code, item = DTYPE_CODES[dtype]
             kernel, agreed = self._reduction("average_coalesced", _AVG, dtype)
             num_squared = len(alike) if with_squares else 0
-            buffers = [out.buffer(tensor, filled=True) for tensor in alike]
+            buffers = [places.update(tensor) for tensor in alike]
             if dtype == marks.dtype:
                 buffers.append(marks)
             addresses = [buffer.data_ptr() for buffer in buffers]
@@ -313,16 +325,23 @@ class Operations:
             squares += self._core.all_reduce_pieces(
                 addresses, addresses, counts, code, item, kernel, agreed, num_squared, timeout
             )
-        out.settle()
+        places.settle()
         if close is not None:
             close()
         return squares
 
     def _coalesced(
-        self, op: str, calls: Sequence[Callable], opts: Options, result: Tensors, inputs: Tensors
+        self,
+        op: str,
+        calls: Sequence[Callable],
+        opts: Options,
+        result: Tensors,
+        inputs: Tensors,
+        settle: Callable[[], None] | None = None,
     ) -> PhalanxWork | None:
         """Run several operations as one. The group keeps their order, so the last one speaks for all."""
-        settle = self._profiled(op, inputs, None) if torch.autograd._profiler_enabled() else None
+        if torch.autograd._profiler_enabled():
+            settle = self._profiled(op, inputs, settle)
         self._in_event = True
         try:
             works = [work for call in calls if (work := call(opts)) is not None]
@@ -334,54 +353,69 @@ class Operations:
             settle()
         return self._done(opts, result)
 
+    def _require_apart(self, op: str, targets: Sequence[Tensors], sources: Sequence[Tensors]) -> None:
+        """Check what several operations write and read, by operation, before the first of them begins."""
+        for tensors in (*targets, *sources):
+            for tensor in tensors:
+                self._check(op, tensor)
+        for i, mine in enumerate(targets):
+            others = [t for j in range(len(targets)) if j != i for t in (*targets[j], *sources[j])]
+            if any(do_overlap([t], others) for t in mine):
+                raise ValueError(
+                    f"{self._where(op)}: an output of coalesced operation {i} overlaps a tensor of another one, and "
+                    "their order is not defined; pass tensors that do not overlap"
+                )
+
     def reduce(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         tensor = self._one("reduce", tensors)
         code, item = self._check("reduce", tensor)
         root = self._root("reduce", opts.rootRank)
         kernel, agreed = self._reduction("reduce", opts.reduceOp, tensor.dtype)
-        out = _Outputs()
-        buffer = out.buffer(tensor, filled=True) if self._rank == root else _plain(tensor)
+        places = Places(self._where, "reduce")
+        buffer = places.update(tensor) if self._rank == root else plain(tensor)
         source = self._premultiplied(buffer, opts.reduceOp)
         args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed, root)
-        return self._run(self._core.reduce, args, opts, tensors, (source, buffer), out.settle)
+        return self._run(self._core.reduce, args, opts, tensors, (source, buffer), places.settle)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         source = self._one("all_gather", inputs)
         if len(outputs) != 1:
             raise ValueError(f"{self._where('all_gather')} takes one list of outputs, got {len(outputs)}")
-        self._check("all_gather", source)
-        self._list("all_gather", "tensor_list", outputs[0], source)
-        return self._all_gather("all_gather", outputs[0], source, opts, outputs[0])
-
-    def _all_gather(
-        self, op: str, blocks: Tensors, source: torch.Tensor, opts: Options, result: Tensors
-    ) -> PhalanxWork | None:
-        code, item = self._check(op, source)
-        out = _Outputs()
-        buffers = [out.buffer(block) for block in blocks]
-        plain = _plain(source)
-        args = (plain.data_ptr(), [b.data_ptr() for b in buffers], code, item, plain.numel())
-        return self._run(self._core.all_gather, args, opts, result, (plain, buffers), out.settle, [source])
+        code, item = self._check("all_gather", source)
+        blocks = self._list("all_gather", "tensor_list", outputs[0], source)
+        places = Places(self._where, "all_gather")
+        keep, read_at, write_at = places.move([source], blocks, own=(0, self._rank, 0))
+        args = (read_at[0], write_at, code, item, source.numel())
+        return self._run(self._core.all_gather, args, opts, blocks, keep, places.settle, [source])
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         count = self._blocks("all_gather_into_tensor", output, source, "output_tensor")
         code, item = self._check("all_gather_into_tensor", source)
-        out = _Outputs()
-        buffer = out.buffer(output)
-        plain = _plain(source)
-        args = (plain.data_ptr(), _addresses(buffer, count * item, self._size), code, item, count)
-        return self._run(self._core.all_gather, args, opts, [output], (plain, buffer), out.settle, [source])
+        places = Places(self._where, "all_gather_into_tensor")
+        step = count * item
+        keep, read_at, [out_at] = places.move([source], [output], own=(0, 0, self._rank * step))
+        args = (read_at[0], _steps(out_at, step, self._size), code, item, count)
+        return self._run(self._core.all_gather, args, opts, [output], keep, places.settle, [source])
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         # torch's lists are by rank, then by tensor
-        calls = [
-            functools.partial(self.allgather, [[by_rank[i] for by_rank in outputs]], [t]) for i, t in enumerate(inputs)
-        ]
+        by_tensor = [[by_rank[i] for by_rank in outputs] for i in range(len(inputs))]
+        self._require_apart("all_gather", by_tensor, [[t] for t in inputs])
+        calls = [functools.partial(self.allgather, [o], [i]) for o, i in zip(by_tensor, inputs, strict=True)]
         return self._coalesced("all_gather", calls, opts, [t for by_rank in outputs for t in by_rank], inputs)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
-        calls = [functools.partial(self.all_gather_single, o, i) for o, i in zip(outputs, inputs, strict=True)]
-        return self._coalesced("all_gather", calls, opts, outputs, inputs)
+        return self._pairs("all_gather", self.all_gather_single, outputs, inputs, opts)
+
+    def _pairs(
+        self, op: str, run: Callable[..., PhalanxWork | None], outputs: Tensors, inputs: Tensors, opts: Options
+    ) -> PhalanxWork | None:
+        """Run an operation for each output and its input."""
+        if len(outputs) != len(inputs):
+            raise ValueError(f"{self._where(op)} takes as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
+        self._require_apart(op, [[t] for t in outputs], [[t] for t in inputs])
+        calls = [functools.partial(run, o, i) for o, i in zip(outputs, inputs, strict=True)]
+        return self._coalesced(op, calls, opts, outputs, inputs)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         source = self._one("gather", inputs)
@@ -392,21 +426,21 @@ class Operations:
                 f"{self._where('gather')}: gather_list must be given on the destination rank only; "
                 f"call dist.gather(tensor, gather_list if rank == dst else None, dst=dst)"
             )
-        out = _Outputs()
+        places = Places(self._where, "gather")
         blocks = self._list("gather", "gather_list", outputs[0], source) if self._rank == root else []
-        buffers = [out.buffer(block) for block in blocks]
-        plain = _plain(source)
-        args = (plain.data_ptr(), [b.data_ptr() for b in buffers], code, item, plain.numel(), root)
-        return self._run(self._core.gather, args, opts, blocks, (plain, buffers), out.settle, [source])
+        keep, read_at, write_at = places.move([source], blocks, own=(0, self._rank, 0) if blocks else None)
+        args = (read_at[0], write_at, code, item, source.numel(), root)
+        return self._run(self._core.gather, args, opts, blocks, keep, places.settle, [source])
 
     def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         if self._rank != opts.rootRank:
             return self.gather([], [source], opts)
         self._blocks("gather", output, source, "output")
-        out = _Outputs()
-        buffer = out.buffer(output)
+        self._check("gather", source)
+        places = Places(self._where, "gather")
+        buffer = places.write(output)
         work = self.gather([list(buffer.reshape(self._size, -1))], [source.reshape(-1)], opts)
-        return self._after(work, out, [output])
+        return self._after(work, places, [output])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> PhalanxWork | None:
         target = self._one("scatter", outputs)
@@ -417,46 +451,38 @@ class Operations:
                 f"{self._where('scatter')}: scatter_list must be given on the source rank only; "
                 f"call dist.scatter(tensor, scatter_list if rank == src else None, src=src)"
             )
-        out = _Outputs()
-        buffer = out.buffer(target)
+        places = Places(self._where, "scatter")
         blocks = self._list("scatter", "scatter_list", inputs[0], target) if self._rank == root else []
-        plain = [_plain(block) for block in blocks]
-        args = ([b.data_ptr() for b in plain], buffer.data_ptr(), code, item, buffer.numel(), root)
-        return self._run(self._core.scatter, args, opts, outputs, (plain, buffer), out.settle, blocks)
+        keep, read_at, [out_at] = places.move(blocks, [target], own=(self._rank, 0, 0) if blocks else None)
+        args = (read_at, out_at, code, item, target.numel(), root)
+        return self._run(self._core.scatter, args, opts, outputs, keep, places.settle, blocks)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> PhalanxWork | None:
         target = self._one("reduce_scatter", outputs)
         if len(inputs) != 1:
             raise ValueError(f"{self._where('reduce_scatter')} takes one list of inputs, got {len(inputs)}")
-        self._check("reduce_scatter", target)
-        self._list("reduce_scatter", "input_list", inputs[0], target)
-        return self._reduce_scatter(target, inputs[0], None, opts)
+        code, item = self._check("reduce_scatter", target)
+        blocks = self._list("reduce_scatter", "input_list", inputs[0], target)
+        kernel, agreed = self._reduction("reduce_scatter", opts.reduceOp, target.dtype)
+        places = Places(self._where, "reduce_scatter")
+        given = [self._premultiplied(block, opts.reduceOp) for block in blocks]
+        keep, read_at, [out_at] = places.move(given, [target], own=(self._rank, 0, 0))
+        args = (read_at, out_at, code, item, target.numel(), kernel, agreed)
+        return self._run(self._core.reduce_scatter, args, opts, [target], keep, places.settle, blocks)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
-        self._blocks("reduce_scatter_tensor", source, output, "input")
-        return self._reduce_scatter(output, [], source, opts)
-
-    def _reduce_scatter(
-        self, target: torch.Tensor, blocks: Tensors, whole: torch.Tensor | None, opts: Options
-    ) -> PhalanxWork | None:
-        code, item = self._check("reduce_scatter", target)
-        kernel, agreed = self._reduction("reduce_scatter", opts.reduceOp, target.dtype)
-        out = _Outputs()
-        buffer = out.buffer(target)
-        count = buffer.numel()
-        inputs = blocks if whole is None else [whole]
-        if whole is not None:
-            plain: Any = self._premultiplied(whole, opts.reduceOp)
-            addresses = _addresses(plain, count * item, self._size)
-        else:
-            plain = [self._premultiplied(block, opts.reduceOp) for block in blocks]
-            addresses = [block.data_ptr() for block in plain]
-        args = (addresses, buffer.data_ptr(), code, item, count, kernel, agreed)
-        return self._run(self._core.reduce_scatter, args, opts, [target], (plain, buffer), out.settle, inputs)
+        count = self._blocks("reduce_scatter_tensor", source, output, "input")
+        code, item = self._check("reduce_scatter_tensor", output)
+        kernel, agreed = self._reduction("reduce_scatter_tensor", opts.reduceOp, output.dtype)
+        places = Places(self._where, "reduce_scatter_tensor")
+        given = self._premultiplied(source, opts.reduceOp)
+        step = count * item
+        keep, [in_at], [out_at] = places.move([given], [output], own=(0, 0, -self._rank * step))
+        args = (_steps(in_at, step, self._size), out_at, code, item, count, kernel, agreed)
+        return self._run(self._core.reduce_scatter, args, opts, [output], keep, places.settle, [source])
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
-        calls = [functools.partial(self.reduce_scatter_single, o, i) for o, i in zip(outputs, inputs, strict=True)]
-        return self._coalesced("reduce_scatter", calls, opts, outputs, inputs)
+        return self._pairs("reduce_scatter", self.reduce_scatter_single, outputs, inputs, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
         for name, tensors in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
@@ -469,18 +495,10 @@ class Operations:
         if len(codes) > 1:
             raise ValueError(f"{self._where('all_to_all')}: all tensors must have one dtype")
         code, item = codes.pop()
-        out = _Outputs()
-        buffers = [out.buffer(t) for t in outputs]
-        plain = [_plain(t) for t in inputs]
-        args = (
-            [t.data_ptr() for t in plain],
-            [t.numel() for t in plain],
-            [t.data_ptr() for t in buffers],
-            [t.numel() for t in buffers],
-            code,
-            item,
-        )
-        return self._run(self._core.all_to_all_split, args, opts, outputs, (plain, buffers), out.settle, inputs)
+        places = Places(self._where, "all_to_all")
+        keep, read_at, write_at = places.move(inputs, outputs)
+        args = (read_at, [t.numel() for t in inputs], write_at, [t.numel() for t in outputs], code, item)
+        return self._run(self._core.all_to_all_split, args, opts, outputs, keep, places.settle, inputs)
 
     def all_to_all_single(
         self,
@@ -495,22 +513,20 @@ class Operations:
         self._check(op, output)
         if output.dtype != source.dtype:
             raise ValueError(f"{self._where(op)}: input is {source.dtype}, output is {output.dtype}")
-        out = _Outputs()
-        buffer = out.buffer(output)
-        plain = _plain(source)
-        keep = (plain, buffer)
+        places = Places(self._where, op)
+        keep, [in_at], [out_at] = places.move([source], [output])
         if not output_split_sizes and not input_split_sizes and source.numel() == output.numel():
             count = self._even(op, source)
             step = count * item
-            ins, outs = _addresses(plain, step, self._size), _addresses(buffer, step, self._size)
+            ins, outs = _steps(in_at, step, self._size), _steps(out_at, step, self._size)
             return self._run(
-                self._core.all_to_all, (ins, outs, code, item, count), opts, [output], keep, out.settle, [source]
+                self._core.all_to_all, (ins, outs, code, item, count), opts, [output], keep, places.settle, [source]
             )
         in_counts = self._splits(op, "input_split_sizes", source, input_split_sizes)
         out_counts = self._splits(op, "output_split_sizes", output, output_split_sizes)
-        ins, outs = _offsets(plain, in_counts, item), _offsets(buffer, out_counts, item)
+        ins, outs = _offsets(in_at, in_counts, item), _offsets(out_at, out_counts, item)
         args = (ins, in_counts, outs, out_counts, code, item)
-        return self._run(self._core.all_to_all_split, args, opts, [output], keep, out.settle, [source])
+        return self._run(self._core.all_to_all_split, args, opts, [output], keep, places.settle, [source])
 
     def _even(self, op: str, tensor: torch.Tensor) -> int:
         first = tensor.shape[0] if tensor.dim() else 1
@@ -546,6 +562,8 @@ class Operations:
             raise CollectiveTimeout(f"Rank {me} timed out in monitoredBarrier after 0 ms", op="monitored_barrier")
         try:
             self._core.barrier(opts.timeout, None)
+        except GroupUnusable:
+            raise  # no rank is late
         except PhalanxError as error:
             ranks = error.ranks
             if self._rank != 0:
@@ -575,15 +593,14 @@ class Operations:
     def _message(self, op: str, tensors: Tensors, peer: int, tag: int) -> PhalanxWork:
         tensor = self._one(op, tensors)
         code, item = self._check(op, tensor)
-        out = _Outputs()
-        buffer = out.buffer(tensor) if op == "recv" else _plain(tensor)
+        places = Places(self._where, op)
+        buffer = places.write(tensor) if op == "recv" else plain(tensor)
         post = self._core.recv if op == "recv" else self._core.send
         request = post(buffer.data_ptr(), code, item, buffer.numel(), peer, tag, call_site())
-        settle: Callable[[], None] | None = out.settle
+        settle: Callable[[], None] | None = places.settle
         if torch.autograd._profiler_enabled():
             settle = self._profiled("recvAnySource" if peer < 0 else op, tensors, settle)
-        release = self._in_flight.discard
-        return self._track(PhalanxWork(request, self._core.wait_request, tensors, settle, buffer, release))
+        return self._track(PhalanxWork(request, self._core.wait_request, tensors, settle, buffer, self._let_go))
 
     def start_coalescing(self) -> None:
         """Collect the operations that follow into one handle."""
@@ -591,16 +608,16 @@ class Operations:
 
     def end_coalescing(self) -> PhalanxWork:
         works, self._coalescing = self._coalescing or [], None
-        return _Joined(works, [t for work in works for t in work._result]) if works else finished([])
+        return joined(works) if works else finished([])
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
-    def _after(self, work: PhalanxWork | None, out: _Outputs, result: Tensors) -> PhalanxWork | None:
+    def _after(self, work: PhalanxWork | None, places: Places, result: Tensors) -> PhalanxWork | None:
         """Copy stand-ins back once `work`, which fills them, is over."""
         if work is None:
-            out.settle()
+            places.settle()
             return None
-        return _Joined([work], result, out.settle)
+        return _Joined([work], result, places.settle)
 
     def abort(self) -> None:
         """End every wait of this group, on all ranks, with an error. The group cannot be used again."""
@@ -663,6 +680,11 @@ class _Joined(PhalanxWork):
         super().fulfil()
 
 
+def joined(works: list[PhalanxWork]) -> PhalanxWork:
+    """Return one handle of operations whose results are theirs together."""
+    return _Joined(works, [tensor for work in works for tensor in work._result])
+
+
 class _Blocking:
     """Options of an operation that is part of another."""
 
@@ -676,18 +698,12 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.numel()} elements of {tensor.dtype}"
 
 
-def _addresses(tensor: torch.Tensor, step: int, num: int) -> list[int]:
-    first = tensor.data_ptr()
+def _steps(first: int, step: int, num: int) -> list[int]:
     return [first + i * step for i in range(num)]
 
 
-def _offsets(tensor: torch.Tensor, counts: list[int], item: int) -> list[int]:
-    addresses = []
-    at = tensor.data_ptr()
-    for count in counts:
-        addresses.append(at)
-        at += count * item
-    return addresses
+def _offsets(first: int, counts: list[int], item: int) -> list[int]:
+    return [first + offset * item for offset in accumulate(counts[:-1], initial=0)]
 
 
 @functools.cache

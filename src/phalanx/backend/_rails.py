@@ -7,11 +7,9 @@ misread.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -19,10 +17,9 @@ import torch
 
 from phalanx import _core
 from phalanx.backend._calls import Call
-from phalanx.backend._channels import FOR_EVER, Channel, Handle
+from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
 
-_DRAIN = timedelta(seconds=1)
 _SLOT_BYTES = 1344  # with the engine's own bytes, a packet of Ethernet
 _HEAD_BYTES = 64
 INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
@@ -70,6 +67,7 @@ class Rail:
         num_hosts: How many there are.
         host: This one.
         wait: Waits for an exchange, and looks whether it can still succeed.
+        land: Starts to wait for messages, and returns what waits for that likewise.
     """
 
     def __init__(
@@ -79,10 +77,11 @@ class Rail:
         host: int,
         buffers: Buffers,
         wait: Callable[[Handle], None],
+        land: Callable[[Sequence[Handle]], Callable[[], None]],
         failures: Failures,
     ) -> None:
         self._channel, self._num_hosts, self._host = channel, num_hosts, host
-        self._buffers, self._wait, self._failures = buffers, wait, failures
+        self._buffers, self._wait, self._land, self._failures = buffers, wait, land, failures
         self._others = [h for h in range(num_hosts) if h != host]
         num_bytes = len(self._others) * _SLOT_BYTES
         self._slots, self._answers = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
@@ -103,7 +102,7 @@ class Rail:
             ctypes.memmove(slot, head, len(head))
             if sends:
                 ctypes.memmove(slot + _HEAD_BYTES, sends[h].address, sends[h].size)
-        self._wait(self._channel.exchange(self._answers, self._slots, self._sizes, self._sizes))
+        self._wait(self._channel.exchange(self._answers, self._slots, self._sizes, self._sizes, call.limit))
         for i, h in enumerate(self._others):
             answer = answers + i * _SLOT_BYTES
             if ctypes.string_at(answer, len(head)) != head:
@@ -118,7 +117,7 @@ class Rail:
         if not call.has_agreed and largest <= INLINE_BYTES:
             self.agree(call, sends, recvs)
             return
-        transfer = Transfer(self._channel, call)
+        transfer = Transfer(self._channel, call, self._land)
         transfer.start(self._others, sends, recvs)
         self.agree(call)
         transfer.finish()
@@ -154,10 +153,10 @@ class Rail:
 class Transfer:
     """Longer messages of one step of a call, on their way."""
 
-    def __init__(self, channel: Channel, call: Call) -> None:
+    def __init__(self, channel: Channel, call: Call, land: Callable[[Sequence[Handle]], Callable[[], None]]) -> None:
         call.num_steps += 1
         name = call.head() + call.num_steps.to_bytes(4, "little")
-        self._channel = channel
+        self._channel, self._land = channel, land
         self._tag = _OWN_TAGS | (zlib.crc32(name) & (_OWN_TAGS - 1))
         self._handles: list[Handle] = []
         call.transfers.append(self)
@@ -170,18 +169,17 @@ class Transfer:
         for peer in peers:
             if sends[peer].size:
                 self._handles.append(self._channel.send(sends[peer].tensor(), peer, self._tag))
+        self._await = self._land(self._handles)
 
     def finish(self) -> None:
         """Wait for what was started. Only what all ranks have agreed on may be waited for."""
-        for handle in self._handles:
-            handle.wait(FOR_EVER)
+        self._await()
         self._handles = []
 
     def drain(self) -> None:
         """After the connections were closed: return when the engine has let go of the memory."""
-        for handle in self._handles:
-            with contextlib.suppress(RuntimeError):
-                handle.wait(_DRAIN)
+        if self._handles:
+            self._channel.drain(self._handles)
 
 
 def bounds_of(count: int, num_parts: int, item: int) -> list[tuple[int, int]]:

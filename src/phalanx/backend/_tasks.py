@@ -4,59 +4,68 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from phalanx import _core
+from phalanx._errors import GroupAborted
 
 _LOOK_S = 0.1
 _MOST_IDLE = 10  # looks without a block, before the watch sleeps
 
 
 class Task:
-    """An operation on its way, with the face of the core's handles."""
+    """An operation on its way, with the face of the core's handles.
+
+    Args:
+        check: Raises in a thread that could never see the operation done.
+    """
 
     source = -1  # of a message
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], object]) -> None:
+        self._check = check
         self.value: Any = None
+        self.done = False
         self._error: BaseException | None = None
-        self._is_over = threading.Event()
-        self._lock = threading.Lock()
-        self._listener: tuple[_core.Completions, int] | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._is_over.is_set()
+        self._changed = threading.Condition()  # reentrant: a signal handler may interrupt whoever has it
+        self._listeners: list[tuple[_core.Completions, int]] = []
 
     def error(self) -> BaseException | None:
         return self._error
 
     def notify(self, completions: _core.Completions, number: int) -> None:
         """Leave `number` there when done."""
-        with self._lock:
+        with self._changed:
             if not self.done:
-                self._listener = (completions, number)
+                self._listeners.append((completions, number))
                 return
         completions.push(number)
 
+    def require_reachable(self) -> None:
+        """Raise if it is not done and this thread can never see it done."""
+        if not self.done:
+            self._check()
+
     def wait(self, timeout_s: float = 0) -> bool:
         """Wait, at most `timeout_s` (0: until it is over); return whether it is. Does not raise what it failed with."""
-        return self._is_over.wait(timeout_s or None)
+        with self._changed:
+            return self._changed.wait_for(lambda: self.done, timeout_s or None)
 
     def finish(self, error: BaseException | None = None) -> None:
-        with self._lock:
+        with self._changed:
             if self.done:
                 return
             self._error = error
-            self._is_over.set()
-            listener = self._listener
-        if listener is not None:
-            listener[0].push(listener[1])
+            self.done = True
+            self._changed.notify_all()
+        for completions, number in self._listeners:
+            completions.push(number)
 
 
-class _Thread:
+class _Thread(ABC):
     """A thread that exists once it was needed, until `close`."""
 
     def __init__(self, name: str) -> None:
@@ -66,14 +75,15 @@ class _Thread:
         self._is_closed = False
 
     def _need(self) -> None:
-        """Start the thread, or wake it; under `_changed`."""
-        if self._thread is None:
+        """Start the thread, unless closed, or wake it; under `_changed`."""
+        if self._thread is None and not self._is_closed:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         self._changed.notify_all()
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """What the thread does until `_is_closed`."""
 
     def close(self) -> None:
         """End the thread, after what it has to do."""
@@ -120,25 +130,58 @@ class Watch(_Thread):
 
 
 class Tasks(_Thread):
-    """Runs asynchronous operations one after the other, on a thread that exists once there was one."""
+    """Runs operations one after the other, on a thread that exists once there was one.
 
-    def __init__(self) -> None:
-        super().__init__("phalanx-bridge")
+    Args:
+        name: Of the thread.
+        check: Given to its tasks.
+    """
+
+    def __init__(self, name: str, check: Callable[[], object]) -> None:
+        super().__init__(name)
+        self._check = check
         self._queue: deque[tuple[Task, Callable[[], Any]]] = deque()
-        self._turn = threading.Lock()
+        self._runner: int | None = None  # the thread that runs an operation; a lock would not tell which one
+        self._waiting: set[int] = set()  # threads
         self._num_pending = 0
 
     def begin_here(self) -> bool:
-        """Hold back the thread until `end_here`, and return True, if nothing runs or waits."""
+        """Hold back the thread until `end_here`, and return True, if nothing runs or waits; False once closed."""
         with self._changed:
-            return self._num_pending == 0 and self._turn.acquire(blocking=False)
+            if self._is_closed or not self.is_idle:
+                return False
+            self._runner = threading.get_ident()
+            return True
 
     def end_here(self) -> None:
-        self._turn.release()
+        with self._changed:
+            self._runner = None
+            self._changed.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs or waits, on the thread or on that of a caller."""
+        return self._num_pending == 0 and self._runner is None
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this thread is inside an operation, or waits for one: a signal handler that interrupted it asks."""
+        return threading.get_ident() in (self._runner, *self._waiting)
+
+    def wait(self, task: Task, timeout_s: float) -> bool:
+        """Wait for a task as `Task.wait` does."""
+        self._waiting.add(threading.get_ident())
+        try:
+            return task.wait(timeout_s)
+        finally:
+            self._waiting.discard(threading.get_ident())
 
     def submit(self, work: Callable[[], Any]) -> Task:
-        task = Task()
+        """Queue an operation; raise GroupAborted once closed: the thread may have gone, and nothing would run it."""
+        task = Task(self._check)
         with self._changed:
+            if self._is_closed:
+                raise GroupAborted("the group has ended")
             self._queue.append((task, work))
             self._num_pending += 1
             self._need()
@@ -149,20 +192,25 @@ class Tasks(_Thread):
         with self._changed:
             return self._changed.wait_for(lambda: self._num_pending == 0, timeout_s)
 
+    def close(self) -> None:
+        super().close()
+        self._check = lambda: None  # it refers to the group, which refers to this: its connections would stay
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closed)
+                self._changed.wait_for(lambda: self._runner is None if self._queue else self._is_closed)
                 if not self._queue:
                     return
                 task, work = self._queue.popleft()
+                self._runner = threading.get_ident()
             error: BaseException | None = None
-            with self._turn:
-                try:
-                    task.value = work()
-                except BaseException as caught:
-                    error = caught
+            try:
+                task.value = work()
+            except BaseException as caught:
+                error = caught
             with self._changed:
                 self._num_pending -= 1
+                self._runner = None
                 self._changed.notify_all()
             task.finish(error)

@@ -27,11 +27,16 @@ _ARITHMETIC = (
     torch.complex64,
     torch.complex128,
 )
-_ALL = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+# Several elements a byte, and less memory than elements: no address of an element.
+_PACKED = {torch.quint4x2, torch.quint2x4}
+_ALL = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - _PACKED
 _ORDERED = (*_ARITHMETIC, *sorted(_ALL.difference(_ARITHMETIC), key=str))
 
 DTYPE_CODES: dict[torch.dtype, tuple[int, int]] = {d: (code, d.itemsize) for code, d in enumerate(_ORDERED)}
-"""``dtype -> (code, bytes of an element)``; the same on every rank that runs the same torch."""
+"""``dtype -> (code, bytes of an element)``; the same on every rank that runs the same torch.
+
+Without the dtypes that pack several elements into a byte, which no operation takes.
+"""
 
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in _ORDERED]
 

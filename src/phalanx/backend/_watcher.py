@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+
+from phalanx.backend._links import Link
 
 _ENDS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+_LOOK_S = 0.2  # where no connection tells of an end
 
 
 class Watcher:
-    """Sleeps until a connection ends; then tells whose it was.
+    """Sleeps until a connection ends, or the host at its other end is silent; then tells whose it was.
 
     Args:
-        links: Connections, by rank.
-        notice: Called on the thread with the rank, once for each connection that ended.
-        period_s: If given, `notice` is called with -1 that often: for ends that no connection tells.
+        links: Connections, each with its rank; none: their ends can't be seen.
+        notice: Called on the thread with the rank, once for each connection that ended; with -1 now and then where
+            there are no connections to watch.
     """
 
-    def __init__(
-        self, links: Mapping[int, socket.socket], notice: Callable[[int], None], period_s: float | None
-    ) -> None:
-        self._notice, self._period_s = notice, period_s
+    def __init__(self, links: Sequence[tuple[int, Link]], notice: Callable[[int], None]) -> None:
+        self._notice = notice
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        self._ranks = {link.fileno(): rank for rank, link in links.items()}
+        self._watched = {link.fileno(): (rank, link) for rank, link in links}
+        self._period_s = min((link.period_s for _, link in links), default=_LOOK_S)
         self._thread = threading.Thread(target=self._run, name="phalanx-watcher", daemon=True)
         self._thread.start()
 
@@ -39,15 +40,16 @@ class Watcher:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        for fd in self._ranks:
+        for fd in self._watched:
             poll.register(fd, _ENDS)
-        period_ms = None if self._period_s is None else self._period_s * 1e3
+        has_links = bool(self._watched)
         while True:
-            found = poll.poll(period_ms)
-            if any(fd == self._wake for fd, _ in found):
+            ended = {fd for fd, _ in poll.poll(self._period_s * 1e3)}
+            if self._wake in ended:
                 return
-            for fd, _ in found:
+            ended |= {fd for fd, (_, link) in self._watched.items() if fd not in ended and link.look()}
+            for fd in ended:
                 poll.unregister(fd)
-                self._notice(self._ranks[fd])
-            if not found:
+                self._notice(self._watched.pop(fd)[0])
+            if not has_links:
                 self._notice(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import sys
@@ -33,16 +34,22 @@ def _show(code: CodeType) -> str:
     path = code.co_filename
     if path.startswith((*_SKIPPED, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path):
         return ""
-    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    try:
+        folder = os.getcwd()
+    except (FileNotFoundError, PermissionError):  # deleted or closed meanwhile
+        return path
+    return os.path.relpath(path, folder) if path.startswith(folder + os.sep) else path
 
 
-def call_site(thread: int | None = None) -> str:
+def call_site(frame: FrameType | None = None) -> str:
     """Return "file.py:line" of the caller: the innermost frame outside torch, phalanx and the standard library.
 
     Args:
-        thread: Whose caller, if not this thread's, by `threading.get_ident`.
+        frame: Where to begin, if not with this thread's caller. A thread that others ask about leaves its frame with
+            them: sys._current_frames() can stop the process for good while a thread begins or ends (gh-106883,
+            Python before 3.11.9).
     """
-    frame: FrameType | None = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
+    frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         shown = _shown.get(code)
@@ -59,6 +66,9 @@ class Completer:
 
     The native threads never take the GIL: they leave the number of a finished operation here. A callback of a future
     may wait for another future (PowerSGD's does), so there is always one more thread than callbacks that run.
+
+    Their lock is theirs alone: a signal handler that interrupts a call may wait for a future, so no lock that these
+    threads need may be held by the call.
     """
 
     def __init__(self) -> None:
@@ -73,10 +83,9 @@ class Completer:
         """Fulfil `work` when `handle` is done."""
         number = next(self._numbers)
         self._works[number] = work
-        with self._lock:
-            if not self._threads:
-                self._start_thread()
-                atexit.register(self.close)
+        if not self._threads:  # two callers may come here: a thread too many ends after its first work
+            self._start_thread()
+            atexit.register(self.close)
         handle.notify(self._queue, number)
 
     def close(self) -> None:
@@ -87,11 +96,12 @@ class Completer:
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name="phalanx-futures", daemon=True)
-        self._threads.add(thread)
-        self._num_idle += 1
         thread.start()
+        self._threads.add(thread)
 
     def _run(self) -> None:
+        with self._lock:
+            self._num_idle += 1
         while (number := self._queue.pop()) >= 0:
             with self._lock:
                 self._num_idle -= 1
@@ -111,14 +121,17 @@ _completer = Completer()
 _left_in_parent: list[Completer] = []
 
 
-def _new_completer() -> None:
-    """In a forked child: the thread stayed in the parent, and destroying the queue that it waits on would hang."""
+def _begin_anew() -> None:
+    """In a forked child: the threads stayed in the parent with what they held.
+
+    Destroying the queue that one of them waits on would hang.
+    """
     global _completer
     _left_in_parent.append(_completer)
     _completer = Completer()
 
 
-os.register_at_fork(after_in_child=_new_completer)
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 class PhalanxWork(Work):
@@ -132,6 +145,8 @@ class PhalanxWork(Work):
         keep: Whatever the core reads or writes; let go of when the operation is over.
         release: Called with this work when the operation is over.
     """
+
+    _futures: tuple[torch.futures.Future, torch.futures.Future]  # of the end and of the result, once asked for
 
     def __init__(
         self,
@@ -149,14 +164,17 @@ class PhalanxWork(Work):
         self._settle = settle
         self._keep = keep
         self._release = release
-        self._future: torch.futures.Future | None = None
-        self._lock = threading.Lock()
+        # Its own, because a signal handler that interrupts its holder may wait for another work; reentrant, because the
+        # handler may finish this one.
+        self._lock = threading.RLock()
+        self._completer = _completer
 
     def _finish(self) -> None:
-        with self._lock:
-            settle, self._settle = self._settle, None
-            if settle is not None:
-                settle()
+        is_forked = self._completer is not _completer  # the lock's holder may have stayed in the parent
+        with contextlib.nullcontext() if is_forked else self._lock:
+            if self._settle is not None:
+                self._settle()  # again, where a signal handler interrupted it: whoever returns must see all of it
+                self._settle = None
             self._keep = None
         if self._release is not None:
             self._release(self)
@@ -167,10 +185,12 @@ class PhalanxWork(Work):
         return self._handle is None or self._handle.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is over; raise what it failed with."""
+        """Block until the operation is over; raise what it failed with. A `timeout` of 0 is none, as in torch."""
         if self._handle is not None and self._wait is not None:
             seconds = timeout.total_seconds() if timeout is not None else 0.0
-            if not self._wait(self._handle, max(seconds, 0.0)):
+            if seconds < 0:
+                raise ValueError(f"timeout must be at least 0 s (0: for ever), got {seconds:g} s")
+            if not self._wait(self._handle, seconds):
                 raise TimeoutError(f"the operation is not done after {seconds} s; it goes on, wait for it again")
             self._finish()
         return True
@@ -205,13 +225,17 @@ class PhalanxWork(Work):
 
     def get_future(self) -> torch.futures.Future:
         """Return the future of the result, the list of tensors; a failure reaches who waits for it as RuntimeError."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            self._over: torch.futures.Future = torch.futures.Future()
-            # What set_exception() leaves, only Python understands; what a callback raises, C++ does too, and torch's
-            # DistributedDataParallel waits there.
-            future = self._future = self._over.then(lambda _: self._outcome())
+        if not self.over:
+            self._handle.require_reachable()
+        if "_futures" in self.__dict__:
+            return self._futures[1]
+        over: torch.futures.Future = torch.futures.Future()
+        # What set_exception() leaves, only Python understands; what a callback raises, C++ does too, and torch's
+        # DistributedDataParallel waits there.
+        future = over.then(lambda _: self._outcome())
+        made = self.__dict__.setdefault("_futures", (over, future))  # atomic, where a lock could be held for ever
+        if made[0] is not over:
+            return made[1]
         if self.over:
             self.fulfil()  # at once: who asks now may look without waiting
         else:
@@ -220,7 +244,7 @@ class PhalanxWork(Work):
 
     def fulfil(self) -> None:
         """Give the future its value; called once, when the operation is over."""
-        self._over.set_result(None)
+        self._futures[0].set_result(None)
 
     def _outcome(self) -> list[torch.Tensor]:
         error = self.exception()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx import _core
 from phalanx.checkpoint.image import Image, Part, as_stored
 from phalanx.checkpoint.tree import Json, Leaf, as_dtype
 
 _SMALL_BYTES = 64 * 1024
-_NUM_SAMPLED = 64  # elements of a tensor
+_PIECE_BYTES = 4 << 20  # of a tensor, for one thread
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in the whole tensor
 
@@ -23,18 +25,22 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
-def is_shared(leaf: Leaf) -> bool:
-    """Whether all ranks have it alike, so that each need only save a part: what is large and no rank's own."""
-    size = leaf.tensor.numel() * leaf.tensor.element_size()
-    return not leaf.is_local and not is_sharded(leaf.tensor) and size >= _SMALL_BYTES
+def _can_be_divided(leaf: Leaf) -> bool:
+    """Whether each rank need only save a part of it where all ranks have the same: what is large and no rank's own."""
+    return not leaf.is_local and not is_sharded(leaf.tensor) and _size(leaf.tensor) >= _SMALL_BYTES
 
 
-def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int) -> list[Part]:
-    """Return what `rank` saves: its shards, its own small tensors, and its part of what all ranks have alike.
+def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Collection[str]) -> list[Part]:
+    """Return what `rank` saves: its shards, its own tensors, and its part of the large ones that all ranks have alike.
 
     That part is one of `world_size` of about equal size, cut between rows.
+
+    Args:
+        alike: Names of tensors that are the same on all ranks; the same names on all of them.
     """
-    total_bytes = sum(_size(leaf.tensor) for leaf in leaves if is_shared(leaf))
+    leaves = sorted(leaves, key=lambda leaf: leaf.name)  # ranks that are not alike may have them in another order
+    divided = {leaf.name for leaf in leaves if _can_be_divided(leaf) and leaf.name in alike}
+    total_bytes = sum(_size(leaf.tensor) for leaf in leaves if leaf.name in divided)
     begin, end = (total_bytes * r // world_size for r in (rank, rank + 1))
     at = 0
     parts = []
@@ -42,7 +48,7 @@ def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int) -> list[Pa
         tensor = leaf.tensor
         if is_sharded(tensor):
             parts += _shard(leaf)
-        elif not is_shared(leaf):
+        elif leaf.name not in divided:
             parts.append(Part(leaf.name, (0,) * tensor.dim(), tensor))
         else:
             row_bytes = _size(tensor) // len(tensor)
@@ -99,21 +105,54 @@ class Reader:
         dtype = as_dtype(node["dtype"])
         tensor = torch.empty(node["shape"], dtype=dtype) if into is None else into
         target: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-        wanted = _place_of_shard(tensor) if is_sharded(tensor) else ((0,) * tensor.dim(), tuple(tensor.shape))
-        missing = target.numel()
-        done: list[Block] = []
-        for image in self._images:
-            for offset, shape, key in image.blocks.get(node["tensor"], ()):
-                common = _overlap(wanted, (offset, shape))
-                if missing == 0 or common is None or common in done:
-                    continue
-                source = image.block(key, shape, dtype)
-                _window(target, common, wanted[0]).copy_(_window(source, common, offset))
-                done.append(common)
-                missing -= _count(common)
-        if missing:
-            raise ValueError(f"{missing} elements of {node['tensor']} are in no file of the checkpoint")
+        wanted = _place_of_shard(tensor) if is_sharded(tensor) else _whole(tensor.shape)
+        for common, (image, offset, shape, key) in self._sources(node["tensor"], wanted).items():
+            source = image.block(key, shape, dtype)
+            _window(target, common, wanted[0]).copy_(_window(source, common, offset))
         return tensor
+
+    def check(self, node: Json, _: Tensor | None = None) -> Tensor:
+        """Return a tensor of the node's form that takes no memory, having looked whether the images hold all of it.
+
+        Raises:
+            ValueError: They do not.
+        """
+        form = torch.empty(node["shape"], dtype=as_dtype(node["dtype"]), device="meta")
+        for image, _offset, shape, key in self._sources(node["tensor"], _whole(form.shape)).values():
+            image.block(key, shape, form.dtype)
+        return torch.zeros((), dtype=form.dtype).expand(form.shape)
+
+    def _sources(self, name: str, wanted: Block) -> dict[Block, tuple[Image, tuple[int, ...], tuple[int, ...], str]]:
+        """Return the blocks that together are what is wanted, each element once, and where each of them comes from."""
+        missing = _count(wanted)
+        found: dict[Block, tuple[Image, tuple[int, ...], tuple[int, ...], str]] = {}
+        for image in self._images:
+            if missing <= 0:  # the blocks of other ranks may be of other tensors
+                break
+            for offset, shape, key in image.blocks.get(name, ()):
+                common = _overlap(wanted, (offset, shape))
+                if common is not None and common not in found:
+                    found[common] = image, offset, shape, key
+                    missing -= _count(common)
+        if missing > 0:
+            raise ValueError(f"{missing} elements of {name!r} are in no file of the checkpoint")
+        if not _are_disjoint(sorted(found)):
+            raise ValueError(f"some elements of {name!r} are there more than once")
+        return found
+
+
+def _are_disjoint(ordered: Sequence[Block]) -> bool:
+    for i, (offset, shape) in enumerate(ordered):
+        for other in itertools.islice(ordered, i + 1, None):
+            if not offset or other[0][0] >= offset[0] + shape[0]:
+                break  # nor does any behind it reach so far up
+            if _overlap((offset, shape), other) is not None:
+                return False
+    return True
+
+
+def _whole(shape: Sequence[int]) -> Block:
+    return (0,) * len(shape), tuple(shape)
 
 
 def _count(block: Block) -> int:
@@ -137,22 +176,42 @@ def _window(tensor: Tensor, block: Block, origin: Iterable[int]) -> Tensor:
     return tensor
 
 
-def fingerprint(leaves: Sequence[Leaf]) -> int:
-    """Return a number of 62 bits by which ranks find out whether they have the same tensors.
+Description = dict[str, bytes]
 
-    It is of names, shapes and dtypes, and of a few elements of each tensor of which a rank would save only a part:
-    ranks that hold different stages of a model may well call them the same.
+
+def describe(leaves: Sequence[Leaf], world_size: int) -> Description:
+    """Return by name what must be the same on all ranks, or they are not alike: shape, dtype, bits of large tensors.
+
+    Every bit counts: ranks that hold different stages of a model, or different experts of which one has learnt nothing
+    yet, may well call them the same. A rank alone has nothing to compare.
     """
-    digest = hashlib.blake2b(digest_size=8)
+    described = {}
     for leaf in leaves:
         if not leaf.is_local:
-            digest.update(f"{leaf.name} {list(leaf.tensor.shape)} {leaf.tensor.dtype}".encode())
-        if is_shared(leaf):
-            digest.update(_sample(leaf.tensor))
-    return int.from_bytes(digest.digest(), "little") >> 2
+            kind = f"{list(leaf.tensor.shape)} {leaf.tensor.dtype}".encode()
+            is_compared = world_size > 1 and _can_be_divided(leaf)
+            described[leaf.name] = kind + _digest(leaf.tensor) if is_compared else kind
+    return described
 
 
-def _sample(tensor: Tensor) -> bytes:
-    per_dim = max(int(_NUM_SAMPLED ** (1 / tensor.dim())), 2)
-    some = tensor[tuple(slice(None, None, -(-size // per_dim)) for size in tensor.shape)]
-    return as_stored(some).contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
+def fingerprint(described: Description) -> tuple[int, int]:
+    """Return two numbers of 62 bits that are the same where the descriptions are."""
+    digest = hashlib.blake2b(repr(sorted(described.items())).encode(), digest_size=16).digest()
+    low, high = (int.from_bytes(half, "little") >> 2 for half in (digest[:8], digest[8:]))
+    return low, high
+
+
+def names_alike(descriptions: Sequence[Description]) -> frozenset[str]:
+    """Return the names of the tensors that have the same description on every rank."""
+    return frozenset(dict(set.intersection(*(set(described.items()) for described in descriptions))))
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> bytes:
+    """Return 128 bits of each few MiB of a tensor, computed by as many threads as torch would copy it with."""
+    bits = as_stored(tensor.resolve_neg()).contiguous().cpu()
+    size, num_pieces = _size(bits), max(_size(bits) // _PIECE_BYTES, 1)
+    edges = [size * i // num_pieces for i in range(num_pieces + 1)]
+    pieces = [bits.data_ptr() + edge for edge in edges[:-1]]
+    sizes = [end - begin for begin, end in itertools.pairwise(edges)]
+    return _core.digests(pieces, sizes, torch.get_num_threads())

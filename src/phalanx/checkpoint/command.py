@@ -9,8 +9,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
+from phalanx._errors import printable
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.comparison import compare
 from phalanx.checkpoint.export import export, read, rows_of
@@ -59,9 +60,9 @@ def main(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (_Mistake, Damaged, ValueError, FileNotFoundError) as error:
-        print(f"phalanx ckpt: {error}; right: {_CALLS.get(name, 'phalanx ckpt --help')}", file=sys.stderr)
+        _say(f"phalanx ckpt: {error}; right: {_CALLS.get(name, 'phalanx ckpt --help')}", sys.stderr)
     except OSError as error:
-        print(f"phalanx ckpt: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        _say(f"phalanx ckpt: {error.filename or ''}: {error.strerror}", sys.stderr)
     return 2
 
 
@@ -154,7 +155,7 @@ def _verify(given: argparse.Namespace) -> int:
     for step in published if given.all else [published[-1] if given.step is None else given.step]:
         problems = verify(given.folder, step)
         is_damaged |= bool(problems)
-        print(f"step {step}: {'; '.join(problems) or 'whole'}")
+        _say(f"step {step}: {'; '.join(problems) or 'whole'}")
     return int(is_damaged)
 
 
@@ -169,9 +170,9 @@ def _diff(given: argparse.Namespace) -> int:
         pair = [_find_whole(path) for path in (given.folder, given.others[0])]
     found = compare(*((os.path.dirname(checkpoint.path), checkpoint.step) for checkpoint in pair))
     for difference in found:
-        print(difference)
+        _say(str(difference))
     if not found:
-        print(f"{pair[0].path} and {pair[1].path} hold the same bits")
+        _say(f"{pair[0].path} and {pair[1].path} hold the same bits")
     return int(bool(found))
 
 
@@ -182,7 +183,7 @@ def _export(given: argparse.Namespace) -> int:
     if key is None:
         key = "model" if any(name.startswith("model.") for name, _ in rows_of(checkpoint, rank or 0)) else ""
     num_tensors = export(read(checkpoint, key, rank), given.out)
-    print(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {_in_units(os.path.getsize(given.out))}")
+    _say(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {_in_units(os.path.getsize(given.out))}")
     return 0
 
 
@@ -203,18 +204,25 @@ def _in_units(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
+def _say(text: str, file: TextIO | None = None) -> None:
+    """Print a line, in which names and values of a checkpoint can't move the terminal's cursor or add lines."""
+    print(printable(text), file=file or sys.stdout)
+
+
 def _print_table(heads: list[str], rows: list[list[str]]) -> None:
     """Print rows: as a table where somebody looks on, as aligned lines for other programs."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         try:
             from rich.console import Console
             from rich.table import Table
+            from rich.text import Text
         except ImportError:
             pass
         else:
             table = Table(*heads)
             for row in rows:
-                table.add_row(*(cell.replace("[", r"\[") for cell in row))
+                table.add_row(*map(Text, row))
             Console(highlight=False).print(table)
             return
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]

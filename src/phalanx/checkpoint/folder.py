@@ -24,10 +24,15 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from phalanx._errors import CheckpointError
+from phalanx._files import open_regular
+
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 8 << 20
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
+_LEFTOVER = re.compile(r"\.step-[0-9]+-[0-9a-f]{8}\.part(\.old)?|latest\.[0-9]+\.part")
+_END_OF_TIME_S = 1 << 40  # what a calendar still takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Checkpoint:
     files: Mapping[str, Mapping[str, Any]]
 
 
-class Damaged(Exception):
+class Damaged(CheckpointError):
     """A checkpoint is not what was saved."""
 
 
@@ -81,29 +86,47 @@ def read_manifest(folder: str, step: int) -> Checkpoint:
         Damaged: Its manifest is missing or not as it was written.
     """
     path = path_of(folder, step)
+    name = os.path.join(path, _MANIFEST)
     try:
-        with open(os.path.join(path, _MANIFEST), "rb") as file:
+        with open_regular(name) as file:
             text = file.read()
         manifest = json.loads(text)
         del manifest["checksum"]
         if text != _sign(manifest).encode() or manifest["step"] != step:
-            raise Damaged(f"{path}/{_MANIFEST} was altered")
+            raise ValueError
         if manifest["format"] > _FORMAT:
-            raise Damaged(f"{path} is of a newer phalanx (format {manifest['format']})")
+            raise Damaged(f"{path} is of a newer phalanx (format {manifest['format']:d})")
+        return _checkpoint(step, path, manifest)
     except FileNotFoundError:
-        raise Damaged(f"{path}/{_MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise Damaged(f"{path}/{_MANIFEST} was altered") from None
-    files = manifest["files"]
+        raise Damaged(f"{name} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{name} can't be read: {error.strerror}") from None
+    except Damaged:
+        raise
+    except Exception:  # whatever a parser makes of what others wrote
+        raise Damaged(f"{name} was altered") from None
+
+
+def _checkpoint(step: int, path: str, manifest: Mapping[str, Any]) -> Checkpoint:
+    """Return the checkpoint that a manifest describes; raise any error if it describes none."""
+    files, world_size, metric = manifest["files"], manifest["world_size"], manifest["metric"]
+    if len(files) != world_size or set(files) != set(map(file_of, range(world_size))):
+        raise ValueError("a rank's file is missing, or there is one more")
+    for file in files.values():
+        if type(file["size_bytes"]) is not int or not re.fullmatch("[0-9a-f]{64}", file["sha256"]):
+            raise ValueError("no size, or no SHA-256")
+    saved_at = float(manifest["saved_at"])
+    if not 0 <= saved_at < _END_OF_TIME_S:
+        raise ValueError("no time")
     size_bytes = sum(file["size_bytes"] for file in files.values())
-    return Checkpoint(step, path, size_bytes, manifest["world_size"], manifest["saved_at"], manifest["metric"], files)
+    return Checkpoint(step, path, size_bytes, world_size, saved_at, None if metric is None else float(metric), files)
 
 
 def check_file(checkpoint: Checkpoint, name: str) -> str:
     """Return what is wrong with a file of a checkpoint; empty if it is the one that was saved."""
     path, wanted = os.path.join(checkpoint.path, name), checkpoint.files[name]
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != wanted["size_bytes"]:
                 return f"{path} has {size} bytes instead of {wanted['size_bytes']}"
@@ -117,7 +140,7 @@ def check_file(checkpoint: Checkpoint, name: str) -> str:
 
 def map_file(checkpoint: Checkpoint, name: str) -> mmap.mmap:
     """Return a file of a checkpoint in memory; changes to that do not reach the file."""
-    with open(os.path.join(checkpoint.path, name), "rb") as file:
+    with open_regular(os.path.join(checkpoint.path, name)) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
@@ -148,10 +171,13 @@ class Draft:
         signatures = [os.path.join(self.path, f"{name}.json") for name in names]
         if not all(map(os.path.exists, signatures)):
             return False
+        # Taking the first signature away is claiming it: no rank that has looked before can do so again, however late.
+        claimed = os.path.join(self.path, "publisher")
         try:
-            os.close(os.open(os.path.join(self.path, "publisher"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except (FileExistsError, FileNotFoundError):  # another rank is at it, or has done it
+            os.rename(signatures[0], claimed)
+        except FileNotFoundError:  # another rank is at it, or has done it
             return False
+        signatures[0] = claimed
         files = {}
         for name, signature in zip(names, signatures, strict=True):
             with open(signature) as file:
@@ -161,7 +187,7 @@ class Draft:
             "metric": self.metric, "files": files,
         }  # fmt: skip
         _write_whole(os.path.join(self.path, _MANIFEST), _sign(manifest))
-        for path in (*signatures, os.path.join(self.path, "publisher")):
+        for path in signatures:
             os.unlink(path)
         _sync(self.path)
         final = path_of(self.folder, self.step)
@@ -202,8 +228,11 @@ def sweep(folder: str) -> None:
     """Remove what killed jobs have left half written."""
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder):
-            if re.fullmatch(r"\.step-\d+-[0-9a-f]{8}\.part(\.old)?", name):
-                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+            path = os.path.join(folder, name)
+            if _LEFTOVER.fullmatch(name):
+                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):  # gone, or not ours to remove
+                    os.unlink(path)
 
 
 def remove(folder: str, doomed: Iterable[int]) -> None:

@@ -115,7 +115,7 @@ class Image:
         memory: A writable buffer, which stays as it is; the blocks are views of it.
 
     Raises:
-        ValueError: It is not one.
+        ValueError: It is not one. Whatever else json and its form make of it, if somebody has written it by hand.
     """
 
     def __init__(self, memory: Any) -> None:
@@ -125,20 +125,59 @@ class Image:
             raise ValueError("it ends within its header")
         entries = json.loads(bytes(view[8 : 8 + length]))
         self.metadata: dict[str, Any] = json.loads(entries.pop("__metadata__")["phalanx"])
-        self._data = view[8 + length :]
-        self._entries = entries
+        self._view, self._begin, self._entries = view, 8 + length, entries
+        _check_entries(entries, len(view) - 8 - length)
+        blocks = self.metadata.pop("blocks")
+        if blocks.keys() != entries.keys():
+            raise ValueError("its header does not say where in the state each tensor belongs")
         self.blocks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], str]]] = {}
-        for key, (name, offset, shape) in self.metadata.pop("blocks").items():
+        for key, (name, offset, shape) in blocks.items():
+            if len(offset) != len(shape) or not _are_counts([*offset, *shape]):
+                raise ValueError(f"the place of {key!r} is none")
             self.blocks.setdefault(name, []).append((tuple(offset), tuple(shape), key))
 
     def block(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the block that `blocks` lists under `key`."""
+        """Return the block that `blocks` lists under `key`.
+
+        Raises:
+            ValueError: It is of another shape or dtype.
+        """
         entry = self._entries[key]
         start, end = entry["data_offsets"]
-        stored = _DTYPES[entry["dtype"]]
+        stored, extent = _stored_form(shape, dtype)
+        if (_DTYPES[entry["dtype"]], entry["shape"]) != (stored, extent):
+            raise ValueError(f"{key!r} is {entry['dtype']} {entry['shape']}, not {dtype} {list(shape)}")
         if start == end:  # torch takes no empty buffer
             return torch.empty(shape, dtype=dtype)
-        flat = torch.frombuffer(self._data, dtype=stored, count=(end - start) // stored.itemsize, offset=start)
+        offset = self._begin + start
+        if offset % dtype.itemsize:  # torch crashes on complex numbers that are not aligned
+            raise ValueError(f"{key!r} is not aligned to its elements")
+        flat = torch.frombuffer(self._view, dtype=stored, count=(end - start) // stored.itemsize, offset=offset)
         if dtype.is_complex:
-            return torch.view_as_complex(flat.view(entry["shape"]))
+            return torch.view_as_complex(flat.view(extent))
         return flat.view(dtype).view(shape)
+
+
+def _stored_form(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.dtype, list[int]]:
+    """Return dtype and shape of what `as_stored` makes of a tensor."""
+    if dtype in _NAMES:
+        return dtype, [*shape]
+    return (dtype.to_real(), [*shape, 2]) if dtype.is_complex else (torch.uint8, [*shape, dtype.itemsize])
+
+
+def _check_entries(entries: Mapping[str, Any], size_bytes: int) -> None:
+    """Raise ValueError unless the entries of a header tile the data, each with as many bytes as its shape takes."""
+    at = 0
+    for key, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        if not _are_counts([begin, end, *entry["shape"]]) or begin != at or end < begin or end > size_bytes:
+            raise ValueError(f"the place of {key!r} in the data is none")
+        if math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize != end - begin:
+            raise ValueError(f"{key!r} is of another size than its shape")
+        at = end
+    if at != size_bytes:
+        raise ValueError("there is more data than its header tells of")
+
+
+def _are_counts(numbers: Sequence[Any]) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
-from phalanx._errors import CheckpointError
+from phalanx._errors import CheckpointError, printable
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.blocks import Reader
 from phalanx.checkpoint.folder import Checkpoint, Damaged
 from phalanx.checkpoint.image import Image
-from phalanx.checkpoint.meeting import gather, place, raise_problems
+from phalanx.checkpoint.meeting import gather, meet, place, raise_problems
 from phalanx.checkpoint.memory import memory
-from phalanx.checkpoint.tree import restore
+from phalanx.checkpoint.tree import restore, unpack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,7 @@ def load(
     """
     rank, world_size = place()
     path = os.path.abspath(folder)
+    meet("load")  # before rank 0 looks: another may still be writing its snapshot
     answers = gather("load", (path, step, *(_candidates(path, step) if rank == 0 else ("", []))))
     if any(answer[:2] != answers[0][:2] for answer in answers):
         raise_problems("load", [f"loads step {answer[1]} from {answer[0]}" for answer in answers])
@@ -62,11 +63,13 @@ def load(
         if not problems:
             _restore(found, state, rank, world_size, strict)
             if damage and rank == 0:
-                warnings.warn(f"{'; '.join(damage)}. The checkpoint of step {number} is loaded instead", stacklevel=2)
+                said = printable("; ".join(damage), keep="\n")
+                warnings.warn(f"{said}. The checkpoint of step {number} is loaded instead", stacklevel=2)
             return Loaded(number, source)
         damage += problems
     if damage:
-        raise CheckpointError(f"rank {rank}: checkpoint.load: no whole checkpoint: {'; '.join(damage)}", op="load")
+        said = printable("; ".join(damage), keep="\n")
+        raise CheckpointError(f"rank {rank}: checkpoint.load: no whole checkpoint: {said}", op="load")
     return None
 
 
@@ -94,26 +97,57 @@ def _check(path: str, source: str, step: int, rank: int, world_size: int) -> tup
     try:
         if source == "memory":
             images = memory.read(path, step)
+            check(images, step, [_own(images, rank, world_size)])
         else:
             found = folders.read_manifest(path, step)
             mine = [name for i, name in enumerate(sorted(found.files)) if i % world_size == rank]
             problem = "; ".join(filter(None, (folders.check_file(found, name) for name in mine)))
-            images = images_of(found) if not problem else []
+            images = images_of(found, [rank if found.world_size == world_size else 0]) if not problem else []
     except Damaged as error:
         problem = str(error)
-    except (OSError, ValueError, LookupError) as error:
-        problem = f"the checkpoint of step {step} {'on' if source == 'disk' else 'in'} {source} can't be read: {error}"
+    except Exception as error:  # whatever a parser makes of what others wrote
+        problem = (
+            f"the checkpoint of step {step} {'on' if source == 'disk' else 'in'} {source} can't be read: {error!r}"
+        )
     return images, list(dict.fromkeys(filter(None, gather("load", problem))))
 
 
-def images_of(checkpoint: Checkpoint) -> list[Image]:
-    """Return what each rank has saved, in rank order."""
-    return [Image(folders.map_file(checkpoint, folders.file_of(rank))) for rank in range(checkpoint.world_size)]
+def _own(images: list[Image], rank: int, world_size: int) -> int:
+    """Return whose values this rank gets: its own, or rank 0's if there were more or fewer ranks."""
+    return rank if len(images) == world_size else 0
+
+
+def images_of(checkpoint: Checkpoint, owners: Iterable[int] | None = None) -> list[Image]:
+    """Return what each rank has saved, in rank order.
+
+    Args:
+        owners: Ranks whose trees are to be used; by default all.
+
+    Raises:
+        Damaged: One of these trees is not whole, or what it needs is not.
+    """
+    try:
+        names = map(folders.file_of, range(checkpoint.world_size))
+        images = [Image(folders.map_file(checkpoint, name)) for name in names]
+        check(images, checkpoint.step, range(checkpoint.world_size) if owners is None else owners)
+    except Exception as error:  # whatever a parser makes of what others wrote
+        raise Damaged(f"{checkpoint.path} can't be read: {error!r}") from error
+    return images
+
+
+def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
+    """Raise any error unless the images are those of a step, and the trees of `owners` can be unpacked from them."""
+    for rank, image in enumerate(images):
+        said = [image.metadata[key] for key in ("step", "rank", "world_size")]
+        if said != [step, rank, len(images)] or type(image.metadata["is_alike"]) is not bool:
+            raise ValueError(f"in place of rank {rank} of {len(images)} at step {step} it has {said}")
+    for owner in owners:
+        unpack(images[owner].metadata["tree"], Reader(images, owner).check)
 
 
 def _restore(images: list[Image], state: MutableMapping[str, Any], rank: int, world_size: int, strict: bool) -> None:
     problem, cause = "", None
-    own = rank if len(images) == world_size else 0
+    own = _own(images, rank, world_size)
     try:
         if not images[own].metadata["is_alike"] and len(images) != world_size:
             raise ValueError(

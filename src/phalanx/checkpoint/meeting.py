@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
-from phalanx._errors import CheckpointError
+from phalanx._errors import CheckpointError, GroupUnusable, printable
 
 _MEETING_S = 60.0
 
@@ -34,6 +34,8 @@ def meet(op: str) -> None:
     try:
         # Not dist.monitored_barrier, which before torch 2.14 refuses a Gloo that stands beside NCCL.
         world.monitored_barrier(timedelta(seconds=_MEETING_S), True)
+    except GroupUnusable:
+        raise  # no rank is late: this one cannot call anything
     except RuntimeError as error:
         raise CheckpointError(
             f"rank {rank}: checkpoint.{op}: not every rank has called it. All must, not only rank 0: take the call "
@@ -70,7 +72,7 @@ def largest(numbers: Sequence[int]) -> list[int]:
 
 def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None) -> None:
     """Raise on every rank what any rank has found wrong, each rank's in a line."""
-    found = {rank: problem for rank, problem in enumerate(problems) if problem}
+    found = {rank: printable(problem, keep="\n\t") for rank, problem in enumerate(problems) if problem}
     if found:
         lines = "\n".join(f"rank {rank}: {problem}" for rank, problem in found.items())
         message = f"checkpoint.{op}: {lines}" if len(found) == 1 else f"checkpoint.{op}:\n{lines}"

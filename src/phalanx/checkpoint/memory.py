@@ -10,7 +10,6 @@ disk.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
@@ -18,24 +17,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx import _env
+from phalanx._cgroups import cgroup_memory, host_memory
 from phalanx._snapshots import (
     HEAD_BYTES,
     MAGIC,
+    REGION_BYTES,
     Head,
+    are_forbidden,
     common_heads,
     heads_of_rank,
     is_restart_announced,
     region_offset,
+    release,
 )
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint.image import Image, fill, lay_out
-from phalanx.checkpoint.meeting import gather, largest, place
-from phalanx.checkpoint.tree import pack
+from phalanx.checkpoint.meeting import gather, largest, place, raise_problems
+from phalanx.checkpoint.tree import Leaf, pack
 
 _PAGE_BYTES = mmap.PAGESIZE
 _SLACK_BYTES = 64 * 1024  # headers grow a little
 _IS_WHOLE = slice(8, 16)  # bytes of a head: written at once, so it never says so of what is not
-_MAX_SHARE = 0.25  # of the host's memory, for all ranks' snapshots
+_MAX_SHARE = 0.25  # of the host's memory and of each cgroup's limit, for all ranks' snapshots
+_MAX_SHARE_OF_REST = 0.5  # of what is not used of them: training goes on to need some
 
 
 class SnapshotMemory:
@@ -49,6 +53,7 @@ class SnapshotMemory:
         self._fd = -1
         self._regions: dict[int, mmap.mmap] = {}
         self._slot = 0
+        self._is_forbidden = False
         self.size_bytes = 0
         environ = _env.environment()
         self._attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
@@ -64,6 +69,9 @@ class SnapshotMemory:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             return f"the supervisor's memory can't be opened: {error.strerror}"
+        self._is_forbidden = are_forbidden(self._fd)
+        if self._is_forbidden:
+            return "the kernel has killed an attempt before for want of memory"
         return ""
 
     # ---- writing ---------------------------------------------------------------------------------------------------
@@ -72,16 +80,27 @@ class SnapshotMemory:
         """Take a snapshot; every rank does, of the same step. Nothing happens if there is no memory for it.
 
         Raises:
-            TypeError: A value can't be saved.
+            CheckpointError: A value can't be saved on some rank; on every rank.
         """
         if self.problem:  # the same ranks have it
+            self.let_go()
             return
         rank, world_size = place()
-        tree, leaves = pack(state)
-        number = blocks.fingerprint(leaves)
-        largest_number, smallest_number = largest([number, -number])
-        is_alike = largest_number == -smallest_number
-        parts = blocks.parts_of_rank(leaves, *((rank, world_size) if is_alike else (0, 1)))
+        problem, cause, tree = "", None, None
+        leaves: list[Leaf] = []
+        described: blocks.Description = {}
+        try:
+            tree, leaves = pack(state)
+            described = blocks.describe(leaves, world_size)
+        except Exception as error:  # whatever a state_dict() raises, the others must know
+            problem, cause = f"{type(error).__name__}: {error}", error
+        low, high = blocks.fingerprint(described)
+        *found, has_failed = largest([low, high, -low, -high, cause is not None])
+        if has_failed:
+            raise_problems("snapshot", gather("snapshot", problem), cause)
+        is_alike = found == [low, high, -low, -high]
+        alike = described.keys() if is_alike else blocks.names_alike(gather("snapshot", described))
+        parts = blocks.parts_of_rank(leaves, rank, world_size, alike)
         metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
         layout = lay_out(parts, metadata)
         is_short = not self._regions or len(self._regions[0]) < _PAGE_BYTES + layout.size_bytes
@@ -99,28 +118,35 @@ class SnapshotMemory:
 
     def _make_room(self, rank: int, size_bytes: int) -> str:
         """Get memory for two snapshots of every rank; return why not, the same on every rank, or nothing."""
-        total_bytes = 2 * sum(gather("snapshot", size_bytes))
-        limit = _memory_bytes()
-        problem = ""
-        if total_bytes > _MAX_SHARE * limit:
-            problem = (
-                f"two of all ranks would take {total_bytes >> 20} MiB, more than {_MAX_SHARE:.0%} of this host's "
-                f"{limit >> 20} MiB"
-            )
-        else:
-            try:
-                self._allocate(rank, size_bytes)
-            except OSError as error:
-                problem = f"{total_bytes >> 20} MiB can't be had on rank {rank}: {error.strerror}"
+        sizes = gather("snapshot", _region_bytes(size_bytes + _SLACK_BYTES))
+        total_bytes = 2 * sum(sizes)
+        problem = _shortage(total_bytes, os.fstat(self._fd).st_blocks * 512)
+        if max(sizes) > REGION_BYTES:
+            problem = f"one of a rank would take {max(sizes) >> 20} MiB, more than {REGION_BYTES >> 20} MiB"
+        problem = next(filter(None, gather("snapshot", problem)), "")  # before any of them takes some
+        if problem:
+            return problem
+        try:
+            self._allocate(rank, sizes[rank])
+        except OSError as error:
+            problem = f"{total_bytes >> 20} MiB can't be had on rank {rank}: {error.strerror}"
         return next(filter(None, gather("snapshot", problem)), "")
 
-    def _allocate(self, rank: int, size_bytes: int) -> None:
-        length = _region_bytes(size_bytes + _SLACK_BYTES)
+    def _allocate(self, rank: int, length: int) -> None:
         for slot in (0, 1):
             offset = region_offset(rank, slot)
             os.posix_fallocate(self._fd, offset, length)
             self._regions[slot] = mmap.mmap(self._fd, length, offset=offset)
         self.size_bytes = 2 * length
+
+    def let_go(self) -> None:
+        """Free what attempts before have left if there are to be no more snapshots: training needs that memory.
+
+        Not before the first step: until then a script may load from it, in several calls.
+        """
+        if self._is_forbidden and place()[0] == 0:
+            release(self._fd)
+        self._is_forbidden = False
 
     @property
     def restart_is_planned(self) -> bool:
@@ -161,12 +187,23 @@ def _region_bytes(size_bytes: int) -> int:
     return _PAGE_BYTES - (-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def _memory_bytes() -> int:
-    """Return what this host has, or this container may use."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as file:
-        return min(physical, int(file.read()))
-    return physical
+def _shortage(total_bytes: int, held_bytes: int) -> str:
+    """Return why snapshots of so many bytes are too large for the host or a cgroup above us, or nothing.
+
+    Args:
+        held_bytes: What snapshots take already, which counts as used.
+    """
+    for whose, limits in (("this host", [host_memory()]), ("the cgroup", cgroup_memory())):
+        for memory in limits:
+            most, left = _MAX_SHARE * memory.limit_bytes, memory.left_bytes + held_bytes
+            if total_bytes > most:
+                of = f"{_MAX_SHARE:.0%} of {whose}'s {memory.limit_bytes >> 20} MiB"
+            elif total_bytes > _MAX_SHARE_OF_REST * left:
+                of = f"{_MAX_SHARE_OF_REST:.0%} of the {left >> 20} MiB that are left of {whose}'s"
+            else:
+                continue
+            return f"two of all ranks would take {total_bytes >> 20} MiB, more than {of}"
+    return ""
 
 
 def _digest(folder: str) -> bytes:
@@ -181,13 +218,15 @@ def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int
     """Keep `state` in memory that outlives this rank; every rank does, after the same step.
 
     When ``phalanx run`` starts the group again, `load` of the same folder finds it. Two snapshots of each rank are
-    kept, in at most a quarter of the host's memory together.
+    kept, together in at most a quarter of the memory that the host has and the cgroups allow, and half of what of it is
+    not used yet.
 
     Returns:
-        Why there is no snapshot: no supervisor, or not enough memory; empty when there is one.
+        Why there is no snapshot: no supervisor, not enough memory, or an attempt that the kernel has killed for want of
+        it; empty when there is one.
 
     Raises:
-        TypeError: A value can't be saved.
+        CheckpointError: A value can't be saved on some rank; on every rank.
     """
     memory.write(os.path.abspath(folder), state, step)
     return memory.problem

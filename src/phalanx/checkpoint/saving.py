@@ -40,10 +40,12 @@ def save(
     Args:
         folder: Holds the checkpoints; on a file system that all ranks share.
         state: Any nesting of dicts, lists, tensors, modules, optimizers, whatever has ``state_dict`` and
-            ``load_state_dict``, and plain values. Parameters and other tensors of 64 KiB and more are taken to be the
-            same on all ranks, unless they are DTensors or the ranks' names, shapes or values differ (every rank then
-            saves its own, which as many ranks can load); buffers, arrays of NumPy and smaller values are saved for
-            each rank.
+            ``load_state_dict``, and plain values. Every rank gets back what it has saved, bit by bit. Tensors of
+            64 KiB and more are compared between the ranks: one that has the same bits on all of them is saved once,
+            divided among them. Where one differs, each rank keeps its own, and only as many ranks can load the
+            checkpoint. Of a DTensor each shard is saved once, and of its replicas, which are equal by its contract,
+            the first. Buffers of modules, arrays of NumPy, smaller tensors and plain values are saved for each rank;
+            another number of ranks gets rank 0's.
         step: Of the training, at least 0; a checkpoint of the same step is replaced.
         metric: Ranks the checkpoint for ``prune(keep_best=...)``; larger is better.
         keep: Arguments of `prune`, called when this checkpoint is published.
@@ -79,6 +81,7 @@ class Saver:
         meet("save")  # before anything else, since state_dict() may be a collective
         tree, draft = None, None
         leaves: list[Leaf] = []
+        described: blocks.Description = {}
         try:
             step = operator.index(step)
             if step < 0:
@@ -87,26 +90,37 @@ class Saver:
             tree, leaves = pack(state)
             if rank == 0 and not problem:
                 draft = self._begin(folder, step, metric, leaves)
+            described = blocks.describe(leaves, world_size)
         except Exception as error:  # whatever a state_dict() raises, the others must know
             problem, cause = problem or _describe(error, folder), error
         try:
-            answers = gather("save", (problem, step, folder, blocks.fingerprint(leaves), draft))
+            answers = gather("save", (problem, step, folder, blocks.fingerprint(described), draft))
             _raise_disagreement(answers, cause)
+            is_alike = len({answer[3] for answer in answers}) == 1
+            alike = described.keys() if is_alike else blocks.names_alike(gather("save", described))
         except BaseException:
             if draft is not None:
                 draft.remove()
             raise
-        is_alike = len({answer[3] for answer in answers}) == 1
-        parts = blocks.parts_of_rank(leaves, *((rank, world_size) if is_alike else (0, 1)))
-        metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
-        image = self._stage(parts, metadata)
+        draft = answers[0][4]
+        try:
+            parts = blocks.parts_of_rank(leaves, rank, world_size, alike)
+            metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
+            image = self._stage(parts, metadata)
+        except Exception as error:  # of this rank alone: told as if it could not write
+            self._pending = Future()
+            self._pending.set_result(_give_up(draft, rank, f"it can't be copied: {_describe(error, folder)}"))
+        else:
+            self._write_in_background(draft, rank, image, keep)
+        if wait:
+            raise_problems("save", gather("save", self.settle()))
+
+    def _write_in_background(self, draft: folders.Draft, rank: int, image: memoryview, keep: dict[str, Any]) -> None:
         # One writes while the other hashes. Both start here: when the interpreter ends, no thread can start any more.
         threads = ThreadPoolExecutor(2, thread_name_prefix="phalanx-checkpoint")
         sha256 = threads.submit(_sha256, image)
-        self._pending = threads.submit(_write, answers[0][4], rank, image, sha256, keep)
+        self._pending = threads.submit(_write, draft, rank, image, sha256, keep)
         threads.shutdown(wait=False)
-        if wait:
-            raise_problems("save", gather("save", self.settle()))
 
     def settle(self) -> str:
         """Wait for the save in the background; return why it failed, once, or nothing."""
@@ -160,25 +174,34 @@ def _sha256(image: memoryview) -> str:
 
 def _write(draft: folders.Draft, rank: int, image: memoryview, sha256: Future[str], keep: dict[str, Any]) -> str:
     """Write this rank's file, publish if it is the last; return what went wrong, or nothing."""
-    what, is_published = f"the checkpoint of step {draft.step} was not saved to {draft.folder}", False
     try:
         draft.write(rank, image, sha256)
         is_published = draft.publish()
+    except Exception as error:
+        why = str(getattr(error, "strerror", None) or error)
+        if not os.path.isdir(draft.path):
+            why = "another rank could not write, or the folder is not on a file system that all ranks share"
+        return _give_up(draft, rank, f"{why}. Those before it are as they were; make room or choose another folder")
+    try:
         if is_published and keep:
-            what = f"older checkpoints in {draft.folder} could not be removed"
             prune(draft.folder, **keep)
         return ""
     except Exception as error:
         why = str(getattr(error, "strerror", None) or error)
-        if not is_published:
-            if not os.path.isdir(draft.path):
-                why = "another rank could not write, or the folder is not on a file system that all ranks share"
-            draft.remove()
-            why += ". Those before it are as they were; make room or choose another folder"
+        return _say(rank, f"older checkpoints in {draft.folder} could not be removed: {why}")
+
+
+def _give_up(draft: folders.Draft, rank: int, why: str) -> str:
+    """Remove the draft, so that no other rank publishes it; return what went wrong."""
+    draft.remove()
+    return _say(rank, f"the checkpoint of step {draft.step} was not saved to {draft.folder}: {why}")
+
+
+def _say(rank: int, problem: str) -> str:
+    """Say on stderr what the next call reports, since there may be none."""
     with contextlib.suppress(OSError, ValueError):  # the log may lie on the disk that is full
-        # Said here too, since this may be the last call.
-        print(f"phalanx: rank {rank}: {what}: {why}", file=sys.stderr, flush=True)
-    return f"{what}: {why}"
+        print(f"phalanx: rank {rank}: {problem}", file=sys.stderr, flush=True)
+    return problem
 
 
 _saver = Saver()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import base64
 import collections
 import dataclasses
+import json
 import math
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -17,10 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from phalanx._tensors import is_stored, unusual_keys
+
 Json = Any
 _SCALARS = (bool, int, str, type(None))
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 _MAPPINGS = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
+_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]")  # dtypes that torch can neither copy nor view as complex
+_MAX_INT_BITS = 14_000  # Python refuses to read a number of more than 4300 digits
 _INLINE_BYTES = 1024  # bytes above that are a tensor's
 
 
@@ -55,9 +61,15 @@ def pack(state: Any) -> tuple[Json, list[Leaf]]:
 
     Raises:
         TypeError: A value is of a class that can't be written without pickling; says where it stands.
+        ValueError: The tree can't be written as JSON.
     """
     packer = _Packer()
-    return packer.pack(state, ""), packer.leaves
+    try:
+        tree = packer.pack(state, "")
+        json.dumps(tree)  # else it would fail when the ranks have agreed to save
+    except RecursionError:
+        raise ValueError("the state is nested too deeply to be saved: make it flatter") from None
+    return tree, packer.leaves
 
 
 class _Packer:
@@ -70,11 +82,17 @@ class _Packer:
 
     def pack(self, value: Any, name: str) -> Json:
         if type(value) in _SCALARS:
+            if type(value) is int and value.bit_length() > _MAX_INT_BITS:
+                raise ValueError(
+                    f"{name or 'the state'} is an integer of {value.bit_length()} bits, more than {_MAX_INT_BITS}: "
+                    "save it as bytes"
+                )
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
-            return self._pack_tensor(value.detach(), name, name in self._buffers)
+            with torch._C.DisableTorchFunctionSubclass():  # a class may answer in torch's place
+                return self._pack_tensor(value.detach(), name, name in self._buffers)
         if isinstance(value, nn.Module):
             value = unwrap(value)
             self._buffers |= {_join(name, buffer) for buffer, _ in value.named_buffers()}
@@ -104,13 +122,23 @@ class _Packer:
             raise TypeError(
                 f"{name} is a DTensor that is not reduced yet (Partial), which can't be saved: redistribute it"
             )
+        if hasattr(tensor, "placements"):
+            _check_memory(_local_part(tensor), name)
+        else:
+            _check_memory(tensor, name)
+            tensor = tensor.as_subclass(Tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if _UNLOADABLE.fullmatch(dtype):
+            raise TypeError(
+                f"{name or 'the state'} is a tensor of {dtype}, which can't be loaded: save a view as uint8"
+            )
         own, number = name, 1
         while own in self._names:  # {"a.b": x, "a": {"b": y}} has one path twice
             number += 1
             own = f"{name}#{number}"
         self._names.add(own)
         self.leaves.append(Leaf(own, tensor, is_local))
-        return {"tensor": own, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        return {"tensor": own, "shape": list(tensor.shape), "dtype": dtype}
 
     def _pack_bytes(self, data: bytes | bytearray, name: str) -> Json:
         if len(data) <= _INLINE_BYTES:
@@ -149,6 +177,29 @@ class _Packer:
             "shape": list(array.shape),
             "scalar": isinstance(value, numpy.generic),
         }
+
+
+def _local_part(tensor: Any) -> Tensor:
+    local = tensor.to_local()
+    return local.wait() if hasattr(local, "wait") else local  # a collective may still be filling it
+
+
+def _check_memory(tensor: Tensor, name: str) -> None:
+    """Raise a TypeError unless the tensor's elements lie in its own memory, which is read as it is."""
+    keys = unusual_keys(tensor)
+    if keys and not tensor.is_cpu:  # those of its device are no reason
+        keys -= unusual_keys(torch.empty(0, device=tensor.device))
+    if keys:
+        raise TypeError(
+            f"{name or 'the state'} is a {type(tensor).__name__} without memory of its own "
+            f"({', '.join(sorted(keys - {'PythonTLSSnapshot'}))}), which can't be saved: save a plain tensor"
+        )
+    if not is_stored(tensor):
+        raise TypeError(
+            f"{name or 'the state'} is a tensor whose storage holds {tensor.untyped_storage().nbytes()} bytes, too few "
+            f"for its shape {list(tensor.shape)}: it was resized or freed under the tensor, as FSDP does with "
+            "parameters that are not in use. Save it while it has its storage"
+        )
 
 
 def _pack_key(key: Any, name: str) -> Json:
@@ -192,27 +243,33 @@ def unpack(node: Json, read: Read, like: Any = None) -> Any:
     """
     if not isinstance(node, dict):
         return node
-    if "tensor" in node:
+    kind = _kind_of(node)
+    if kind == "tensor":
         fits = isinstance(like, Tensor) and list(like.shape) == node["shape"]
         return read(node, like if fits else None)
-    for kind, mapping in _MAPPINGS.items():
-        if kind in node:
-            own = like if isinstance(like, Mapping) else {}
-            return mapping({key: unpack(value, read, own.get(key)) for key, value in pairs_of(node)})
-    for kind, sequence in _SEQUENCES.items():
-        if kind in node:
-            likes = (
-                like if isinstance(like, list | tuple) and len(like) == len(node[kind]) else [None] * len(node[kind])
-            )
-            items = [unpack(item, read, own) for item, own in zip(node[kind], likes, strict=True)]
-            return collections.deque(items, node["maxlen"]) if kind == "deque" else sequence(items)
-    for kind, cls in (("bytes", bytes), ("bytearray", bytearray)):
-        if kind in node:
-            return cls(_unpack_bytes(node[kind], read))
-    if "numpy" in node:
-        return _unpack_numpy(node, read)
-    [kind] = node
-    return _ATOMS[kind](node)
+    if kind in _MAPPINGS:
+        own = like if isinstance(like, Mapping) else {}
+        return _MAPPINGS[kind]({key: unpack(value, read, own.get(key)) for key, value in pairs_of(node)})
+    if kind in _SEQUENCES:
+        likes = like if isinstance(like, list | tuple) and len(like) == len(node[kind]) else [None] * len(node[kind])
+        items = [unpack(item, read, own) for item, own in zip(node[kind], likes, strict=True)]
+        return collections.deque(items, node["maxlen"]) if kind == "deque" else _SEQUENCES[kind](items)
+    if kind in ("bytes", "bytearray"):
+        return (bytes if kind == "bytes" else bytearray)(_unpack_bytes(node[kind], read))
+    return _unpack_numpy(node, read) if kind == "numpy" else _ATOMS[kind](node)
+
+
+def _kind_of(node: Json) -> str:
+    """Return the kind of an object's node, which is its first key.
+
+    Raises:
+        ValueError: There is no such kind, or it has other keys.
+    """
+    kind, *others = node
+    wanted = {"tensor": ["shape", "dtype"], "numpy": ["dtype", "shape", "scalar"], "deque": ["maxlen"]}
+    if others != wanted.get(kind, []):
+        raise ValueError(f"a node has the keys {list(node)}")
+    return kind
 
 
 def pairs_of(node: Json) -> list[tuple[Any, Json]]:
@@ -243,7 +300,10 @@ def _unpack_numpy(node: Json, read: Read) -> Any:
     import numpy
 
     data = bytearray(_unpack_bytes(node["numpy"], read))
-    array: Any = numpy.ndarray(node["shape"], numpy.dtype(node["dtype"]), data)
+    dtype = numpy.dtype(node["dtype"])
+    if dtype.hasobject or dtype.names:  # the bytes of objects are addresses
+        raise ValueError(f"an array of {node['dtype']!r} can't be one that was saved")
+    array: Any = numpy.ndarray(node["shape"], dtype, data)
     return array[()] if node["scalar"] else array
 
 

@@ -83,6 +83,8 @@ class DistributedSampler(torch_distributed.DistributedSampler):
             is_over: Whether this rank has come to its end of the epoch; default: whether the sampler has.
         """
         length = len(self.dataset)  # type: ignore[arg-type]
+        if not self._is_running:  # what a loader has counted was of an epoch before
+            num_taken, is_over = 0, False
         place = self._start + (self._num_taken if num_taken is None else num_taken) * self.num_replicas
         # A rank may have taken its last sample while another has one more: then only having asked for more tells.
         is_over = (self._is_over if is_over is None else is_over) or (self._is_running and place >= length)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from phalanx.doctor import links
 from phalanx.doctor.exercise import one_line
 from phalanx.doctor.finding import Finding, problem
+from phalanx.doctor.messages import GarbledError, Reader, T, read, whole
 from phalanx.launch.ports import port_problem
 
 Send = Callable[[dict[str, Any]], None]
@@ -45,8 +46,13 @@ class Board:
     def set(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
 
-    def get(self, key: str) -> Any:
-        return json.loads(self.store.get(key))
+    def get(self, key: str, reader: Reader[T]) -> T:
+        """Return what is told there.
+
+        Raises:
+            GarbledError: That is not what `reader` reads.
+        """
+        return read(self.store.get(key), reader)
 
     def has(self, key: str) -> bool:
         return bool(self.store.check([key]))
@@ -58,18 +64,19 @@ class Board:
     def count(self, counter: str) -> int:
         return int(self.store.add(counter, 0))
 
-    def wait_for(self, key: str, ends_s: float, whom: str) -> Any:
+    def wait_for(self, key: str, reader: Reader[T], ends_s: float, whom: str) -> T:
         """Return a value when it is there.
 
         Raises:
             NotMetError: It is not there at `ends_s`.
+            GarbledError: It is there, and `reader` can't read it.
         """
         while not self.has(key):
             if time.monotonic() >= ends_s:
                 found = f"waited in vain for {whom}"
                 raise NotMetError(problem("meeting", found, "see what phalanx doctor says on host 0"))
             time.sleep(POLL_S)
-        return self.get(key)
+        return self.get(key, reader)
 
     def sync(self, name: str, members: Sequence[int]) -> bool:
         """Wait until all members are here; return whether they came."""
@@ -112,8 +119,8 @@ def come_to_board(host: str, port: int, ends_s: float, send: Send) -> tuple[Boar
         raise NotMetError(problem("meeting", found, todo))
     board = Board(opened)
     try:
-        return board, board.wait_for(_HELLO, time.monotonic() + PATIENCE_S, "")
-    except NotMetError:
+        return board, board.wait_for(_HELLO, whole, time.monotonic() + PATIENCE_S, "")
+    except (NotMetError, GarbledError):
         found = f"a store answers at {where}, and no doctor of host 0 is there"
         raise NotMetError(problem("meeting", found, todo)) from None
 

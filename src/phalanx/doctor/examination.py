@@ -136,6 +136,7 @@ def _examine_host(place: Place, environ: Mapping[str, str]) -> list[Finding]:
             num_ranks, world_size, limits.read_limits(), num_threads=limits.count_threads()
         ),
         "shared memory": limits.try_shared_memory,
+        "liveness": limits.try_watching,
         "/dev/shm": lambda: limits.examine_dev_shm(limits.read_dev_shm()),
         "CPUs": lambda: processors.examine_cpus(machine, num_ranks, os.cpu_count()),
         "clock": processors.examine_clock,

@@ -100,7 +100,7 @@ def _judge_streams(streams: Mapping[tuple[int, int], float]) -> list[Finding]:
         return [warning("bandwidth", f"{_way(slowest)} is a straggler: {found}", todo, **facts)]
     if least < _SLOW_LINK_BYTES_PER_S:
         todo = "see that it is the interface meant (GLOO_SOCKET_IFNAME), and its speed (ethtool)"
-        per_step = in_seconds(2 * 100e6 / least)
+        per_step = in_seconds(2 * 100e6 / max(least, 1.0))
         text = f"{found}: averaging 100 MB of gradients takes some {per_step} a step"
         return [warning("bandwidth", text, todo, **facts)]
     return [ok("bandwidth", found, **facts)]

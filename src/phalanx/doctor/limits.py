@@ -1,4 +1,4 @@
-"""Memory: what there is, what limits it, and whether shared memory can really be had."""
+"""Memory and processes: what limits them, whether shared memory can really be had, and a death be noticed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import fcntl
 import mmap
 import os
 import resource
+import select
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from phalanx import _cgroups
 from phalanx.doctor.finding import Finding, in_units, note, ok, problem, warning
-from phalanx.launch.cpus import cgroups
 
 _RANK_BYTES = 512 << 20  # a process that has imported torch, and a small model
 _LEAST_BYTES = 256 << 20  # less than importing torch takes
-_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a large number
 _SEGMENT_BYTES = 4 << 20  # what the groups of a rank or four use
+_END_MS = 3000  # for a process to end
 _DOCKER_SHM_BYTES = 64 << 20  # its /dev/shm unless told otherwise
 
 
@@ -39,14 +42,14 @@ def read_limits() -> dict[str, Limit]:
 
 def examine_memory(num_ranks: int, root: str = "/") -> list[Finding]:
     """Say how much memory `num_ranks` ranks can have: of the machine, and of the cgroups above us."""
-    sizes = _meminfo(root)
-    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", sizes.get("MemFree", 0))
-    limited = min(((limit, used) for limit, used in _cgroup_memory(root)), default=None, key=lambda pair: _left(*pair))
+    host = _cgroups.host_memory(root)
+    total, available = host.limit_bytes, host.left_bytes
+    limited = min(_cgroups.cgroup_memory(root), default=host, key=lambda memory: memory.left_bytes)
     facts = {"total_bytes": total, "available_bytes": available, "num_ranks": num_ranks}
     found = f"{in_units(total)}, {in_units(available)} available"
-    if limited is not None and (limited[0] < total or _left(*limited) < available):
+    if limited.limit_bytes < total or limited.left_bytes < available:
         limit, used = limited
-        available = min(available, _left(limit, used))
+        available = min(available, limited.left_bytes)
         found += f"; cgroup limit {in_units(limit)}, {in_units(used)} of it used"
         facts |= {"cgroup_limit_bytes": limit, "cgroup_used_bytes": used}
     todo = "free memory, raise the container's limit, or start fewer ranks (--nproc-per-node)"
@@ -57,35 +60,6 @@ def examine_memory(num_ranks: int, root: str = "/") -> list[Finding]:
     if available < _RANK_BYTES * num_ranks:
         return [warning("memory", f"{found}: little for {num_ranks} ranks", todo, **facts)]
     return [ok("memory", found, **facts)]
-
-
-def _left(limit: int, used: int) -> int:
-    return max(limit - used, 0)
-
-
-def _meminfo(root: str) -> dict[str, int]:
-    sizes = {}
-    for line in _read(os.path.join(root, "proc/meminfo")).splitlines():
-        name, _, rest = line.partition(":")
-        sizes[name] = int(rest.split()[0]) * 1024
-    return sizes
-
-
-def _cgroup_memory(root: str) -> list[tuple[int, int]]:
-    """Return limit and use of each cgroup on the way up that has a limit; use without the cache that can be dropped."""
-    found = []
-    for cgroup in cgroups(root, "memory"):
-        for limit_name, used_name, cache_name in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            limit = _number(os.path.join(cgroup, limit_name))
-            if limit is None or limit >= _NO_LIMIT_BYTES:
-                continue
-            used = _number(os.path.join(cgroup, used_name)) or 0
-            fields = dict(line.split() for line in _read(os.path.join(cgroup, "memory.stat")).splitlines())
-            found.append((limit, max(used - int(fields.get(cache_name, 0)), 0)))
-    return found
 
 
 def examine_limits(
@@ -188,6 +162,35 @@ def try_shared_memory(size_bytes: int = _SEGMENT_BYTES) -> list[Finding]:
     ]
 
 
+def try_watching() -> list[Finding]:
+    """Watch a process end, as ranks watch each other: by pidfd, else through /proc."""
+    todo = "Linux 5.3 or newer, and a container whose seccomp profile allows pidfd_open"
+    sleeper = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        try:
+            pidfd = os.pidfd_open(child.pid)
+        except OSError as error:
+            found = f"pidfd_open: {error.strerror}"
+            if not _cgroups.read(f"/proc/{child.pid}", "stat"):
+                found += ", and /proc does not show processes: the death of a rank is noticed at the timeout alone"
+                return [problem("liveness", found, f"{todo}; or mount /proc", errno=error.errno)]
+            found += ": the death of a rank is noticed through /proc, often without its exit code"
+            return [warning("liveness", found, todo, errno=error.errno)]
+        try:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            lived = not poll.poll(0)
+            child.stdin.close()
+            ended = bool(poll.poll(_END_MS))
+        finally:
+            os.close(pidfd)
+    if lived and ended:
+        return [ok("liveness", "the end of a process is seen at once (pidfd)")]
+    found = "a pidfd does not tell whether its process lives: deaths of ranks may be noticed at the timeout alone"
+    return [problem("liveness", found, todo, lived=lived, ended=ended)]
+
+
 def examine_dev_shm(found: os.statvfs_result | None) -> list[Finding]:
     """Judge ``/dev/shm``; None: there is none."""
     todo = (
@@ -207,17 +210,6 @@ def read_dev_shm() -> os.statvfs_result | None:
     with contextlib.suppress(OSError):
         return os.statvfs("/dev/shm")
     return None
-
-
-def _read(path: str) -> str:
-    with contextlib.suppress(OSError), open(path) as file:
-        return file.read()
-    return ""
-
-
-def _number(path: str) -> int | None:
-    text = _read(path).strip()
-    return int(text) if text.isdigit() else None
 
 
 def _names(folder: str) -> list[str]:

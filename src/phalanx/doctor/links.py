@@ -25,6 +25,8 @@ _BLOCK_BYTES = 1 << 18
 _FEWEST_BLOCKS = 4  # however slow the sender
 _SLOW_START = 0.25  # of the stream, not counted
 _MOST_CALLERS = 256
+_LAST_S = 1e12  # of the clocks, some 30,000 years on
+_LEAST_S = 1e-6  # of a stream
 
 
 class Trip(NamedTuple):
@@ -108,6 +110,8 @@ def measure_trip(connection: socket.socket, num: int = 20) -> Trip:
         connection.sendall(b"?")
         (there_s,) = _STAMP.unpack(_receive(connection, _STAMP.size))
         took_s = time.perf_counter() - sent_s
+        if not 0 <= there_s < _LAST_S:
+            raise OSError(errno.EPROTO, "it answers with what is no time")
         trips.append(took_s)
         # Cristian 1989: the other clock was read half a trip after we sent; the shortest trip errs least.
         best = min(best, (took_s, there_s - (sent_wall_s + took_s / 2)))
@@ -123,6 +127,8 @@ def measure_stream(connection: socket.socket, duration_s: float = 0.3) -> float:
         num_sent += 1
     connection.shutdown(socket.SHUT_WR)
     num_bytes, seconds = _COUNTED.unpack(_receive(connection, _COUNTED.size))
+    if not 0 <= seconds < _LAST_S or (num_bytes and seconds < _LEAST_S):
+        raise OSError(errno.EPROTO, "it answers with what is no time")
     return num_bytes / seconds if seconds else 0.0
 
 

@@ -13,12 +13,15 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx import _env
-from phalanx.doctor import job, links
+from phalanx.doctor import job, links, messages
 from phalanx.doctor.board import PATIENCE_S, POLL_S, STAGE_S, NotMetError, Send, come_to_board, open_board
 from phalanx.doctor.exercise import all_reduce_by_gloo, answered, one_line
 from phalanx.doctor.finding import Finding, problem, worst
+from phalanx.doctor.messages import GarbledError
 
+_MOST_REFUSED = 20
 _SLACK_S = 45.0  # for a host that has come to examine itself
+_SAME_VERSION = "the same version of phalanx on all hosts, and a --master-port that no other program uses"
 _SAME_FLAGS = "the same --nnodes on all hosts, and a --node-rank of its own on each"
 
 
@@ -34,6 +37,9 @@ def hold(place: dict[str, Any], go: dict[str, Any], send: Send) -> None:
         findings = meeting.hold()
     except NotMetError as error:
         findings = [error.finding]
+    except GarbledError as error:
+        found = f"host 0 at {meeting.where} tells what this phalanx doctor does not understand: {error}"
+        findings = [problem("meeting", found, _SAME_VERSION)]
     except Exception as error:  # the store has gone, and with it host 0
         todo = "see what phalanx doctor says on host 0"
         findings = [problem("meeting", f"lost host 0 at {meeting.where}: {one_line(error)}", todo)]
@@ -62,6 +68,7 @@ class Meeting:
         self.listener = links.Listener()
         self.hosts: list[dict[str, Any]] = []
         self.level = ""
+        self._garbled: dict[int, str] = {}  # by rank: what is wrong with what it tells
 
     def hold(self) -> list[Finding]:
         """Return what is to be said on this host: on host 0 of all of them."""
@@ -72,10 +79,13 @@ class Meeting:
             return self._lead()
         self._board, expected = come_to_board(host, port, self._ends_s, self._send)
         self._introduce(expected)
-        members = self._board.wait_for("members", self._ends_s + _SLACK_S, "host 0 to count the hosts")
-        self.hosts = self._board.get("hosts")
+        ends_s = self._ends_s + _SLACK_S
+        members = self._board.wait_for("members", messages.members, ends_s, "host 0 to count the hosts")
+        self.hosts = self._board.get("hosts", messages.all_facts)
+        if members != [host["host"] for host in self.hosts] or self.rank not in members:
+            raise GarbledError(f"the hosts {members} are not those that it describes, or not this one")
         self._board.set(f"done/{self.rank}", self._measure(members))
-        self.level = self._board.wait_for("level", time.monotonic() + STAGE_S, "host 0 to judge")
+        self.level = self._board.wait_for("level", messages.level, time.monotonic() + STAGE_S, "host 0 to judge")
         self._board.add("bye")
         return []
 
@@ -115,14 +125,17 @@ class Meeting:
         board.set("hosts", self.hosts)
         board.set("members", members)
         findings = [Finding(**found) for rank in members if rank != self.rank for found in known[rank]["findings"]]
+        findings += [problem("meeting", why, _SAME_VERSION) for why in self._garbled.values()]
         findings += self._judge_absence(members)
         if len(members) > 1:
             findings += job.compare_versions(self.hosts)
             measured = {0: self._measure(members)}
             ends_s = time.monotonic() + STAGE_S
             for rank in members[1:]:
-                with contextlib.suppress(NotMetError):
-                    measured[rank] = board.wait_for(f"done/{rank}", ends_s, f"host {rank}")
+                with contextlib.suppress(NotMetError, GarbledError):  # it came and did not finish
+                    measured[rank] = board.wait_for(
+                        f"done/{rank}", lambda told: messages.measured(told, members), ends_s, f"host {rank}"
+                    )
             findings += job.judge(self.hosts, measured)
         self.level = worst([*findings, *(Finding(**found) for found in self._go["findings"])])
         board.set("level", self.level)
@@ -136,24 +149,37 @@ class Meeting:
         said_s = time.monotonic() + PATIENCE_S
         known: dict[int, dict[str, Any]] = {}
         while True:
-            for rank in self._missing(known):
+            for rank in self._missing({*known, *self._garbled}):
                 if self._board.has(f"facts/{rank}"):
-                    known[rank] = self._board.get(f"facts/{rank}")
-            if len(known) == self._num or time.monotonic() >= self._ends_s:
+                    self._read_facts(rank, known)
+            if len(known) + len(self._garbled) == self._num or time.monotonic() >= self._ends_s:
                 return known
             if time.monotonic() >= said_s:
                 said_s = float("inf")
                 self._send({"waiting": f"at {self.where} for {job.named(self._missing(known))}"})
             time.sleep(POLL_S)
 
+    def _read_facts(self, rank: int, known: dict[int, dict[str, Any]]) -> None:
+        try:
+            told = self._board.get(f"facts/{rank}", messages.facts)
+            if told["host"] != rank:
+                raise GarbledError(f"it calls itself host {told['host']}")
+            known[rank] = told
+        except GarbledError as error:
+            self._garbled[rank] = f"host {rank} tells what this phalanx doctor does not understand: {error}"
+
     def _missing(self, members: Collection[int]) -> list[int]:
         return [rank for rank in range(self._num) if rank not in members]
 
     def _judge_absence(self, members: Sequence[int]) -> list[Finding]:
         num_refused = self._board.count("refused")
-        refused = [self._board.get(f"refused/{number}") for number in range(1, num_refused + 1)]
+        refused = []
+        for number in range(1, min(num_refused, self._num + _MOST_REFUSED) + 1):
+            with contextlib.suppress(GarbledError):
+                if self._board.has(f"refused/{number}"):  # its host may have counted, and not yet told
+                    refused.append(self._board.get(f"refused/{number}", messages.text))
         findings = [problem("meeting", why, _SAME_FLAGS) for why in refused]
-        missing = self._missing(members)
+        missing = self._missing({*members, *self._garbled})
         if missing and len(members) < self._place["least_hosts"]:  # fewer than --nnodes MIN:MAX allows
             found = f"{job.named(missing)} did not come to {self.where} within {self._place['timeout_s']:g} s"
             todo = f"start phalanx doctor there too; where it runs, it says why {self.where} is not reached"

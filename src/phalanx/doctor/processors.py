@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Mapping
 
+from phalanx import _cgroups
 from phalanx.doctor.finding import Finding, count, in_seconds, note, ok, problem, warning
-from phalanx.launch.cpus import Machine, cgroups, divide
+from phalanx.launch.cpus import Machine, divide
 
 _SLOW_CLOCK_S = 1e-6  # reading a hardware clock takes tens of nanoseconds
 _BUILT_S = 1704067200.0  # 2024-01-01: no clock that is right shows less
@@ -66,7 +67,7 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
 
 def _throttling(root: str) -> tuple[int, int]:
     """Return how many periods our own cgroup has had, and in how many of them its quota ran out."""
-    for cgroup in cgroups(root, "cpu"):
+    for cgroup in _cgroups.folders("cpu", root):
         with contextlib.suppress(OSError), open(os.path.join(cgroup, "cpu.stat")) as file:
             fields = dict(line.split() for line in file)
             if "nr_periods" in fields:

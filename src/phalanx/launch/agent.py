@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from phalanx.launch.channel import Channel
+from phalanx.launch.nodes import read_cause
 
 _CAUSE_WAIT_S = 3.0  # for another node to announce the cause of a victim's failure
 _NUM_FAILURES = "phalanx/failures"
@@ -147,7 +148,7 @@ class NodeAgent(SimpleElasticAgent):
         deadline = time.monotonic() + _CAUSE_WAIT_S
         while True:
             numbers = range(1, self._num(_NUM_FAILURES) + 1)
-            causes = [json.loads(self._attempt_store.get(f"{_NUM_FAILURES}/{n}")) for n in numbers]
+            causes = [read_cause(self._attempt_store.get(f"{_NUM_FAILURES}/{n}")) for n in numbers]
             self.cause = min(causes, key=lambda cause: (cause["is_victim"], cause["returncode"] > 0))
             if not self.cause["is_victim"] or time.monotonic() > deadline:
                 break

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from phalanx._snapshots import announce_restart, common_heads
+from phalanx._cgroups import count_oom_kills
+from phalanx._snapshots import announce_restart, common_heads, forbid
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import RankEnd
 from phalanx.launch.job import Job
@@ -46,6 +47,7 @@ def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | Non
     """
     course = Course(job, snapshots_fd)
     while True:
+        num_oom_kills = count_oom_kills()
         with contextlib.closing(_reserve_port(ranks, job)) as reserved:
             attempt = Attempt(
                 world_size=course.num_ranks,
@@ -74,6 +76,9 @@ def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | Non
                 ranks.say(step)
             return culprit
         say_failure(ranks, culprit)
+        if count_oom_kills() > num_oom_kills:
+            forbid(snapshots_fd)
+            ranks.say("the kernel has killed for want of memory: no more snapshots in memory are taken")
         for step in steps:
             ranks.say(step)
 

@@ -11,9 +11,12 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import NamedTuple, TypeVar
+
+from phalanx import _cgroups
+from phalanx._cgroups import read
 
 _Item = TypeVar("_Item")
 
@@ -81,7 +84,7 @@ def read_machine(root: str = "/", usable: Sequence[int] | None = None) -> Machin
     numa_node = _numa_nodes(root)
     cores: dict[tuple[int, ...], list[int]] = {}
     for cpu in cpus:
-        siblings = _read(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = read(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.setdefault(tuple(_parse_cpus(siblings)) or (cpu,), []).append(cpu)
     ordered = sorted(cores.values(), key=lambda core: (numa_node.get(core[0], 0), core))
     return Machine(
@@ -95,34 +98,18 @@ def _numa_nodes(root: str) -> dict[int, int]:
     """Return the NUMA node of each CPU."""
     folder = os.path.join(root, "sys/devices/system/node")
     numbers = [int(found[1]) for name in _names(folder) if (found := re.fullmatch(r"node(\d+)", name))]
-    return {cpu: node for node in numbers for cpu in _parse_cpus(_read(folder, f"node{node}/cpulist"))}
+    return {cpu: node for node in numbers for cpu in _parse_cpus(read(folder, f"node{node}/cpulist"))}
 
 
 def _quota_cpus(root: str) -> float | None:
     """Return the least quota on the way up from our cgroup, of version 2 or 1."""
-    return min((quota for cgroup in cgroups(root, "cpu") if (quota := _quota_of(cgroup))), default=None)
-
-
-def cgroups(root: str, controller: str) -> Iterator[str]:
-    """Yield the folders of our cgroup and those above it, of version 2 or 1; not all need exist."""
-    for line in _read(root, "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        mount = os.path.join(root, "sys/fs/cgroup", *([controllers] if controllers else []))
-        if not os.path.isdir(mount):
-            mount = os.path.join(root, "sys/fs/cgroup", controller)
-        while True:
-            yield os.path.join(mount, path.lstrip("/"))
-            if path in ("", "/"):
-                break
-            path = os.path.dirname(path)  # in a container our path may be the host's: what is not there counts not
+    return min((quota for cgroup in _cgroups.folders("cpu", root) if (quota := _quota_of(cgroup))), default=None)
 
 
 def _quota_of(cgroup: str) -> float | None:
-    fields = _read(cgroup, "cpu.max").split() or [
-        _read(cgroup, "cpu.cfs_quota_us").strip(),
-        _read(cgroup, "cpu.cfs_period_us").strip(),
+    fields = read(cgroup, "cpu.max").split() or [
+        read(cgroup, "cpu.cfs_quota_us").strip(),
+        read(cgroup, "cpu.cfs_period_us").strip(),
     ]
     with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or not there
         quota = int(fields[0]) / int(fields[1])
@@ -137,7 +124,7 @@ def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
     """Return how many GPUs this process may use, 0 without a driver."""
     num_nvidia = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in _names(os.path.join(root, "dev")))
     topology = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
-    num_amd = sum(_read(topology, f"{node}/gpu_id").strip() not in ("", "0") for node in _names(topology))
+    num_amd = sum(read(topology, f"{node}/gpu_id").strip() not in ("", "0") for node in _names(topology))
     for there, variables in (
         (num_nvidia, ("CUDA_VISIBLE_DEVICES",)),
         (num_amd, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
@@ -256,12 +243,6 @@ def _parse_cpus(text: str) -> list[int]:
             first, _, last = part.partition("-")
             cpus += range(int(first), int(last or first) + 1)
     return cpus
-
-
-def _read(folder: str, name: str) -> str:
-    with contextlib.suppress(OSError), open(os.path.join(folder, name)) as file:
-        return file.read()
-    return ""
 
 
 def _names(folder: str) -> list[str]:

@@ -193,13 +193,6 @@ def write_error_file(end: RankEnd) -> None:
 # ---------------------------------------------------------------- hints
 
 
-def count_oom_kills() -> int:
-    """Return how many processes the kernel has killed on this machine for want of memory."""
-    with contextlib.suppress(OSError), open("/proc/vmstat") as file:
-        return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
-    return 0
-
-
 _HINTS_BY_SIGNAL = {
     signal.SIGILL: "an instruction that this processor lacks: a library was built for a newer one",
     signal.SIGSEGV: "native code crashed, called from the Python line above",

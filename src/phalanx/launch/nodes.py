@@ -20,6 +20,7 @@ from phalanx.launch.warden import die_with_parent, hold_signals
 
 # Not with -m, which would let a json.py in the current folder take the library's place.
 _RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.agent import main; main()"
+_MAX_LINES = 42
 _PATIENCE_S = 10.0  # before we say that we still wait for other nodes
 
 
@@ -147,11 +148,34 @@ def cause_of(end: RankEnd) -> dict[str, Any]:
         "pid": end.pid,
         "returncode": end.returncode,
         "is_victim": end.is_victim,
-        "kind": end.last_words.kind,
+        # Short enough for a packet, also where JSON writes twelve bytes for a character.
+        "kind": end.last_words.kind[:200],
         "message": end.last_words.message[:1000],
-        "lines": [line[:500] for line in end.last_words.lines],
+        "lines": [line[:300] for line in end.last_words.lines],
         "folder": end.folder,
         "host": end.host or socket.gethostname(),
+    }
+
+
+def read_cause(text: str | bytes) -> dict[str, Any]:
+    """Return what `cause_of` wrote on some node, well-formed whatever the store gave: nobody vouches for its bytes."""
+    told: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        told = json.loads(text)
+    told = told if isinstance(told, dict) else {}
+    rank, pid, returncode = (
+        number if type(number := told.get(name)) is int and least <= number < limit else -1
+        for name, least, limit in (("rank", -1, 1 << 31), ("pid", -1, 1 << 31), ("returncode", -64, 256))
+    )
+    words = {name: str(told.get(name, ""))[:1000] for name in ("kind", "message", "folder", "host")}
+    lines = told.get("lines")
+    return {
+        "rank": rank,
+        "pid": pid,
+        "returncode": returncode or 1,  # it has failed
+        **words,
+        "is_victim": told.get("is_victim") is True,
+        "lines": [str(line)[:300] for line in (lines if isinstance(lines, list) else [])[:_MAX_LINES]],
     }
 
 

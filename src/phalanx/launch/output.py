@@ -18,11 +18,19 @@ _ATOMIC_BYTES = select.PIPE_BUF  # as much as never blocks once there is room
 _LOOK_UP_MS = 100
 _MAX_LINE_BYTES = 1 << 20  # a rank that never ends its line can't fill the memory
 _MAX_KEPT_BYTES = 1 << 14  # of the line under the cursor: more than a terminal shows
+_MAX_SEQUENCE_BYTES = 1 << 12  # of an escape sequence that has begun: a longer one is none
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
+
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
 
 # One step of a live stream: a line's end, a return, an escape sequence, or plain text.
 _LIVE_TOKEN = re.compile(rb"\n|\r|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[]?|[^\n\r\x1b]+")
 _ERASE_LINE = b"\r\x1b[2K"
+
+
+def printable(text: str) -> bytes:
+    """Return what we say ourselves, with words of ranks and of other hosts in it, so that it moves no cursor."""
+    return text.translate(_CONTROLS).encode(errors="backslashreplace")
 
 
 def prefix(rank: int, *, colour: bool) -> bytes:
@@ -128,6 +136,7 @@ class LiveStream:
         data = self._pending + data
         cut = data.rfind(b"\x1b")
         torn = cut >= 0 and re.fullmatch(rb"\x1b(\[[0-?]*[ -/]*)?", data[cut:]) is not None
+        torn = torn and len(data) - cut < _MAX_SEQUENCE_BYTES
         data, self._pending = (data[:cut], data[cut:]) if torn else (data, b"")
         self._screen.write(b"".join([self._step(token) for token in _LIVE_TOKEN.findall(data)]))
 

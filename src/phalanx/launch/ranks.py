@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import struct
 import termios
 import time
@@ -113,6 +114,22 @@ class Rank:
     @property
     def outputs(self) -> tuple[Output, Output]:
         return self.stdout, self.stderr
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, as the kernel knows before the warden tells."""
+        if self.end is not None:
+            return True
+        if not self.pid:
+            return False
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        has_ended = bool(poll.poll(0))
+        os.close(pidfd)
+        return has_ended
 
     @property
     def said_why(self) -> bool:

@@ -31,7 +31,8 @@ def spawn(
     """Run ``fn(rank, *args)`` in `nprocs` processes, like ``torch.multiprocessing.spawn``.
 
     Each rank finds torchrun's environment: ``init_process_group()`` needs no arguments. Cores are divided among the
-    ranks (OMP_NUM_THREADS, unless it is set). No rank outlives this process, nor the failure of another.
+    ranks (OMP_NUM_THREADS, unless it is set). No rank outlives this process, nor the failure of another. What a
+    rank has started ends with the rank, or with this process if it has left the rank's process group.
 
     Args:
         fn: Any function: of a module, of a script that guards its call with ``if __name__ == "__main__":``, of a
@@ -93,11 +94,14 @@ class SpawnContext:
         Once a rank has failed, the others are ended. Ctrl-C here is passed on to them.
 
         Args:
-            timeout: Seconds; None: as long as it takes.
+            timeout: Seconds, at least 0; None: as long as it takes.
 
         Raises:
             RankError: A rank raised or died.
+            ValueError: `timeout` is negative or not a number.
         """
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout must be at least 0 s, got {timeout:g} s")
         if self._joined:
             return True
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from phalanx import _env
+from phalanx._cgroups import count_oom_kills
 from phalanx.launch.attempts import run_on_this_node
 from phalanx.launch.cpus import Share
 from phalanx.launch.descriptors import descriptor_problem, open_streams, raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
-from phalanx.launch.failure import LastWords, RankEnd, count_oom_kills, find_culprit, hint_for, report
+from phalanx.launch.failure import LastWords, RankEnd, find_culprit, hint_for, report
 from phalanx.launch.job import Job
-from phalanx.launch.output import Screen, prefix
+from phalanx.launch.output import Screen, prefix, printable
 from phalanx.launch.ports import port_problem
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.run_folder import RunFolder
@@ -44,8 +45,8 @@ def run(job: Job) -> int:
     """Run `job` and return the exit code for the shell.
 
     0 if every rank exits with 0. Otherwise the code of the rank that was the cause, 128 plus the signal if one ended
-    it. When the supervisor itself is told to end: 128 plus that signal. Nothing that the job has started lives when
-    this returns.
+    it. When the supervisor itself is told to end while ranks live: 128 plus that signal. Nothing that the job has
+    started lives when this returns; signals are held back from then on, since the outcome is decided.
     """
     if job.master_port and job.node_rank == 0 and (problem := port_problem(job.master_port)):
         print(f"phalanx run: {problem}; leave --master-port out, and a free one is used", file=sys.stderr)
@@ -67,7 +68,7 @@ def run(job: Job) -> int:
 
 
 class Supervisor:
-    """Owns the warden, the ranks' streams and, while it stands, this process's signals."""
+    """Owns the warden, the ranks' streams and this process's signals."""
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._job = job
@@ -80,11 +81,12 @@ class Supervisor:
         self._num_attempts = 0
         self._unhandled: list[int] = []  # signals
         self.received: int | None = None  # the one that ends the job
+        self._late: int | None = None  # one that came when all ranks had ended
         self.began_s = 0.0  # when the ranks of this attempt were started
         self._ending_by: int | None = None  # the signal that ranks are being ended with
         self._deadline: float | None = None  # of the present grace period
         self._first_failure_s: float | None = None
-        self._previous: dict[int, object] = {}
+        self._caught: list[int] = []  # signals
         self.spared: list[int] = []  # children of ours that are not the ranks'
         self._said_log_problem = False
         self._num_oom_kills = count_oom_kills()
@@ -98,7 +100,7 @@ class Supervisor:
         )
         self._snapshots = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
         self._start_warden(self._job.divide(self._job.num_local_ranks).shares)
-        self._previous[signal.SIGTTIN] = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
         return self
 
     def _warden_environment(self, shares: Sequence[Share]) -> dict[str, str]:
@@ -142,13 +144,15 @@ class Supervisor:
         if ready is None:
             return
         warden, output = ready
-        self.spared.append(warden.pid)
+        self.spared.append(warden.keeper_pid)
         self._end_warden()
-        self.spared.remove(warden.pid)
+        self.spared.remove(warden.keeper_pid)
         self._warden, self._warden_output, self._warden_ready = warden, output, True
         self.watch(warden.channel.fileno(), self._hear_warden)
 
     def __exit__(self, *_: object) -> None:
+        # For good: until this process has ended, none may change its exit code, nor may it once Python lets go of them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._caught)
         self._standby.drop()
         self._end_warden()
         for output in (output for rank in self._ranks for output in rank.outputs):
@@ -156,8 +160,6 @@ class Supervisor:
         self._selector.close()
         os.close(self._snapshots)
         signal.set_wakeup_fd(-1)
-        for sig, handler in self._previous.items():
-            signal.signal(sig, handler)  # type: ignore[arg-type]
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -192,6 +194,11 @@ class Supervisor:
         Args:
             until: Asked every now and then while all ranks run; true: they are ended although none has failed.
         """
+        if self._late is not None:
+            self.received = self._late
+            self.say(f"{signal.Signals(self._late).name}: the ranks are not started again")
+        if self.received is not None:
+            return None
         self._ending_by = self._first_failure_s = None
         self.began_s = time.monotonic()
         self._warden_failure: RankEnd | None = None
@@ -411,6 +418,8 @@ class Supervisor:
                 self._warden.signal(sig, living_pids, groups=False)
             elif self.received is not None:  # asked a second time: at once
                 self._end_ranks(signal.SIGKILL)
+            elif self._job.max_nodes == 1 and self._ranks and all(rank.has_ended() for rank in self._ranks):
+                self._late = sig  # the outcome is decided, unless ranks are to be started again
             else:
                 self.received = sig
                 living = sum(rank.end is None for rank in self._ranks)
@@ -432,7 +441,8 @@ class Supervisor:
         self.watch(self._wake_read, self._drain_wakes)
         for sig in dict.fromkeys((*self._job.signals, *_HARMLESS)):
             if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup stays nohup
-                self._previous[sig] = signal.signal(sig, lambda got, _: self._unhandled.append(got))
+                signal.signal(sig, lambda got, _: self._unhandled.append(got))
+                self._caught.append(sig)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def _drain_wakes(self) -> None:
@@ -444,14 +454,14 @@ class Supervisor:
     def say(self, text: str) -> None:
         self._out.end_line()
         self._err.end_line()
-        self._err.write_lines(f"phalanx run: {text}\n".encode())
+        self._err.write_lines(printable(f"phalanx run: {text}\n"))
 
     def _report(self, culprit: RankEnd) -> None:
         """Write the last words of the job: the victims in a line, then the cause."""
         hint = hint_for(culprit, num_oom_kills=count_oom_kills() - self._num_oom_kills, python=sys.executable)
         self._out.end_line()
         self._err.end_line()
-        self._err.write(report(culprit, [rank.end for rank in self._ranks if rank.end], hint=hint).encode())
+        self._err.write(printable(report(culprit, [rank.end for rank in self._ranks if rank.end], hint=hint)))
 
 
 def _bits(streams: tuple[int, ...], local_rank: int) -> int:

@@ -19,6 +19,7 @@ _WITHIN = re.compile(r"^(\s|$|During handling of|The above exception|Traceback \
 
 _TORN_PREFIX = re.compile(rb"(\[(r(a(n(k(\d+(\](:( )?)?)?)?)?)?)?)?)?")
 _WHOLE_PREFIX = re.compile(rb"^\[rank\d+\]: ")
+_MAX_HELD_BYTES = 1 << 20  # no traceback is that long: what only looks like one is given on, and takes no memory
 _FIRST_WORDS = b"Traceback (most recent call last):"
 
 
@@ -44,6 +45,7 @@ class VictimFilter:
         self.hides_interrupts = False
         self._pending = b""  # of a line that a traceback may begin with, or that follows one
         self._held: list[bytes] = []  # of a traceback whose last line has not come
+        self._num_held_bytes = 0
         self._swallowing = False  # what torch's prefix marks as belonging to a dropped traceback
         self._at_line_start = True
 
@@ -68,10 +70,11 @@ class VictimFilter:
         while data:
             end = data.find(b"\n") + 1
             if self._at_line_start and (self._held or self._swallowing or _may_begin(data)):
-                if not end:
+                if not end and self._num_held_bytes + len(data) < _MAX_HELD_BYTES:
                     self._pending = data
                     break
-                out += self._take(data[:end])
+                out += self._take(data[:end] if end else data)
+                self._at_line_start = bool(end)
             else:
                 out.append(data[:end] if end else data)
                 self._at_line_start = bool(end)
@@ -82,6 +85,7 @@ class VictimFilter:
     def finish(self) -> None:
         """Give on what is held: nothing more will come."""
         rest = [*self._held, self._pending]
+        self._num_held_bytes = 0
         self._held, self._pending, self._swallowing, self._at_line_start = [], b"", False, True
         if any(rest):
             self._stream.feed(b"".join(rest))
@@ -95,10 +99,12 @@ class VictimFilter:
             if plain != text:
                 return []
             self._swallowing = False
-        if TRACEBACK.match(plain) or (self._held and _WITHIN.match(plain)):
+        is_within = TRACEBACK.match(plain) or (self._held and _WITHIN.match(plain))
+        if is_within and self._num_held_bytes + len(line) < _MAX_HELD_BYTES:
             self._held.append(line)
+            self._num_held_bytes += len(line)
             return []
-        held, self._held = self._held, []
+        held, self._held, self._num_held_bytes = self._held, [], 0
         found = EXCEPTION.match(plain) if held else None
         if found and self.hides_interrupts and found[1] == "KeyboardInterrupt":
             return []

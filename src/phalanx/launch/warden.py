@@ -124,19 +124,22 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
     from ``os.waitpid``.
     """
     adopt_orphans()
-    _libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on we have something to do when the supervisor ends
+    warden_pid, keeper = os.getpid(), os.pidfd_open(os.getppid())
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on we have something to do when supervisor and keeper end
     living: dict[int, int] = {}  # pidfd of each rank, by its pid
     _send(channel, {"ready": True, **hello})
     while True:
         poll = select.poll()
-        for fd in (channel.fileno(), *living.values()):
+        for fd in (channel.fileno(), keeper, *living.values()):
             poll.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll()}
         for pid in [pid for pid, fd in living.items() if fd in ready]:
             _bury(channel, living, pid)
-        if channel.fileno() not in ready:
+        if not ready & {channel.fileno(), keeper}:
             continue
-        data, fds, _, _ = socket.recv_fds(channel, MAX_PACKET_BYTES, 3)
+        data, fds = b"", list[int]()
+        if keeper not in ready:
+            data, fds, _, _ = socket.recv_fds(channel, MAX_PACKET_BYTES, 3)
         if not data:
             end_children()
             os._exit(0)
@@ -145,9 +148,9 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
             settled, settling = os.pipe()
             pid = os.fork()
             if pid == 0:
-                for fd in (channel.detach(), settled, *living.values()):
+                for fd in (channel.detach(), keeper, settled, *living.values()):
                     os.close(fd)
-                _become_rank(packet, fds)
+                _become_rank(packet, fds, warden_pid)
                 os.close(settling)
                 return begin(packet)
             for fd in (*fds, settling):
@@ -186,9 +189,9 @@ def _send(channel: socket.socket, packet: Mapping[str, object]) -> None:
         channel.send(json.dumps(packet).encode())
 
 
-def _become_rank(packet: Mapping[str, Any], fds: Sequence[int]) -> None:
+def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], warden_pid: int) -> None:
     """Make the forked process a rank: session, streams, CPUs, environment."""
-    die_with_parent(packet["warden"])
+    die_with_parent(warden_pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SUPERVISORS_SIGNALS)
     os.setsid()  # of its own, or opening /dev/tty would find a terminal whose foreground it can't have, and stop
     for number, fd in enumerate(fds):

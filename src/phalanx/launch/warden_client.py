@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.launch import warden
 from phalanx.launch.channel import Channel
+from phalanx.launch.keeper import fork_warden
 
 _END_WAIT_S = 10.0  # for a process that has nothing left to do but to end its children
 _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preload")
@@ -19,6 +20,8 @@ _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "prel
 class Warden:
     """The process that is the parent of all ranks; owns the channel to it and its exit status.
 
+    Between it and this process stands its keeper, which leaves nothing of the ranks if both are killed.
+
     Args:
         command: What a rank runs.
         environ: What all ranks find; the warden's own environment.
@@ -26,6 +29,10 @@ class Warden:
         output_fd: Where the warden's own output goes, such as a warning of ``import torch``.
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
         modules_file: With `preload`: names what is imported beside torch; "": nothing.
+
+    Attributes:
+        pid: Of the warden.
+        keeper_pid: Of its parent, a child of this process.
     """
 
     def __init__(
@@ -42,14 +49,16 @@ class Warden:
         self._status: int | None = None
         self.channel, theirs = Channel.pair()
         supervisor_pid = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
+        told, tell = os.pipe()
+        self.keeper_pid = os.fork()
+        if self.keeper_pid == 0:
             try:
-                warden.die_with_parent(supervisor_pid)
                 os.setpgid(0, 0)  # Ctrl-C at the terminal is ours to pass on
                 self.channel.close()
+                os.close(told)
                 _settle(output_fd)
                 warden.hold_signals()
+                fork_warden(supervisor_pid, tell, theirs)
                 if preload:
                     _execute_preloading(command, environ, theirs, modules_file)
                 os.environ.clear()
@@ -60,6 +69,9 @@ class Warden:
             finally:
                 os._exit(1)
         theirs.close()
+        os.close(tell)
+        self.pid = int(os.read(told, 32) or self.keeper_pid)
+        os.close(told)
 
     def start_rank(
         self, rank: int, environ: Mapping[str, str], fds: Sequence[int], cpus: Sequence[int], argument: str = ""
@@ -70,7 +82,6 @@ class Warden:
             "environ": environ,
             "cpus": cpus,
             "argument": argument,
-            "warden": self.pid,
             "descriptors": self._descriptors,
         }
         self.channel.send(packet, fds)
@@ -82,7 +93,7 @@ class Warden:
     def status(self) -> int:
         """Return its wait status once it has ended, or is about to: its channel has closed."""
         if self._status is None:
-            self._status = warden.reap(self.pid, _END_WAIT_S)
+            self._status = warden.reap(self.keeper_pid, _END_WAIT_S)  # it ends as the warden has ended
         return signal.SIGKILL if self._status is None else self._status
 
     def close(self, spared: Collection[int] = ()) -> None:
@@ -97,8 +108,9 @@ class Warden:
 
     def kill(self) -> None:
         """End it at once: before it has started a rank, it may be busy importing."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _settle(output_fd: int) -> None:

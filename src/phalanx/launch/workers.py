@@ -19,19 +19,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver
 from typing import Any
 
+from phalanx._sockets import keep_paths_short
 from phalanx.launch.environment import Attempt
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.worker import Function, Inherited, Plan, dumps, worker_main
 
-# What every rank needs, imported once in the server. None of it may start a thread there.
-_PRELOAD = ("torch", "torch.distributed", "phalanx.launch.worker", "phalanx.backend")
+# What every rank needs, imported once in the server, under its keeper. None of it may start a thread there.
+_PRELOAD = ("phalanx.launch.server", "torch", "torch.distributed", "phalanx.launch.worker", "phalanx.backend")
 _PRELOAD_IF_LOADED = ("numpy", "pytest", "torch._dynamo")  # the last by the first optimizer, and slow
 _KILL_WAIT_S = 10.0  # after SIGKILL: only the kernel can make this pass
+_HOUR_S = 3600.0
 
 
 def start_server() -> None:
-    """Start the process that ranks are forked from, unless it runs; it ends with this one."""
+    """Start the process that ranks are forked from, unless it runs; it and all below it end with this one."""
+    keep_paths_short()
     loaded = [name for name in _PRELOAD_IF_LOADED if name in sys.modules]
     forkserver.set_forkserver_preload([*_PRELOAD, *loaded])
     forkserver.ensure_running()
@@ -116,11 +119,12 @@ class Workers:
         return all(handle.ended for handle in self.handles)
 
     def pump(self, deadline: float | None) -> None:
-        """Take in what the ranks have sent; return after the first news or at `deadline`."""
+        """Take in what the ranks have sent; return after the first news or at `deadline`, if that is within an hour."""
         sources: dict[Any, Handle] = {}
         for handle in self.handles:
             sources.update((source, handle) for source in handle.sources())
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        # The system can't wait longer than 24 days, and every caller asks again.
+        timeout = None if deadline is None else min(max(0.0, deadline - time.monotonic()), _HOUR_S)
         ready = connection.wait(list(sources), timeout)
         for handle in {id(sources[source]): sources[source] for source in ready}.values():
             handle.take_news()

@@ -74,6 +74,7 @@ class Evaluator:
 
     def _batches(self, data: Any) -> Iterator[Part]:
         """Yield this rank's batches; all ranks get equally many if they must, the last maybe of size 0."""
+        self._ranks.refuse_different(data)
         length, size, world_size = len(data), self._batch_size, self._ranks.world_size
         own = share(length, self._ranks.rank, world_size)
         if self._data is not data:

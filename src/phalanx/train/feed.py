@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from phalanx.data.batches import GlobalBatches
+from phalanx.data.loader import DataLoader
 from phalanx.data.place import rank_and_size
 from phalanx.data.random_state import RandomState
 from phalanx.data.seeds import derive_seed, seed_process
+from phalanx.train.ranks import Ranks
 from phalanx.train.settings import Settings
 
 Part = tuple[Any, int]
@@ -57,7 +59,7 @@ class Feed(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def open_feed(data: Any, settings: Settings, batch_size: int) -> Feed:
+def open_feed(data: Any, settings: Settings, batch_size: int, ranks: Ranks) -> Feed:
     """Return the feed of a map-style dataset, or of a loader.
 
     Args:
@@ -73,6 +75,7 @@ def open_feed(data: Any, settings: Settings, batch_size: int) -> Feed:
         if s.micro_batch_size is not None:
             raise ValueError("Trainer: micro_batch_size divides a dataset's batches; a loader has its own")
         return LoaderFeed(data, s.seed)
+    ranks.refuse_different(data)
     length = len(data)  # type: ignore[arg-type]
     if length < world_size:
         raise ValueError(f"Trainer: {length} samples do not reach for {world_size} ranks")
@@ -220,6 +223,7 @@ class LoaderFeed:
         sampler = getattr(loader, "sampler", None)
         is_stream = isinstance(getattr(loader, "dataset", None), torch_data.IterableDataset)
         is_divided = isinstance(sampler, torch_data.DistributedSampler) or is_stream or sampler is None
+        is_divided = is_divided or getattr(loader, "is_own_part", False)
         self._world_size = rank_and_size()[1]
         if self._world_size > 1 and not is_divided:
             raise ValueError(
@@ -250,6 +254,9 @@ class LoaderFeed:
 
     @property
     def is_at_end(self) -> bool:
+        own = self._own_state() if isinstance(self._loader, DataLoader) else None
+        if own is not None:  # it knows, also where another number of ranks has taken the first steps
+            return bool(own["epoch"] > self._epoch)
         return self.num_steps is not None and self._place >= self.num_steps
 
     def resize(self, batch_size: int) -> None:

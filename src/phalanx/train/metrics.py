@@ -18,15 +18,21 @@ import csv
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from phalanx._files import open_regular
 
 Record = dict[str, Any]
 
 _NAME = "metrics.jsonl"
 _TAIL_BYTES = 1 << 20  # holds the last record whatever the number of ranks
+_END_OF_TIME_S = 253_402_300_800.0  # the year 10000, which no calendar can show
+_MAX_COUNT = 2**53  # every step up to here is a float, too
 _UNDONE = ("step", "evaluation", "save")  # kinds that a resumption from an earlier step takes back
 
 
@@ -43,20 +49,22 @@ class MetricsLog:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder, _NAME)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b", buffering=0)
+        self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         tail = self._file.read()
         earlier = [record["attempt"] for record in _parse(tail)]
         self.attempt = earlier[-1] + 1 if earlier else 0
-        if tail and not tail.endswith(b"\n"):
-            self._file.write(b"\n")
+        self._is_torn = bool(tail) and not tail.endswith(b"\n")
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one record; what is neither JSON nor a number is written as text."""
         head = {"time": time.time(), "kind": kind, "attempt": self.attempt}
-        self._file.write(json.dumps(head | values | head, default=_plain).encode() + b"\n")
+        line = json.dumps(head | values | head, default=_plain).encode() + b"\n"
+        begin, self._is_torn = b"\n" * self._is_torn, True
+        written = self._file.write(begin + line)
+        self._is_torn = written != len(begin + line)  # a disk that is just full takes what it can
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
@@ -74,14 +82,15 @@ def read_metrics(folder: str | Path) -> list[Record]:
     """
     path = Path(folder, _NAME)
     try:
-        return _parse(path.read_bytes())
+        with open_regular(path) as file:
+            return _parse(file.read())
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"no {_NAME} in {str(folder)!r}: name the folder of a run") from None
 
 
 def is_being_written(folder: str | Path) -> bool:
     """Tell whether a process on a host that shares locks with this one has the log open."""
-    with contextlib.suppress(OSError), Path(folder, _NAME).open("rb") as file:
+    with contextlib.suppress(OSError), open_regular(Path(folder, _NAME)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,10 +110,13 @@ def without_undone(records: list[Record]) -> list[Record]:
     later one stays.
     """
     kept: list[Record] = []
-    for record in records:
+    limit = math.inf  # the earliest step from which a later attempt went on
+    for record in reversed(records):
+        if record["kind"] not in _UNDONE or record["step"] <= limit:
+            kept.append(record)
         if record["kind"] == "start":
-            kept = [old for old in kept if old["kind"] not in _UNDONE or old["step"] <= resumed_at(record)]
-        kept.append(record)
+            limit = min(limit, resumed_at(record))
+    kept.reverse()
     named = {(r["kind"], r["step"] if r["kind"] in _UNDONE else number): r for number, r in enumerate(kept)}
     return list(named.values())
 
@@ -121,7 +133,7 @@ def write_csv(folder: str | Path) -> Path:
     rows = [_flat(record) for record in records if record["kind"] == "step"]
     path = Path(folder, "metrics.csv")
     unfinished = path.with_suffix(f".csv.{os.getpid()}")
-    with unfinished.open("w", newline="") as file:
+    with unfinished.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(rows)
@@ -156,22 +168,55 @@ def _write_tensorboard(folder: Path, records: list[Record]) -> None:
 
 
 def _parse(lines: bytes) -> list[Record]:
+    """Return the records of which time, kind and attempt are what they should be, without fields that are not."""
     records = []
     for line in lines.split(b"\n"):
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("attempt"), int) and _is_placed(record):
-                records.append(record)
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line, parse_int=_int)
+            if isinstance(record, dict) and _is_placed(record):
+                if rb"\ud" in line.lower():  # half a character, maybe: a ValueError
+                    json.dumps(record, ensure_ascii=False).encode()
+                records.append({key: value for key, value in record.items() if _FIELDS.get(key, _anything)(value)})
     return records
 
 
+def _int(text: str) -> int | float:
+    return int(text) if len(text) < 19 else float(text)  # what no float can be, no plot can show
+
+
 def _is_placed(record: Record) -> bool:
-    is_timed = isinstance(record.get("time"), (int, float)) and isinstance(record.get("kind"), str)
-    return is_timed and (record["kind"] not in _UNDONE or isinstance(record.get("step"), int))
+    kind = record.get("kind")
+    is_of_run = isinstance(kind, str) and _is_within(record.get("time"), _END_OF_TIME_S)
+    return is_of_run and _is_count(record.get("attempt")) and (kind not in _UNDONE or _is_count(record.get("step")))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def _is_within(value: object, limit: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < limit
+
+
+def _are_seconds(value: object) -> bool:
+    return isinstance(value, list) and all(_is_within(item, _END_OF_TIME_S) for item in value)
+
+
+def _anything(_: object) -> bool:
+    return True
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {  # of which more is expected than that they are there
+    "resumed_from": lambda value: isinstance(value, dict) and _is_count(value.get("step")),
+    "settings": lambda value: isinstance(value, dict),
+    "phases_s": lambda value: isinstance(value, dict) and _are_seconds([*value.values()]),
+    "phases_by_rank": lambda value: isinstance(value, list) and all(map(_are_seconds, value)),
+    "spread": lambda value: _are_seconds(value) and len(value) == 2,
+}
 
 
 def _plain(value: Any) -> float | str:
     try:
         return float(value)  # a tensor or array of one number
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return str(value)

@@ -15,6 +15,9 @@ Point = tuple[int, float]
 _SIZE = 1000  # of the SVG's own coordinates; the page stretches them
 _NUM_DRAWN = 600  # points of a curve at most, so that a page of a long run stays small
 _NUM_HINTS = 100
+_LARGEST = 1e300  # that is drawn: what an axis adds to larger ones is more than a float can be
+_SMALLEST = 1e-300  # and what it divides smaller ones by is none
+_LONG_S = 1e10
 
 
 def number(value: float) -> str:
@@ -28,6 +31,8 @@ def seconds(value: float) -> str:
     """Return a duration as people say it: ``350 µs``, ``1.5 ms``, ``3 min 4 s``, ``2 h 5 min``."""
     if not value > 0:
         return "0 s"
+    if value > _LONG_S:
+        return f"{value:.3g} s"
     if value < 60:
         unit, factor = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("µs", 1e6)
         return f"{value * factor:.3g} {unit}"
@@ -57,7 +62,7 @@ def curve(
         may_be_log: Make the axis logarithmic where positive values differ by more than a factor of 50.
         is_wide: Whether the figure takes a whole row.
     """
-    finite = [point for point in points if math.isfinite(point[1])]
+    finite = [point for point in points if _is_drawn(point[1])]
     frame = _Frame(steps, [value for _, value in finite] or [0.0], from_zero=from_zero, may_be_log=may_be_log)
     x, y = frame.x, frame.y
     stretch = max(1, math.ceil(len(finite) / (_NUM_DRAWN / 2)))
@@ -68,9 +73,9 @@ def curve(
         f'<g><title>{escape(text)}</title><path class="mark" d="M{x(step)} 0V{_SIZE}"/></g>'
         for step, text in marks.items()
     )
-    now = f"{number(finite[-1][1])} at step {finite[-1][0]:,}" if finite else "no finite value"
+    now = f"{number(finite[-1][1])} at step {finite[-1][0]:,}" if finite else "nothing to draw"
     lost = len(points) - len(finite)
-    notes = [*(["logarithmic"] if frame.is_log else []), *([f"{lost:,} not finite"] if lost else [])]
+    notes = [*(["logarithmic"] if frame.is_log else []), *([f"{lost:,} {_why_lost(points)}"] if lost else [])]
     about = _description(title, finite, marks, notes)
     return (
         f'<figure class="chart{" wide" if is_wide else ""}">'
@@ -168,11 +173,20 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def _is_drawn(value: float) -> bool:
+    return abs(value) <= _LARGEST and (value == 0 or abs(value) >= _SMALLEST)
+
+
+def _why_lost(points: Sequence[Point]) -> str:
+    are_odd = any(math.isfinite(value) and not _is_drawn(value) for _, value in points)
+    return "not finite, or too large or small to be drawn" if are_odd else "not finite"
+
+
 def _segments(points: Sequence[Point]) -> list[list[Point]]:
-    """Divide points where a value is not finite."""
+    """Divide points where a value is not drawn."""
     segments: list[list[Point]] = [[]]
     for point in points:
-        if math.isfinite(point[1]):
+        if _is_drawn(point[1]):
             segments[-1].append(point)
         elif segments[-1]:
             segments.append([])
@@ -203,7 +217,7 @@ def _hints(points: Sequence[Point], x: Callable[[float], float]) -> str:
 
 def _description(title: str, points: Sequence[Point], marks: Mapping[int, str], notes: Sequence[str]) -> str:
     if not points:
-        return f"{title}: no finite value"
+        return f"{title}: nothing to draw"
     lowest, highest = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
     text = (
         f"{title} from step {points[0][0]:,} to {points[-1][0]:,}: from {number(points[0][1])} to "

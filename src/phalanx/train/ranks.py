@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import Subset
 
+from phalanx.data import Partition
 from phalanx.session import Session
 
 
@@ -50,3 +53,18 @@ class Ranks:
         self._number.fill_(value)
         dist.all_reduce(self._number, dist.ReduceOp.MAX)
         return int(self._number)
+
+    def refuse_different(self, data: Any) -> None:
+        """Refuse a dataset that is to be divided among the ranks if each has another one, such as its own part already.
+
+        Raises:
+            ValueError: On every rank.
+        """
+        indices = data.indices if isinstance(data, (Partition, Subset)) else ()
+        lengths = self.gather((len(data), hashlib.blake2b(repr(list(indices)).encode()).digest()))
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                "Trainer: ranks have different datasets, and it divides one that all of them have. Pass the whole "
+                "dataset, or phalanx.DataLoader(part, is_own_part=True) to fit() on this rank's own; samples by rank: "
+                + ", ".join(str(length) for length, _ in lengths)
+            )

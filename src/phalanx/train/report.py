@@ -24,6 +24,8 @@ from phalanx.train.plots import Point, number, seconds
 from phalanx.train.settings import is_minimized
 
 _NO_METRIC = ("time", "kind", "attempt", "step", "epoch")
+# No HTML, and some move a terminal's cursor.
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
 _MAX_RANKS = 16  # bars; of more, the slowest are shown
 _TITLES = {"loss": "Training loss", "lr": "Learning rate", "samples_per_s": "Samples per second",
            "grad_norm": "Norm of the gradient"}  # fmt: skip
@@ -41,7 +43,8 @@ def write_report(folder: str | Path) -> Path:
         raise ValueError(f"nothing recorded yet in {str(folder)!r}")
     path = Path(folder, "report.html")
     unfinished = path.with_suffix(f".html.{os.getpid()}")
-    unfinished.write_text(_page(_Run(Path(folder), records)), encoding="utf-8")
+    page = _page(_Run(Path(folder), records)).translate(_CONTROLS)
+    unfinished.write_text(page, encoding="utf-8", errors="replace")  # of a folder whose name is no UTF-8
     unfinished.replace(path)
     return path
 
@@ -200,9 +203,12 @@ def _phases(run: _Run) -> str:
     timed = [record for record in run.steps if record.get("phases_by_rank") and record.get("phases_s")]
     if not timed:
         return ""
+    names, num_ranks = list(timed[-1]["phases_s"]), len(timed[-1]["phases_by_rank"])
     records = [record for record in timed if record["attempt"] == timed[-1]["attempt"]]
-    names = list(records[-1]["phases_s"])
     tables = [record["phases_by_rank"] for record in records]
+    tables = [table for table in tables if [len(row) for row in table] == [len(names)] * num_ranks]
+    if not tables:
+        return ""
     ranks = range(len(tables[-1]))
     means = [
         (rank, {name: statistics.fmean(table[rank][place] for table in tables) for place, name in enumerate(names)})
@@ -249,7 +255,7 @@ def _how(records: Sequence[Record]) -> str:
         if record["kind"] == "preempted" and ending == "preempted":
             number = record.get("signal")
             known = {int(member): member.name for member in signal.Signals}
-            ending = f"preempted by {known.get(number, number)}"  # type: ignore[arg-type]
+            ending = f"preempted by {known.get(number, number) if isinstance(number, int) else number}"
     steps = [record["step"] for record in records if _is_number(record.get("step"))]
     return f"{ending}, last record at step {steps[-1]:,}" if steps else f"{ending} before its first step"
 

@@ -32,7 +32,9 @@ class Snapshots:
     def after_step(self, step: int) -> None:
         """Take one, if it is time."""
         self._num_steps += 1
-        if self.every and step % self.every == 0 and not memory.problem:
+        if memory.problem:
+            memory.let_go()
+        elif self.every and step % self.every == 0:
             checkpoint.snapshot(self._folder, self._state(), step)
             self._num_taken += 1
 

@@ -137,7 +137,7 @@ class Trainer:
     def _fit(self, data: Any, validation_data: torch_data.Dataset[Any] | None) -> dict[str, float]:
         if self.settings.patience is not None and validation_data is None:
             raise ValueError("Trainer: patience needs validation_data to judge by")
-        self._feed = open_feed(data, self.settings, self._batch_size())
+        self._feed = open_feed(data, self.settings, self._batch_size(), self._ranks)
         if self.settings.resume == "never" and not restarts.is_restart():
             self._begin_anew()
         loaded = checkpoint.load(self.checkpoints, self._state())
@@ -364,11 +364,10 @@ class Trainer:
 
     def _report(self) -> None:
         if self.session.rank == 0:
-            try:
+            with self._watch.sparing_the_training("metrics.csv"):
                 write_csv(self.folder)
+            with self._watch.sparing_the_training("report.html"):
                 self._watch.say(f"report: {write_report(self.folder)}")
-            except OSError as error:  # everything that matters is saved
-                self._watch.say(f"no report: {error}")
 
     def _call(self, event: str) -> None:
         for callback in self.callbacks:

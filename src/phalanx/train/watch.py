@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,14 +52,18 @@ class Watch:
 
     def __init__(self, folder: str, num_steps: int, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._log = MetricsLog(folder) if ranks.rank == 0 else None
+        self._log: MetricsLog | None = None
         self._num_steps = num_steps
         self._bar: Any = None
+        self._said_missing: set[str] = set()
         self._said_s = time.monotonic()
         self.clock = Clock()
         self._losses: list[torch.Tensor] = []  # of the steps since `log` was called
         self._num_samples_since = 0
         self.last_loss = math.nan  # of all ranks, when it was logged last
+        if ranks.rank == 0:
+            with self.sparing_the_training("metrics.jsonl"):
+                self._log = MetricsLog(folder)
 
     def __enter__(self) -> Watch:
         if self._ranks.rank == 0 and sys.stdout.isatty():
@@ -75,12 +80,27 @@ class Watch:
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
         if self._ranks.rank == 0:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except UnicodeEncodeError:  # a folder's name, where the locale has no such letters
+                print(ascii(text), flush=True)
+
+    @contextlib.contextmanager
+    def sparing_the_training(self, what: str) -> Iterator[None]:
+        """Say which writing failed, once, and go on: what is told about a training must not change how it ends."""
+        try:
+            yield
+        except Exception as error:
+            if what not in self._said_missing:
+                self._said_missing.add(what)
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                self.say(f"can't write {what} ({why}); the training goes on")
 
     def record(self, kind: str, **values: Any) -> None:
         """Write a line of metrics.jsonl, on rank 0."""
         if self._log is not None:
-            self._log.write(kind, **values)
+            with self.sparing_the_training("metrics.jsonl"):
+                self._log.write(kind, **values)
 
     @property
     def has_news(self) -> bool:

@@ -1,0 +1,23 @@
+// 128 bits of any number of bytes, as fast as they are read: do the ranks have the same?
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace phalanx {
+
+/// XXH3's 128 bits, low half first. Not cryptographic: it is of ranks that mean no harm to each other.
+using Digest = std::array<std::uint64_t, 2>;
+
+using Bytes = std::span<const std::byte>;
+
+/// XXH3 takes shorter messages by other ways, which nobody needs here.
+constexpr std::size_t kLeastDigestBytes = 241;
+
+/// The digest of each piece, at least `kLeastDigestBytes` long, computed by up to `num_threads` threads, this one of them.
+std::vector<Digest> digests(std::span<const Bytes> pieces, int num_threads);
+
+}  // namespace phalanx

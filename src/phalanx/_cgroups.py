@@ -1,0 +1,111 @@
+"""What the cgroups above this process, of version 2 or 1, leave it; and the host itself, where they do not.
+
+Read from ``/proc`` and ``/sys``. The tests lay a machine of their own out in a folder and pass it as `root`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as a large number
+# Names of the files of version 2 and 1: the limit, what is used, and the line of memory.stat with the cache in that
+# which can be dropped.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+class Memory(NamedTuple):
+    """A limit of memory and what is used of it, in bytes, without the cache that can be dropped."""
+
+    limit_bytes: int
+    used_bytes: int
+
+    @property
+    def left_bytes(self) -> int:
+        return max(self.limit_bytes - self.used_bytes, 0)
+
+
+def folders(controller: str, root: str = "/") -> Iterator[str]:
+    """Yield the folders of our cgroup and of those above it that we may see, nearest first; not all need exist."""
+    mounts = _mounts(controller, root)
+    for line in read(root, "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for top, point in mounts["cgroup" if controllers else "cgroup2"]:
+            # In a container the mount may show our branch of the tree alone, and the path may be the host's.
+            below = path.removeprefix(top.rstrip("/")) if f"{path}/".startswith(f"{top.rstrip('/')}/") else ""
+            below = "" if "/.." in below else below.strip("/")
+            while below:
+                yield os.path.join(point, below)
+                below = os.path.dirname(below)
+            yield point
+
+
+def _mounts(controller: str, root: str) -> dict[str, list[tuple[str, str]]]:
+    """Return for each version which part of its tree is mounted where."""
+    found: dict[str, list[tuple[str, str]]] = {"cgroup": [], "cgroup2": []}
+    for line in read(root, "proc/self/mountinfo").splitlines():
+        fields, _, rest = (part.split() for part in line.partition(" - "))
+        if rest[0] == "cgroup2" or (rest[0] == "cgroup" and controller in rest[2].split(",")):
+            top, point = (re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), name) for name in fields[3:5])
+            found[rest[0]].append((top, os.path.join(root, point.lstrip("/"))))
+    return found
+
+
+def host_memory(root: str = "/") -> Memory:
+    """Return what the host has; nothing where ``/proc/meminfo`` can't be read."""
+    sizes = {}
+    for line in read(root, "proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        sizes[name] = int(rest.split()[0]) * 1024
+    total = sizes.get("MemTotal", 0)
+    return Memory(total, total - sizes.get("MemAvailable", sizes.get("MemFree", 0)))
+
+
+def cgroup_memory(root: str = "/") -> list[Memory]:
+    """Return the memory of each cgroup on the way up that has a limit."""
+    found = []
+    for folder in folders("memory", root):
+        for limit_name, used_name, cache_name in _MEMORY_FILES:
+            fields = _fields(folder, "memory.stat")
+            # Version 1 also tells of limits further up than we may see.
+            limits = [_number(folder, limit_name), fields.get("hierarchical_memory_limit")]
+            limit = min((number for number in limits if number is not None), default=_NO_LIMIT_BYTES)
+            used = _number(folder, used_name)
+            if limit < _NO_LIMIT_BYTES and used is not None:
+                found.append(Memory(limit, max(used - fields.get(cache_name, 0), 0)))
+    return found
+
+
+def count_oom_kills(root: str = "/") -> int:
+    """Return how many processes of our cgroup the kernel has killed for want of memory; without one, of the host."""
+    for folder in folders("memory", root):
+        for name in ("memory.events", "memory.oom_control"):
+            if (number := _fields(folder, name).get("oom_kill")) is not None:
+                return number
+    return _fields(root, "proc/vmstat").get("oom_kill", 0)
+
+
+def _fields(folder: str, name: str) -> dict[str, int]:
+    """Return a file of lines with a name and a number."""
+    pairs = (line.split() for line in read(folder, name).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _number(folder: str, name: str) -> int | None:
+    text = read(folder, name).strip()
+    return int(text) if text.isdigit() else None
+
+
+def read(folder: str, name: str) -> str:
+    """Return the text of a file; nothing if it can't be read."""
+    with contextlib.suppress(OSError), open(os.path.join(folder, name)) as file:
+        return file.read()
+    return ""

@@ -1,0 +1,70 @@
+"""What a tensor is made of: whether its elements lie in memory, and whether its storage holds them.
+
+Dense memory is that of a CPU tensor whose storage holds all of its elements. A tensor that is something else (a
+DTensor, a FakeTensor, one of torch.func) has no address that means anything: torch's dispatcher must unwrap it first.
+The dispatch keys tell the two apart in one look, whatever the tensor's class.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_dispatch_keys = torch._C._dispatch_keys
+# What dense CPU tensors have; all else means that someone must be asked before the memory is touched.
+_PLAIN_KEYS = frozenset({"CPU", "QuantizedCPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"})
+_DENSE_KEYS = _PLAIN_KEYS | {"Conjugate", "Negative"}
+_OTHER, _LAZY, _PLAIN = range(3)
+_kinds: dict[int, int] = {}  # by the bits of the keys
+_OWN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class Overridden(TypeError):
+    """The tensor is dense, but its class answers in torch's place unless `DisableTorchFunctionSubclass` is active."""
+
+
+def _kind(tensor: torch.Tensor) -> int:
+    raw = _dispatch_keys(tensor).raw_repr()
+    kind = _kinds.get(raw)
+    if kind is None:
+        names = _key_names(tensor)
+        kind = _kinds[raw] = _PLAIN if names <= _PLAIN_KEYS else _LAZY if names <= _DENSE_KEYS else _OTHER
+    if kind != _OTHER and type(tensor) not in _OWN_TYPES and torch._C._is_torch_function_enabled():
+        raise Overridden
+    return kind
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True if the tensor's elements lie in memory, if its storage holds them: strided, conjugated, negated."""
+    return _kind(tensor) != _OTHER
+
+
+def is_simple(tensor: torch.Tensor) -> bool:
+    """True if the core can work on the memory of any tensor as it is: dense, plain, stored."""
+    return (
+        _kind(tensor) == _PLAIN
+        and tensor.is_contiguous()
+        and bool(tensor.untyped_storage().nbytes() >= tensor.nbytes + tensor.storage_offset() * tensor.itemsize)
+    )
+
+
+def unusual_keys(tensor: torch.Tensor) -> frozenset[str]:
+    """Return the names of the tensor's dispatch keys that dense tensors do not have."""
+    return _key_names(tensor) - _DENSE_KEYS
+
+
+def _key_names(tensor: torch.Tensor) -> frozenset[str]:
+    return frozenset(str(_dispatch_keys(tensor)).removeprefix("DispatchKeySet(").removesuffix(")").split(", "))
+
+
+def is_stored(tensor: torch.Tensor) -> bool:
+    """True if the storage of a dense tensor holds all of its elements; it may be resized under its tensors."""
+    end = tensor.storage_offset() * tensor.itemsize + span_bytes(tensor)
+    return bool(tensor.untyped_storage().nbytes() >= end) or tensor.numel() == 0
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last, in memory."""
+    if tensor.numel() == 0:
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(steps + 1) * tensor.itemsize

@@ -1,0 +1,115 @@
+"""Where the core reads and writes: in a call's tensors where their memory is plain, else in copies.
+
+Plain memory is dense (`phalanx._tensors`) and in one piece.
+
+What overlaps is decided here for all operations: inputs are read before outputs are written, and outputs are written
+in the order of their list. That is what Gloo does where it has an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from phalanx import _core
+from phalanx._tensors import span_bytes
+
+Tensors = list[torch.Tensor]
+Addresses = list[int]
+
+
+class NotPlain(TypeError):
+    """The tensor has no memory of its own; torch's dispatcher may know what it stands for."""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True if the core can work on the memory of a dense tensor as it is."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor, or a copy that is plain."""
+    return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def addresses_of(tensors: Tensors) -> Addresses:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def do_overlap(writes: Tensors, reads: Tensors) -> bool:
+    """True if the memory of a tensor that is written overlaps that of another one, or of one that is read."""
+    sizes = [span_bytes(t) for t in writes], [span_bytes(t) for t in reads]
+    return _core.overlap(addresses_of(writes), sizes[0], addresses_of(reads), sizes[1])
+
+
+class Places:
+    """Where the core works in one call: the call's tensors, or stand-ins that are copied back at the end.
+
+    Args:
+        where: Returns the call's description for messages, given `op`.
+    """
+
+    def __init__(self, where: Callable[[str], str], op: str) -> None:
+        self._where, self._op = where, op
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def update(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return where a tensor is read and written."""
+        return tensor if is_plain(tensor) else self._stand_in(tensor, plain(tensor))
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor, which is copied back at the end."""
+        return self._stand_in(tensor, plain(tensor).clone())
+
+    def write(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return where a tensor is written."""
+        return tensor if is_plain(tensor) else self._stand_in(tensor)
+
+    def move(
+        self, sources: Tensors, targets: Tensors, own: tuple[int, int, int] | None = None
+    ) -> tuple[tuple[Tensors, Tensors], Addresses, Addresses]:
+        """Return where `sources` are read and `targets` are written in one call, whatever overlaps.
+
+        Args:
+            own: The source and the target, by index, that hold this rank's own block, and by how many bytes the source
+                begins after the target where both blocks are the same memory; that overlap is harmless.
+
+        Returns:
+            The tensors to keep until the call is over; the addresses to read; those to write.
+        """
+        reads, writes = [plain(t) for t in sources], [self.write(t) for t in targets]
+        read_at, write_at = addresses_of(reads), addresses_of(writes)
+        at, sizes = read_at, [t.nbytes for t in reads]
+        if own is not None and read_at[own[0]] == write_at[own[1]] + own[2]:
+            at, sizes = read_at.copy(), sizes.copy()
+            del at[own[0]], sizes[own[0]]
+        is_clear = not _core.overlap(write_at, [t.nbytes for t in writes], at, sizes)
+        if is_clear and not self._copies:
+            return (reads, writes), read_at, write_at
+        if do_overlap(targets, []):
+            self._copies = []
+            writes = [self._stand_in(t) for t in targets]
+        elif not is_clear:
+            stays = own[0] if own is not None and len(at) < len(reads) else None
+            reads = [t.clone() if t is sources[i] and i != stays else t for i, t in enumerate(reads)]
+        return (reads, writes), addresses_of(reads), addresses_of(writes)
+
+    def _stand_in(self, tensor: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise ValueError(
+                f"{self._where(self._op)} can't write to a tensor of shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())}: more than one of its elements refers to a single memory location; "
+                "pass tensor.clone()"
+            )
+        if buffer is None:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._copies.append((tensor, buffer))
+        return buffer
+
+    def settle(self) -> None:
+        """Copy what stand-ins got to where it belongs."""
+        for tensor, buffer in self._copies:
+            # A parameter may be written, as it is when the core does it, and so may a tensor of inference.
+            with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+                tensor.copy_(buffer)

@@ -1,0 +1,21 @@
+"""What others wrote, and nobody saved, is loaded, gives way to an older checkpoint, or is a CheckpointError."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.checkpoint import _fuzz
+
+NUM_INPUTS = 100
+
+
+@pytest.mark.parametrize("parser", _fuzz.PARSERS, ids=lambda parser: parser.__name__)
+def test_no_input_crashes_a_parser(tmp_path, monkeypatch, parser):
+    fd = os.memfd_create("snapshots-of-a-test")
+    monkeypatch.setenv("PHALANX_SNAPSHOTS", f"/proc/{os.getpid()}/fd/{fd}")
+    try:
+        _fuzz.attack(parser, tmp_path, NUM_INPUTS)
+    finally:
+        os.close(fd)

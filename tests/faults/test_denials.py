@@ -1,0 +1,42 @@
+"""A rank that is denied a system call or a resource says so, and all ranks end; tests/stress has every denial."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx import OutOfSharedMemory, PhalanxError
+from tests.faults._denials import MOMENTS, check_ends, deny_one
+
+WHILE_JOINING = {
+    "memfd_create": (0, PhalanxError, "memfd_create: Operation not permitted; a sandbox may forbid it"),
+    "socket of unix": (1, PhalanxError, "socket: Operation not permitted; a sandbox may forbid it"),
+    "recvmsg": (1, PhalanxError, "receiving the shared segment: Operation not permitted"),
+    "mmap of shared without memory": (1, OutOfSharedMemory, "mmap of the shared segment: Cannot allocate memory"),
+    "NOFILE now": (1, PhalanxError, "no file descriptor is left"),
+    "AS now": (1, OutOfSharedMemory, "no shared memory for a group of 3 ranks"),
+    "FSIZE none": (0, OutOfSharedMemory, "no shared memory for a group of 3 ranks"),
+}
+IN_AN_OPERATION = {
+    "threads": "ulimit -u",
+    "mmap of shared": "mmap of the shared segment: Operation not permitted",
+    "fallocate": "fallocate of the shared segment: Operation not permitted",
+}
+
+
+@pytest.mark.parametrize("what", WHILE_JOINING)
+def test_who_can_not_join_tells_all_why_at_once(what):
+    victim, kind, says = WHILE_JOINING[what]
+    for outcome in deny_one(3, what, MOMENTS[0], victim):
+        assert type(outcome.error) is kind, outcome
+        assert str(outcome.error).startswith(f"rank {outcome.rank}: init_process_group: "), outcome
+        assert says in str(outcome.error), outcome
+        assert outcome.error.ranks == (victim,)
+        assert outcome.rank == victim or f"rank {victim} could not join: " in str(outcome.error)
+
+
+@pytest.mark.parametrize("what", IN_AN_OPERATION)
+def test_what_the_system_denies_in_an_operation_ends_it_on_all_ranks(what):
+    outcomes = deny_one(2, what, MOMENTS[1], 1)
+    check_ends(outcomes, 1)
+    assert IN_AN_OPERATION[what] in str(outcomes[1].error)
+    assert outcomes[0].error.ranks == (1,)

@@ -1,0 +1,121 @@
+"""Whatever ranks print and other nodes say: no crash, no unbounded memory, nothing that moves the cursor."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from phalanx.launch.failure import LastWords, RankEnd, hint_for, report
+from phalanx.launch.nodes import _end_of, cause_of, read_cause
+from phalanx.launch.output import LiveStream, Screen, printable
+from phalanx.launch.tracebacks import VictimFilter
+
+MIB = 1 << 20
+PIECES = st.sampled_from(
+    [
+        b"Traceback (most recent call last):\n", b"[rank0]: ", b'  File "x.py", line 1\n', b"ValueError: bad\n", b"\n",
+        b"torch.distributed.DistBackendError: gone\n", b"\x1b[31m", b"\x1b[", b"\x1b]0;title\x07", b"\xff\xfe", b"\0",
+        b"\r", b"terminate called after throwing an instance of 'a'\n  what():  b\n", b"Fatal Python error: x\n",
+    ]
+)  # fmt: skip
+OUTPUT = st.lists(st.one_of(PIECES, st.binary(max_size=9)), max_size=30)
+
+
+class Collected:
+    def __init__(self):
+        self.data = b""
+
+    def feed(self, data):
+        self.data += data
+
+    def finish(self):
+        pass
+
+
+class Counted(Collected):
+    """Keeps nothing but the number of bytes."""
+
+    num_bytes = 0
+
+    def feed(self, data):
+        self.num_bytes += len(data)
+
+
+def memory_of(view):
+    return len(view._pending) + sum(map(len, view._held))
+
+
+def feed_much(start, block, num_blocks=160):
+    """Feed a filter with `start` and many blocks; check that it keeps little, and gives on everything."""
+    counted = Counted()
+    view = VictimFilter(counted)
+    view.feed(start)
+    for _ in range(num_blocks):
+        view.feed(block)
+        assert memory_of(view) < 2 * MIB
+    view.finish()
+    assert counted.num_bytes == len(start) + num_blocks * len(block)
+
+
+def test_a_line_without_end_in_a_traceback_is_given_on():
+    feed_much(b"Traceback (most recent call last):\n  ", b"x" * 65536)
+
+
+def test_a_traceback_without_end_is_given_on():
+    feed_much(b"Traceback (most recent call last):\n", b"  During handling\n" * 4096)
+
+
+def test_an_escape_sequence_without_end_is_given_on():
+    ours, theirs = os.openpty()
+    os.set_blocking(ours, False)
+    stream = LiveStream(Screen(theirs), b"[rank 0] ")
+    stream.feed(b"\x1b[")
+    for _ in range(3):
+        stream.feed(b"0" * 2048)
+        assert len(stream._pending) <= 4096
+    assert b"000" in os.read(ours, 65536)
+    os.close(ours)
+    os.close(theirs)
+
+
+@given(OUTPUT)
+def test_what_is_no_victims_traceback_comes_out_as_it_went_in(pieces):
+    whole = b"".join(pieces)
+    kept, at_once = Collected(), Collected()
+    view, other = VictimFilter(kept), VictimFilter(at_once)
+    for piece in pieces:
+        view.feed(piece)
+    other.feed(whole)
+    view.finish()
+    other.finish()
+    if b"DistBackendError" not in whole:
+        assert kept.data == at_once.data == whole
+
+
+@given(OUTPUT)
+@example([b"Traceback (most recent call last):\n" + b"  File x\n" * 5000 + b"A: \xff\x1b]0;x\x07\n"])
+def test_any_last_words_make_a_report_that_moves_no_cursor(pieces):
+    words = LastWords.of(b"".join(pieces))
+    end = RankEnd(0, 1, 1, False, words, "/folder\udcff", 0.0)
+    hint_for(end, num_oom_kills=0, python="python")
+    shown = printable(report(end, [end], hint=""))
+    assert not set(shown) & {0x1B, 0x07, 0x0D, 0x00}
+    assert len(shown) < 3 * MIB
+    there = _end_of(read_cause(json.dumps(cause_of(end))))
+    assert there.describe() == end.describe()
+    assert len(json.dumps(cause_of(end))) < 200_000  # of a packet
+
+
+@given(st.one_of(st.binary(max_size=50), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
+@example(json.dumps({"rank": "x", "pid": 10**400, "returncode": 256, "lines": 5, "kind": [1], "is_victim": 1}))
+@example(json.dumps({"rank": 1, "pid": 2, "returncode": -9, "lines": ["\x1b[2J", 7] * 1000, "host": "\ud800"}))
+@example(json.dumps({"returncode": 0}))
+@example(json.dumps({"returncode": -128}))
+@example("[" * 100_000)
+def test_any_bytes_in_the_nodes_store_make_a_cause(text):
+    end = _end_of(read_cause(text))
+    assert end.exit_code % 256 != 0
+    printable(report(end, [end], hint=hint_for(end, num_oom_kills=0, python="python")))

@@ -1,0 +1,179 @@
+"""Nothing of a job outlives those who watch over it, whichever of them are killed together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests import conftest
+from tests.launch.jobs import LIMIT_S, PHALANX_RUN, write_script
+
+# Each rank tells the pids of itself, of a child, of one in a session of its own, and of a daemon.
+WITH_CHILDREN = """
+import subprocess
+pids = [os.getpid()]
+for own_session in (False, True):
+    pids.append(subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, start_new_session=own_session).pid)
+ours, theirs = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if daemon := os.fork():
+        os.write(theirs, b"%d" % daemon)
+        os._exit(0)
+    os.execvp("sleep", ["sleep", "1000"])
+os.wait()
+pids.append(int(os.read(ours, 20)))
+print("pids", os.getppid(), *pids, flush=True)
+signal.pause()
+"""
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@contextlib.contextmanager
+def job_with_children(folder, *flags):
+    """Start a job; yield it with the pids of its supervisor, keeper and warden, and of all that its ranks have."""
+    command = [*PHALANX_RUN, "--nproc-per-node", "2", *flags, write_script(folder, WITH_CHILDREN)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "cwd": folder}
+    with subprocess.Popen(command, **options) as job:
+        try:
+            lines = [job.stdout.readline().split() for _ in range(2)]
+            warden = int(lines[0][3])
+            watchers = {"supervisor": job.pid, "keeper": parent_of(warden), "warden": warden}
+            yield job, watchers, [int(pid) for line in lines for pid in line[4:]]
+        finally:
+            job.kill()
+
+
+def ends(pid):
+    """Return whether the process is gone, within the limit."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        ended = select.select([pidfd], [], [], LIMIT_S)[0]
+        os.close(pidfd)
+        return bool(ended)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("victims", "flags"),
+    [
+        (("supervisor", "warden"), ()),
+        (("supervisor", "warden"), ("--no-preload",)),
+        (("supervisor", "keeper"), ("--no-preload",)),
+        (("keeper", "warden"), ("--no-preload",)),
+        (("keeper",), ("--no-preload",)),
+    ],
+)
+def test_those_who_watch_a_job_leave_nothing_when_they_are_killed_together(tmp_path, victims, flags):
+    with job_with_children(tmp_path, *flags) as (job, watchers, pids):
+        assert len(pids) == 8
+        assert parent_of(watchers["keeper"]) == job.pid
+        for victim in victims:
+            os.kill(watchers[victim], signal.SIGKILL)
+        assert [pid for pid in (*watchers.values(), *pids) if not ends(pid)] == []
+        assert job.wait(LIMIT_S) in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+def test_killing_by_the_name_of_the_script_leaves_nothing(tmp_path):
+    with job_with_children(tmp_path, "--no-preload") as (job, watchers, pids):
+        found = []  # as pkill -f finds them
+        for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if str(tmp_path / "train.py").encode() in cmdline.read_bytes():
+                    found.append(int(cmdline.parent.name))
+        assert {watchers["supervisor"], watchers["warden"]} < set(found)
+        assert Path(f"/proc/{watchers['keeper']}/comm").read_text() == "rank-keeper\n"
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):  # it has died with its parent
+                os.kill(pid, signal.SIGKILL)
+        assert [pid for pid in (*watchers.values(), *pids) if not ends(pid)] == []
+        assert job.wait(LIMIT_S) == -signal.SIGKILL
+
+
+# ---------------------------------------------------------------- phalanx.spawn
+
+SPAWNS = f"""
+import os, signal, phalanx
+
+def wait(rank):
+{textwrap.indent(WITH_CHILDREN, "    ")}
+
+if __name__ == "__main__":
+    phalanx.spawn(wait, nprocs=2)
+"""
+
+RETURNS = """
+import os, sys, phalanx
+
+def leave(rank):
+    return [os.posix_spawnp("sleep", ["sleep", time], os.environ, setsid=True) for time in ("0", "1000")][1]
+
+if __name__ == "__main__":
+    for _ in range(2):
+        print(*phalanx.spawn(leave, nprocs=2), flush=True)
+        sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def script_that_spawns(folder, source):
+    (folder / "train.py").write_text(source)
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-W", "error", "train.py"]
+    with subprocess.Popen(command, cwd=folder, start_new_session=True, **options) as script:
+        try:
+            yield script
+        finally:
+            script.kill()
+
+
+@pytest.mark.parametrize("victims", ["process group", "script and server", "server"])
+def test_nothing_that_spawned_ranks_have_started_outlives_the_script(tmp_path, victims):
+    with script_that_spawns(tmp_path, SPAWNS) as script:
+        lines = [script.stdout.readline().split() for _ in range(2)]
+        server, pids = int(lines[0][1]), [int(pid) for line in lines for pid in line[2:]]
+        keeper = parent_of(server)
+        assert len(pids) == 8
+        assert parent_of(keeper) == script.pid
+        if "server" in victims:
+            os.kill(server, signal.SIGKILL)
+        if "script" in victims:
+            script.kill()
+        if "group" in victims:
+            os.killpg(script.pid, signal.SIGKILL)
+        assert [pid for pid in (server, *pids, *[keeper] * (victims != "server")) if not ends(pid)] == []
+
+
+def test_a_daemon_of_a_spawned_rank_outlives_its_rank_and_not_the_script(tmp_path):
+    with script_that_spawns(tmp_path, RETURNS) as script:
+        first = [int(pid) for pid in script.stdout.readline().split()]
+        script.stdin.write("\n")
+        script.stdin.flush()
+        second = [int(pid) for pid in script.stdout.readline().split()]
+        assert {parent_of(pid) for pid in first} == {parent_of(pid) for pid in second}
+        assert script.communicate(timeout=LIMIT_S) == ("", "")
+        assert script.returncode == 0
+        assert [pid for pid in (*first, *second) if not ends(pid)] == []
+
+
+def leave_a_daemon(rank, world_size):
+    return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+
+
+def test_what_a_rank_of_a_test_leaves_behind_is_found(run_ranks):
+    before = conftest._holdings()["process"]
+    [daemon] = run_ranks(leave_a_daemon, 1, backend=None)
+    left = conftest._holdings()["process"] - before
+    os.kill(daemon, signal.SIGKILL)
+    assert left == {f"{daemon} sleep 1000 "}
