@@ -87,7 +87,7 @@ def test_what_a_rank_says_is_understood_or_names_it(name, text):
     assert "is not understood" in str(told)
 
 
-@settings(many, max_examples=2_000 if LONG else 50)
+@settings(many, max_examples=10_000 if LONG else 50)
 @given(st.binary(max_size=99) | almost(VERDICT), st.booleans())
 def test_a_mailbox_takes_a_message_or_nothing(data, is_known):
     box = Mailbox("127.0.0.1")
@@ -96,7 +96,7 @@ def test_a_mailbox_takes_a_message_or_nothing(data, is_known):
         began_s = time.monotonic()
         message = box.read()
     assert message is None or (is_known and json.loads(data) == message)
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < 10.0  # the machine may be busy; unbounded is what must not be
 
 
 def test_a_stranger_who_drips_does_not_hold_up_a_message(mailbox):
