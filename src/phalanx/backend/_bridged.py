@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -164,7 +165,13 @@ class BridgedGroup:
         The core knows the steps that a call is made of, and a rank of a larger host may be on no rail.
         """
         is_average = call.code == _AVG and not _is_inexact(call.dtype)
-        if not self._has_peers or (self._is_even and call.op != "reduce" and not is_average):
+        is_compared = self._is_even and call.op != "reduce" and not is_average
+        if not is_compared and not call.sizes:
+            self._compare_here(call)
+
+    def _compare_here(self, call: Call) -> None:
+        """Make sure that the ranks of this host are in the same call."""
+        if not self._has_peers:
             return
         head = call.head()
         room = self._buffers.span("heads", len(self._here) * len(head))
@@ -287,25 +294,26 @@ class BridgedGroup:
     def broadcast(
         self, data: int, dtype: int, item: int, count: int, root: int, timeout: timedelta, site: str | None
     ) -> Task | None:
-        source_host = next(h for h, ranks in enumerate(self._hosts) if root in ranks)
-
         def work(call: Call) -> None:
-            message = Span(data, count * item)
-            is_source = self._host == source_host
-            if is_source and self._has_peers:
-                self._core.broadcast(data, dtype, item, count, self._here.index(root), call.left, None)
-            is_small = message.size <= INLINE_BYTES
-            bounds = self._bounds(message, item)
-            if self._rail is not None:
-                part = message.part(*bounds[self._local])
-                num_hosts = len(self._hosts)
-                sends = [part if is_source else Span()] * num_hosts
-                recvs = [part if h == source_host and not is_source else Span() for h in range(num_hosts)]
-                self._rail.swap(call, sends, recvs)
-            if not is_source:
-                self._share(call, message, bounds, is_whole=is_small)
+            self._broadcast(call, data, count, root)
 
         return self._run(Call("broadcast", dtype, item, count, root=root), timeout, site, work)
+
+    def _broadcast(self, call: Call, data: int, count: int, root: int) -> None:
+        source_host = next(h for h, ranks in enumerate(self._hosts) if root in ranks)
+        message = Span(data, count * call.item)
+        is_source = self._host == source_host
+        if is_source and self._has_peers:
+            self._core.broadcast(data, call.dtype, call.item, count, self._here.index(root), call.left, None)
+        bounds = self._bounds(message, call.item)
+        if self._rail is not None:
+            part = message.part(*bounds[self._local])
+            num_hosts = len(self._hosts)
+            sends = [part if is_source else Span()] * num_hosts
+            recvs = [part if h == source_host and not is_source else Span() for h in range(num_hosts)]
+            self._rail.swap(call, sends, recvs)
+        if not is_source:
+            self._share(call, message, bounds, is_whole=message.size <= INLINE_BYTES)
 
     def _bounds(self, message: Span, item: int) -> list[tuple[int, int]]:
         """Return the bytes of a message that each rail carries: small ones whole, with the head of the call."""
@@ -422,11 +430,7 @@ class BridgedGroup:
         def work(call: Call) -> None:
             num_bytes = count * item
             if not self._is_even or (kernel == _AVG and not _is_inexact(dtype)):
-                whole = self._buffers.span("whole", len(sources) * num_bytes)
-                for i, source in enumerate(sources):
-                    ctypes.memmove(whole.address + i * num_bytes, source, num_bytes)
-                self._all_reduce(call, whole.address, whole.address, len(sources) * count, kernel)
-                ctypes.memmove(out, whole.address + self._rank * num_bytes, num_bytes)
+                self._reduce_blocks(call, sources, [count] * self._size, out, kernel)
                 return
             room = self._buffers.span("mine", len(self._hosts) * num_bytes)
             mine = [room.part(h * num_bytes, (h + 1) * num_bytes) for h in range(len(self._hosts))]
@@ -438,6 +442,27 @@ class BridgedGroup:
             self._rail.reduce_parts(call, mine, kernel)
 
         return self._run(Call("reduce_scatter", dtype, item, count, code), timeout, site, work)
+
+    def reduce_scatter_split(
+        self, sources: list[int], counts: list[int], out: int, dtype: int, item: int, kernel: int, code: int,
+        timeout: timedelta, site: str | None,
+    ) -> Task | None:  # fmt: skip
+        def work(call: Call) -> None:
+            self._agree_everywhere(call)
+            self._reduce_blocks(call, sources, counts, out, kernel)
+
+        call = Call("reduce_scatter", dtype, item, code=code, has_splits=True, sizes=counts)
+        return self._run(call, timeout, site, work)
+
+    def _reduce_blocks(self, call: Call, sources: list[int], counts: list[int], out: int, kernel: int) -> None:
+        """Reduce the blocks of all ranks on all of them, and take this rank's."""
+        sizes = [count * call.item for count in counts]
+        offsets = list(accumulate(sizes, initial=0))
+        whole = self._buffers.span("whole", offsets[-1]).address
+        for source, offset, size in zip(sources, offsets, sizes, strict=False):
+            ctypes.memmove(whole + offset, source, size)
+        self._all_reduce(call, whole, whole, sum(counts), kernel)
+        ctypes.memmove(out, whole + offsets[self._rank], sizes[self._rank])
 
     def all_gather(
         self, source: int, outs: list[int], dtype: int, item: int, count: int, timeout: timedelta, site: str | None
@@ -459,6 +484,19 @@ class BridgedGroup:
                     self._core.broadcast(outs[r], dtype, item, count, j % self._num_rails, call.left, None)
 
         return self._run(Call("all_gather", dtype, item, count), timeout, site, work)
+
+    def all_gather_split(
+        self, source: int, outs: list[int], counts: list[int], dtype: int, item: int, timeout: timedelta,
+        site: str | None,
+    ) -> Task | None:  # fmt: skip
+        def work(call: Call) -> None:
+            self._agree_everywhere(call)
+            ctypes.memmove(outs[self._rank], source, counts[self._rank] * item)
+            for r, (out, count) in enumerate(zip(outs, counts, strict=True)):
+                if count > 0:
+                    self._broadcast(call, out, count, r)
+
+        return self._run(Call("all_gather", dtype, item, has_splits=True, sizes=counts), timeout, site, work)
 
     def _swap_blocks(self, call: Call, outs: list[int], num_bytes: int) -> None:
         """Get the blocks of the other hosts' ranks that this rail carries, each to its place."""
@@ -575,6 +613,11 @@ class BridgedGroup:
     def _agree(self, call: Call) -> None:
         if self._rail is not None:
             self._rail.agree(call)
+
+    def _agree_everywhere(self, call: Call) -> None:
+        """Make sure that all are in this call, before a step of it in which sizes that differ could do harm."""
+        self._compare_here(call)
+        self._agree(call)
 
     def _elsewhere(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[Span]:
         """Return the blocks of the ranks of other hosts, by rank; empty ones for those of this host."""

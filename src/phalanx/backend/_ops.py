@@ -116,15 +116,16 @@ class Operations:
             raise ValueError(f"{self._where(op)}: root must lie in [0, {self._size}), got {root}")
         return root
 
-    def _list(self, op: str, name: str, tensors: Tensors, like: torch.Tensor) -> Tensors:
-        """Check a list with one tensor for each rank, all like `like`."""
+    def _list(self, op: str, name: str, tensors: Tensors, like: torch.Tensor, *, may_differ: bool = False) -> Tensors:
+        """Check a list with one tensor for each rank, like `like`; if `may_differ`, others' may have other sizes."""
         if len(tensors) != self._size:
             raise ValueError(
                 f"{self._where(op)}: {name} must hold one tensor for each of the {self._size} ranks, got {len(tensors)}"
             )
         for i, tensor in enumerate(tensors):
             self._check(op, tensor)
-            if tensor.dtype != like.dtype or tensor.numel() != like.numel():
+            is_bound = i == self._rank or not may_differ
+            if tensor.dtype != like.dtype or (is_bound and tensor.numel() != like.numel()):
                 raise ValueError(
                     f"{self._where(op)}: {name}[{i}] is {_describe(tensor)}, expected {_describe(like)} "
                     "as on the other side of the operation"
@@ -179,8 +180,8 @@ class Operations:
         """Open a profiler event ``phalanx:<op>`` with the shapes of the inputs, which `settle` closes."""
         if self._in_event:
             return settle
-        name = {"all_to_all_split": "all_to_all"}.get(op, op)
-        events = [torch.autograd._record_function_with_args_enter(f"phalanx:{name}", *inputs)]
+        name = f"phalanx:{op.removesuffix('_split')}"
+        events = [torch.autograd._record_function_with_args_enter(name, *inputs)]
 
         def close() -> None:
             if settle is not None:
@@ -382,11 +383,13 @@ class Operations:
         if len(outputs) != 1:
             raise ValueError(f"{self._where('all_gather')} takes one list of outputs, got {len(outputs)}")
         code, item = self._check("all_gather", source)
-        blocks = self._list("all_gather", "tensor_list", outputs[0], source)
+        blocks = self._list("all_gather", "tensor_list", outputs[0], source, may_differ=True)
         places = Places(self._where, "all_gather")
         keep, read_at, write_at = places.move([source], blocks, own=(0, self._rank, 0))
-        args = (read_at[0], write_at, code, item, source.numel())
-        return self._run(self._core.all_gather, args, opts, blocks, keep, places.settle, [source])
+        run, args = self._core.all_gather, (read_at[0], write_at, code, item, source.numel())
+        if (counts := _different(blocks)) is not None:
+            run, args = self._core.all_gather_split, (read_at[0], write_at, counts, code, item)
+        return self._run(run, args, opts, blocks, keep, places.settle, [source])
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         count = self._blocks("all_gather_into_tensor", output, source, "output_tensor")
@@ -462,13 +465,15 @@ class Operations:
         if len(inputs) != 1:
             raise ValueError(f"{self._where('reduce_scatter')} takes one list of inputs, got {len(inputs)}")
         code, item = self._check("reduce_scatter", target)
-        blocks = self._list("reduce_scatter", "input_list", inputs[0], target)
+        blocks = self._list("reduce_scatter", "input_list", inputs[0], target, may_differ=True)
         kernel, agreed = self._reduction("reduce_scatter", opts.reduceOp, target.dtype)
         places = Places(self._where, "reduce_scatter")
         given = [self._premultiplied(block, opts.reduceOp) for block in blocks]
         keep, read_at, [out_at] = places.move(given, [target], own=(self._rank, 0, 0))
-        args = (read_at, out_at, code, item, target.numel(), kernel, agreed)
-        return self._run(self._core.reduce_scatter, args, opts, [target], keep, places.settle, blocks)
+        run, args = self._core.reduce_scatter, (read_at, out_at, code, item, target.numel(), kernel, agreed)
+        if (counts := _different(blocks)) is not None:
+            run, args = self._core.reduce_scatter_split, (read_at, counts, out_at, code, item, kernel, agreed)
+        return self._run(run, args, opts, [target], keep, places.settle, blocks)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         count = self._blocks("reduce_scatter_tensor", source, output, "input")
@@ -696,6 +701,12 @@ class _Blocking:
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.numel()} elements of {tensor.dtype}"
+
+
+def _different(tensors: Tensors) -> list[int] | None:
+    """Return the tensors' elements, None if all have as many."""
+    counts = [tensor.numel() for tensor in tensors]
+    return counts if counts.count(counts[0]) < len(counts) else None
 
 
 def _steps(first: int, step: int, num: int) -> list[int]:
