@@ -386,7 +386,8 @@ class Operations:
         blocks = self._list("all_gather", "tensor_list", outputs[0], source, may_differ=True)
         places = Places(self._where, "all_gather")
         keep, read_at, write_at = places.move([source], blocks, own=(0, self._rank, 0))
-        run, args = self._core.all_gather, (read_at[0], write_at, code, item, source.numel())
+        run: Callable[..., object] = self._core.all_gather
+        args: tuple[object, ...] = (read_at[0], write_at, code, item, source.numel())
         if (counts := _different(blocks)) is not None:
             run, args = self._core.all_gather_split, (read_at[0], write_at, counts, code, item)
         return self._run(run, args, opts, blocks, keep, places.settle, [source])
@@ -470,7 +471,8 @@ class Operations:
         places = Places(self._where, "reduce_scatter")
         given = [self._premultiplied(block, opts.reduceOp) for block in blocks]
         keep, read_at, [out_at] = places.move(given, [target], own=(self._rank, 0, 0))
-        run, args = self._core.reduce_scatter, (read_at, out_at, code, item, target.numel(), kernel, agreed)
+        run: Callable[..., object] = self._core.reduce_scatter
+        args: tuple[object, ...] = (read_at, out_at, code, item, target.numel(), kernel, agreed)
         if (counts := _different(blocks)) is not None:
             run, args = self._core.reduce_scatter_split, (read_at, counts, out_at, code, item, kernel, agreed)
         return self._run(run, args, opts, [target], keep, places.settle, blocks)
