@@ -40,6 +40,7 @@ from phalanx.backend._tasks import Task, Tasks, Watch
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
 from phalanx.backend._work import call_site
 
+_LEAVE_S = 1.0  # for calls that run to end
 _SLICE = timedelta(seconds=0.1)  # of waiting, between looks at what else may have happened
 _WORD_S = 1.0  # of waiting, until the others are told of it
 _CALLER_BYTES = 1 << 20  # larger ones run on the group's thread, so that Ctrl-C need not wait for the network
@@ -654,21 +655,39 @@ class BridgedGroup:
         self._failures.end(error, "abort", 0, "abort", "abort()")
 
     def leave(self) -> None:
-        if not self._failures.is_forked:
-            self._tasks.drain(1.0)
-        self._failures.leave()
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would not end
             _keep_for_ever(self)
+            self._failures.leave()
             self._core.leave()
             return
+        may_wait = not self._tasks.runs_here  # in a signal handler, what it interrupted can't finish
+        if may_wait:
+            self._tasks.drain(_LEAVE_S)
+        self._failures.leave()
         self._close_threads()
         self._core.leave()
-        # An engine that has failed may not have let go of everything: destroying that has crashed. A call that still
-        # runs, in another thread, must find the rail: without one it would return what it has not reduced.
-        if self._failures.has_failed or not self._tasks.is_idle:
+        if may_wait:
+            self._tasks.drain(_LEAVE_S)  # what the end of the connections has ended
+        _left.append(self)
+        for group in list(_left):
+            if group._release():
+                _left.remove(group)
+        if self in _left:
             _keep_for_ever(self)
-        else:
-            self._rail, self._watch = None, Watch(lambda: None)  # they refer to this group: connections end with it
+
+    def _release(self) -> bool:
+        """Give back the engine's threads, connections and memory, whoever refers to this group; False if it is busy.
+
+        A call in another thread and a thread that waits in the engine use it, and Gloo may never end a receive that a
+        lost connection has interrupted: such a group is looked at again when the next one is left.
+        """
+        is_quiet = self._tasks.is_idle and self._tasks.is_over and self._landings.is_over and self._messages.is_over
+        if not is_quiet or not self._failures.release():
+            return False
+        gone: Any = None
+        self._rail, self._everyone, self._core = None, gone, gone
+        self._messages.release()
+        return True
 
     def end_threads(self) -> None:
         """End what runs beside a script that ends, without a word to the others.
@@ -687,6 +706,9 @@ class BridgedGroup:
         self._messages.close()
         self._tasks.close()
         self._landings.close()
+
+
+_left: list[BridgedGroup] = []  # whose engine was busy yet when this rank left
 
 
 def _keep_for_ever(group: BridgedGroup) -> None:
