@@ -355,6 +355,23 @@ void bind_group(nb::module_& m) {
       c.all_gather(x, pointer(in), outputs(outs), items);
     });
   }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
+  group.def("reduce_scatter_split", [](Group& g, Addresses ins, std::vector<std::uint64_t> counts, Address out, int dtype,
+                                       std::size_t item, int op, int code, Timeout timeout, Site site) {
+    return start(g, Op::kReduceScatter, site, timeout.count(),
+                 [=, ins = std::move(ins), counts = std::move(counts), items = make_items(dtype, item, 0),
+                  reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
+      c.reduce_scatter_split(x, inputs(ins), counts, pointer(out), items, reduction);
+    });
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"),
+     nb::arg("site").none());
+  group.def("all_gather_split", [](Group& g, Address in, Addresses outs, std::vector<std::uint64_t> counts, int dtype,
+                                   std::size_t item, Timeout timeout, Site site) {
+    return start(g, Op::kAllGather, site, timeout.count(),
+                 [=, outs = std::move(outs), counts = std::move(counts), items = make_items(dtype, item, 0)](
+                     Collectives& c, const Context& x) {
+      c.all_gather_split(x, pointer(in), outputs(outs), counts, items);
+    });
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
   group.def("gather", [](Group& g, Address in, Addresses outs, int dtype, std::size_t item, std::size_t count, int root,
                          Timeout timeout, Site site) {
     return start(g, Op::kGather, site, timeout.count(), [=, outs = std::move(outs), items = make_items(dtype, item, count)](

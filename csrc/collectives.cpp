@@ -38,6 +38,9 @@ void copy_bytes(void* to, const void* from, std::size_t bytes) {
   if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
 }
 
+/// How many of the bytes [lo, lo + len) a block of `bytes` has.
+std::size_t clip(std::size_t bytes, std::size_t lo, std::size_t len) { return lo >= bytes ? 0 : std::min(len, bytes - lo); }
+
 }  // namespace
 
 Wait Collectives::begin(const Context& context, const Call& call) {
@@ -369,6 +372,66 @@ void Collectives::all_gather(const Context& context, const void* in, std::span<v
       });
 }
 
+Wait Collectives::begin_split(const Context& context, Call call, std::span<const std::uint64_t> counts) {
+  call.count = 0;  // compared one by one below, so that the error can say which differs
+  call.flags = 1;
+  Wait wait = begin(context, call);
+  auto table = [&](int r) { return reinterpret_cast<std::uint64_t*>(board_.stage(r, seq_)); };
+  static_assert(kMaxRanks * sizeof(std::uint64_t) <= kStageBytes);
+  std::copy(counts.begin(), counts.end(), table(board_.rank()));
+  muster(wait);
+  for (int r = 1; r < board_.size(); ++r) {
+    const auto [first, other] = std::mismatch(table(0), table(0) + counts.size(), table(r));
+    if (first == table(0) + counts.size()) continue;
+    const std::string of = std::to_string(board_.global(static_cast<int>(first - table(0))));
+    board_.mismatch(wait, "rank " + std::to_string(board_.global(0)) + "'s list has " + std::to_string(*first) +
+                              " elements for rank " + of + ", rank " + std::to_string(board_.global(r)) + "'s has " +
+                              std::to_string(*other));
+  }
+  return wait;
+}
+
+void Collectives::reduce_scatter_split(const Context& context, std::span<const void* const> ins,
+                                       std::span<const std::uint64_t> counts, void* out, Items items,
+                                       Reduction reduction) {
+  const auto n = static_cast<std::size_t>(board_.size());
+  const auto me = static_cast<std::size_t>(board_.rank());
+  const std::size_t item = items.item_bytes;
+  Wait wait = begin_split(context, make_call(Op::kReduceScatter, items, -1, reduction.code), counts);
+  sources_.resize(n);
+  exchange_chunks(
+      wait, Flow::kEverybody, n - 1, *std::max_element(counts.begin(), counts.end()) * item, item,
+      [&](std::byte* area, std::size_t lo, std::size_t len) {
+        for (std::size_t j = 0; j < n; ++j)
+          if (j != me) copy_bytes(area + place(me, j) * len, at(ins[j], lo), clip(counts[j] * item, lo, len));
+      },
+      [&](auto area_of, std::size_t lo, std::size_t len) {
+        const std::size_t own = clip(counts[me] * item, lo, len);
+        if (own == 0) return;
+        for (std::size_t r = 0; r < n; ++r)
+          sources_[r] = r == me ? at(ins[me], lo) : area_of(static_cast<int>(r)) + place(r, me) * len;
+        reduce_anywhere(reduction.apply, dtype_of(items), at(out, lo), sources_.data(), board_.size(), own / item);
+      });
+}
+
+void Collectives::all_gather_split(const Context& context, const void* in, std::span<void* const> outs,
+                                   std::span<const std::uint64_t> counts, Items items) {
+  const auto me = static_cast<std::size_t>(board_.rank());
+  const std::size_t item = items.item_bytes;
+  Wait wait = begin_split(context, make_call(Op::kAllGather, items), counts);
+  copy_bytes(outs[me], in, counts[me] * item);
+  exchange_chunks(
+      wait, Flow::kEverybody, 1, *std::max_element(counts.begin(), counts.end()) * item, item,
+      [&](std::byte* area, std::size_t lo, std::size_t len) {
+        copy_bytes(area, at(in, lo), clip(counts[me] * item, lo, len));
+      },
+      [&](auto area_of, std::size_t lo, std::size_t len) {
+        for (std::size_t r = 0; r < counts.size(); ++r)
+          if (r != me)
+            copy_bytes(at(outs[r], lo), area_of(static_cast<int>(r)), clip(counts[r] * item, lo, len));
+      });
+}
+
 void Collectives::gather(const Context& context, const void* in, std::span<void* const> outs, Items items, int root) {
   exchange(
       context, make_call(Op::kGather, items, root), Flow::kToRoot, 1, items.bytes(), items.item_bytes,
@@ -444,20 +507,18 @@ void Collectives::all_to_all_split(const Context& context, std::span<const void*
   }
   copy_bytes(outs[me], ins[me], in_counts[me] * items.item_bytes);
   if (most == 0) return;
-  auto clip = [&](std::uint64_t count, std::size_t lo, std::size_t len) {
-    const std::size_t bytes = count * items.item_bytes;
-    return lo >= bytes ? std::size_t{0} : std::min(len, bytes - lo);
-  };
+  const std::size_t item = items.item_bytes;
   exchange_chunks(
-      wait, Flow::kEverybody, n - 1, most * items.item_bytes, items.item_bytes,
+      wait, Flow::kEverybody, n - 1, most * item, item,
       [&](std::byte* area, std::size_t lo, std::size_t len) {
         for (std::size_t j = 0; j < n; ++j)
-          if (j != me) copy_bytes(area + place(me, j) * len, at(ins[j], lo), clip(in_counts[j], lo, len));
+          if (j != me) copy_bytes(area + place(me, j) * len, at(ins[j], lo), clip(in_counts[j] * item, lo, len));
       },
       [&](auto area_of, std::size_t lo, std::size_t len) {
         for (std::size_t r = 0; r < n; ++r)
           if (r != me)
-            copy_bytes(at(outs[r], lo), area_of(static_cast<int>(r)) + place(r, me) * len, clip(out_counts[r], lo, len));
+            copy_bytes(at(outs[r], lo), area_of(static_cast<int>(r)) + place(r, me) * len,
+                       clip(out_counts[r] * item, lo, len));
       });
 }
 

@@ -70,6 +70,11 @@ class Collectives {
   void gather(const Context& context, const void* in, std::span<void* const> outs, Items items, int root);
   void scatter(const Context& context, std::span<const void* const> ins, void* out, Items items, int root);
   void all_to_all(const Context& context, std::span<const void* const> ins, std::span<void* const> outs, Items items);
+  /// The same with blocks of different sizes, rank j's of `counts[j]` elements, on which all ranks must agree.
+  void reduce_scatter_split(const Context& context, std::span<const void* const> ins,
+                            std::span<const std::uint64_t> counts, void* out, Items items, Reduction reduction);
+  void all_gather_split(const Context& context, const void* in, std::span<void* const> outs,
+                        std::span<const std::uint64_t> counts, Items items);
   /// Blocks of different sizes: `in_counts[j]` elements go to rank j, `out_counts[j]` come from it.
   void all_to_all_split(const Context& context, std::span<const void* const> ins,
                         std::span<const std::uint64_t> in_counts, std::span<void* const> outs,
@@ -83,6 +88,8 @@ class Collectives {
   std::byte* own_area(std::size_t bytes);
   std::byte* area(int r, std::size_t bytes);
   void muster(Wait& wait);
+  /// Begin a call whose blocks differ in size, and make sure that all ranks give them the same sizes.
+  Wait begin_split(const Context& context, Call call, std::span<const std::uint64_t> counts);
   void ensure_mailboxes(Wait& wait);
   std::byte* slot(int r, std::uint64_t index) { return mailboxes_.data() + (r * 2 * kSlots + index) * kSlotBytes; }
   void publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all);

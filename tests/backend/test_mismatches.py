@@ -67,6 +67,12 @@ MISMATCHES = {
         "all_to_all(float32, count=1)",
         "all_to_all(float32, split sizes)",
     ),
+    "sizes": (
+        lambda n: dist.all_gather([ones() for _ in range(n)], ones()),
+        lambda n: dist.all_gather([ones(2), *(ones() for _ in range(n - 1))], ones()),
+        "all_gather(float32, count=4)",
+        "all_gather(float32, s",  # split sizes, or between hosts what they are
+    ),
     "asynchronous": (
         lambda n: dist.all_reduce(ones(), async_op=True).wait(),
         lambda n: dist.all_reduce(ones(9), async_op=True).wait(),

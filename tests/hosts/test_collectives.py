@@ -40,6 +40,7 @@ from tests.backend.test_objects import move_objects, pass_monitored_barrier
 from tests.backend.test_overlaps import overlap_lists, overlap_wholes
 from tests.backend.test_random_plans import follow_plan
 from tests.backend.test_shapes import move_leaves, move_nothing
+from tests.backend.test_uneven_lists import run_all as move_uneven_lists
 from tests.hosts._layouts import LAYOUTS, interleaved, layout_name
 
 ReduceOp = dist.ReduceOp
@@ -276,6 +277,11 @@ def test_ranks_of_a_host_need_not_follow_each_other(run_ranks, order):
 @every_layout
 def test_every_length_arrives(run_ranks, hosts):
     run_ranks(run_all, sum(hosts), LENGTHS, hosts=hosts)
+
+
+@uneven_and_even
+def test_lists_of_different_sizes(run_ranks, hosts):
+    assert all(run_ranks(move_uneven_lists, sum(hosts), hosts=hosts))
 
 
 @uneven_and_even

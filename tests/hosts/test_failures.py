@@ -19,6 +19,7 @@ from phalanx.testing import reached
 from tests.backend.test_forks import call_in_a_child, destroy_in_a_child, end_children_every_way, load_with_workers
 from tests.backend.test_groups import init_again_and_again, make_and_destroy_subgroups
 from tests.backend.test_mismatches import MISMATCHES, disagree, disagree_about_split_sizes, disagree_in_a_group
+from tests.backend.test_uneven_lists import disagree_about_sizes
 from tests.faults._watch import wait_until_asleep
 from tests.faults.test_dead_peers import OPERATIONS as WAITS
 from tests.faults.test_dead_peers import end_while_peers_wait, stay_away
@@ -219,6 +220,13 @@ def test_a_mismatch_is_found_where_the_steps_are_alike(run_ranks, kind, hosts, o
 def test_different_split_sizes_are_named(run_ranks):
     for text in run_ranks(disagree_about_split_sizes, 2, hosts=[1, 1]):
         assert "on host host-0 sends 3 elements to rank 1, which expects 2" in text
+
+
+@pytest.mark.parametrize(("hosts", "op"), [([1, 1], "all_gather"), ([1, 2], "reduce_scatter")])
+def test_sizes_that_contradict_each_other_are_named(run_ranks, hosts, op):
+    wants = ("sizes=[2, 3", "sizes=[3, 2")
+    for text in run_ranks(disagree_about_sizes, sum(hosts), op, hosts=hosts):
+        assert all(f"{op}(float32, {want}" in text for want in wants), text
 
 
 def test_a_mismatch_in_a_group_ends_only_it(run_ranks):

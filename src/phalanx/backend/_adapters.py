@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx._tensors import Overridden
 from phalanx.backend._memory import NotPlain
 from phalanx.backend._ops import Operations, joined
-from phalanx.backend._work import PhalanxWork, finished
+from phalanx.backend._work import PhalanxWork, end_threads, finished
 
 _TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
 C10dBackend = torch._C._distributed_c10d.Backend
@@ -227,6 +227,8 @@ class PhalanxGroup(ProcessGroup):
             return  # forked: the threads of the inner backend stayed in the parent, and destroying it would not end
         super().shutdown()
         _kept.discard(self)
+        if not _kept:
+            end_threads()
 
     # Before 2.14 nothing else answers these.
     if not HAS_PYTHON_BACKENDS:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from phalanx.backend._tasks import Task, Tasks, Watch
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
 from phalanx.backend._work import call_site
 
+_LEAVE_S = 1.0  # for calls that run to end
 _SLICE = timedelta(seconds=0.1)  # of waiting, between looks at what else may have happened
 _WORD_S = 1.0  # of waiting, until the others are told of it
 _CALLER_BYTES = 1 << 20  # larger ones run on the group's thread, so that Ctrl-C need not wait for the network
@@ -164,7 +166,13 @@ class BridgedGroup:
         The core knows the steps that a call is made of, and a rank of a larger host may be on no rail.
         """
         is_average = call.code == _AVG and not _is_inexact(call.dtype)
-        if not self._has_peers or (self._is_even and call.op != "reduce" and not is_average):
+        is_compared = self._is_even and call.op != "reduce" and not is_average
+        if not is_compared and not call.sizes:
+            self._compare_here(call)
+
+    def _compare_here(self, call: Call) -> None:
+        """Make sure that the ranks of this host are in the same call."""
+        if not self._has_peers:
             return
         head = call.head()
         room = self._buffers.span("heads", len(self._here) * len(head))
@@ -287,25 +295,26 @@ class BridgedGroup:
     def broadcast(
         self, data: int, dtype: int, item: int, count: int, root: int, timeout: timedelta, site: str | None
     ) -> Task | None:
-        source_host = next(h for h, ranks in enumerate(self._hosts) if root in ranks)
-
         def work(call: Call) -> None:
-            message = Span(data, count * item)
-            is_source = self._host == source_host
-            if is_source and self._has_peers:
-                self._core.broadcast(data, dtype, item, count, self._here.index(root), call.left, None)
-            is_small = message.size <= INLINE_BYTES
-            bounds = self._bounds(message, item)
-            if self._rail is not None:
-                part = message.part(*bounds[self._local])
-                num_hosts = len(self._hosts)
-                sends = [part if is_source else Span()] * num_hosts
-                recvs = [part if h == source_host and not is_source else Span() for h in range(num_hosts)]
-                self._rail.swap(call, sends, recvs)
-            if not is_source:
-                self._share(call, message, bounds, is_whole=is_small)
+            self._broadcast(call, data, count, root)
 
         return self._run(Call("broadcast", dtype, item, count, root=root), timeout, site, work)
+
+    def _broadcast(self, call: Call, data: int, count: int, root: int) -> None:
+        source_host = next(h for h, ranks in enumerate(self._hosts) if root in ranks)
+        message = Span(data, count * call.item)
+        is_source = self._host == source_host
+        if is_source and self._has_peers:
+            self._core.broadcast(data, call.dtype, call.item, count, self._here.index(root), call.left, None)
+        bounds = self._bounds(message, call.item)
+        if self._rail is not None:
+            part = message.part(*bounds[self._local])
+            num_hosts = len(self._hosts)
+            sends = [part if is_source else Span()] * num_hosts
+            recvs = [part if h == source_host and not is_source else Span() for h in range(num_hosts)]
+            self._rail.swap(call, sends, recvs)
+        if not is_source:
+            self._share(call, message, bounds, is_whole=message.size <= INLINE_BYTES)
 
     def _bounds(self, message: Span, item: int) -> list[tuple[int, int]]:
         """Return the bytes of a message that each rail carries: small ones whole, with the head of the call."""
@@ -422,11 +431,7 @@ class BridgedGroup:
         def work(call: Call) -> None:
             num_bytes = count * item
             if not self._is_even or (kernel == _AVG and not _is_inexact(dtype)):
-                whole = self._buffers.span("whole", len(sources) * num_bytes)
-                for i, source in enumerate(sources):
-                    ctypes.memmove(whole.address + i * num_bytes, source, num_bytes)
-                self._all_reduce(call, whole.address, whole.address, len(sources) * count, kernel)
-                ctypes.memmove(out, whole.address + self._rank * num_bytes, num_bytes)
+                self._reduce_blocks(call, sources, [count] * self._size, out, kernel)
                 return
             room = self._buffers.span("mine", len(self._hosts) * num_bytes)
             mine = [room.part(h * num_bytes, (h + 1) * num_bytes) for h in range(len(self._hosts))]
@@ -438,6 +443,27 @@ class BridgedGroup:
             self._rail.reduce_parts(call, mine, kernel)
 
         return self._run(Call("reduce_scatter", dtype, item, count, code), timeout, site, work)
+
+    def reduce_scatter_split(
+        self, sources: list[int], counts: list[int], out: int, dtype: int, item: int, kernel: int, code: int,
+        timeout: timedelta, site: str | None,
+    ) -> Task | None:  # fmt: skip
+        def work(call: Call) -> None:
+            self._agree_everywhere(call)
+            self._reduce_blocks(call, sources, counts, out, kernel)
+
+        call = Call("reduce_scatter", dtype, item, code=code, has_splits=True, sizes=counts)
+        return self._run(call, timeout, site, work)
+
+    def _reduce_blocks(self, call: Call, sources: list[int], counts: list[int], out: int, kernel: int) -> None:
+        """Reduce the blocks of all ranks on all of them, and take this rank's."""
+        sizes = [count * call.item for count in counts]
+        offsets = list(accumulate(sizes, initial=0))
+        whole = self._buffers.span("whole", offsets[-1]).address
+        for source, offset, size in zip(sources, offsets, sizes, strict=False):
+            ctypes.memmove(whole + offset, source, size)
+        self._all_reduce(call, whole, whole, sum(counts), kernel)
+        ctypes.memmove(out, whole + offsets[self._rank], sizes[self._rank])
 
     def all_gather(
         self, source: int, outs: list[int], dtype: int, item: int, count: int, timeout: timedelta, site: str | None
@@ -459,6 +485,19 @@ class BridgedGroup:
                     self._core.broadcast(outs[r], dtype, item, count, j % self._num_rails, call.left, None)
 
         return self._run(Call("all_gather", dtype, item, count), timeout, site, work)
+
+    def all_gather_split(
+        self, source: int, outs: list[int], counts: list[int], dtype: int, item: int, timeout: timedelta,
+        site: str | None,
+    ) -> Task | None:  # fmt: skip
+        def work(call: Call) -> None:
+            self._agree_everywhere(call)
+            ctypes.memmove(outs[self._rank], source, counts[self._rank] * item)
+            for r, (out, count) in enumerate(zip(outs, counts, strict=True)):
+                if count > 0:
+                    self._broadcast(call, out, count, r)
+
+        return self._run(Call("all_gather", dtype, item, has_splits=True, sizes=counts), timeout, site, work)
 
     def _swap_blocks(self, call: Call, outs: list[int], num_bytes: int) -> None:
         """Get the blocks of the other hosts' ranks that this rail carries, each to its place."""
@@ -576,6 +615,11 @@ class BridgedGroup:
         if self._rail is not None:
             self._rail.agree(call)
 
+    def _agree_everywhere(self, call: Call) -> None:
+        """Make sure that all are in this call, before a step of it in which sizes that differ could do harm."""
+        self._compare_here(call)
+        self._agree(call)
+
     def _elsewhere(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[Span]:
         """Return the blocks of the ranks of other hosts, by rank; empty ones for those of this host."""
         blocks = enumerate(zip(addresses, sizes, strict=True))
@@ -611,21 +655,39 @@ class BridgedGroup:
         self._failures.end(error, "abort", 0, "abort", "abort()")
 
     def leave(self) -> None:
-        if not self._failures.is_forked:
-            self._tasks.drain(1.0)
-        self._failures.leave()
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would not end
             _keep_for_ever(self)
+            self._failures.leave()
             self._core.leave()
             return
+        may_wait = not self._tasks.runs_here  # in a signal handler, what it interrupted can't finish
+        if may_wait:
+            self._tasks.drain(_LEAVE_S)
+        self._failures.leave()
         self._close_threads()
         self._core.leave()
-        # An engine that has failed may not have let go of everything: destroying that has crashed. A call that still
-        # runs, in another thread, must find the rail: without one it would return what it has not reduced.
-        if self._failures.has_failed or not self._tasks.is_idle:
+        if may_wait:
+            self._tasks.drain(_LEAVE_S)  # what the end of the connections has ended
+        _left.append(self)
+        for group in list(_left):
+            if group._release():
+                _left.remove(group)
+        if self in _left:
             _keep_for_ever(self)
-        else:
-            self._rail, self._watch = None, Watch(lambda: None)  # they refer to this group: connections end with it
+
+    def _release(self) -> bool:
+        """Give back the engine's threads, connections and memory, whoever refers to this group; False if it is busy.
+
+        A call in another thread and a thread that waits in the engine use it, and Gloo may never end a receive that a
+        lost connection has interrupted: such a group is looked at again when the next one is left.
+        """
+        is_quiet = self._tasks.is_idle and self._tasks.is_over and self._landings.is_over and self._messages.is_over
+        if not is_quiet or not self._failures.release():
+            return False
+        gone: Any = None
+        self._rail, self._everyone, self._core = None, gone, gone
+        self._messages.release()
+        return True
 
     def end_threads(self) -> None:
         """End what runs beside a script that ends, without a word to the others.
@@ -644,6 +706,9 @@ class BridgedGroup:
         self._messages.close()
         self._tasks.close()
         self._landings.close()
+
+
+_left: list[BridgedGroup] = []  # whose engine was busy yet when this rank left
 
 
 def _keep_for_ever(group: BridgedGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import time
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class Call:
     root: int = -1
     asked_dtype: int | None = None  # where it is computed in another
     has_splits: bool = False
+    sizes: Sequence[int] = ()  # of each rank's block, where they differ and ranks agree on them
     timeout_s: float = 0
     site: str | None = None
     caller: FrameType | None = None  # that waits, where there is no site
@@ -67,16 +69,25 @@ class Call:
 
     def head(self) -> bytes:
         op = _OPS.index(self.op)
-        return _HEAD.pack(self.seq, op, self.named_dtype, self.code + 1, self.has_splits, self.root, self.count)
+        count = _digest(self.sizes) if self.sizes else self.count
+        return _HEAD.pack(self.seq, op, self.named_dtype, self.code + 1, self.has_splits, self.root, count)
 
     def text(self, global_ranks: Sequence[int]) -> str:
         """Return the call as its caller wrote it."""
         if self.op == "barrier":
             return "barrier()"
         text = f"{self.op}({DTYPE_NAMES[self.named_dtype]}, "
-        text += "split sizes" if self.has_splits else f"count={self.count}"
+        if self.sizes:
+            text += f"sizes={list(self.sizes)}"
+        else:
+            text += "split sizes" if self.has_splits else f"count={self.count}"
         if self.code >= 0:
             text += f", op={REDUCE_NAMES[self.code]}"
         if self.root >= 0:
             text += f", {'src' if self.op in ('broadcast', 'scatter') else 'dst'}={global_ranks[self.root]}"
         return text + ")"
+
+
+def _digest(sizes: Sequence[int]) -> int:
+    packed = struct.pack(f"<{len(sizes)}Q", *sizes)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")

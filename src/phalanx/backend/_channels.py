@@ -75,6 +75,28 @@ class Channel(Protocol):
         """After `close`, return when the engine has let go of the memory of these, or in a second."""
         ...
 
+    def destroy(self) -> bool:
+        """After `close`, and when nobody waits for a handle: give back the engine, False if it is yet busy."""
+        ...
+
+
+class _GlooHandle:
+    """Gloo's, as long as its channel exists: whoever refers to it later, say a traceback, holds no connections."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta) -> None:
+        if self._work is None:
+            raise RuntimeError("the channel was closed")
+        self._work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def release(self) -> None:
+        self._work = None
+
 
 class GlooChannel:
     """Gloo over TCP. Its connections are watched and closed beside it, which it can't do itself.
@@ -106,6 +128,8 @@ class GlooChannel:
             close_at_exec(fd for _, fd in self._fresh)
         self.inodes = {inode for inode, _ in self._fresh}  # descriptors may be closed by the engine, and given anew
         self._options = c10d.AllToAllOptions()
+        self._handles: weakref.WeakSet[_GlooHandle] = weakref.WeakSet()
+        self._last: Handle | None = None  # exchange: only the last may be under way, on a thread of the engine's
         self.links = self._identify(store, rank, ranks, timeout_s, silence_s)
         _channels.add(self)
 
@@ -133,13 +157,20 @@ class GlooChannel:
         limit: timedelta,
     ) -> Handle:  # fmt: skip
         self._options.timeout = limit
-        return self._group.alltoall_base(out, source, list(out_bytes), list(in_bytes), self._options)
+        work = self._group.alltoall_base(out, source, list(out_bytes), list(in_bytes), self._options)
+        self._last = self._handle(work)
+        return self._last
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        return self._group.send([tensor], peer, tag)
+        return self._handle(self._group.send([tensor], peer, tag))
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        return self._group.recv([tensor], peer, tag)
+        return self._handle(self._group.recv([tensor], peer, tag))
+
+    def _handle(self, work: Any) -> Handle:
+        handle = _GlooHandle(work)
+        self._handles.add(handle)
+        return handle
 
     def close(self) -> None:
         for link in self.links.values():
@@ -155,6 +186,18 @@ class GlooChannel:
         deadline = time.monotonic() + _DRAIN_S
         while time.monotonic() < deadline and any(inode in held and fd not in own for inode, fd in sockets()):
             time.sleep(_POLL_S)
+
+    def destroy(self) -> bool:
+        """Its end would wait for an exchange that goes on: one may until its deadline, see above."""
+        if self._last is not None and not self._last.is_completed():
+            return False
+        for handle in list(self._handles):
+            handle.release()
+        self._group = None
+        for link in self.links.values():
+            link.release()
+        self.links = {}
+        return True
 
 
 _channels: weakref.WeakSet[GlooChannel] = weakref.WeakSet()

@@ -376,6 +376,14 @@ class Failures:
         if self._mailbox is not None:
             self._mailbox.close()
 
+    def release(self) -> bool:
+        """After `leave`, and when nobody is in a call: give back the connections; False if an engine is yet busy."""
+        self._is_store_gone = True
+        gone: Any = None
+        self._store = self._core = gone
+        self._channels = [channel for channel in self._channels if not channel.destroy()]
+        return not self._channels
+
     def stop_watching(self) -> None:
         """Take no more notice of the other ranks."""
         watcher, self._watcher = self._watcher, None

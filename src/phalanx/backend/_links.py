@@ -92,6 +92,10 @@ class Link:
         with contextlib.suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def release(self) -> None:
+        """Close this descriptor; nobody may ask about the connection any more."""
+        self._socket.close()
+
 
 def _number(info: bytes, offset: int) -> int:
     return int.from_bytes(info[offset : offset + 4], sys.byteorder)

@@ -194,6 +194,11 @@ class Messages:
         return True
 
     @property
+    def is_over(self) -> bool:
+        """Whether there is no thread."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    @property
     def has_threads(self) -> bool:
         return bool(self._threads)
 
@@ -206,6 +211,11 @@ class Messages:
         deadline = time.monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
+
+    def release(self) -> None:
+        """Let go of core and channel, when there are no threads any more."""
+        gone: Any = None
+        self._core = self._everyone = gone
 
     # ---- receiving -------------------------------------------------------------------------------------------------
 

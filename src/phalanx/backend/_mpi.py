@@ -140,6 +140,9 @@ class MpiChannel:
         """End the waits of this rank; MPI frees the communicator at the end of the process."""
         self.is_closed = True
 
+    def destroy(self) -> bool:
+        return True
+
     def drain(self, handles: Sequence[Any]) -> None:
         for handle in handles:
             with contextlib.suppress(RuntimeError):  # it was taken back

@@ -116,15 +116,16 @@ class Operations:
             raise ValueError(f"{self._where(op)}: root must lie in [0, {self._size}), got {root}")
         return root
 
-    def _list(self, op: str, name: str, tensors: Tensors, like: torch.Tensor) -> Tensors:
-        """Check a list with one tensor for each rank, all like `like`."""
+    def _list(self, op: str, name: str, tensors: Tensors, like: torch.Tensor, *, may_differ: bool = False) -> Tensors:
+        """Check a list with one tensor for each rank, like `like`; if `may_differ`, others' may have other sizes."""
         if len(tensors) != self._size:
             raise ValueError(
                 f"{self._where(op)}: {name} must hold one tensor for each of the {self._size} ranks, got {len(tensors)}"
             )
         for i, tensor in enumerate(tensors):
             self._check(op, tensor)
-            if tensor.dtype != like.dtype or tensor.numel() != like.numel():
+            is_bound = i == self._rank or not may_differ
+            if tensor.dtype != like.dtype or (is_bound and tensor.numel() != like.numel()):
                 raise ValueError(
                     f"{self._where(op)}: {name}[{i}] is {_describe(tensor)}, expected {_describe(like)} "
                     "as on the other side of the operation"
@@ -155,7 +156,7 @@ class Operations:
 
     def _run(
         self,
-        method: Callable[..., object],
+        method: str,
         args: tuple[object, ...],
         opts: Options,
         result: Tensors,
@@ -165,22 +166,22 @@ class Operations:
     ) -> PhalanxWork | None:
         """Run a collective of the core: in this thread, or on the native one when the call is asynchronous."""
         if torch.autograd._profiler_enabled():
-            settle = self._profiled(method.__name__, result if inputs is None else inputs, settle)
-        timeout = opts.timeout
+            settle = self._profiled(method, result if inputs is None else inputs, settle)
+        timeout = opts.timeout  # the core itself is in no variable: a traceback would keep it
         if not opts.asyncOp:
-            method(*args, timeout, None)
+            getattr(self._core, method)(*args, timeout, None)
             if settle is not None:
                 settle()
             return None
-        job = method(*args, timeout, call_site())
+        job = getattr(self._core, method)(*args, timeout, call_site())
         return self._track(PhalanxWork(job, self._core.wait_job, result, settle, keep, self._let_go))
 
     def _profiled(self, op: str, inputs: Tensors, settle: Callable[[], None] | None) -> Callable[[], None] | None:
         """Open a profiler event ``phalanx:<op>`` with the shapes of the inputs, which `settle` closes."""
         if self._in_event:
             return settle
-        name = {"all_to_all_split": "all_to_all"}.get(op, op)
-        events = [torch.autograd._record_function_with_args_enter(f"phalanx:{name}", *inputs)]
+        name = f"phalanx:{op.removesuffix('_split')}"
+        events = [torch.autograd._record_function_with_args_enter(name, *inputs)]
 
         def close() -> None:
             if settle is not None:
@@ -201,7 +202,9 @@ class Operations:
         with contextlib.suppress(KeyError):  # another thread may take the last
             for _ in range(min(_NUM_LOOKS, len(in_flight))):  # the oldest, in turns: there may be thousands
                 other, _none = in_flight.popitem(last=False)
-                if not other.over:
+                if other.over:
+                    other.let_go()
+                else:
                     in_flight[other] = None
         in_flight[work] = None
         if self._coalescing is not None:
@@ -223,7 +226,7 @@ class Operations:
         places = Places(self._where, "broadcast")
         buffer = places.update(tensor)
         args = (buffer.data_ptr(), code, item, buffer.numel(), root)
-        return self._run(self._core.broadcast, args, opts, tensors, buffer, places.settle)
+        return self._run("broadcast", args, opts, tensors, buffer, places.settle)
 
     def allreduce(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         if len(tensors) == 1 and self._is_simple(tensors[0], opts):
@@ -242,7 +245,7 @@ class Operations:
         buffer = places.update(tensor)
         source = self._premultiplied(buffer, opts.reduceOp)
         args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed)
-        work = self._run(self._core.all_reduce, args, opts, tensors, (source, buffer), places.settle)
+        work = self._run("all_reduce", args, opts, tensors, (source, buffer), places.settle)
         if tensor.numel() == 1:
             self._last_of_one.append(work)
         return work
@@ -375,18 +378,21 @@ class Operations:
         buffer = places.update(tensor) if self._rank == root else plain(tensor)
         source = self._premultiplied(buffer, opts.reduceOp)
         args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed, root)
-        return self._run(self._core.reduce, args, opts, tensors, (source, buffer), places.settle)
+        return self._run("reduce", args, opts, tensors, (source, buffer), places.settle)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         source = self._one("all_gather", inputs)
         if len(outputs) != 1:
             raise ValueError(f"{self._where('all_gather')} takes one list of outputs, got {len(outputs)}")
         code, item = self._check("all_gather", source)
-        blocks = self._list("all_gather", "tensor_list", outputs[0], source)
+        blocks = self._list("all_gather", "tensor_list", outputs[0], source, may_differ=True)
         places = Places(self._where, "all_gather")
         keep, read_at, write_at = places.move([source], blocks, own=(0, self._rank, 0))
-        args = (read_at[0], write_at, code, item, source.numel())
-        return self._run(self._core.all_gather, args, opts, blocks, keep, places.settle, [source])
+        args: tuple[object, ...] = (read_at[0], write_at, code, item, source.numel())
+        method = "all_gather"
+        if (counts := _different(blocks)) is not None:
+            method, args = "all_gather_split", (read_at[0], write_at, counts, code, item)
+        return self._run(method, args, opts, blocks, keep, places.settle, [source])
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         count = self._blocks("all_gather_into_tensor", output, source, "output_tensor")
@@ -395,7 +401,7 @@ class Operations:
         step = count * item
         keep, read_at, [out_at] = places.move([source], [output], own=(0, 0, self._rank * step))
         args = (read_at[0], _steps(out_at, step, self._size), code, item, count)
-        return self._run(self._core.all_gather, args, opts, [output], keep, places.settle, [source])
+        return self._run("all_gather", args, opts, [output], keep, places.settle, [source])
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         # torch's lists are by rank, then by tensor
@@ -430,7 +436,7 @@ class Operations:
         blocks = self._list("gather", "gather_list", outputs[0], source) if self._rank == root else []
         keep, read_at, write_at = places.move([source], blocks, own=(0, self._rank, 0) if blocks else None)
         args = (read_at[0], write_at, code, item, source.numel(), root)
-        return self._run(self._core.gather, args, opts, blocks, keep, places.settle, [source])
+        return self._run("gather", args, opts, blocks, keep, places.settle, [source])
 
     def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         if self._rank != opts.rootRank:
@@ -455,20 +461,23 @@ class Operations:
         blocks = self._list("scatter", "scatter_list", inputs[0], target) if self._rank == root else []
         keep, read_at, [out_at] = places.move(blocks, [target], own=(self._rank, 0, 0) if blocks else None)
         args = (read_at, out_at, code, item, target.numel(), root)
-        return self._run(self._core.scatter, args, opts, outputs, keep, places.settle, blocks)
+        return self._run("scatter", args, opts, outputs, keep, places.settle, blocks)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> PhalanxWork | None:
         target = self._one("reduce_scatter", outputs)
         if len(inputs) != 1:
             raise ValueError(f"{self._where('reduce_scatter')} takes one list of inputs, got {len(inputs)}")
         code, item = self._check("reduce_scatter", target)
-        blocks = self._list("reduce_scatter", "input_list", inputs[0], target)
+        blocks = self._list("reduce_scatter", "input_list", inputs[0], target, may_differ=True)
         kernel, agreed = self._reduction("reduce_scatter", opts.reduceOp, target.dtype)
         places = Places(self._where, "reduce_scatter")
         given = [self._premultiplied(block, opts.reduceOp) for block in blocks]
         keep, read_at, [out_at] = places.move(given, [target], own=(self._rank, 0, 0))
-        args = (read_at, out_at, code, item, target.numel(), kernel, agreed)
-        return self._run(self._core.reduce_scatter, args, opts, [target], keep, places.settle, blocks)
+        args: tuple[object, ...] = (read_at, out_at, code, item, target.numel(), kernel, agreed)
+        method = "reduce_scatter"
+        if (counts := _different(blocks)) is not None:
+            method, args = "reduce_scatter_split", (read_at, counts, out_at, code, item, kernel, agreed)
+        return self._run(method, args, opts, [target], keep, places.settle, blocks)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         count = self._blocks("reduce_scatter_tensor", source, output, "input")
@@ -479,7 +488,7 @@ class Operations:
         step = count * item
         keep, [in_at], [out_at] = places.move([given], [output], own=(0, 0, -self._rank * step))
         args = (_steps(in_at, step, self._size), out_at, code, item, count, kernel, agreed)
-        return self._run(self._core.reduce_scatter, args, opts, [output], keep, places.settle, [source])
+        return self._run("reduce_scatter", args, opts, [output], keep, places.settle, [source])
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
         return self._pairs("reduce_scatter", self.reduce_scatter_single, outputs, inputs, opts)
@@ -498,7 +507,7 @@ class Operations:
         places = Places(self._where, "all_to_all")
         keep, read_at, write_at = places.move(inputs, outputs)
         args = (read_at, [t.numel() for t in inputs], write_at, [t.numel() for t in outputs], code, item)
-        return self._run(self._core.all_to_all_split, args, opts, outputs, keep, places.settle, inputs)
+        return self._run("all_to_all_split", args, opts, outputs, keep, places.settle, inputs)
 
     def all_to_all_single(
         self,
@@ -520,13 +529,13 @@ class Operations:
             step = count * item
             ins, outs = _steps(in_at, step, self._size), _steps(out_at, step, self._size)
             return self._run(
-                self._core.all_to_all, (ins, outs, code, item, count), opts, [output], keep, places.settle, [source]
+                "all_to_all", (ins, outs, code, item, count), opts, [output], keep, places.settle, [source]
             )
         in_counts = self._splits(op, "input_split_sizes", source, input_split_sizes)
         out_counts = self._splits(op, "output_split_sizes", output, output_split_sizes)
         ins, outs = _offsets(in_at, in_counts, item), _offsets(out_at, out_counts, item)
         args = (ins, in_counts, outs, out_counts, code, item)
-        return self._run(self._core.all_to_all_split, args, opts, [output], keep, places.settle, [source])
+        return self._run("all_to_all_split", args, opts, [output], keep, places.settle, [source])
 
     def _even(self, op: str, tensor: torch.Tensor) -> int:
         first = tensor.shape[0] if tensor.dim() else 1
@@ -551,7 +560,7 @@ class Operations:
         return [size * row for size in sizes]
 
     def barrier(self, opts: Options) -> PhalanxWork | None:
-        return self._run(self._core.barrier, (), opts, [])
+        return self._run("barrier", (), opts, [])
 
     def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
         """Block until every rank came. Rank 0 names those that did not: the first, or (`wait_all_ranks`) all."""
@@ -595,8 +604,7 @@ class Operations:
         code, item = self._check(op, tensor)
         places = Places(self._where, op)
         buffer = places.write(tensor) if op == "recv" else plain(tensor)
-        post = self._core.recv if op == "recv" else self._core.send
-        request = post(buffer.data_ptr(), code, item, buffer.numel(), peer, tag, call_site())
+        request = getattr(self._core, op)(buffer.data_ptr(), code, item, buffer.numel(), peer, tag, call_site())
         settle: Callable[[], None] | None = places.settle
         if torch.autograd._profiler_enabled():
             settle = self._profiled("recvAnySource" if peer < 0 else op, tensors, settle)
@@ -631,8 +639,9 @@ class Operations:
         """Leave the group. Peers that still wait for this rank get RankFailed. Idempotent."""
         core, self._core = self._core, _Destroyed(self._name)
         core.leave()
-        self._in_flight.clear()
-        self._coalescing = None  # a work holds the core, and so the memory of the group
+        while self._in_flight:  # a work holds the core, and so the memory of the group
+            self._in_flight.popitem()[0].let_go()
+        self._coalescing = None
         self._segment = None
 
 
@@ -654,8 +663,10 @@ class _Destroyed:
 class _Joined(PhalanxWork):
     """Several operations that are over when all of them are."""
 
+    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # as long as the work has it
+
     def __init__(self, works: list[PhalanxWork], result: Tensors, settle: Callable[[], None] | None = None) -> None:
-        super().__init__(works[-1]._handle, None, result, settle)
+        super().__init__(None, None, result, settle)
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -696,6 +707,12 @@ class _Blocking:
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.numel()} elements of {tensor.dtype}"
+
+
+def _different(tensors: Tensors) -> list[int] | None:
+    """Return the tensors' elements, None if all have as many."""
+    counts = [tensor.numel() for tensor in tensors]
+    return counts if counts.count(counts[0]) < len(counts) else None
 
 
 def _steps(first: int, step: int, num: int) -> list[int]:

@@ -81,6 +81,11 @@ class _Thread(ABC):
             self._thread.start()
         self._changed.notify_all()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no thread."""
+        return self._thread is None or not self._thread.is_alive()
+
     @abstractmethod
     def _run(self) -> None:
         """What the thread does until `_is_closed`."""
@@ -190,7 +195,7 @@ class Tasks(_Thread):
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing runs or waits, at most `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._num_pending == 0, timeout_s)
+            return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def close(self) -> None:
         super().close()

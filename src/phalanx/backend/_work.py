@@ -24,6 +24,7 @@ _SKIPPED = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     typing_extensions.__file__,  # wraps what torch deprecates
 )
+_MOMENT_S = 0.001
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
@@ -88,11 +89,18 @@ class Completer:
             atexit.register(self.close)
         handle.notify(self._queue, number)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are threads, and nothing that they wait for."""
+        return bool(self._threads) and not self._works
+
     def close(self) -> None:
-        """End the threads before the interpreter goes away under them."""
+        """End the threads: no group is left, or the interpreter goes away under them."""
         self._queue.close()
         for thread in list(self._threads):
-            thread.join(timeout=1)
+            if thread is not threading.current_thread():  # a callback may destroy the last group
+                thread.join(timeout=1)
+        atexit.unregister(self.close)
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name="phalanx-futures", daemon=True)
@@ -116,6 +124,15 @@ class Completer:
 
 
 _completer = Completer()
+_num_forks = 0  # from the first process to this one
+
+
+def end_threads() -> None:
+    """End the threads that fulfil futures, once no group is left; the next future starts others."""
+    global _completer
+    if _completer.is_idle:
+        former, _completer = _completer, Completer()
+        former.close()
 
 
 _left_in_parent: list[Completer] = []
@@ -126,12 +143,28 @@ def _begin_anew() -> None:
 
     Destroying the queue that one of them waits on would hang.
     """
-    global _completer
+    global _completer, _num_forks
     _left_in_parent.append(_completer)
     _completer = Completer()
+    _num_forks += 1
 
 
 os.register_at_fork(after_in_child=_begin_anew)
+
+
+class _Over:
+    """Stands for the handle of an operation that is over: a work that somebody keeps holds nothing of its group."""
+
+    done = True
+
+    def __init__(self, error: BaseException | None, source: int) -> None:
+        self._error, self.source = error, source
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def require_reachable(self) -> None:
+        pass
 
 
 class PhalanxWork(Work):
@@ -167,17 +200,40 @@ class PhalanxWork(Work):
         # Its own, because a signal handler that interrupts its holder may wait for another work; reentrant, because the
         # handler may finish this one.
         self._lock = threading.RLock()
-        self._completer = _completer
+        self._num_forks = _num_forks
 
     def _finish(self) -> None:
-        is_forked = self._completer is not _completer  # the lock's holder may have stayed in the parent
+        is_forked = self._num_forks != _num_forks  # the lock's holder may have stayed in the parent
         with contextlib.nullcontext() if is_forked else self._lock:
             if self._settle is not None:
                 self._settle()  # again, where a signal handler interrupted it: whoever returns must see all of it
                 self._settle = None
             self._keep = None
-        if self._release is not None:
-            self._release(self)
+        release = self._release
+        if release is not None:
+            self._part(None)
+            release(self)
+
+    def _part(self, error: BaseException | None) -> None:
+        """Hold the core no longer: the operation is over."""
+        self._wait = self._release = None  # before the handle: see wait()
+        self._handle = _Over(error, getattr(self._handle, "source", -1))
+
+    def let_go(self) -> None:
+        """Hold the core no longer if the operation is over, however it ended. Its tensors are settled by who waits."""
+        handle, wait = self._handle, self._wait
+        if wait is None:
+            return
+        error: BaseException | None = None
+        try:
+            if not wait(handle, _MOMENT_S):
+                return
+        except Exception as failure:
+            error = failure.with_traceback(None)
+        is_unheard = not handle.done  # what the group left behind is over without a word to who has its future
+        self._part(error)
+        if is_unheard and "_futures" in self.__dict__:
+            self.fulfil()
 
     @property
     def over(self) -> bool:
@@ -186,13 +242,23 @@ class PhalanxWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is over; raise what it failed with. A `timeout` of 0 is none, as in torch."""
-        if self._handle is not None and self._wait is not None:
-            seconds = timeout.total_seconds() if timeout is not None else 0.0
-            if seconds < 0:
-                raise ValueError(f"timeout must be at least 0 s (0: for ever), got {seconds:g} s")
-            if not self._wait(self._handle, seconds):
+        handle, wait = self._handle, self._wait  # in this order: another thread may part them from the core
+        if handle is None:
+            return True
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        if seconds < 0:
+            raise ValueError(f"timeout must be at least 0 s (0: for ever), got {seconds:g} s")
+        if wait is None:
+            if (error := self.exception()) is not None:
+                raise error
+        else:
+            try:
+                is_over = wait(handle, seconds)
+            finally:
+                del wait  # the frame may live on in a traceback, and the core with it
+            if not is_over:
                 raise TimeoutError(f"the operation is not done after {seconds} s; it goes on, wait for it again")
-            self._finish()
+        self._finish()
         return True
 
     def synchronize(self) -> None:
