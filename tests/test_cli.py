@@ -110,3 +110,60 @@ def test_every_command_prints_names_that_the_output_cannot_encode(tmp_path):
     assert done.stdout.count(b"exit code 0\n") == len(calls), done
     assert Path(os.fsdecode(done.stdout.splitlines()[0])) == folder / "report.html"
     assert "größe-\\udcff/logs".encode() in done.stderr
+
+
+_COMMANDS = [
+    ["--help"],
+    ["--version"],
+    ["run", "--help"],
+    ["run", "--dry-run", "--nproc-per-node", "2", "train.py"],
+    ["report", "run"],
+    ["verify-resume", "--help"],
+    ["doctor", "--help"],
+    ["doctor", "--no-engines"],
+    ["ckpt", "--help"],
+    ["ckpt", "show", "--help"],
+    ["ckpt", "show", "run/ckpt"],
+]
+
+
+@pytest.fixture
+def folder_with_a_run(tmp_path):
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    run.steps(1, 3)
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    phalanx.checkpoint.save(tmp_path / "run" / "ckpt", {"weight": torch.ones(3)}, step=1)
+    phalanx.checkpoint.wait()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("unbuffered", "commands"),
+    [("", _COMMANDS), ("1", [*_COMMANDS[1:5], _COMMANDS[-1]])],
+    ids=["buffered", "unbuffered"],
+)
+def test_every_command_ends_quietly_when_its_reader_has_gone(folder_with_a_run, unbuffered, commands):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    started = [
+        subprocess.Popen(
+            [*PHALANX, *args],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            cwd=folder_with_a_run,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+        for args in commands
+    ]
+    os.close(write_end)
+    ended = [(done.communicate(timeout=60)[1], done.returncode) for done in started]
+    assert ended == [(b"", 141)] * len(commands)
+
+
+def test_a_message_that_nobody_reads_is_no_traceback(tmp_path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run([*PHALANX, "fly"], stdout=write_end, stderr=write_end, timeout=60)
+    os.close(write_end)
+    assert done.returncode == 141

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -23,9 +26,36 @@ _VERIFY_RESUME = "phalanx verify-resume --nproc-per-node 2 train.py [args]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit code: 2 for a mistake in the command line."""
+    """Run one subcommand and return the exit code: 2 for a mistake in the command line.
+
+    Where whoever reads our output goes before its end, as ``head`` does, it is that of a program that SIGPIPE ends.
+    """
     _print_any_name()
-    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _command(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if not _drop_output_without_reader():
+            raise
+        return 128 + signal.SIGPIPE
+
+
+def _drop_output_without_reader() -> bool:
+    """Let what is left for a reader who has gone vanish, so that Python does not try it again; whether there is one."""
+    waiting = select.poll()
+    for fd in (1, 2):
+        waiting.register(fd, 0)
+    gone = [fd for fd, event in waiting.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for fd in gone:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), fd)
+    return bool(gone)
+
+
+def _command(args: list[str]) -> int:
     if args[:1] == ["run"]:
         return _run(args[1:])
     if args[:1] == ["report"]:
@@ -88,9 +118,10 @@ def _report(args: list[str]) -> int:
     if len(args) != 1:
         return _refuse("phalanx report", f"one folder is needed, got {len(args)}", right=_REPORT)
     try:
-        print(write_report(args[0]))
+        page = write_report(args[0])
     except (OSError, ValueError) as error:
         return _refuse("phalanx report", str(error), right=_REPORT)
+    print(page)
     return 0
 
 
