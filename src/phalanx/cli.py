@@ -24,6 +24,14 @@ _REPORT = "phalanx report FOLDER"
 _CKPT = "phalanx ckpt ls|show|verify|diff|export FOLDER"
 _VERIFY_RESUME = "phalanx verify-resume --nproc-per-node 2 train.py [args]"
 
+_HELP = {
+    RIGHT_CALL: "start a script on several ranks, with torchrun's flags",
+    _DOCTOR: "try whether this machine can train, and hosts reach each other",
+    _REPORT: "write the report of a run, finished or not",
+    _CKPT: "look at checkpoints, verify, compare and export them",
+    _VERIFY_RESUME: "prove that a script with a Trainer resumes to the same bits",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code: 2 for a mistake in the command line.
@@ -71,8 +79,8 @@ def _command(args: list[str]) -> int:
     if args[:1] == ["verify-resume"]:
         return _verify_resume(args[1:])
     if args[:1] in (["-h"], ["--help"]):
-        usage = "\n       ".join((RIGHT_CALL, _DOCTOR, _REPORT, _CKPT, _VERIFY_RESUME))
-        print(f"usage: {usage}\n\nphalanx run --help lists the flags.")
+        lines = "\n".join(f"  {call}\n      {what}" for call, what in _HELP.items())
+        print(f"usage:\n{lines}\n\nEach lists its flags with --help.")
         return 0
     if args[:1] == ["--version"]:
         print(f"phalanx {phalanx.__version__}")
@@ -128,8 +136,8 @@ def _report(args: list[str]) -> int:
 def _verify_resume(args: list[str]) -> int:
     if args in (["-h"], ["--help"]):
         print(
-            f"usage: {_VERIFY_RESUME}\n\nRuns a script that trains with a Trainer whole, with a rank killed, and "
-            "preempted and started again; says whether all end with the same bits. Takes the flags of phalanx run."
+            f"usage: {_VERIFY_RESUME}\n\nRuns a script that trains with a Trainer whole, with a rank killed, and\n"
+            "preempted and started again; says whether all end with the same bits.\nTakes the flags of phalanx run."
         )
         return 0
     try:

@@ -66,7 +66,9 @@ def main(args: Sequence[str]) -> int:
 
 
 def _parse(name: str, args: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog=f"phalanx ckpt {name}", usage=_CALLS[name], description=_HELP[name], allow_abbrev=False)
+    parser = _Parser(
+        prog=f"phalanx ckpt {name}", usage=f"\n  {_CALLS[name]}", description=_HELP[name], allow_abbrev=False
+    )
     parser.add_argument("folder", metavar="FOLDER")
     if name == "diff":
         parser.add_argument("others", nargs="+", metavar="STEP")
