@@ -23,13 +23,13 @@ TESTS ?= tests
 demo: $(VENV)/built
 	$(BIN)/phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_digits.py --out runs/digits --fresh
 	@echo
-	@echo "That was: phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_digits.py"
-	@echo "          --out runs/digits --fresh"
+	@echo "That was: phalanx run --nproc-per-node 2 --max-restarts 3 \\"
+	@echo "              examples/train_digits.py --out runs/digits --fresh"
 	@echo "Look at runs/digits/report.html. The command phalanx is in $(VENV), so go on with"
 	@echo "    source $(BIN)/activate"
 	@echo "    phalanx run --max-restarts 3 examples/train_digits.py --epochs 100"
-	@echo "and kill -9 one of its ranks from another terminal; or with your own script that"
-	@echo "calls init_process_group(\"phalanx\"). README.md shows the rest; make bench measures."
+	@echo "and kill -9 one of its ranks from another terminal; or with your own script,"
+	@echo "with init_process_group(\"phalanx\") in it. README.md shows more."
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest -m "not cluster and not slow" $(TESTS)
@@ -78,8 +78,8 @@ clean:
 
 # Dependencies first, then the package itself, so that a change of the core rebuilds only the package.
 $(VENV)/installed: requirements-dev.txt
-	@echo "Making $(VENV): downloading torch $(TORCH) and its libraries, some 3 GB that become 6 GB;"
-	@echo "several minutes. Without a GPU 0.2 GB will do: README.md, Start, says how."
+	@echo "Making $(VENV): downloading torch $(TORCH) and its libraries, some 3 GB, which"
+	@echo "become 6 GB; several minutes. README.md says how to have torch for CPUs alone."
 	$(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' requirements-dev.txt > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -r $(VENV)/requirements.txt
