@@ -23,11 +23,13 @@ TESTS ?= tests
 demo: $(VENV)/built
 	$(BIN)/phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_digits.py --out runs/digits --fresh
 	@echo
-	@echo "That was: phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_digits.py --out runs/digits --fresh"
-	@echo "Look at runs/digits/report.html. Next: your own script with init_process_group(\"phalanx\"), or"
-	@echo "      $(BIN)/phalanx run --max-restarts 3 examples/train_digits.py --epochs 100  # and kill -9 one of its ranks"
-	@echo "      $(BIN)/phalanx run examples/train_digits.py --out runs/mnist --data FOLDER_WITH_MNIST_IDX_FILES"
-	@echo "      make bench"
+	@echo "That was: phalanx run --nproc-per-node 2 --max-restarts 3 \\"
+	@echo "              examples/train_digits.py --out runs/digits --fresh"
+	@echo "Look at runs/digits/report.html. The command phalanx is in $(VENV), so go on with"
+	@echo "    source $(BIN)/activate"
+	@echo "    phalanx run --max-restarts 3 examples/train_digits.py --epochs 100"
+	@echo "and kill -9 one of its ranks from another terminal; or with your own script,"
+	@echo "with init_process_group(\"phalanx\") in it. README.md shows more."
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest -m "not cluster and not slow" $(TESTS)
@@ -76,11 +78,14 @@ clean:
 
 # Dependencies first, then the package itself, so that a change of the core rebuilds only the package.
 $(VENV)/installed: requirements-dev.txt
+	@echo "Making $(VENV): downloading torch $(TORCH) and its libraries, some 3 GB, which"
+	@echo "become 6 GB; several minutes. README.md says how to have torch for CPUs alone."
 	$(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' requirements-dev.txt > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -r $(VENV)/requirements.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(SOURCES)
+	@echo "Building phalanx: a minute or two."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	touch $@

@@ -9,6 +9,7 @@ start it as well, and go on from the newest checkpoint too.
 """
 
 import argparse
+import math
 
 import torch
 import torch.nn.functional as F
@@ -41,11 +42,15 @@ def main():
     phalanx.seed_everything(0)
     train_set, test_set = load_data(args.data)
     model = build_model()
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     num_steps = args.epochs * -(-len(train_set) // 64)
+
+    def up_and_down(step):  # of this start: a run that goes on for more epochs follows the longer curve
+        return max(0.0, math.sin(math.pi * (step + 1) / (num_steps + 1)))
+
     trainer = phalanx.Trainer(
         model, optimizer, F.cross_entropy, metrics={"accuracy": is_correct},
-        scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=num_steps),
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, up_and_down),
         max_epochs=args.epochs, global_batch_size=64, monitor="accuracy",
         folder=args.out, resume="never" if args.fresh else "auto",
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +60,29 @@ def test_a_module_and_a_program_can_be_run(tmp_path):
     assert run_phalanx("run", "--nproc-per-node=1", "--no-python", "echo", "hello").stdout == "[rank 0] hello\n"
 
 
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["run", "--nproc-per-node", "2", "-h"]])
-def test_help_is_no_mistake(args):
-    done = run_phalanx(*args)
-    assert done.returncode == 0
-    assert "phalanx run" in done.stdout
+def test_help_is_no_mistake_and_fits_80_columns():
+    commands = [["run"], ["run", "--nproc-per-node", "2"], ["doctor"], ["report"], ["verify-resume"], ["ckpt"]]
+    asked = [[*command, flag] for command in [[], *commands] for flag in ("-h", "--help")]
+    asked += [["ckpt", name, "--help"] for name in ("ls", "show", "verify", "diff", "export")]
+    # One interpreter for all, so that torch is imported once.
+    code = f"""
+import phalanx.cli
+codes = []
+for args in {asked!r}:
+    try:
+        codes.append(phalanx.cli.main(args))
+    except SystemExit as ended:
+        codes.append(ended.code)
+    print("phalanx", *args)
+assert codes == [0] * {len(asked)}, codes
+"""
+    environ = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        assert len(line) <= 80, line
+    helps = re.split(r"^phalanx.* (?:-h|--help)\n", done.stdout, flags=re.MULTILINE)
+    assert [text.startswith("usage:") for text in helps] == [True] * len(asked) + [False]
 
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
@@ -110,3 +129,60 @@ def test_every_command_prints_names_that_the_output_cannot_encode(tmp_path):
     assert done.stdout.count(b"exit code 0\n") == len(calls), done
     assert Path(os.fsdecode(done.stdout.splitlines()[0])) == folder / "report.html"
     assert "größe-\\udcff/logs".encode() in done.stderr
+
+
+_COMMANDS = [
+    ["--help"],
+    ["--version"],
+    ["run", "--help"],
+    ["run", "--dry-run", "--nproc-per-node", "2", "train.py"],
+    ["report", "run"],
+    ["verify-resume", "--help"],
+    ["doctor", "--help"],
+    ["doctor", "--no-engines"],
+    ["ckpt", "--help"],
+    ["ckpt", "show", "--help"],
+    ["ckpt", "show", "run/ckpt"],
+]
+
+
+@pytest.fixture
+def folder_with_a_run(tmp_path):
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    run.steps(1, 3)
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    phalanx.checkpoint.save(tmp_path / "run" / "ckpt", {"weight": torch.ones(3)}, step=1)
+    phalanx.checkpoint.wait()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("unbuffered", "commands"),
+    [("", _COMMANDS), ("1", [*_COMMANDS[1:5], _COMMANDS[-1]])],
+    ids=["buffered", "unbuffered"],
+)
+def test_every_command_ends_quietly_when_its_reader_has_gone(folder_with_a_run, unbuffered, commands):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    started = [
+        subprocess.Popen(
+            [*PHALANX, *args],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            cwd=folder_with_a_run,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+        for args in commands
+    ]
+    os.close(write_end)
+    ended = [(done.communicate(timeout=120)[1], done.returncode) for done in started]
+    assert ended == [(b"", 141)] * len(commands)
+
+
+def test_a_message_that_nobody_reads_is_no_traceback(tmp_path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run([*PHALANX, "fly"], stdout=write_end, stderr=write_end, timeout=60)
+    os.close(write_end)
+    assert done.returncode == 141

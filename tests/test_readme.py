@@ -45,6 +45,7 @@ def test_an_example_runs(tmp_path, example):
             "[rank 1] rank 1",
         }
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_every_launch_that_is_shown_is_understood():

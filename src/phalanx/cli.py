@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -21,11 +24,46 @@ _REPORT = "phalanx report FOLDER"
 _CKPT = "phalanx ckpt ls|show|verify|diff|export FOLDER"
 _VERIFY_RESUME = "phalanx verify-resume --nproc-per-node 2 train.py [args]"
 
+_HELP = {
+    RIGHT_CALL: "start a script on several ranks, with torchrun's flags",
+    _DOCTOR: "try whether this machine can train, and hosts reach each other",
+    _REPORT: "write the report of a run, finished or not",
+    _CKPT: "look at checkpoints, verify, compare and export them",
+    _VERIFY_RESUME: "prove that a script with a Trainer resumes to the same bits",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit code: 2 for a mistake in the command line."""
+    """Run one subcommand and return the exit code: 2 for a mistake in the command line.
+
+    Where whoever reads our output goes before its end, as ``head`` does, it is that of a program that SIGPIPE ends.
+    """
     _print_any_name()
-    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _command(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if not _drop_output_without_reader():
+            raise
+        return 128 + signal.SIGPIPE
+
+
+def _drop_output_without_reader() -> bool:
+    """Let what is left for a reader who has gone vanish, so that Python does not try it again; whether there is one."""
+    waiting = select.poll()
+    for fd in (1, 2):
+        waiting.register(fd, 0)
+    gone = [fd for fd, event in waiting.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for fd in gone:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), fd)
+    return bool(gone)
+
+
+def _command(args: list[str]) -> int:
     if args[:1] == ["run"]:
         return _run(args[1:])
     if args[:1] == ["report"]:
@@ -41,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["verify-resume"]:
         return _verify_resume(args[1:])
     if args[:1] in (["-h"], ["--help"]):
-        usage = "\n       ".join((RIGHT_CALL, _DOCTOR, _REPORT, _CKPT, _VERIFY_RESUME))
-        print(f"usage: {usage}\n\nphalanx run --help lists the flags.")
+        lines = "\n".join(f"  {call}\n      {what}" for call, what in _HELP.items())
+        print(f"usage:\n{lines}\n\nEach lists its flags with --help.")
         return 0
     if args[:1] == ["--version"]:
         print(f"phalanx {phalanx.__version__}")
@@ -88,17 +126,18 @@ def _report(args: list[str]) -> int:
     if len(args) != 1:
         return _refuse("phalanx report", f"one folder is needed, got {len(args)}", right=_REPORT)
     try:
-        print(write_report(args[0]))
+        page = write_report(args[0])
     except (OSError, ValueError) as error:
         return _refuse("phalanx report", str(error), right=_REPORT)
+    print(page)
     return 0
 
 
 def _verify_resume(args: list[str]) -> int:
     if args in (["-h"], ["--help"]):
         print(
-            f"usage: {_VERIFY_RESUME}\n\nRuns a script that trains with a Trainer whole, with a rank killed, and "
-            "preempted and started again; says whether all end with the same bits. Takes the flags of phalanx run."
+            f"usage: {_VERIFY_RESUME}\n\nRuns a script that trains with a Trainer whole, with a rank killed, and\n"
+            "preempted and started again; says whether all end with the same bits.\nTakes the flags of phalanx run."
         )
         return 0
     try:

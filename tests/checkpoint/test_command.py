@@ -275,7 +275,7 @@ def test_help_is_no_mistake(capsys, args):
     assert "phalanx ckpt export FOLDER OUT.safetensors" in capsys.readouterr().out
 
 
-def test_a_terminal_gets_a_table_and_a_reader_that_goes_is_no_error(saved):
+def test_a_terminal_gets_a_table(saved):
     command = [sys.executable, "-m", "phalanx", "ckpt", "ls", str(saved[0])]
     ours, theirs = os.openpty()
     subprocess.run(command, stdout=theirs, check=True, timeout=60)
@@ -284,9 +284,3 @@ def test_a_terminal_gets_a_table_and_a_reader_that_goes_is_no_error(saved):
     os.close(theirs)
     assert "│ 10 " in shown
     assert "│ whole" in shown
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(write_end)
-    assert done.stderr == ""
-    assert done.returncode == 141

@@ -6,11 +6,11 @@ import itertools
 import os
 import subprocess
 import sys
-import warnings
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import phalanx
@@ -112,18 +112,27 @@ def test_a_state_at_the_end_of_an_epoch_begins_the_next():
 def test_a_forgotten_set_epoch_advances_and_is_said_once_by_rank_0():
     sampler, reference = DistributedSampler(range(20), 2, 0), TorchSampler(range(20), 2, 0)
     first = list(sampler)
-    with pytest.warns(UserWarning, match="set_epoch was not called before epoch 1"):
-        second = list(sampler)
+    with pytest.warns(UserWarning, match="rank 0: DistributedSampler: set_epoch was not called before epoch 1") as said:
+        second = [index for (index,) in DataLoader(range(20), sampler=sampler, collate_fn=tuple)]
+    assert said[0].filename == __file__, "it points at the loop"
     third = list(sampler)
     for epoch, got in enumerate((first, second, third)):
         reference.set_epoch(epoch)
         assert got == list(reference)
-    silent = DistributedSampler(range(20), 2, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert list(silent) != list(silent)
-        in_order = DistributedSampler(range(20), 2, 0, shuffle=False)
-        assert list(in_order) == list(in_order)
+
+
+def test_epochs_that_somebody_keeps_are_no_mistake():
+    # Warnings are errors here.
+    other_rank = DistributedSampler(range(20), 2, 1)
+    assert list(other_rank) != list(other_rank)
+    in_order = DistributedSampler(range(20), 2, 0, shuffle=False)
+    assert list(in_order) == list(in_order)
+    saved, loaded = DistributedSampler(range(20), 2, 0), DistributedSampler(range(20), 2, 0)
+    list(saved)
+    loaded.load_state_dict(saved.state_dict())
+    assert [list(saved), list(saved)] == [list(loaded), list(loaded)]
+    loader = phalanx.DataLoader(range(20), shuffle=True, num_workers=0)
+    assert [int(index) for index in loader] != [int(index) for index in loader]
 
 
 def test_set_epoch_has_the_last_word():

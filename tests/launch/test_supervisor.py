@@ -284,13 +284,45 @@ def test_a_stopped_rank_is_ended_too(start):
     wait_for_end(pids)
 
 
-def test_a_reader_that_goes_away_ends_the_job(start):
-    job = start(2, on_cue("while True: print('x' * 1000)"))
+@pytest.mark.parametrize("merged", [False, True], ids=["stdout", "both"])
+def test_a_reader_that_goes_away_ends_the_job_and_ranks_can_save(start, tmp_path, merged):
+    source = """
+    def save(*_):
+        for _ in range(100): print("x" * 1000, flush=True)
+        open(f"saved_{RANK}", "w").close()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    """
+    stderr = {"stderr": subprocess.STDOUT} if merged else {}
+    job = start(2, textwrap.dedent(source) + textwrap.dedent(on_cue("print('x')")), **stderr)
+    if merged:
+        assert b"logs in" in job.stdout.readline()
     pids = read_pids(job, 2)
     job.stdout.close()
     os.kill(pids[0], signal.SIGUSR1)
     assert job.wait(LIMIT_S) == 128 + signal.SIGPIPE
     wait_for_end(pids)
+    assert sorted(path.name for path in tmp_path.glob("saved_*")) == ["saved_0", "saved_1"]
+    if not merged:
+        assert b"phalanx run: nobody reads our output any more: ending 2 ranks\n" in job.stderr.read()
+
+
+def test_a_reader_that_the_same_signal_ends_costs_the_ranks_no_time(start, tmp_path):
+    # As Ctrl-C does in "phalanx run train.py | tee log".
+    source = """
+    def save(*_):
+        print("saving", flush=True)
+        open("saved", "w").close()
+        sys.exit(0)
+    signal.signal(signal.SIGINT, save)
+    """
+    job = start(1, textwrap.dedent(source) + FOREVER)
+    pids = read_pids(job, 1)
+    job.stdout.close()
+    job.send_signal(signal.SIGINT)
+    assert job.wait(LIMIT_S) == 128 + signal.SIGINT
+    wait_for_end(pids)
+    assert (tmp_path / "saved").exists()
 
 
 def test_a_progress_bar_of_rank_0_lives_on_a_terminal(start):

@@ -367,9 +367,9 @@ def images(num):
     ]
 
 
-def train_on_ranks(rank, world_size, sizes):
+def train_on_ranks(rank, world_size, sizes, kind):
     torch.manual_seed(rank)
-    model = phalanx.DistributedDataParallel(phalanx.convert_sync_batchnorm(Net().double()))
+    model = kind(phalanx.convert_sync_batchnorm(Net().double()))
     model.module.load_state_dict(initial_state())
     parts = [(x.split(sizes)[rank], target.split(sizes)[rank]) for x, target in images(sum(sizes))]
     return train(model, parts, world_size / sum(sizes))  # the mean over ranks is then the mean over samples
@@ -380,12 +380,21 @@ def initial_state():
     return Net().double().state_dict()
 
 
-@pytest.mark.parametrize("sizes", [[4, 4], [1, 5], [3, 0, 4]])
-def test_training_under_ddp_equals_one_process_on_the_whole_batch(run_ranks, sizes):
+@pytest.mark.parametrize(
+    ("sizes", "kind", "backend"),
+    [
+        ([4, 4], phalanx.DistributedDataParallel, "phalanx"),
+        ([1, 5], phalanx.DistributedDataParallel, "phalanx"),
+        ([3, 0, 4], phalanx.DistributedDataParallel, "phalanx"),
+        ([1, 5], nn.parallel.DistributedDataParallel, "phalanx"),
+        ([4, 4], nn.parallel.DistributedDataParallel, "gloo"),
+    ],
+)
+def test_training_under_ddp_equals_one_process_on_the_whole_batch(run_ranks, sizes, kind, backend):
     alone = Net().double()
     alone.load_state_dict(initial_state())
     want = train(alone, images(sum(sizes)), 1 / sum(sizes))
-    for rank, state in enumerate(run_ranks(train_on_ranks, len(sizes), sizes)):
+    for rank, state in enumerate(run_ranks(train_on_ranks, len(sizes), sizes, kind, backend=backend)):
         assert state.keys() == want.keys()
         for name, value in want.items():
             assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-9), f"rank {rank}: {name}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +41,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise _Mistake(message)
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's hides that nobody reads it
+
 
 def main(args: Sequence[str]) -> int:
     """Run ``phalanx ckpt`` and return its exit code: 2 for what can't be done, with one line that says why."""
@@ -53,12 +55,9 @@ def main(args: Sequence[str]) -> int:
     try:
         if name not in _CALLS:
             raise _Mistake(f"unknown command {name!r}")
-        code = _COMMANDS[name](_parse(name, args[1:]))
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # whoever read our output has gone; nothing more is to be written at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return _COMMANDS[name](_parse(name, args[1:]))
+    except BrokenPipeError:  # whoever read our output has gone
+        raise
     except (_Mistake, Damaged, ValueError, FileNotFoundError) as error:
         _say(f"phalanx ckpt: {error}; right: {_CALLS.get(name, 'phalanx ckpt --help')}", sys.stderr)
     except OSError as error:
@@ -67,7 +66,9 @@ def main(args: Sequence[str]) -> int:
 
 
 def _parse(name: str, args: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog=f"phalanx ckpt {name}", usage=_CALLS[name], description=_HELP[name], allow_abbrev=False)
+    parser = _Parser(
+        prog=f"phalanx ckpt {name}", usage=f"\n  {_CALLS[name]}", description=_HELP[name], allow_abbrev=False
+    )
     parser.add_argument("folder", metavar="FOLDER")
     if name == "diff":
         parser.add_argument("others", nargs="+", metavar="STEP")
@@ -80,11 +81,7 @@ def _parse(name: str, args: Sequence[str]) -> argparse.Namespace:
         parser.add_argument("--rank", type=int, help="whose, where ranks have saved what is their own")
     if name == "verify":
         parser.add_argument("--all", action="store_true", help="every checkpoint of the folder")
-    try:
-        return parser.parse_args(args)
-    except SystemExit:  # of --help
-        sys.stdout.flush()
-        raise
+    return parser.parse_args(args)
 
 
 def _find(path: str, step: int | None = None) -> Checkpoint:

@@ -25,7 +25,8 @@ class DataLoader(torch_data.DataLoader[Any]):
 
     - `sampler`: a `DistributedSampler` for the ranks of the default group, if there are several and neither a sampler
       nor a batch sampler is given; `shuffle` and `drop_last` are its too. Without `drop_last` it pads when it shuffles,
-      as torch's does, and gives each sample exactly once when it does not.
+      as torch's does, and gives each sample exactly once when it does not. Its epochs advance by themselves;
+      `set_epoch` chooses another.
     - `num_workers`: one less than the CPUs that this rank is pinned to, at most 4; 0 for an ``IterableDataset``, of
       which every worker would yield every item, unless it comes from `shard_iterable`.
     - `pin_memory`: with CUDA.
@@ -79,6 +80,7 @@ class DataLoader(torch_data.DataLoader[Any]):
             sampler = DistributedSampler(
                 dataset, num_replicas, rank, is_shuffled, drop_last=drop_last, pad=is_shuffled and not drop_last
             )
+            sampler.expects_set_epoch = False  # nobody else has it in hand
             shuffle = None
         if num_workers:
             keep_paths_short()

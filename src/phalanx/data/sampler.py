@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data import distributed as torch_distributed
 
+from phalanx.data.epochs import warn_caller
 from phalanx.data.place import rank_and_size
 
 
@@ -18,7 +18,8 @@ class DistributedSampler(torch_distributed.DistributedSampler):
 
     The order of an epoch is a pure function of seed, epoch and the dataset's length: rank r of W takes places r, r + W,
     r + 2 W, ... of it, whatever W is. An epoch that begins without `set_epoch` is the one after the last: a forgotten
-    `set_epoch` is said once and repeats no order.
+    `set_epoch` repeats no order. It is said once, unless somebody else keeps the epoch: the loader that made this
+    sampler, or a script that saves and loads its state.
 
     Args:
         dataset: Anything with a length.
@@ -54,7 +55,7 @@ class DistributedSampler(torch_distributed.DistributedSampler):
         self._num_taken = 0  # by this rank since then
         self._is_running = False  # an iteration has begun since the epoch was set
         self._is_over = False  # and has come to its end
-        self._has_said = False
+        self.expects_set_epoch = True  # False: an epoch that begins without it is nobody's mistake
 
     def __len__(self) -> int:
         """Return how many samples a whole epoch gives this rank."""
@@ -82,6 +83,7 @@ class DistributedSampler(torch_distributed.DistributedSampler):
                 sampler, which a loader with workers does ahead of time.
             is_over: Whether this rank has come to its end of the epoch; default: whether the sampler has.
         """
+        self.expects_set_epoch = False
         length = len(self.dataset)  # type: ignore[arg-type]
         if not self._is_running:  # what a loader has counted was of an epoch before
             num_taken, is_over = 0, False
@@ -106,6 +108,7 @@ class DistributedSampler(torch_distributed.DistributedSampler):
         for name, value in ours.items():
             if state[name] != value:
                 raise ValueError(f"this sampler's {name} is {value}, and the state was taken with {state[name]}")
+        self.expects_set_epoch = False
         self.epoch = state["epoch"]
         self._start = state["place"]
         self._num_taken = 0
@@ -114,12 +117,12 @@ class DistributedSampler(torch_distributed.DistributedSampler):
     def _begin_next_epoch(self) -> None:
         self.epoch += 1
         self._start = 0
-        if self.shuffle and not self._has_said and self.rank == 0:
-            self._has_said = True
-            warnings.warn(
-                f"DistributedSampler: set_epoch was not called before epoch {self.epoch}; it was advanced, so that the "
-                "order is a new one. Call sampler.set_epoch(epoch) before each epoch to have it in your hand",
-                stacklevel=3,
+        if self.shuffle and self.expects_set_epoch and self.rank == 0:
+            self.expects_set_epoch = False
+            warn_caller(
+                f"rank 0: DistributedSampler: set_epoch was not called before epoch {self.epoch}. The sampler has "
+                "gone on to that epoch by itself, in a new order; a job that resumes would begin with epoch 0 again. "
+                "Add before the loop over the batches: sampler.set_epoch(epoch)"
             )
 
     def _order(self) -> list[int]:

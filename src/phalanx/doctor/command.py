@@ -117,14 +117,15 @@ def _say(line: str) -> None:
 
 
 def help_text() -> str:
-    """Return what ``phalanx doctor --help`` prints."""
-    lines = [
-        f"usage: {RIGHT_CALL}",
-        "",
-        "Tries whether this host can train, in a few seconds, and says what is wrong and what to do. Started on each",
-        "host of a job with the flags of its phalanx run (or under srun or mpirun), also whether the hosts reach each",
-        "other: host 0 prints the table of all. Exit code 1 if there is a problem. Takes every flag of phalanx run;",
-        "these matter:",
-        *describe([*FLAGS, GROUPS["Ranks"][0], *GROUPS["Several nodes"][:4]]),
-    ]
+    """Return what ``phalanx doctor --help`` prints, for 80 columns."""
+    import textwrap
+
+    about = (
+        "Tries whether this host can train, in a few seconds, and says what is wrong and what to do. Started on each "
+        "host of a job with the flags of its phalanx run (or under srun or mpirun), also whether the hosts reach each "
+        "other: host 0 prints the table of all. Exit code 1 if there is a problem. Takes every flag of phalanx run; "
+        "these matter:"
+    )
+    matter = describe([*FLAGS, GROUPS["Ranks"][0], *GROUPS["Several nodes"][:4]])
+    lines = [f"usage: {RIGHT_CALL}", "", *textwrap.wrap(about, 80), *matter]
     return "\n".join(lines)

@@ -46,11 +46,15 @@ class Screen:
 
     Args:
         is_ending: Asked while nobody reads: whether to drop the rest.
+        on_closed: Called once, when whoever read this output has gone.
     """
 
-    def __init__(self, fd: int, is_ending: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, fd: int, is_ending: Callable[[], bool] = lambda: False, on_closed: Callable[[], None] = lambda: None
+    ) -> None:
         self.fd = fd
         self._is_ending = is_ending
+        self._on_closed = on_closed
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self.is_terminal = os.isatty(fd)
@@ -70,11 +74,7 @@ class Screen:
             self.write(b"\n")
 
     def write(self, data: bytes) -> None:
-        """Write all of `data`; once that has failed, such as for a full disk, say so and let the job go on.
-
-        Raises:
-            BrokenPipeError: The reader has gone.
-        """
+        """Write all of `data`; once that has failed, such as for a full disk, say so and drop the rest."""
         view = memoryview(data)
         try:
             while view and not self._is_broken:
@@ -84,7 +84,8 @@ class Screen:
                 with contextlib.suppress(BlockingIOError):
                     view = view[os.write(self.fd, view[:_ATOMIC_BYTES]) :]
         except BrokenPipeError:
-            raise
+            self._is_broken = True
+            self._on_closed()
         except OSError as error:
             self._is_broken = True
             with contextlib.suppress(OSError):

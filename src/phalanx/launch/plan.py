@@ -46,7 +46,7 @@ class Plan:
         for rank, share in enumerate(job.divide(most).shares):
             where = f"CPUs {format_ranges(share.cpus)}" if share.cpus else "any CPU"
             rows.append((f"local rank {rank}", f"{share.num_threads} thread{'s' * (share.num_threads != 1)}", where))
-        widths = [max(len(str(row[column])) for row in rows) for column in (0, 1)]
+        widths = [max(len(str(row[column])) for row in rows if row[2]) for column in (0, 1)]
         lines = [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {origin}".rstrip() for name, value, origin in rows]
         lines.append(f"phalanx run: {job.note}")
         if least < most:

@@ -45,7 +45,8 @@ def run(job: Job) -> int:
     """Run `job` and return the exit code for the shell.
 
     0 if every rank exits with 0. Otherwise the code of the rank that was the cause, 128 plus the signal if one ended
-    it. When the supervisor itself is told to end while ranks live: 128 plus that signal. Nothing that the job has
+    it. When the supervisor itself is told to end while ranks live: 128 plus that signal; whoever read its output and
+    has gone is such a signal, SIGPIPE. Nothing that the job has
     started lives when this returns; signals are held back from then on, since the outcome is decided.
     """
     if job.master_port and job.node_rank == 0 and (problem := port_problem(job.master_port)):
@@ -61,10 +62,7 @@ def run(job: Job) -> int:
         print(f"phalanx run: can't write to --log-dir {job.log_dir}: {error.strerror}", file=sys.stderr)
         return 1
     with Supervisor(job, folder) as supervisor:
-        try:
-            return supervisor.run()
-        except BrokenPipeError:  # whoever read our output has gone
-            return 128 + signal.SIGPIPE
+        return supervisor.run()
 
 
 class Supervisor:
@@ -73,7 +71,7 @@ class Supervisor:
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._job = job
         self._folder = folder
-        self._out, self._err = Screen(_STDOUT, self._is_ending), Screen(_STDERR, self._is_ending)
+        self._out, self._err = (Screen(fd, self._is_ending, self._lose_reader) for fd in (_STDOUT, _STDERR))
         if self._out.is_terminal and self._err.is_terminal:
             self._err = self._out  # one cursor, so one account of where it stands
         self._selector = selectors.DefaultSelector()
@@ -416,18 +414,26 @@ class Supervisor:
             elif sig in _ONLY_FORWARDED:  # to ranks alone: what they have started would mostly die of it
                 living_pids = [rank.pid for rank in self._ranks if rank.pid and rank.end is None]
                 self._warden.signal(sig, living_pids, groups=False)
-            elif self.received is not None:  # asked a second time: at once
+            elif self.received not in (None, signal.SIGPIPE):  # asked a second time: at once
                 self._end_ranks(signal.SIGKILL)
             elif self._job.max_nodes == 1 and self._ranks and all(rank.has_ended() for rank in self._ranks):
                 self._late = sig  # the outcome is decided, unless ranks are to be started again
             else:
                 self.received = sig
                 living = sum(rank.end is None for rank in self._ranks)
-                self.say(f"{signal.Signals(sig).name}: ending {living} rank{'s' * (living != 1)}")
+                why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
+                self.say(f"{why}: ending {living} rank{'s' * (living != 1)}")
                 if sig == signal.SIGINT:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()
-                self._end_ranks(sig)
+                self._end_ranks(signal.SIGTERM if sig == signal.SIGPIPE else sig)
+
+    def _lose_reader(self) -> None:
+        """End as on a signal, so that ranks can save. Where one has come, it has ended our reader, too: Ctrl-C does."""
+        if not self._is_ending():
+            self._unhandled.append(signal.SIGPIPE)
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._wake_write, b"\0")
 
     def _is_ending(self) -> bool:
         """Whether we have been told to end: then output that nobody reads must not hold us up."""

@@ -11,12 +11,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """torch's SyncBatchNorm, on the CPU too: statistics are those of one batch that holds the samples of all ranks.
 
     Forward and backward equal `BatchNorm*d` of one process on the whole batch up to rounding, however unequal the
     ranks' batches are (one may be empty). Inputs have shape (N, C, ...), statistics are kept in float32 at least.
     Gradients of weight and bias are those of this rank's samples, as torch's: DistributedDataParallel averages them.
+    It is no subclass of torch's, which torch's DistributedDataParallel refuses on a CPU.
 
     Args: as torch's; `process_group` is the group to normalize over, by default the whole world.
 
@@ -25,12 +26,30 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     Source: Chan, Golub, LeVeque 1979 for joining the statistics of the ranks.
     """
 
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,  # bias: not in every torch
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
+        self.process_group = process_group
+
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
+
     def forward(self, input: Tensor) -> Tensor:
         group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
         if not self.training or group is None or dist.get_world_size(group) == 1:
-            return _BatchNorm.forward(self, input)
+            return super().forward(input)
         if input.is_cuda:
-            return super().forward(input)  # torch's own kernels
+            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type] # torch's own kernels
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         output, mean, var, count = _Normalize.apply(input, self.weight, self.bias, self.eps, group)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from phalanx.data.epochs import repeated_orders
 from phalanx.parallel.buckets import Bucket, CommHook, make_buckets
 from phalanx.parallel.group import group_or_world
 
@@ -49,6 +50,7 @@ class DistributedDataParallel(nn.Module, Joinable):
       this one counts as zeros; where no rank had one, ``.grad`` stays as it was. They are named once per rank, unless
       `find_unused_parameters` says that they are expected.
     - Models whose parameters differ between ranks raise one error on all ranks that names the first difference.
+    - A loop that forgets ``set_epoch`` of torch's DistributedSampler hears of it, once and on rank 0.
     - ``grad_norm()``; parameters may be frozen and unfrozen at any time; SyncBatchNorm works on the CPU too (as
       :class:`phalanx.SyncBatchNorm`).
     - `gradient_as_bucket_view` is on by default: ``.grad`` are views of the buckets.
@@ -120,6 +122,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if init_sync:
             self._broadcast_state(0, with_buffers)
         self._build()
+        if dist.get_rank() == 0:
+            repeated_orders.watch(self)
         if find_unused_parameters and static_graph:
             warnings.warn("find_unused_parameters and static_graph are both unneeded here", stacklevel=2)
 
@@ -351,6 +355,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 if len(bucket.used) < len(bucket.parameters):
                     unused += [self._names[p] for p in bucket.parameters if p not in bucket.used]
                 bucket.used.clear()
+        repeated_orders.count_pass()
         if unused and not self.find_unused_parameters and not self._named_unused:
             self._name_unused(unused)
 
