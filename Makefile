@@ -25,7 +25,7 @@ demo: $(VENV)/built
 	@echo
 	@echo "That was: phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_digits.py --out runs/digits --fresh"
 	@echo "Look at runs/digits/report.html. Next: your own script with init_process_group(\"phalanx\"), or"
-	@echo "      $(BIN)/phalanx run --max-restarts 3 examples/train_digits.py --epochs 100  # and kill -9 one of its ranks"
+	@echo "      $(BIN)/phalanx run --max-restarts 3 examples/train_digits.py --epochs 100 --out runs/long  # and kill -9 one of its ranks"
 	@echo "      $(BIN)/phalanx run examples/train_digits.py --out runs/mnist --data FOLDER_WITH_MNIST_IDX_FILES"
 	@echo "      make bench"
 

@@ -71,9 +71,12 @@ def largest(numbers: Sequence[int]) -> list[int]:
 
 
 def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None) -> None:
-    """Raise on every rank what any rank has found wrong, each rank's in a line."""
+    """Raise on every rank what any rank has found wrong, each rank's in a line; once if all say the same."""
     found = {rank: printable(problem, keep="\n\t") for rank, problem in enumerate(problems) if problem}
     if found:
         lines = "\n".join(f"rank {rank}: {problem}" for rank, problem in found.items())
+        if len(found) == len(problems) > 1 and len({*found.values()}) == 1:
+            message = f"checkpoint.{op}: ranks 0 to {len(found) - 1}: {found[0]}"
+            raise CheckpointError(message, op=op, ranks=tuple(found)) from cause
         message = f"checkpoint.{op}: {lines}" if len(found) == 1 else f"checkpoint.{op}:\n{lines}"
         raise CheckpointError(message, op=op, ranks=tuple(found)) from cause
