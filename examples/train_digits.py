@@ -4,9 +4,9 @@
     phalanx run --max-restarts 3 examples/train_digits.py --epochs 100 --out runs/long
     kill -9 PID  # in another terminal, one of the processes that it names: the ranks go on from the last snapshot
 
-Started again it goes on from the newest checkpoint in the run's folder, runs/train_digits or --out; --fresh begins anew.
-More epochs stretch the schedule of the learning rate, which makes another run: it needs a folder of its own. torchrun and
-plain python start it as well, and go on from the newest checkpoint too.
+Started again it goes on from the newest checkpoint in the run's folder, runs/train_digits or --out; --fresh begins
+anew. More epochs stretch the schedule of the learning rate, which makes another run: it needs a folder of its own.
+torchrun and plain python start it as well, and go on from the newest checkpoint too.
 """
 
 import argparse

@@ -274,7 +274,7 @@ class Trainer:
         if may_force:
             state |= {name: Unforced(state[name], new) for name in ("scaler", "scheduler") if name in state}
             state["data"] = ForcedFeed(self._feed, new)
-        loaded = checkpoint.load(self.checkpoints, state, strict=not may_force)
+        loaded = checkpoint.load(self.checkpoints, state, strict=not may_force, missing="ignore")
         if new.is_forced:
             self._hyperparameters.give_again(self.optimizer, keep_state="optimizer" not in new.changed)
             if self.scheduler is not None and not self._is_plateau:
