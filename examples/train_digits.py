@@ -1,11 +1,12 @@
 """Train a small CNN on handwritten digits with several ranks; kill one, and it goes on.
 
     phalanx run --nproc-per-node 2 examples/train_digits.py
-    phalanx run --max-restarts 3 examples/train_digits.py --epochs 100
+    phalanx run --max-restarts 3 examples/train_digits.py --epochs 100 --out runs/long
     kill -9 PID  # in another terminal, one of the processes that it names: the ranks go on from the last snapshot
 
-Started again it goes on from the newest checkpoint in runs/train_digits; --fresh begins anew. torchrun and plain python
-start it as well, and go on from the newest checkpoint too.
+Started again it goes on from the newest checkpoint in the run's folder, runs/train_digits or --out; --fresh begins
+anew. More epochs stretch the schedule of the learning rate, which makes another run: it needs a folder of its own.
+torchrun and plain python start it as well, and go on from the newest checkpoint too.
 """
 
 import argparse

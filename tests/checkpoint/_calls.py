@@ -81,7 +81,7 @@ def a_state_dict_that_raises_on_one_rank_is_told_on_all(rank, world_size, folder
     mine = Broken() if rank == world_size - 1 else torch.nn.Identity()
     with pytest.raises(CheckpointError, match=f"rank {world_size - 1}: AttributeError: no such field$"):
         ckpt.save(folder, {"thing": mine}, 2)
-    with pytest.raises(CheckpointError, match=f"rank {world_size - 1}: AttributeError: no such field either"):
+    with pytest.raises(CheckpointError, match=f"rank {world_size - 1}: thing: AttributeError: no such field either"):
         ckpt.load(folder, {"thing": mine}, strict=False)
     assert names_in(folder) == ["latest", "step-00000001"]
 
@@ -245,6 +245,6 @@ def nothing_whole_is_an_error_and_changes_nothing(rank, world_size, folder):
     if world_size > 1:
         dist.barrier()
     state = {"x": torch.zeros(5)}
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint: .*was altered"):
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*was altered"):
         ckpt.load(folder, state)
     assert state["x"].eq(0).all()

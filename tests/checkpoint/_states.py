@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+import io
+import os
 import pathlib
 import random
+import re
 import warnings
 from typing import Any, NamedTuple
 
@@ -156,7 +160,7 @@ def equal_paths_are_different_tensors(rank, world_size, folder):
 @behaviour
 def what_would_have_to_be_pickled_is_named_on_every_rank(rank, world_size, folder):
     for value in (object(), lambda: 0, torch.Generator(), numpy.array([object()]), range(3), {b"k": 1}):
-        with pytest.raises(CheckpointError, match=r"rank 0: .*model\.2\.thing.*can't be saved"):
+        with pytest.raises(CheckpointError, match=r"ranks? 0.*: model\.2\.thing.*can't be saved"):
             ckpt.save(folder, {"model": [0, 0, {"thing": value}]}, 1)
     with pytest.raises(CheckpointError, match=r"thing is a tensor that is torch\.sparse_coo"):
         ckpt.save(folder, {"thing": torch.ones(2, 2).to_sparse()}, 1)
@@ -484,9 +488,11 @@ def only_what_is_asked_for_is_loaded(rank, world_size, folder):
 @behaviour
 def an_entry_that_the_checkpoint_lacks_is_refused_unless_told(rank, world_size, folder):
     save(folder, {"epoch": 3, "part": {"weight": torch.ones(2)}})
-    with pytest.raises(CheckpointError, match="the checkpoint has no 'lr', but 'epoch', 'part'"):
+    with pytest.raises(
+        CheckpointError, match=f"of step 1 from {folder}: .*the checkpoint has no 'lr', but 'epoch', 'part'"
+    ):
         ckpt.load(folder, {"epoch": 0, "lr": 1.0})
-    with pytest.raises(CheckpointError, match="the checkpoint has no 'bias', but 'weight'"):
+    with pytest.raises(CheckpointError, match="part: the checkpoint has no 'bias', but 'weight'"):
         ckpt.load(folder, {"part": {"weight": torch.ones(2), "bias": torch.ones(2)}})
     state = {"epoch": 0, "lr": 1.0}
     ckpt.load(folder, state, strict=False)
@@ -497,11 +503,60 @@ def an_entry_that_the_checkpoint_lacks_is_refused_unless_told(rank, world_size, 
 def another_model_is_refused_on_every_rank(rank, world_size, folder):
     save(folder, {"model": nn.Linear(3, 3)})
     mine = nn.Linear(3, 4) if rank == world_size - 1 else nn.Linear(3, 3)
-    with pytest.raises(CheckpointError, match=f"(?s)rank {world_size - 1}: .*size mismatch for weight"):
+    told = (
+        f"of step 1 from {folder}: rank {world_size - 1}: model: 2 of another shape (weight is float32[3, 3] there and "
+    )
+    with pytest.raises(CheckpointError, match=re.escape(told)):
         ckpt.load(folder, {"model": mine})
     for wrong in ({"model": [torch.ones(1)]}, {"model": {"weight": {"x": torch.ones(1)}}}):
         with pytest.raises(CheckpointError, match=r"where a (list of 1|mapping) is wanted"):
             ckpt.load(folder, wrong)
+
+
+@behaviour
+def what_does_not_fit_is_told_once_with_counts_and_the_first_names(rank, world_size, folder):
+    def layers(first, last):
+        return nn.ModuleDict({f"l{i}": nn.Linear(2, 2, bias=False) for i in range(first, last)})
+
+    state = {"a": {"model": layers(0, 4)}, "optimizer": torch.optim.SGD(layers(0, 4).parameters())}
+    save(folder, state, 3)
+    ranks = "rank 0" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+    with pytest.raises(CheckpointError) as caught:
+        ckpt.load(folder, {"a": {"model": layers(3, 10)}})
+    assert str(caught.value) == (
+        f"checkpoint.load of step 3 from {folder}: {ranks}: a: model: "
+        "6 missing in the checkpoint (l4.weight, l5.weight, l6.weight, l7.weight, l8.weight and 1 more), "
+        "3 unexpected in it (l0.weight, l1.weight, l2.weight); "
+        "make the model as it was when it was saved, or pass strict=False"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"optimizer: groups of \[4\] parameters there and of \[7\] here; make it of"
+    ):
+        ckpt.load(folder, {"optimizer": torch.optim.SGD(layers(3, 10).parameters())})
+
+
+@behaviour
+def tensors_of_inference_mode_come_back_in_either_mode(rank, world_size, folder):
+    with torch.inference_mode():
+        linear, mine = nn.Linear(3, 3), torch.arange(5.0)
+        save(folder, {"model": linear, "x": mine, "y": mine + 1})
+        weight = linear.weight.clone()
+        linear.weight.zero_()
+        mine.zero_()
+        new = {"model": nn.Linear(3, 3), "y": None}
+        ckpt.load(folder, new)
+        assert torch.equal(new["model"].weight, weight)
+    state = {"model": linear, "x": mine, "y": torch.zeros(5)}
+    ckpt.load(folder, state)
+    assert torch.equal(linear.weight, weight)
+    assert state["x"] is mine
+    assert mine.tolist() == [0, 1, 2, 3, 4]
+    assert not state["y"].is_inference()
+    assert not new["y"].is_inference()  # whatever mode it was loaded in
+    plain = nn.Linear(3, 3)
+    ckpt.load(folder, {"model": plain})
+    plain(torch.ones(3)).sum().backward()
+    assert torch.equal(plain.weight, weight)
 
 
 @behaviour
@@ -542,7 +597,34 @@ def saving_a_step_again_replaces_it(rank, world_size, folder):
 
 
 @behaviour
-def nothing_yet_is_no_error(rank, world_size, folder):
-    assert ckpt.load(folder, {"x": 0}) is None
+def nothing_yet_is_no_error_but_a_line_unless_it_is_to_be_one(rank, world_size, folder):
+    def said(**options):
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            assert ckpt.load(folder, {"x": 0}, **options) is None
+        return printed.getvalue()
+
+    for told in (f"{folder} is no folder", f"{folder} holds no checkpoint"):
+        assert said() == (f"phalanx: checkpoint.load: {told}: beginning anew\n" if rank == 0 else "")
+        assert said(missing="ignore") == ""
+        with pytest.raises(CheckpointError, match=f"{told}: name the folder of a run or of its checkpoints"):
+            ckpt.load(folder, {"x": 0}, missing="error")
+        if world_size > 1:
+            dist.barrier()
+        os.makedirs(folder, exist_ok=True)
+        if world_size > 1:
+            dist.barrier()
+    with pytest.raises(ValueError, match="missing must be"):
+        ckpt.load(folder, {"x": 0}, missing="fail")
     with pytest.raises(CheckpointError, match="no checkpoint of step 3, but of none"):
         ckpt.load(folder, {"x": 0}, 3)
+
+
+@behaviour
+def the_folder_of_a_run_stands_for_its_checkpoints(rank, world_size, folder):
+    save(f"{folder}/checkpoints", {"x": 5}, 2)
+    state = {"x": 0}
+    assert ckpt.load(folder, state, missing="error") == ckpt.Loaded(2, "disk")
+    assert state == {"x": 5}
+    assert ckpt.load(folder, state, 2) == ckpt.Loaded(2, "disk")
+    save(folder, {"x": 6}, 1)  # its own come first
+    assert ckpt.load(folder, state) == ckpt.Loaded(1, "disk")

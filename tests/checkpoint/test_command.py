@@ -82,6 +82,13 @@ def test_ls_has_a_line_for_each(saved, ckpt):
     assert lines[2].split()[-2:] == ["2", "whole"]
 
 
+def test_the_folder_of_a_run_stands_for_its_checkpoints(saved, ckpt, tmp_path):
+    (tmp_path / "checkpoints").symlink_to(saved[0])
+    for name, *options in (["ls"], ["show", "--step", 10], ["verify", "--all"], ["diff", 10, 20]):
+        assert ckpt(name, tmp_path, *options) == ckpt(name, saved[0], *options)
+    assert ckpt("export", tmp_path, tmp_path / "m.pt")[0] == 0
+
+
 def test_ls_names_damage_that_the_manifest_tells(damaged, ckpt):
     (damaged / "step-00000010" / "rank_00000.safetensors").write_bytes(b"short")
     code, lines, _ = ckpt("ls", damaged)
@@ -208,6 +215,7 @@ def test_every_dtype_is_exported_or_refused(ckpt, tmp_path):
         (["fly"], "unknown command 'fly'; right: phalanx ckpt --help"),
         (["ls"], "the following arguments are required: FOLDER; right: phalanx ckpt ls FOLDER"),
         (["ls", "none"], "none is no folder"),
+        (["ls", "."], ". holds no checkpoint"),
         (["show", "none"], "none is no folder"),
         (["show", "SAVED", "--step", "7"], "has no checkpoint of step 7, but of 10, 20, 30"),
         (["show", "SAVED", "--step", "x"], "argument --step: invalid int value: 'x'"),
@@ -261,7 +269,7 @@ def test_nor_does_it_in_an_error(tmp_path):
     assert str(caught.value).isprintable()
     module = torch.nn.Linear(1, 1)
     save(tmp_path, {"model": {**module.state_dict(), EVIL: torch.ones(1)}}, 2)
-    with pytest.raises(CheckpointError, match="Unexpected key") as caught:
+    with pytest.raises(CheckpointError, match="1 unexpected in it") as caught:
         load(tmp_path, {"model": module})
     assert "\x1b" not in str(caught.value)
     del caught

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 import phalanx.checkpoint as ckpt
 from phalanx import CheckpointError
 from phalanx.checkpoint import folder
+from phalanx.checkpoint.blocks import _do_tile
 from phalanx.checkpoint.image import Part, fill, lay_out
 from tests.checkpoint._tools import flip_bit, save
 
@@ -246,6 +249,57 @@ def test_a_tensor_of_blocks_that_overlap_gives_way(damaged):
         rewrite(path, lambda *_: 0)
 
     assert_gives_way(damaged(write, FILES[0]), is_whole=True)
+
+
+def forge(path, tree, parts):
+    """Write a file of that tree, with right sums, in place of the one of step 2."""
+    layout = lay_out(parts, {"step": 2, "rank": 0, "world_size": 1, "is_alike": True, "tree": {"dict": tree}})
+    data = bytearray(layout.size_bytes)
+    fill(data, layout, parts)
+    path.write_bytes(data)
+    rewrite(path, lambda *_: 0)
+
+
+def test_one_tensor_under_many_names_gives_way_at_once(damaged):
+    def write(path):
+        node = {"tensor": "x", "shape": [4_000], "dtype": "uint8"}
+        parts = [Part("x", (place,), torch.ones(1, dtype=torch.uint8)) for place in range(4_000)]
+        forge(path, [["epoch", 2], *([f"x{i}", node] for i in range(4_000))], parts)
+
+    start = time.process_time()
+    assert_gives_way(damaged(write, FILES[0]), is_whole=True)
+    assert time.process_time() - start < 10  # 16,000,000 looks at a block
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_row_in_many_blocks_takes_linear_time(tmp_path, rows):
+    num = 5000
+    parts = [Part("x", (0, place), torch.ones(rows, 1, dtype=torch.uint8)) for place in range(num)]
+    save(tmp_path, {"x": torch.zeros(2)}, 2)
+    node = {"tensor": "x", "shape": [rows, num], "dtype": "uint8"}
+    forge(tmp_path / "step-00000002" / FILES[0], [["x", node]], parts)
+    state = {"x": None}
+    start = time.process_time()
+    assert ckpt.load(tmp_path, state) == ckpt.Loaded(2, "disk")
+    assert time.process_time() - start < 4  # it took 19 s
+    assert state["x"].sum() == rows * num
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_blocks_are_taken_exactly_if_they_cover_each_element_once(data):
+    whole = tuple(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
+    edges = [st.tuples(*[st.integers(0, size)] * 2).map(sorted) for size in whole]
+    boxes = data.draw(st.lists(st.tuples(*edges), max_size=4))
+    if data.draw(st.booleans()):  # a grid, maybe one box short or one too many
+        cuts = [sorted({0, size, data.draw(st.integers(0, size))}) for size in whole]
+        boxes = [*itertools.product(*map(itertools.pairwise, cuts)), *boxes[:1]][data.draw(st.integers(0, 1)) :]
+    counts = torch.zeros(whole, dtype=torch.int64)
+    for box in boxes:
+        counts[tuple(slice(*edge) for edge in box)] += 1
+    blocks = [(tuple(low for low, _ in box), tuple(high - low for low, high in box)) for box in boxes]
+    blocks = [block for block in blocks if 0 not in block[1]]
+    assert _do_tile(blocks, ((0,) * len(whole), whole)) == bool(counts.eq(1).all())
 
 
 def test_a_manifest_that_can_not_be_read_is_damage(damaged):

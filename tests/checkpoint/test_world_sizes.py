@@ -153,7 +153,7 @@ def load_too_few(rank, world_size, base):
         with pytest.raises(CheckpointError) as caught:
             ckpt.load(f"{base}/{name}", {})
         said = "each of 2 ranks has saved tensors of its own, so that many must load them, and these are 3"
-        assert f"rank {rank}: {said}" in str(caught.value)
+        assert said in str(caught.value)
 
 
 def save_what_all_have(rank, world_size, folder):

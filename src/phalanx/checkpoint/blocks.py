@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from phalanx.checkpoint.image import Image, Part, as_stored
 from phalanx.checkpoint.tree import Json, Leaf, as_dtype
 
 _SMALL_BYTES = 64 * 1024
+_MAX_CUT_DIMS = 8  # more than the dimensions of any mesh
 _PIECE_BYTES = 4 << 20  # of a tensor, for one thread
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in the whole tensor
@@ -94,6 +97,7 @@ class Reader:
 
     def __init__(self, images: Sequence[Image], own: int) -> None:
         self._images = [images[own], *images[:own], *images[own + 1 :]]
+        self._checked: set[str] = set()
 
     @torch.no_grad()
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:
@@ -102,6 +106,10 @@ class Reader:
         Raises:
             ValueError: The images do not hold all of what `into` needs.
         """
+        with torch.inference_mode(into is not None and into.is_inference()):  # or it could not be written
+            return self._read(node, into)
+
+    def _read(self, node: Json, into: Tensor | None) -> Tensor:
         dtype = as_dtype(node["dtype"])
         tensor = torch.empty(node["shape"], dtype=dtype) if into is None else into
         target: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
@@ -115,8 +123,11 @@ class Reader:
         """Return a tensor of the node's form that takes no memory, having looked whether the images hold all of it.
 
         Raises:
-            ValueError: They do not.
+            ValueError: They do not, or another node has the same tensor: no state was saved like that.
         """
+        if node["tensor"] in self._checked:
+            raise ValueError(f"{node['tensor']!r} is there more than once")
+        self._checked.add(node["tensor"])
         form = torch.empty(node["shape"], dtype=as_dtype(node["dtype"]), device="meta")
         for image, _offset, shape, key in self._sources(node["tensor"], _whole(form.shape)).values():
             image.block(key, shape, form.dtype)
@@ -136,19 +147,36 @@ class Reader:
                     missing -= _count(common)
         if missing > 0:
             raise ValueError(f"{missing} elements of {name!r} are in no file of the checkpoint")
-        if not _are_disjoint(sorted(found)):
+        if not _do_tile(found, wanted):
             raise ValueError(f"some elements of {name!r} are there more than once")
         return found
 
 
-def _are_disjoint(ordered: Sequence[Block]) -> bool:
-    for i, (offset, shape) in enumerate(ordered):
-        for other in itertools.islice(ordered, i + 1, None):
-            if not offset or other[0][0] >= offset[0] + shape[0]:
-                break  # nor does any behind it reach so far up
-            if _overlap((offset, shape), other) is not None:
-                return False
-    return True
+def _do_tile(blocks: Iterable[Block], whole: Block) -> bool:
+    """Return whether blocks within `whole` cover each of its elements once, in time linear in their number.
+
+    A block is known by its corners, each with the sign of the mixed difference of the block's indicator there. Blocks
+    cover what `whole` covers, as often, exactly if their signed corners add up to its own.
+
+    Raises:
+        ValueError: They are cut along more dimensions than anybody divides a tensor.
+    """
+    blocks = [*blocks]
+    if not _count(whole):
+        return not blocks
+    cut = [
+        dim
+        for dim, edges in enumerate(zip(*whole, strict=True))
+        if any((offset[dim], shape[dim]) != edges for offset, shape in blocks)
+    ]
+    if len(cut) > _MAX_CUT_DIMS:
+        raise ValueError(f"a tensor is cut along {len(cut)} dimensions, more than {_MAX_CUT_DIMS}")
+    corners: collections.Counter[tuple[int, ...]] = collections.Counter()
+    for sign, (offset, shape) in ((1, whole), *((-1, block) for block in blocks)):
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(offset[dim] + end * shape[dim] for dim, end in zip(cut, ends, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 def _whole(shape: Sequence[int]) -> Block:
@@ -156,7 +184,7 @@ def _whole(shape: Sequence[int]) -> Block:
 
 
 def _count(block: Block) -> int:
-    return int(torch.Size(block[1]).numel())
+    return math.prod(block[1])
 
 
 def _overlap(a: Block, b: Block) -> Block | None:

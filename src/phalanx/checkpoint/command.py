@@ -49,7 +49,9 @@ def main(args: Sequence[str]) -> int:
     """Run ``phalanx ckpt`` and return its exit code: 2 for what can't be done, with one line that says why."""
     if not args or args[0] in ("-h", "--help"):
         lines = "\n".join(f"  {_CALLS[name]}\n      {_HELP[name]}" for name in _CALLS)
-        print(f"usage:\n{lines}\n\nFOLDER holds checkpoints, or is one of them; without --step its newest is meant.")
+        print(
+            f"usage:\n{lines}\n\nFOLDER is a run's, or that of its checkpoints, or one of these; by default the newest."
+        )
         return 0
     name = args[0]
     try:
@@ -86,12 +88,13 @@ def _parse(name: str, args: Sequence[str]) -> argparse.Namespace:
 
 def _find(path: str, step: int | None = None) -> Checkpoint:
     """Return the checkpoint that is meant: of a step, or the newest, or the one whose own folder `path` is."""
+    path = folders.find(path)
     match = re.fullmatch(r"step-(\d+)", os.path.basename(os.path.abspath(path)))
     if match and step is None and folders.steps(path) == []:
         path, step = os.path.dirname(os.path.abspath(path)), int(match[1])
     published = folders.steps(path)
     if not published:
-        raise _Mistake(f"{path} {'holds no checkpoint' if os.path.isdir(path) else 'is no folder'}")
+        raise _Mistake(folders.say_missing(path))
     if step is not None and step not in published:
         raise _Mistake(f"{path} has no checkpoint of step {step}, but of {', '.join(map(str, published))}")
     return folders.read_manifest(path, published[-1] if step is None else step)
@@ -115,12 +118,13 @@ def _rank_of(checkpoint: Checkpoint, rank: int | None) -> int | None:
 
 
 def _ls(given: argparse.Namespace) -> int:
-    if not os.path.isdir(given.folder):
-        raise _Mistake(f"{given.folder} is no folder")
+    folder = folders.find(given.folder)
+    if not (published := folders.steps(folder)):
+        raise _Mistake(folders.say_missing(folder))
     rows = []
-    for step in folders.steps(given.folder):
+    for step in published:
         try:
-            checkpoint = folders.read_manifest(given.folder, step)
+            checkpoint = folders.read_manifest(folder, step)
         except Damaged as error:
             rows.append([str(step), "", "", "", "", f"damaged: {error}"])
             continue
@@ -145,12 +149,12 @@ def _show(given: argparse.Namespace) -> int:
 def _verify(given: argparse.Namespace) -> int:
     if given.all and given.step is not None:
         raise _Mistake("--step and --all contradict each other")
-    published = folders.steps(given.folder)
-    if not published:
-        raise _Mistake(f"{given.folder} {'holds no checkpoint' if os.path.isdir(given.folder) else 'is no folder'}")
+    folder = folders.find(given.folder)
+    if not (published := folders.steps(folder)):
+        raise _Mistake(folders.say_missing(folder))
     is_damaged = False
     for step in published if given.all else [published[-1] if given.step is None else given.step]:
-        problems = verify(given.folder, step)
+        problems = verify(folder, step)
         is_damaged |= bool(problems)
         _say(f"step {step}: {'; '.join(problems) or 'whole'}")
     return int(is_damaged)

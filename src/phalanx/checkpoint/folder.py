@@ -79,6 +79,17 @@ def steps(folder: str) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
+def find(folder: str) -> str:
+    """Return where the checkpoints are: in `folder`, or if it has none in its ``checkpoints``, as in a Trainer's."""
+    below = os.path.join(folder, "checkpoints")
+    return below if not steps(folder) and os.path.isdir(below) and steps(below) else folder
+
+
+def say_missing(folder: str) -> str:
+    """Return what to say of a folder in which nothing was found."""
+    return f"{folder} holds no checkpoint" if os.path.isdir(folder) else f"{folder} is no folder"
+
+
 def read_manifest(folder: str, step: int) -> Checkpoint:
     """Return what the checkpoint of `step` says of itself.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import sys
 import warnings
 from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from phalanx._errors import CheckpointError, printable
 from phalanx.checkpoint import folder as folders
@@ -15,7 +17,8 @@ from phalanx.checkpoint.folder import Checkpoint, Damaged
 from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.meeting import gather, meet, place, raise_problems
 from phalanx.checkpoint.memory import memory
-from phalanx.checkpoint.tree import restore, unpack
+from phalanx.checkpoint.restoring import reason_of, restore
+from phalanx.checkpoint.tree import unpack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,7 @@ def load(
     step: int | str = "latest",
     *,
     strict: bool = True,
+    missing: Literal["note", "ignore", "error"] = "note",
 ) -> Loaded | None:
     """Restore `state` from a checkpoint and return which; None if there is none yet. Every rank calls it.
 
@@ -40,28 +44,35 @@ def load(
     loaded, and nothing is unpickled. Under ``phalanx run`` a snapshot in memory that is newer is taken.
 
     Args:
-        folder: As of `save`.
+        folder: As of `save`, or the folder of a run whose ``checkpoints`` are meant.
         state: Of the form that was saved; entries that it lacks are not loaded.
         step: Of a checkpoint, or "latest": the newest that is whole; newer ones that are not are named in a warning.
         strict: Refuse a checkpoint that lacks an entry of `state`.
+        missing: What to do where there is no checkpoint: "note": print a line on rank 0 and return None; "ignore":
+            return None; "error": raise.
 
     Raises:
+        ValueError: `missing` is none of these.
         CheckpointError: None that was asked for is whole, it does not fit `state`, or not all ranks call this; on every
             rank.
     """
+    if missing not in ("note", "ignore", "error"):
+        raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
     rank, world_size = place()
     path = os.path.abspath(folder)
     meet("load")  # before rank 0 looks: another may still be writing its snapshot
-    answers = gather("load", (path, step, *(_candidates(path, step) if rank == 0 else ("", []))))
+    answers = gather("load", (path, step, *(_candidates(path, step) if rank == 0 else ("", "", []))))
     if any(answer[:2] != answers[0][:2] for answer in answers):
         raise_problems("load", [f"loads step {answer[1]} from {answer[0]}" for answer in answers])
-    problem, candidates = answers[0][2:]
+    problem, path, candidates = answers[0][2:]
     raise_problems("load", [problem])
+    if not candidates:
+        _say_missing(path, rank, missing)
     damage: list[str] = []
     for source, number in candidates:
         found, problems = _check(path, source, number, rank, world_size)
         if not problems:
-            _restore(found, state, rank, world_size, strict)
+            _restore(found, state, rank, world_size, strict, f"of step {number} from {path}")
             if damage and rank == 0:
                 said = printable("; ".join(damage), keep="\n")
                 warnings.warn(f"{said}. The checkpoint of step {number} is loaded instead", stacklevel=2)
@@ -69,26 +80,42 @@ def load(
         damage += problems
     if damage:
         said = printable("; ".join(damage), keep="\n")
-        raise CheckpointError(f"rank {rank}: checkpoint.load: no whole checkpoint: {said}", op="load")
+        raise CheckpointError(
+            f"rank {rank}: checkpoint.load: no whole checkpoint in {printable(path)}: {said}. "
+            "Put a whole copy there, or begin anew in another folder",
+            op="load",
+        )
     return None
 
 
-def _candidates(path: str, step: int | str) -> tuple[str, list[tuple[str, int]]]:
-    """Return what may be loaded, best first."""
+def _say_missing(path: str, rank: int, missing: str) -> None:
+    said = printable(folders.say_missing(path))
+    if missing == "error":
+        raise CheckpointError(
+            f"rank {rank}: checkpoint.load: {said}: name the folder of a run or of its checkpoints", op="load"
+        )
+    if missing == "note" and rank == 0:
+        with contextlib.suppress(OSError, ValueError):  # the log may lie on a disk that is full
+            print(f"phalanx: checkpoint.load: {said}: beginning anew", file=sys.stderr, flush=True)
+
+
+def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, int]]]:
+    """Return what is wrong, the folder that holds the checkpoints, and what may be loaded, best first."""
     try:
+        path = given if memory.newest(given) is not None else folders.find(given)
         published = folders.steps(path)
     except OSError as error:
-        return f"can't read {path}: {error.strerror}", []
+        return f"can't read {given}: {error.strerror}", given, []
     if step != "latest":
         if step not in published:
-            return f"{path} has no checkpoint of step {step}, but of {published or 'none'}", []
-        return "", [("disk", int(step))]
+            return f"{path} has no checkpoint of step {step}, but of {published or 'none'}", path, []
+        return "", path, [("disk", int(step))]
     on_disk = [("disk", number) for number in reversed(published)]
     in_memory = memory.newest(path)
     if in_memory is not None:
         older = [entry for entry in on_disk if entry[1] <= in_memory]
         on_disk = [*(entry for entry in on_disk if entry[1] > in_memory), ("memory", in_memory), *older]
-    return "", on_disk
+    return "", path, on_disk
 
 
 def _check(path: str, source: str, step: int, rank: int, world_size: int) -> tuple[Any, list[str]]:
@@ -145,17 +172,18 @@ def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
         unpack(images[owner].metadata["tree"], Reader(images, owner).check)
 
 
-def _restore(images: list[Image], state: MutableMapping[str, Any], rank: int, world_size: int, strict: bool) -> None:
+def _restore(
+    images: list[Image], state: MutableMapping[str, Any], rank: int, world_size: int, strict: bool, about: str
+) -> None:
     problem, cause = "", None
     own = _own(images, rank, world_size)
     try:
         if not images[own].metadata["is_alike"] and len(images) != world_size:
             raise ValueError(
                 f"each of {len(images)} ranks has saved tensors of its own, so that many must load them, and these are "
-                f"{world_size}"
+                f"{world_size}: start {len(images)} ranks"
             )
         restore(state, images[own].metadata["tree"], Reader(images, own), strict=strict)
     except Exception as error:  # whatever a load_state_dict() raises, the others must know
-        is_ours = isinstance(error, KeyError | ValueError | RuntimeError) and error.args
-        problem, cause = str(error.args[0]) if is_ours else f"{type(error).__name__}: {error}", error
-    raise_problems("load", gather("load", problem), cause)
+        problem, cause = reason_of(error), error
+    raise_problems("load", gather("load", problem), cause, about)

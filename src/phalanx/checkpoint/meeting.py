@@ -70,10 +70,18 @@ def largest(numbers: Sequence[int]) -> list[int]:
     return tensor.tolist()
 
 
-def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None) -> None:
-    """Raise on every rank what any rank has found wrong, each rank's in a line."""
+def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None, about: str = "") -> None:
+    """Raise on every rank what any rank has found wrong, each rank's in a line; once if all say the same.
+
+    Args:
+        about: Step and folder, to follow the operation's name.
+    """
     found = {rank: printable(problem, keep="\n\t") for rank, problem in enumerate(problems) if problem}
     if found:
-        lines = "\n".join(f"rank {rank}: {problem}" for rank, problem in found.items())
-        message = f"checkpoint.{op}: {lines}" if len(found) == 1 else f"checkpoint.{op}:\n{lines}"
-        raise CheckpointError(message, op=op, ranks=tuple(found)) from cause
+        lines = "".join(f"\nrank {rank}: {problem}" for rank, problem in found.items())
+        if len(found) == 1:
+            lines = f" {lines[1:]}"
+        elif len(found) == len(problems) and len({*found.values()}) == 1:
+            lines = f" ranks 0 to {len(found) - 1}: {found[0]}"
+        about = printable(f" {about}" if about else "")
+        raise CheckpointError(f"checkpoint.{op}{about}:{lines}", op=op, ranks=tuple(found)) from cause

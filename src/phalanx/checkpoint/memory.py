@@ -97,7 +97,7 @@ class SnapshotMemory:
         low, high = blocks.fingerprint(described)
         *found, has_failed = largest([low, high, -low, -high, cause is not None])
         if has_failed:
-            raise_problems("snapshot", gather("snapshot", problem), cause)
+            raise_problems("snapshot", gather("snapshot", problem), cause, f"of step {step} of {folder}")
         is_alike = found == [low, high, -low, -high]
         alike = described.keys() if is_alike else blocks.names_alike(gather("snapshot", described))
         parts = blocks.parts_of_rank(leaves, rank, world_size, alike)

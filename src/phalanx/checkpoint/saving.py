@@ -163,9 +163,10 @@ def _describe(error: Exception, folder: str) -> str:
 def _raise_disagreement(answers: list[Any], cause: Exception | None) -> None:
     problems = [answer[0] for answer in answers]
     calls = [answer[1:3] for answer in answers]
-    if not any(problems) and any(call != calls[0] for call in calls):
+    is_one_call = all(call == calls[0] for call in calls)
+    if not any(problems) and not is_one_call:
         problems = [f"saves step {step} to {folder}" for step, folder in calls]
-    raise_problems("save", problems, cause)
+    raise_problems("save", problems, cause, "of step {} to {}".format(*calls[0]) if is_one_call else "")
 
 
 def _sha256(image: memoryview) -> str:

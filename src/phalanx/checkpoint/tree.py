@@ -12,7 +12,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -281,10 +281,10 @@ def pairs_of(node: Json) -> list[tuple[Any, Json]]:
     for kind in _MAPPINGS:
         if isinstance(node, dict) and kind in node:
             return [(unpack(key, _no_tensor), value) for key, value in node[kind]]
-    raise ValueError(f"the checkpoint has {_name_kind(node)} where a mapping is wanted")
+    raise ValueError(f"the checkpoint has {name_kind(node)} where a mapping is wanted")
 
 
-def _name_kind(node: Json) -> str:
+def name_kind(node: Json) -> str:
     return f"a {next(iter(node))}" if isinstance(node, dict) else repr(node)
 
 
@@ -317,68 +317,3 @@ def tensor_nodes(node: Json) -> Iterator[Json]:
     elif isinstance(node, list):
         for value in node:
             yield from tensor_nodes(value)
-
-
-def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool = True) -> None:
-    """Fill `state` from a tree: objects and tensors in place, plain values replaced.
-
-    Raises:
-        KeyError: With `strict`: `state` has an entry that the tree lacks.
-        ValueError: The tree has another form.
-    """
-    saved = dict(pairs_of(node))
-    if strict and (missing := [key for key in state if key not in saved]):
-        raise KeyError(f"the checkpoint has no {missing[0]!r}, but {', '.join(map(repr, saved))}")
-    for key in state:
-        if key in saved:
-            state[key] = _assign(state[key], saved[key], read, strict)
-
-
-def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:
-    """Return what takes the place of `target`: itself, restored, if it is an object or holds some."""
-    if isinstance(target, nn.Module):
-        module = unwrap(target)
-        with torch.no_grad():
-            value = unpack(node, read, module.state_dict())
-        module.load_state_dict(value, strict=strict)
-        return target
-    if isinstance(target, torch.optim.Optimizer):
-        target.load_state_dict(unpack(node, read, _sharded_state_like(target, node)))
-        return target
-    if hasattr(target, "state_dict") and hasattr(target, "load_state_dict"):
-        target.load_state_dict(unpack(node, read))
-        return target
-    if isinstance(target, MutableMapping) and _holds_objects(target):
-        restore(target, node, read, strict=strict)
-        return target
-    if isinstance(target, list | tuple) and _holds_objects(target):
-        saved = next(iter(node.values())) if isinstance(node, dict) else None
-        if not isinstance(saved, list) or len(saved) != len(target):
-            raise ValueError(f"the checkpoint has {_name_kind(node)} where a list of {len(target)} is wanted")
-        items = [_assign(own, item, read, strict) for own, item in zip(target, saved, strict=True)]
-        return type(target)(*items) if hasattr(target, "_fields") else type(target)(items)
-    return unpack(node, read, target)
-
-
-def _holds_objects(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_objects, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_objects, value))
-    return isinstance(value, Tensor) or hasattr(value, "load_state_dict")
-
-
-def _sharded_state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[str, Any]:
-    """Return empty tensors for the state of parameters that are sharded, laid out as these."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[Any, dict[str, Tensor]] = {}
-    for index, values in pairs_of(dict(pairs_of(node))["state"]):
-        if not hasattr(parameters[index], "device_mesh"):
-            continue
-        parameter = parameters[index]
-        state[index] = {
-            name: torch.empty_like(parameter, dtype=as_dtype(value["dtype"]))
-            for name, value in pairs_of(values)
-            if isinstance(value, dict) and value.get("shape") == list(parameter.shape)
-        }
-    return {"state": state}

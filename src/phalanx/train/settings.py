@@ -27,7 +27,8 @@ class Settings:
         monitor: Name of the evaluation's value that says which checkpoint is best.
         patience: Stop after so many evaluations without a better one; None: never.
         folder: Of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
-        resume: "auto": go on from the newest checkpoint in the folder; "never": begin anew.
+        resume: "auto": go on from the newest checkpoint in the folder, and refuse one of another run; "never": begin
+            anew; "force": go on from that of another run: its weights and counters, this script's settings.
         save_every: Steps between checkpoints on disk; None: at the end of each epoch.
         keep_last: Checkpoints that stay on disk, beside the best.
         snapshot_every: Steps between snapshots in memory under ``phalanx run``; "auto": as many as cost 3 % of the
@@ -51,7 +52,7 @@ class Settings:
     monitor: str = "loss"
     patience: int | None = None
     folder: str | None = None
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never", "force"] = "auto"
     save_every: int | None = None
     keep_last: int = 3
     snapshot_every: int | Literal["auto"] = "auto"
@@ -61,7 +62,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         choices = {
-            "on_resize": ("keep", "scale"), "precision": ("fp32", "bf16", "fp16"), "resume": ("auto", "never"),
+            "on_resize": ("keep", "scale"), "precision": ("fp32", "bf16", "fp16"), "resume": ("auto", "never", "force"),
             "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"),
         }  # fmt: skip
         for name, allowed in choices.items():

@@ -26,12 +26,15 @@ from phalanx.parallel import DistributedDataParallel
 from phalanx.train import restarts, world
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part, open_feed, to_device
+from phalanx.train.folder_lock import FolderLock
+from phalanx.train.identity import Identity, facts_of, facts_of_data
 from phalanx.train.judge import Judge
 from phalanx.train.metrics import write_csv
 from phalanx.train.objective import Objective
 from phalanx.train.preemption import Preemption, requeue
 from phalanx.train.ranks import Ranks
 from phalanx.train.report import write_report
+from phalanx.train.resumption import ForcedFeed, Hyperparameters, Progress, Unforced, catch_up
 from phalanx.train.settings import Settings
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.watch import Watch
@@ -101,6 +104,8 @@ class Trainer:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=s.precision == "fp16")
         self.folder = restarts.run_folder(s.folder)
         self.checkpoints = os.path.join(self.folder, "checkpoints")
+        self._facts = facts_of(self.module, optimizer, scheduler, training_step or loss, s)
+        self._hyperparameters = Hyperparameters(optimizer)
         self.step = self.epoch = 0
         self.evaluation: dict[str, float] = {}
         self._judge = Judge(s.monitor)
@@ -122,10 +127,13 @@ class Trainer:
             validation_data: A map-style dataset, evaluated after each epoch.
 
         Raises:
+            CheckpointError: The folder holds another run: another model, optimizer, schedule or data, other settings.
+            PhalanxError: Another job trains in the folder.
             SystemExit: With code 75, when SIGTERM or SIGUSR1 came to any rank; everything is saved.
         """
         try:
-            return self._fit(data, validation_data)
+            with FolderLock(self.folder, self._ranks) as self._lock:
+                return self._fit(data, validation_data)
         except RankFailed:
             if restarts.will_restart():  # at once: an orderly end of the interpreter takes longer than the restart
                 traceback.print_exc()
@@ -140,7 +148,7 @@ class Trainer:
         self._feed = open_feed(data, self.settings, self._batch_size(), self._ranks)
         if self.settings.resume == "never" and not restarts.is_restart():
             self._begin_anew()
-        loaded = checkpoint.load(self.checkpoints, self._state())
+        loaded = self._load(data)
         with self._begin(loaded) as self._watch, Preemption() as self._preemption:
             self._call("on_fit_start")
             while not self._is_over():
@@ -240,8 +248,9 @@ class Trainer:
         numbered = ((f"{i} {type(c).__qualname__}", c) for i, c in enumerate(self.callbacks))
         stateful = {name: callback for name, callback in numbered if hasattr(callback, "load_state_dict")}
         state = {
+            "trainer": Progress(self, self._identity),  # first: it refuses another run before anything is loaded
             "model": self.module, "optimizer": self.optimizer, "scaler": self._scaler, "random": RandomState(),
-            "callbacks": stateful, "data": self._feed, "judge": self._judge, "trainer": _Progress(self),
+            "callbacks": stateful, "data": self._feed, "judge": self._judge,
         }  # fmt: skip
         return state if self.scheduler is None else {**state, "scheduler": self.scheduler}
 
@@ -253,6 +262,27 @@ class Trainer:
         if self.session.rank == 0:
             restarts.set_aside(self.checkpoints, os.path.join(self.folder, "metrics.jsonl"))
         self._ranks.gather(None)
+
+    def _load(self, data: Any) -> checkpoint.Loaded | None:
+        """Restore the newest checkpoint of this run, or of another one by force."""
+        s, ranks = self.settings, self._ranks
+        facts = self._facts | facts_of_data(data, s, ranks)
+        facts = ranks.gather(facts if ranks.rank == 0 else None)[0]
+        may_force = s.resume == "force"
+        self._identity = new = Identity(self.folder, facts, is_known=self._lock.was_ours, may_force=may_force)
+        state = self._state()
+        if may_force:
+            state |= {name: Unforced(state[name], new) for name in ("scaler", "scheduler") if name in state}
+            state["data"] = ForcedFeed(self._feed, new)
+        loaded = checkpoint.load(self.checkpoints, state, strict=not may_force, missing="ignore")
+        if new.is_forced:
+            self._hyperparameters.give_again(self.optimizer, keep_state="optimizer" not in new.changed)
+            if self.scheduler is not None and not self._is_plateau:
+                catch_up(self.scheduler, self.step if s.scheduler_interval == "step" else self.epoch)
+            if "monitor" in new.changed:
+                self._judge = Judge(s.monitor)
+        self._lock.settle()
+        return loaded
 
     def _begin(self, loaded: checkpoint.Loaded | None) -> Watch:
         s = self.settings
@@ -272,8 +302,17 @@ class Trainer:
         watch.say(f"{self._feed.describe(num_steps)}; run folder {self.folder}")
         pids = " ".join(str(pid) for pid in self._ranks.gather(os.getpid())[:_MAX_PIDS])
         watch.say(f"processes of the ranks: {pids}")
-        if loaded is not None:
-            watch.say(f"going on after step {loaded.step}, from {loaded.source}")
+        for line in filter(None, (self._lock.problem, self._identity.news)):
+            watch.say(line)
+        if loaded is not None and self._is_over():
+            watch.say(
+                f"already finished at step {self.step}: nothing to train. A larger max_epochs or max_steps goes on, "
+                'resume="never" or another folder begins anew'
+            )
+        elif loaded is not None:
+            watch.say(
+                f"going on after step {self.step}, from {loaded.source}: epoch {self.epoch + 1}, in {self.folder}"
+            )
         return watch
 
     def _is_over(self) -> bool:
@@ -386,19 +425,3 @@ class Trainer:
         A sample is what the model takes, or a tuple that begins with it.
         """
         return self._evaluator.predict(data)
-
-
-class _Progress:
-    """The trainer's own numbers, as part of its state."""
-
-    _names = ("step", "epoch", "evaluation", "_first_world_size")
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name.lstrip("_"): getattr(self._trainer, name) for name in self._names}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self._names:
-            setattr(self._trainer, name, state[name.lstrip("_")])

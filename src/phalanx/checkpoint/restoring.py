@@ -1,0 +1,143 @@
+"""A tree that becomes the user's state again, modules, optimizers and tensors in place; why something does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx._errors import CheckpointError
+from phalanx.checkpoint.tree import Json, Read, as_dtype, name_kind, pairs_of, unpack, unwrap
+
+_MAX_NAMES = 5  # in a message
+
+
+def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool = True) -> None:
+    """Fill `state` from a tree: objects and tensors in place, plain values replaced.
+
+    Raises:
+        KeyError: With `strict`: `state` has an entry that the tree lacks.
+        ValueError: The tree has another form.
+    """
+    saved = dict(pairs_of(node))
+    if strict and (missing := [key for key in state if key not in saved]):
+        raise KeyError(
+            f"the checkpoint has no {_some(map(repr, missing))}, but {_some(map(repr, saved))}: "
+            "load what it has, or pass strict=False"
+        )
+    for key in state:
+        if key in saved:
+            try:
+                state[key] = _assign(state[key], saved[key], read, strict)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise ValueError(f"{key}: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error says, with its class where it is not one that we raise."""
+    is_ours = isinstance(error, KeyError | ValueError | RuntimeError) and error.args
+    return str(error.args[0]) if is_ours else f"{type(error).__name__}: {error}"
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first few of the names, and how many more there are."""
+    names = [*names]
+    left = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {left} more" if left > 0 else "")
+
+
+def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:
+    """Return what takes the place of `target`: itself, restored, if it is an object or holds some."""
+    if isinstance(target, nn.Module):
+        module = unwrap(target)
+        own = module.state_dict()
+        with torch.no_grad():
+            value = unpack(node, read, own)
+        try:
+            with torch.inference_mode(any(isinstance(t, Tensor) and t.is_inference() for t in own.values())):
+                module.load_state_dict(value, strict=strict)
+        except RuntimeError as error:
+            raise ValueError(_why_no_fit(own, value) or str(error)) from error
+        return target
+    if isinstance(target, torch.optim.Optimizer):
+        value = unpack(node, read, _sharded_state_like(target, node))
+        try:
+            target.load_state_dict(value)
+        except ValueError as error:
+            raise ValueError(_why_no_group_fits(target, value) or str(error)) from error
+        return target
+    if hasattr(target, "state_dict") and hasattr(target, "load_state_dict"):
+        target.load_state_dict(unpack(node, read))
+        return target
+    if isinstance(target, MutableMapping) and _holds_objects(target):
+        restore(target, node, read, strict=strict)
+        return target
+    if isinstance(target, list | tuple) and _holds_objects(target):
+        saved = next(iter(node.values())) if isinstance(node, dict) else None
+        if not isinstance(saved, list) or len(saved) != len(target):
+            raise ValueError(f"the checkpoint has {name_kind(node)} where a list of {len(target)} is wanted")
+        items = [_assign(own, item, read, strict) for own, item in zip(target, saved, strict=True)]
+        return type(target)(*items) if hasattr(target, "_fields") else type(target)(items)
+    return unpack(node, read, target)
+
+
+def _why_no_fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """Return in which tensors a module's state and that of the checkpoint differ; empty if in none."""
+    other = [
+        f"{name} is {_form(saved[name])} there and {_form(value)} here"
+        for name, value in own.items()
+        if name in saved and isinstance(value, Tensor) and getattr(saved[name], "shape", None) != value.shape
+    ]
+    lacking, further = [name for name in own if name not in saved], [name for name in saved if name not in own]
+    differences = [
+        f"{len(names)} {what} ({_some(names)})"
+        for names, what in (
+            (other, "of another shape"), (lacking, "missing in the checkpoint"), (further, "unexpected in it"),
+        )
+        if names
+    ]  # fmt: skip
+    to_do = "make the model as it was when it was saved" + ("" if other else ", or pass strict=False")
+    return f"{', '.join(differences)}; {to_do}" if differences else ""
+
+
+def _why_no_group_fits(optimizer: torch.optim.Optimizer, saved: Any) -> str:
+    """Return how the groups of an optimizer and of the checkpoint differ; empty if they do not."""
+    groups = saved.get("param_groups", ()) if isinstance(saved, Mapping) else ()
+    there, here = ([len(group["params"]) for group in gs] for gs in (groups, optimizer.param_groups))
+    if there == here:
+        return ""
+    return f"groups of {there} parameters there and of {here} here; make it of the same model, in the same groups"
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _holds_objects(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_objects, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_objects, value))
+    return isinstance(value, Tensor) or hasattr(value, "load_state_dict")
+
+
+def _sharded_state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[str, Any]:
+    """Return empty tensors for the state of parameters that are sharded, laid out as these."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[Any, dict[str, Tensor]] = {}
+    for index, values in pairs_of(dict(pairs_of(node))["state"]):
+        if index not in range(len(parameters)) or not hasattr(parameters[index], "device_mesh"):
+            continue  # of another model: load_state_dict() will say so
+        parameter = parameters[index]
+        state[index] = {
+            name: torch.empty_like(parameter, dtype=as_dtype(value["dtype"]))
+            for name, value in pairs_of(values)
+            if isinstance(value, dict) and value.get("shape") == list(parameter.shape)
+        }
+    return {"state": state}

@@ -1,0 +1,220 @@
+"""What makes a run the one that its folder holds: told in its checkpoints, compared when it is started again.
+
+A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts are what the script gave: they are taken when
+the trainer is made, before a scheduler or a checkpoint has changed anything. What may change from one start to the next
+is none: how long to train, the number of ranks, how a batch is cut into passes, how often to save and to log.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import data as torch_data
+
+from phalanx._errors import CheckpointError, printable
+from phalanx.train.ranks import Ranks
+from phalanx.train.settings import Settings
+
+Facts = dict[str, str]
+
+_SETTINGS = ("on_resize", "seed", "drop_last", "precision", "clip_norm", "monitor", "deterministic")
+_NO_HYPERPARAMETERS = {
+    "params", "param_names", "initial_lr",
+    "foreach", "fused", "capturable", "differentiable",  # how it is computed, not what
+}  # fmt: skip
+_COUNTERS = {"base_lrs", "last_epoch", "_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step"}
+_MODEL = "model."
+_PARAMETERS = ".parameters"
+_MAX_ITEMS = 16  # of a list: a longer one is told by its hash
+_MAX_DEPTH = 4
+_MAX_LINES = 12
+_MAX_CHARS = 60
+
+
+def facts_of(module: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, objective: Any, s: Settings) -> Facts:
+    """Return the facts of a run whose trainer is being made."""
+    facts = {"objective": _name_of(objective), **{name: _text_of(getattr(s, name)) for name in _SETTINGS}}
+    if s.deterministic:
+        facts["virtual_shards"] = _text_of(s.virtual_shards)
+    facts |= _facts_of_optimizer(optimizer)
+    facts["scheduler"] = "None" if scheduler is None else _name_of(type(scheduler))
+    if scheduler is not None:
+        facts |= {"scheduler_interval": s.scheduler_interval, **dict(_flat("scheduler", scheduler, 0))}
+    state = module.state_dict()
+    return facts | {f"{_MODEL}{name}": _form_of(value) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def facts_of_data(data: Any, settings: Settings, ranks: Ranks) -> Facts:
+    """Return the facts of what is trained on; every rank calls it, with its own loader if it is one."""
+    if isinstance(data, torch_data.Dataset) and not isinstance(data, torch_data.IterableDataset):
+        length: int = len(data)  # type: ignore[arg-type]
+        return {"data.samples": str(length), "global_batch_size": str(settings.global_batch_size)}
+    dataset, size = getattr(data, "dataset", None), getattr(data, "batch_size", None)
+    lengths = ranks.gather(None if dataset is None or not hasattr(dataset, "__len__") else len(dataset))
+    facts = {} if size is None else {f"batch_size of {ranks.world_size} ranks": str(size)}
+    if None not in lengths:
+        length = sum(lengths) if getattr(data, "is_own_part", False) else lengths[0]
+        facts["data.samples"] = str(length)
+    return facts
+
+
+class Identity:
+    """Compares a run with the one that a checkpoint is of; the same on all ranks.
+
+    Args:
+        folder: Of the run, for messages.
+        facts: Of this run, as rank 0 knows them.
+        is_known: The job has been in the folder before: a restart of it goes on whatever its script has drawn.
+        may_force: Go on although the checkpoint is of another run.
+
+    Attributes:
+        changed: Names of the facts that are not those of the checkpoint.
+        is_forced: What was loaded is another run's, and this script's settings win.
+        news: What to say about it; empty if there is nothing to say.
+    """
+
+    def __init__(self, folder: str, facts: Facts, *, is_known: bool = False, may_force: bool = False) -> None:
+        self._folder, self._facts = folder, facts
+        self._is_known, self._may_force = is_known, may_force
+        self._text = json.dumps(facts)
+        self.changed: frozenset[str] = frozenset()
+        self.is_forced = False
+        self.news = ""
+
+    def state(self) -> str:
+        """Return the facts as a checkpoint holds them."""
+        return self._text
+
+    def check(self, saved: str | None, step: int) -> None:
+        """Compare with what the checkpoint of `step` says of its run; None if it is older than this comparison.
+
+        Raises:
+            CheckpointError: It is of another run.
+        """
+        if saved is None:
+            self.is_forced = self._may_force
+            self.news = f"the checkpoint of step {step} does not say what run it is of: taken for this one unchecked"
+            return
+        theirs: Facts = json.loads(saved)
+        changed = differences(theirs, self._facts)
+        self.changed = frozenset(changed)
+        if not changed:
+            return
+        can_be_forced = not any(name.startswith(_MODEL) or name.endswith(_PARAMETERS) for name in changed)
+        if self._may_force and can_be_forced:
+            self.is_forced = True
+            self.news = f'resume="force": weights and counters of step {step}; changed: {"; ".join(_lines(changed))}'
+        elif not self._is_known:
+            raise CheckpointError(_refusal(self._folder, step, changed, can_be_forced), op="load")
+
+
+def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
+    """Return the facts that have changed, in both versions; of what only one has, those of the model alone.
+
+    Another version of torch or of phalanx may know facts that the one before did not.
+    """
+    names = [name for name in {**ours, **theirs} if name.startswith(_MODEL) or (name in ours and name in theirs)]
+    pairs = ((name, theirs.get(name, "nothing"), ours.get(name, "nothing")) for name in names)
+    return {name: (before, now) for name, before, now in pairs if before != now}
+
+
+def _refusal(folder: str, step: int, changed: Mapping[str, tuple[str, str]], can_be_forced: bool) -> str:
+    ways = ['resume="never" begins anew here, and sets aside what is there', "folder=... trains elsewhere"]
+    ways.append(
+        'resume="force" goes on with the weights and the counters, and with the settings of this script'
+        if can_be_forced
+        else "with the model and the parameter groups as they were it goes on"
+    )
+    return "\n  ".join(
+        (f"{folder} holds another run (step {step}):", *_lines(changed), "What you can do:", *(f"- {w}" for w in ways))
+    )
+
+
+def _lines(changed: Mapping[str, tuple[str, str]]) -> list[str]:
+    ordered = sorted(changed.items(), key=lambda item: item[0].startswith(_MODEL))
+    lines = [printable(f"{name} {_short(before)} -> {_short(now)}") for name, (before, now) in ordered]
+    left = len(lines) - _MAX_LINES
+    return [*lines[:_MAX_LINES], f"and {left} more"] if left > 1 else lines
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."
+
+
+# ---- facts -------------------------------------------------------------------------------------------------------
+
+
+def _facts_of_optimizer(optimizer: torch.optim.Optimizer) -> Facts:
+    inner = getattr(optimizer, "optimizer", None)  # a ShardedOptimizer's state is that of the plain one
+    facts = {"optimizer": _name_of(type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer))}
+    for number, group in enumerate(optimizer.param_groups):
+        name = "optimizer" if len(optimizer.param_groups) == 1 else f"optimizer.group {number}"
+        given = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # as it was before the scheduler came
+        facts[f"{name}{_PARAMETERS}"] = str(len(group["params"]))
+        for key in given.keys() - _NO_HYPERPARAMETERS:
+            facts |= dict(_flat(f"{name}.{key}", given[key], 0))
+    return dict(sorted(facts.items()))
+
+
+def _form_of(tensor: Tensor) -> str:
+    return "lazy" if is_lazy(tensor) else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _name_of(value: Any) -> str:
+    """Return the name of a function or a class, else of the value's class."""
+    return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
+
+
+def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
+    """Yield the facts in a value: plain ones, and those in lists, mappings, functions and objects of settings."""
+    if isinstance(value, Tensor):
+        value = value.tolist() if value.numel() <= _MAX_ITEMS else _form_of(value)
+    items: Mapping[Any, Any] | None = None
+    if isinstance(value, (bool, int, float, str, type(None))):
+        yield name, _text_of(value)
+    elif depth == _MAX_DEPTH or isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        return
+    elif isinstance(value, (list, tuple)):
+        if len(value) > _MAX_ITEMS:
+            facts = itertools.chain.from_iterable(_flat(str(i), item, depth + 1) for i, item in enumerate(value))
+            digest = hashlib.blake2b(repr(list(facts)).encode(), digest_size=4).hexdigest()
+            yield name, f"{len(value)} values ({digest})"
+        elif all(isinstance(item, (bool, int, float, str)) for item in value):
+            yield name, f"({', '.join(map(_text_of, value))})"
+        else:
+            items = dict(enumerate(value))
+    elif isinstance(value, Mapping):
+        items = value
+    elif isinstance(value, functools.partial):
+        items = {"function": value.func, "args": value.args, **value.keywords}
+    elif inspect.isfunction(value):
+        items = _values_in(value)
+    else:
+        items = {key: item for key, item in getattr(value, "__dict__", {}).items() if key not in _COUNTERS}
+    for key, item in (items or {}).items():
+        yield from _flat(f"{name}.{key}", item, depth + 1)
+
+
+def _values_in(function: Any) -> dict[str, Any]:
+    """Return the numbers and texts that a function takes from where it was made."""
+    try:
+        outside = inspect.getclosurevars(function)
+    except ValueError:  # a variable that is not set yet
+        return {}
+    found = {**outside.globals, **outside.nonlocals}
+    return {name: value for name, value in sorted(found.items()) if isinstance(value, (bool, int, float, str))}
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)  # 1 and 1.0 are the same learning rate
+    return value if isinstance(value, str) else repr(value)

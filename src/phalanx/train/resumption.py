@@ -1,0 +1,103 @@
+"""What a checkpoint gives back to a trainer, also one of another run that is gone on with by force."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from phalanx._errors import CheckpointError
+from phalanx.train.identity import Identity
+
+
+class Progress:
+    """The trainer's own numbers, as part of its state, and what run they are of."""
+
+    _names = ("step", "epoch", "evaluation", "_first_world_size")
+
+    def __init__(self, trainer: Any, identity: Identity) -> None:
+        self._trainer, self._identity = trainer, identity
+
+    def state_dict(self) -> dict[str, Any]:
+        numbers = {name.lstrip("_"): getattr(self._trainer, name) for name in self._names}
+        return {**numbers, "identity": self._identity.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._identity.check(state.get("identity"), state["step"])
+        for name in self._names:
+            setattr(self._trainer, name, state[name.lstrip("_")])
+
+
+class Unforced:
+    """Part of a trainer's state that is left as the script made it where the checkpoint is of another run."""
+
+    def __init__(self, target: Any, identity: Identity) -> None:
+        self._target, self._identity = target, identity
+
+    def state_dict(self) -> Any:
+        return self._target.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        if not self._identity.is_forced:
+            self._target.load_state_dict(state)
+
+
+class ForcedFeed:
+    """The trainer's data: in its place, or at the beginning of the epoch where that place is one in other data."""
+
+    def __init__(self, feed: Any, identity: Identity) -> None:
+        self._feed, self._identity = feed, identity
+
+    def state_dict(self) -> Any:
+        return self._feed.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        try:
+            self._feed.load_state_dict(state)
+        except ValueError:
+            if not self._identity.is_forced:
+                raise
+            self._feed.begin_epoch(state["epoch"])
+
+
+class Hyperparameters:
+    """What the script gave to its optimizer, group by group, to be given again after another run's was loaded."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def give_again(self, optimizer: torch.optim.Optimizer, *, keep_state: bool) -> None:
+        """Set them; without `keep_state`, which is another class's, the optimizer forgets what it has of parameters."""
+        for group, given in zip(optimizer.param_groups, self._groups, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update({"params": parameters, **copy.deepcopy(given)})
+        if not keep_state:
+            for holder in (optimizer, getattr(optimizer, "optimizer", None)):
+                if isinstance(holder, torch.optim.Optimizer):
+                    holder.state.clear()
+
+
+def catch_up(scheduler: Any, num_steps: int) -> None:
+    """Step a new scheduler as often as it would have been.
+
+    Raises:
+        CheckpointError: It ends before.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has not stepped
+        for number in range(num_steps):
+            try:
+                scheduler.step()
+            except ValueError as error:
+                raise CheckpointError(
+                    f"Trainer: the run is behind step {num_steps} of its schedule, and this {type(scheduler).__name__} "
+                    f"ends at step {number}: make it longer ({error})",
+                    op="load",
+                ) from error

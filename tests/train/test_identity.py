@@ -1,0 +1,290 @@
+"""A folder holds one run: another one is refused with what differs, and one job at a time trains in it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+import phalanx
+from phalanx import checkpoint
+from phalanx.train.identity import facts_of
+from phalanx.train.settings import Settings
+from tests.train._programs import make_data, make_model, mean_squares, quietly, state_of
+
+LIMIT_S = 100
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """Leave the group of one that a trainer joins, and what tracebacks hold of checkpoints."""
+    yield
+    phalanx.shutdown()
+    gc.collect()
+
+
+def run(folder, *, optimizer=optim.AdamW, lr=0.01, schedule=None, model=None, samples=50, **settings):
+    """Train and return the trainer and what it printed."""
+    model = make_model() if model is None else model
+    made = optimizer(model.parameters(), lr=lr)
+    settings = {"max_epochs": 2, "global_batch_size": 8, "folder": str(folder), **settings}
+    scheduler = schedule(made) if schedule else None
+    trainer = phalanx.Trainer(model, made, mean_squares, scheduler=scheduler, **settings)
+    _, printed = quietly(trainer.fit, make_data(samples))
+    return trainer, printed
+
+
+SGD = functools.partial(optim.SGD, momentum=0.9)
+ONE_CYCLE = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.05)
+
+
+def over(num_steps):
+    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / num_steps))
+
+
+FIRST = {"schedule": functools.partial(ONE_CYCLE, total_steps=14), "clip_norm": 1.0}
+OTHERS = {
+    "lr": ({"lr": 0.5, "schedule": None}, ["scheduler OneCycleLR -> None"]),
+    "class": ({"optimizer": SGD}, ["optimizer AdamW -> SGD"]),
+    "longer": ({"schedule": functools.partial(ONE_CYCLE, total_steps=28)}, ["scheduler.total_steps 14 -> 28"]),
+    "peak": ({"schedule": functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=14)}, ["0.05 -> 0.1"]),
+    "data": ({"samples": 40}, ["data.samples 50 -> 40"]),
+    "settings": (
+        {"global_batch_size": 16, "seed": 3, "precision": "bf16", "clip_norm": None},
+        ["global_batch_size 8 -> 16", "seed 0 -> 3", "precision fp32 -> bf16", "clip_norm 1 -> None"],
+    ),
+    "model": (
+        {"model": nn.Linear(6, 1)},
+        ["model.0.weight float32[16, 6] -> nothing", "model.weight nothing -> float32[1, 6]"],
+    ),
+}  # fmt: skip
+
+
+def refuse_others(rank, world_size, folder):
+    run(folder, **FIRST)
+    before = Path(folder, "metrics.jsonl").read_bytes() if rank == 0 else b""
+    said = {}
+    for name, (changed, _) in OTHERS.items():
+        with pytest.raises(phalanx.CheckpointError) as caught:
+            run(folder, **(FIRST | changed))
+        said[name] = str(caught.value)
+    assert rank > 0 or Path(folder, "metrics.jsonl").read_bytes() == before
+    return said
+
+
+def test_another_run_is_refused_alike_on_all_ranks_with_what_differs_and_the_ways_on(run_ranks, tmp_path):
+    results = run_ranks(refuse_others, 2, str(tmp_path / "run"), timeout_s=LIMIT_S)
+    assert results[0] == results[1]
+    for name, (_, wanted) in OTHERS.items():
+        message = results[0][name]
+        assert f"{tmp_path}/run holds another run (step 14)" in message
+        assert all(line in message for line in wanted), message
+        assert 'resume="never"' in message
+        assert "folder=" in message
+        assert ('resume="force"' in message) == (name != "model")
+        assert message.count("\n") < 20
+
+
+def test_a_learning_rate_alone_is_named_as_the_script_gave_it(tmp_path):
+    cosine = functools.partial(lr_scheduler.CosineAnnealingLR, T_max=14)
+    run(tmp_path, schedule=cosine)
+    with pytest.raises(phalanx.CheckpointError, match=r"\n  optimizer\.lr 0\.01 -> 0\.0001\n  What you can do"):
+        run(tmp_path, lr=1e-4, schedule=cosine)
+
+
+@pytest.mark.parametrize("schedule", [over, lambda n: functools.partial(lr_scheduler.CosineAnnealingLR, T_max=n)])
+def test_a_schedule_of_another_length_is_another_run_also_in_a_closure(tmp_path, schedule):
+    run(tmp_path, schedule=schedule(14))
+    with pytest.raises(phalanx.CheckpointError, match=r"scheduler\.\S+ 14 -> 28"):
+        run(tmp_path, schedule=schedule(28), max_epochs=4)
+
+
+def test_what_may_change_is_taken_and_a_resumed_run_says_where_it_goes_on(tmp_path):
+    run(tmp_path, max_steps=9)
+    trainer, printed = run(
+        tmp_path, max_epochs=3, log_every=2, keep_last=1, save_every=5, micro_batch_size=4, patience=None
+    )
+    assert trainer.step == 21
+    assert printed.count("going on after") == 1
+    assert f"going on after step 9, from disk: epoch 2, in {tmp_path}\n" in printed
+    again, printed = run(tmp_path, max_epochs=3)
+    assert again.step == 21
+    assert printed.count("already finished at step 21: nothing to train") == 1
+    assert "going on" not in printed
+
+
+def learning_rates(trainer):
+    return [group["lr"] for group in trainer.optimizer.param_groups]
+
+
+def test_by_force_weights_and_counters_stay_and_the_settings_of_the_script_win(tmp_path):
+    first, _ = run(tmp_path / "run", **FIRST)
+    longer = {**FIRST, "schedule": functools.partial(ONE_CYCLE, total_steps=28), "max_epochs": 4}
+    seen = []
+
+    class Look:
+        def on_fit_start(self, trainer):
+            seen.append((trainer.step, trainer.epoch, state_of(trainer.module), learning_rates(trainer)))
+
+    forced, printed = run(tmp_path / "run", resume="force", callbacks=[Look()], **longer)
+    [(step, epoch, weights, [lr])] = seen
+    assert (step, epoch, forced.step) == (14, 2, 28)
+    assert all(torch.equal(value, weights[name]) for name, value in state_of(first.module).items())
+    other = optim.AdamW(make_model().parameters())
+    schedule = ONE_CYCLE(other, total_steps=28)
+    other.step()
+    for _ in range(14):
+        schedule.step()
+    assert lr == other.param_groups[0]["lr"]
+    assert "scheduler.total_steps 14 -> 28" in printed
+    again, printed = run(tmp_path / "run", **longer)  # from now on it is this run
+    assert again.step == 28
+    assert "already finished" in printed
+
+
+@pytest.mark.parametrize("changed", [{"optimizer": SGD}, {"samples": 40, "seed": 5}, {"precision": "fp16"}])
+def test_by_force_it_trains_with_another_optimizer_other_data_and_another_precision(tmp_path, changed):
+    run(tmp_path, max_steps=9)
+    trainer, printed = run(tmp_path, resume="force", **changed)
+    assert trainer.epoch == 2
+    assert 'resume="force": weights and counters of step 9; changed: ' in printed
+    run(tmp_path, **changed)
+
+
+def test_by_force_a_schedule_that_ends_before_is_named(tmp_path):
+    run(tmp_path, **FIRST)
+    shorter = {**FIRST, "schedule": functools.partial(ONE_CYCLE, total_steps=7)}
+    with pytest.raises(phalanx.CheckpointError, match="this OneCycleLR ends at step 7: make it longer"):
+        run(tmp_path, resume="force", **shorter)
+
+
+def test_a_checkpoint_that_does_not_say_what_it_is_of_is_taken_with_a_line(tmp_path, monkeypatch):
+    with monkeypatch.context() as older:
+        older.setattr("phalanx.train.identity.Identity.state", lambda self: None)
+        run(tmp_path, max_steps=9)
+    trainer, printed = run(tmp_path, lr=0.5)
+    assert trainer.step == 14
+    assert printed.count("the checkpoint of step 9 does not say what run it is of") == 1
+
+
+def test_facts_are_the_same_whatever_number_type_and_implementation_was_chosen():
+    def facts(**given):
+        model = make_model()
+        made = optim.SGD(model.parameters(), **given)
+        return facts_of(model, made, None, mean_squares, Settings(max_epochs=1))
+
+    assert facts(lr=1, foreach=True) == facts(lr=1.0, foreach=False) == facts(lr=torch.tensor(1.0), foreach=False)
+    assert facts(lr=1) != facts(lr=1, momentum=0.9)
+
+
+def test_groups_and_schedules_within_schedules_have_their_own_facts():
+    model = make_model()
+    groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(model.parameters(), start=1)]
+    made = optim.SGD(groups)
+    phases = [lr_scheduler.LinearLR(made, total_iters=5), lr_scheduler.CosineAnnealingLR(made, 9)]
+    chained = lr_scheduler.SequentialLR(made, phases, milestones=[5])
+    facts = facts_of(model, made, chained, mean_squares, Settings(max_epochs=1))
+    assert [facts[f"optimizer.group {i}.lr"] for i in (0, 1)] == ["0.1", "0.2"]
+    assert "9" in [value for name, value in facts.items() if name.endswith("T_max")]
+    assert facts["scheduler._milestones"] == "(5)"
+
+
+# ---- one job at a time ---------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, torch, phalanx
+from torch.utils.data import TensorDataset
+
+model = torch.nn.Linear(2, 1)
+lr = float(os.environ.get("LR", "0.1")) + 1e-3 * int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+class Callback:
+    def on_step(self, trainer):
+        if trainer.step == 3 and "--wait" in sys.argv:
+            print("training", flush=True)
+            sys.stdin.read()
+        if trainer.step == 3 and "--fail" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            sys.exit(3)
+
+options = {"max_steps": 4, "save_every": 1, "callbacks": [Callback()], "snapshot_every": 0, "num_workers": 1}
+optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+trainer = phalanx.Trainer(model, optimizer, torch.nn.functional.mse_loss, folder="run", **options)
+trainer.fit(TensorDataset(torch.ones(320, 2), torch.ones(320, 1)))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def plainly(script, **options):
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, script, "--wait"], cwd=script.parent, **streams, **options)
+
+
+def test_a_second_job_in_the_folder_is_refused_until_the_first_has_gone_however_it_goes(script):
+    with plainly(script) as first:
+        while "training" not in first.stdout.readline():
+            pass
+        with plainly(script) as second:
+            said, _ = second.communicate(timeout=LIMIT_S)
+        assert second.returncode == 1
+        assert re.search(
+            rf"PhalanxError: rank 0: Trainer\.fit: another job trains in run: process {first.pid} on \S+, since ", said
+        )
+        first.kill()  # its loader's worker may live on for a moment, without the lock
+        first.wait(LIMIT_S)
+        with plainly(script) as third:
+            said, _ = third.communicate(timeout=LIMIT_S)
+        assert third.returncode == 0, said
+        assert "already finished" in said or "going on after step" in said
+
+
+def launched(script, *arguments, **environ):
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "--max-restarts", "1"]
+    return subprocess.run(
+        [*command, script, *arguments],
+        cwd=script.parent,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def test_a_restart_of_the_same_job_is_never_refused_and_one_of_a_refused_job_always(script):
+    done = launched(script, "--fail")  # whose script draws another learning rate each time
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert checkpoint.list(script.parent / "run" / "checkpoints")[-1].step == 4
+    done = launched(script, LR="0.7")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("holds another run (step 4)") >= 2
+
+
+def test_a_folder_that_cannot_be_locked_is_said_to_be_one(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, os.strerror(95))
+
+    monkeypatch.setattr("phalanx.train.folder_lock.fcntl.flock", refuse)
+    trainer, printed = run(tmp_path)
+    assert trainer.step == 14
+    assert printed.count(f"{tmp_path} can't be locked (Operation not supported): start no other job in it\n") == 1
+
+
+def test_a_note_of_a_holder_that_makes_no_sense_is_no_reason_to_fail(tmp_path):
+    (tmp_path / ".lock").write_bytes(b"\xff[[[[")
+    run(tmp_path)
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
