@@ -68,7 +68,7 @@ class Evaluator:
                 values = self._objective.values_of(self._evaluated, batch, counts=size > 0)
                 if size:
                     tally.add(values, size)
-        means = tally.means(self._ranks)
+        means = tally.means(self._ranks, needs_every_rank=bool(metrics))
         return means | {name: value for n, metric in metrics.items() for name, value in self._computed(n, metric)}
 
     def _computed(self, name: str, metric: Any) -> Iterator[tuple[str, float]]:
@@ -152,11 +152,12 @@ class _Tally:
             total, num = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + float(tensor.double().mean()) * size, num + size
 
-    def means(self, ranks: Ranks) -> dict[str, float]:
+    def means(self, ranks: Ranks, *, needs_every_rank: bool) -> dict[str, float]:
         """Return the means over the samples of all ranks.
 
         Raises:
-            ValueError: On every rank: there are no samples, or not one number for each of some rank's.
+            ValueError: On every rank: there are no samples, not one number for each of some rank's, or none on a rank
+                although each must have some.
         """
         every = ranks.gather((self._sums, self._problem))
         for _, problem in every:
@@ -167,6 +168,11 @@ class _Tally:
         if not names:
             raise ValueError("Trainer.evaluate: the data has no samples")
         refuse_reserved(names)
+        if needs_every_rank and (without := [rank for rank, of_rank in enumerate(sums) if not of_rank]):
+            raise ValueError(
+                f"Trainer.evaluate: rank {without[0]} has no sample, so metrics with a state can't be combined: "
+                f"evaluate at least {ranks.world_size} samples, or on fewer ranks"
+            )
         found = {name: [of_rank[name] for of_rank in sums if name in of_rank] for name in names}
         return {name: sum(total for total, _ in of) / sum(num for _, num in of) for name, of in found.items()}
 
