@@ -191,6 +191,37 @@ def batches_of_any_kind(folder):
     ]
 
 
+class ByLength:
+    """Batches of 1 to 6 samples, in another order each time."""
+
+    def __init__(self, generator=None):
+        self._generator = generator
+
+    def __iter__(self):
+        order = torch.randperm(LENGTH, generator=self._generator).tolist()
+        yield from (order[size * (size - 1) // 2 : size * (size + 1) // 2] for size in range(1, 7))
+
+
+def batch_samplers(folder):
+    """Train whole and in two parts; return what is trained on, and with what result."""
+
+    def trained(name, **options):
+        taken = []
+
+        def step(model, batch):
+            taken.extend(batch[0][:, 0].tolist())
+            return mean_squares(model(batch[0]), batch[1])
+
+        trainer = make_trainer(f"{folder}/{name}", None, training_step=step, **options)
+        quietly(trainer.fit, make_data(LENGTH), batch_sampler=ByLength())
+        return trainer, taken
+
+    whole, taken = trained("whole", max_epochs=2)
+    trained("parts", max_epochs=2, max_steps=8)
+    resumed, _ = trained("parts", max_epochs=2, micro_batch_size=2)
+    return taken, whole.step, state_of(whole.model), state_of(resumed.model)
+
+
 def refusals(folder):
     data = make_data(LENGTH)
     wrong = make_trainer(f"{folder}/1", metrics={"accuracy": lambda outputs, targets: outputs.new_zeros(3)})
@@ -208,6 +239,9 @@ def refusals(folder):
         "collate_fn": refused(plain.fit, [1, 2]),
         "predict": refused(plain.predict, unnamed),
         "empty": refused(make_trainer(f"{folder}/6").evaluate, make_data(0)),
+        "no lists": refused(plain.fit, data, batch_sampler=[1, 2]),
+        "not again": refused(plain.fit, data, batch_sampler=ByLength(torch.Generator())),
+        "twice": refused(make_trainer(f"{folder}/9").fit, list(data), batch_sampler=[[1]]),
         "undivided": refused(make_trainer(f"{folder}/7").fit, DataLoader(data, batch_sampler=[[1, 2], [3]])),
     }
 
@@ -235,7 +269,7 @@ def orders_of_torchs_sampler(folder):
 
 
 PROGRAMS = (
-    loaders, padding, streams, steps_of_ones_own, metrics_with_a_state, batches_of_any_kind, refusals,
+    batch_samplers, loaders, padding, streams, steps_of_ones_own, metrics_with_a_state, batches_of_any_kind, refusals,
     orders_of_torchs_sampler,
 )  # fmt: skip
 
@@ -313,6 +347,9 @@ def test_what_makes_no_sense_is_refused_on_every_rank_with_the_right_call(result
         assert 'return {"loss": loss, "penalty": penalty}; it returned NoneType' in texts["nothing"]
         assert "'lr' has a meaning of its own" in texts["reserved"]
         assert "a loader has its own: pass it there" in texts["collate_fn"]
+        assert "torch.utils.data.BatchSampler(sampler, batch_size=32" in texts["no lists"]
+        assert "other batches when it is asked again" in texts["not again"]
+        assert "batch_sampler divides a dataset; a loader has its own" in texts["twice"]
         assert "trainer.predict(loader.dataset)" in texts["predict"]
         assert "the data has no samples" in texts["empty"]
         assert ("batch_sampler=batch_sampler, is_own_part=True" in texts["undivided"]) == (world_size > 1)
@@ -323,3 +360,15 @@ def test_torchs_sampler_is_told_the_epoch(results, world_size):
     steps = 2 * -(-24 // world_size // 4)
     for of_rank in results[world_size]:
         assert of_rank["orders_of_torchs_sampler"] == [(True, steps, 2)] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_batch_sampler_makes_the_batches_of_all_ranks_and_resumes(results, world_size):
+    taken, num_steps, want, _ = results[1][0]["batch_samplers"]
+    every = [of_rank["batch_samplers"] for of_rank in results[world_size]]
+    assert num_steps == 12
+    assert taken[:21] != taken[21:]
+    for _, num, whole, resumed in every:
+        assert num == num_steps
+        torch.testing.assert_close(whole, want)
+        torch.testing.assert_close(resumed, want)

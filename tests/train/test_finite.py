@@ -45,6 +45,11 @@ class Bad(nn.Module):
         return x * math.nan if self.num_calls >= self.call and rank_of() == self.rank else x
 
 
+class NanInBackward(nn.Module):
+    def forward(self, x):
+        return _BackwardOfNan.apply(x)
+
+
 class _BackwardOfNan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -114,7 +119,9 @@ def skipped_steps(folder):
     options = {"precision": "fp16", "max_epochs": 1, "global_batch_size": 8, "save_every": 1, "clip_norm": 1e38}
     trainer = phalanx.Trainer(model, optimizer, loss, folder=folder, **options)
     quietly(trainer.fit, make_data())
-    return trainer._scaler.get_scale() < 65536.0, trainer.step
+    model = nn.Sequential(nn.Linear(6, 1), NanInBackward())
+    never = fails(f"{folder}/never", model=model, precision="fp16", max_epochs=99, log_every=5)
+    return trainer._scaler.get_scale() < 65536.0, trainer.step, never
 
 
 def warned(folder):
@@ -217,7 +224,11 @@ def test_accumulation_bf16_and_bits_alike_find_it_too(results, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_that_the_gradient_scaler_skips_is_none(results, world_size):
-    assert [of_rank["skipped_steps"] for of_rank in results[world_size]] == [(True, 7)] * world_size
+    for of_rank in results[world_size]:
+        has_come_down, num_steps, never = of_rank["skipped_steps"]
+        assert (has_come_down, num_steps) == (True, 7)
+        assert "the gradient scaler's scale has come down to" in never[0]  # once all are
+        assert never[1] == 40
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from phalanx.data.batches import GlobalBatches
+from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.loader import DataLoader
 from phalanx.data.place import rank_and_size
 from phalanx.data.random_state import RandomState
@@ -62,12 +63,21 @@ class Feed(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def open_feed(data: Any, settings: Settings, batch_size: int, ranks: Ranks, collate_fn: Collate | None = None) -> Feed:
+def open_feed(
+    data: Any,
+    settings: Settings,
+    batch_size: int,
+    ranks: Ranks,
+    *,
+    collate_fn: Collate | None = None,
+    batch_sampler: Iterable[Iterable[int]] | None = None,
+) -> Feed:
     """Return the feed of a map-style dataset, or of a loader.
 
     Args:
         batch_size: Samples of all ranks together, if it is a dataset.
         collate_fn: Makes a batch of a dataset's samples.
+        batch_sampler: Makes the batches of all ranks together, instead of `batch_size`.
 
     Raises:
         ValueError: `data` does not go with the settings, or with the number of ranks.
@@ -80,21 +90,39 @@ def open_feed(data: Any, settings: Settings, batch_size: int, ranks: Ranks, coll
             raise ValueError("Trainer: micro_batch_size divides a dataset's batches; a loader has its own")
         if collate_fn is not None:
             raise ValueError("Trainer: collate_fn makes batches of a dataset; a loader has its own: pass it there")
+        if batch_sampler is not None:
+            raise ValueError("Trainer: batch_sampler divides a dataset; a loader has its own: pass it there")
         return LoaderFeed(data, s.seed)
     ranks.refuse_different(data)
     length = len(data)
     if length < world_size:
         raise ValueError(f"Trainer: {length} samples do not reach for {world_size} ranks")
-    batches = GlobalBatches(
-        length,
-        batch_size,
-        micro_batch_size=s.micro_batch_size,
-        num_parts=s.virtual_shards if s.deterministic else None,
-        seed=s.seed,
-        drop_last=s.drop_last,
-    )
+    num_parts = s.virtual_shards if s.deterministic else None
+    sizes: dict[str, Any] = {"micro_batch_size": s.micro_batch_size, "num_parts": num_parts, "seed": s.seed}
+    if batch_sampler is None:
+        batches = GlobalBatches(length, batch_size, drop_last=s.drop_last, **sizes)
+    else:
+        batches = _given_batches(length, batch_sampler, ranks, s, sizes)
     seeds_samples = s.deterministic is not None
     return DatasetFeed(data, batches, s.num_workers, s.seed, collate_fn=collate_fn, seeds_samples=seeds_samples)
+
+
+def _given_batches(
+    length: int, batch_sampler: Iterable[Iterable[int]], ranks: Ranks, settings: Settings, sizes: dict[str, Any]
+) -> GivenBatches:
+    if settings.drop_last or settings.on_resize == "scale":
+        raise ValueError("Trainer: with batch_sampler, which makes the batches, leave out drop_last and on_resize")
+    if any(isinstance(s, torch_data.DistributedSampler) for s in (batch_sampler, getattr(batch_sampler, "sampler", 0))):
+        raise ValueError(
+            "Trainer: batch_sampler must make the batches of all ranks together, and a DistributedSampler makes those "
+            "of one: fit(DataLoader(dataset, batch_sampler=batch_sampler))"
+        )
+    batches = GivenBatches(length, batch_sampler, **sizes)
+    if len(set(ranks.gather(hashlib.blake2b(repr(batches.batches).encode()).digest()))) > 1:
+        raise ValueError(
+            "Trainer: batch_sampler must give the same batches on every rank, which takes its part of each"
+        )
+    return batches
 
 
 class DatasetFeed:
@@ -146,6 +174,10 @@ class DatasetFeed:
         self._batches.batch_size = batch_size
 
     def describe(self, num_steps: int) -> str:
+        if isinstance(self._batches, GivenBatches):
+            return (
+                f"{self.num_steps} global batches an epoch, as the batch sampler makes them; {num_steps} steps in all"
+            )
         size, passes, world_size = self._batches.batch_size, self._batches.parts_of_a_batch, rank_and_size()[1]
         return (
             f"global batch {size} = {world_size} ranks x {passes} passes x {size / world_size / passes:g}; "
@@ -173,7 +205,7 @@ class DatasetFeed:
 
     def advance(self) -> None:
         """Note that all ranks have trained on one more batch."""
-        self._batches.place += self._batches.batch_size
+        self._batches.advance()
 
     def state_dict(self) -> dict[str, Any]:
         return self._batches.state_dict()

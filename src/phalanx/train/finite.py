@@ -19,6 +19,7 @@ from phalanx.train.watch import Watch
 from phalanx.train.wrapper import is_sharded
 
 _LOSS, _GRADIENT, _PARAMETER = range(3)
+_SMALLEST_SCALE = 2.0**-20  # no finite gradient overflows at that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,12 @@ class FiniteGuard:
         """Look at the norm of the averaged gradient, where it is known."""
         if norm.device.type == "cpu" and not self._skips_steps and not math.isfinite(value := norm.item()):
             self.note(f"the gradient's norm is {value}, although the loss is finite", step, epoch, order=_GRADIENT)
+
+    def look_at_scale(self, scale: float, step: int, epoch: int) -> None:
+        """Look at the gradient scaler's scale, which halves with each step that is skipped."""
+        if scale < _SMALLEST_SCALE:
+            what = f"the gradient scaler's scale has come down to {scale:g}: it skips every step"
+            self.note(what, step, epoch, order=_GRADIENT)
 
     def note(self, what: str, step: int, epoch: int, batch: Any = None, order: int = _LOSS) -> None:
         """Remember what was not finite, and look for its origin, until the ranks meet."""

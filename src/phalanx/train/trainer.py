@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,20 +128,24 @@ class Trainer:
 
     # ---- training --------------------------------------------------------------------------------------------------
 
-    def fit(self, data: Any, validation_data: Any = None) -> dict[str, float]:
+    def fit(
+        self, data: Any, validation_data: Any = None, *, batch_sampler: Iterable[Iterable[int]] | None = None
+    ) -> dict[str, float]:
         """Train to the end, from wherever the last run in the folder was; return the last evaluation.
 
         Args:
             data: A map-style dataset, which is divided here; or a loader of this rank's own batches, each of which is
                 then a step of its rank.
             validation_data: What `evaluate` takes, evaluated after each epoch.
+            batch_sampler: Lists of a dataset's indices, each a batch of all ranks together, instead of
+                `Settings.global_batch_size`; it must give the same lists on every rank. ``set_epoch`` is called.
 
         Raises:
             NonFinite: A loss, gradient or parameter is not finite; on every rank. See `Settings.on_nan`.
             SystemExit: With code 75, when SIGTERM or SIGUSR1 came to any rank; everything is saved.
         """
         try:
-            return self._fit(data, validation_data)
+            return self._fit(data, validation_data, batch_sampler)
         except NonFinite:
             self._report()
             raise
@@ -153,10 +157,13 @@ class Trainer:
                 os._exit(1)
             raise
 
-    def _fit(self, data: Any, validation_data: Any) -> dict[str, float]:
+    def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         if self.settings.patience is not None and validation_data is None:
             raise ValueError("Trainer: patience needs validation_data to judge by")
-        self._feed = open_feed(data, self.settings, self._batch_size(), self._ranks, self._collate_fn)
+        self._feed = open_feed(
+            data, self.settings, self._batch_size(), self._ranks,
+            collate_fn=self._collate_fn, batch_sampler=batch_sampler,
+        )  # fmt: skip
         if self.settings.resume == "never" and not restarts.is_restart():
             self._begin_anew()
         loaded = checkpoint.load(self.checkpoints, self._state())
@@ -346,6 +353,8 @@ class Trainer:
         self._agree_every = max(1, int(_AGREE_S / slowest_s))  # the same on every rank
         if news := self._snapshots.adapt(by_rank):
             self._watch.say(news)
+        if self._scaler.is_enabled():
+            self._guard.look_at_scale(self._scaler.get_scale(), self.step, self.epoch)
         if not all(map(math.isfinite, self._watch.last_losses)):
             own = self._watch.last_losses[self.session.rank]
             if not math.isfinite(own):
