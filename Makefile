@@ -27,7 +27,8 @@ demo: $(VENV)/built
 	@echo "              examples/train_digits.py --out runs/digits --fresh"
 	@echo "Look at runs/digits/report.html. The command phalanx is in $(VENV), so go on with"
 	@echo "    source $(BIN)/activate"
-	@echo "    phalanx run --max-restarts 3 examples/train_digits.py --epochs 100 --out runs/long"
+	@echo "    phalanx run --max-restarts 3 examples/train_digits.py --epochs 100 \\"
+	@echo "        --out runs/long"
 	@echo "and kill -9 one of its ranks from another terminal; or with your own script,"
 	@echo "with init_process_group(\"phalanx\") in it. README.md shows more."
 

@@ -16,6 +16,7 @@ _EXPORTS = {
     "CollectiveTimeout": "phalanx._errors",
     "GroupAborted": "phalanx._errors",
     "GroupUnusable": "phalanx._errors",
+    "NonFinite": "phalanx._errors",
     "OutOfSharedMemory": "phalanx._errors",
     "RankFailed": "phalanx._errors",
     "GroupOptions": "phalanx._env",

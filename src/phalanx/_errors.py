@@ -84,6 +84,18 @@ class CheckpointError(PhalanxError):
     """A checkpoint could not be saved, or none could be loaded; the message says why, and what is still there."""
 
 
+class NonFinite(PhalanxError, FloatingPointError):
+    """A training came to a loss, a gradient or a parameter that is not finite; ``ranks`` are those that saw it first.
+
+    Attributes:
+        step: Optimizer step in which it was seen, from 1.
+        epoch: That step's epoch, from 0.
+    """
+
+    step: int
+    epoch: int
+
+
 # In the order of FailureKind in csrc/failure.h.
 _KINDS: tuple[type[PhalanxError], ...] = (
     PhalanxError,
@@ -97,7 +109,7 @@ _KINDS: tuple[type[PhalanxError], ...] = (
 )
 
 
-for _kind in (*_KINDS, CheckpointError):
+for _kind in (*_KINDS, CheckpointError, NonFinite):
     _kind.__module__ = "phalanx"  # where users import them from
 
 

@@ -505,9 +505,10 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((None, None, None), "either a loss or a training_step"),
-        ((nn.functional.mse_loss, max, None), "either a loss or a training_step"),
-        ((None, max, {"accuracy": max}), "metrics need a loss"),
+        ((None, None), "either a loss or a training_step"),
+        ((nn.functional.mse_loss, max), "either a loss or a training_step"),
+        ((None, max, None, {"accuracy": max}), "metrics need a loss"),
+        ((nn.functional.mse_loss, None, max, {"accuracy": max}), "Return accuracy from evaluation_step"),
     ],
 )
 def test_an_objective_that_contradicts_itself_is_refused(arguments, message):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from phalanx.data.place import rank_and_size, share
-from phalanx.data.seeds import derive_seed
+from phalanx.data.random_state import RandomState
+from phalanx.data.seeds import derive_seed, seed_process
 
 
 class GlobalBatches:
@@ -70,6 +71,10 @@ class GlobalBatches:
         for first, size in self._left():
             yield [order[first + part.start : first + part.stop] for part in self._cuts(size)]
 
+    def advance(self) -> None:
+        """Note that all ranks have trained on one more batch."""
+        self.place += self.batch_size
+
     def sizes(self) -> Iterator[tuple[int, list[int]]]:
         """Yield for each batch of the rest of the epoch its samples over all ranks, and those in this rank's parts."""
         for _, size in self._left():
@@ -114,7 +119,94 @@ class GlobalBatches:
         Raises:
             ValueError: `state` is of another dataset or order.
         """
-        for name, value in (("length", self.length), ("seed", self._seed)):
-            if state[name] != value:
-                raise ValueError(f"the data's {name} is {value}, and the state was taken with {state[name]}")
+        own = self.state_dict()
+        for name in ("length", "seed"):
+            if state[name] != own[name]:
+                raise ValueError(f"the data's {name} is {own[name]}, and the state was taken with {state[name]}")
+        if state.get("batches") != own.get("batches"):
+            raise ValueError(
+                "of this run and the one whose state this is, only one has a batch_sampler: go on as it began"
+            )
         self.epoch, self.place = state["epoch"], state["place"]
+
+
+class GivenBatches(GlobalBatches):
+    """The same of the global batches that a batch sampler makes; `place` counts batches.
+
+    What the sampler draws from the default generators, and from ``set_epoch``, is a function of (seed, epoch).
+
+    Args:
+        length: Samples in the dataset.
+        batch_sampler: Lists of indices, anew for each epoch; the same on all ranks.
+        micro_batch_size: At most so many of this rank in one forward pass; None: all of its part.
+        num_parts: Instead of `micro_batch_size`: cut a batch into so many parts over all ranks, whatever their number.
+        seed: The same on all ranks.
+
+    Raises:
+        ValueError: The sampler does not give lists of indices, or others when it is asked again.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_sampler: Iterable[Iterable[int]],
+        *,
+        micro_batch_size: int | None = None,
+        num_parts: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        size = rank_and_size()[1]  # of no meaning here, but never too small
+        super().__init__(length, size, micro_batch_size=micro_batch_size, num_parts=num_parts, seed=seed)
+        self._sampler = batch_sampler
+        self._of_epoch: tuple[int, list[list[int]]] = 0, self._draw()
+        if self._draw() != self.batches:
+            raise ValueError(
+                "batch_sampler gives other batches when it is asked again for the same epoch, so a run could not be "
+                "resumed: let it draw from torch's default generator, or from one that set_epoch(epoch) seeds"
+            )
+
+    @property
+    def batches(self) -> list[list[int]]:
+        """The batches of this epoch."""
+        if self._of_epoch[0] != self.epoch:
+            self._of_epoch = self.epoch, self._draw()
+        return self._of_epoch[1]
+
+    def __len__(self) -> int:
+        """Return the number of global batches of this epoch."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        """Yield the rest of the epoch: for each batch this rank's parts, each a list of indices, maybe empty."""
+        for batch in self.batches[self.place :]:
+            yield [batch[part.start : part.stop] for part in self._cuts(len(batch))]
+
+    def advance(self) -> None:
+        """Note that all ranks have trained on one more batch."""
+        self.place += 1
+
+    def _left(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of each batch that is left, and its size."""
+        for number, batch in enumerate(self.batches[self.place :], start=self.place):
+            yield number, len(batch)
+
+    def _draw(self) -> list[list[int]]:
+        drawn = RandomState()
+        before = drawn.state_dict()
+        seed_process(derive_seed(self._seed, "order", self.epoch))
+        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)  # type: ignore[union-attr]
+        try:
+            return [list(map(int, batch)) for batch in self._sampler]
+        except TypeError as error:
+            raise ValueError(
+                "batch_sampler must give lists of indices, one for each batch: "
+                "torch.utils.data.BatchSampler(sampler, batch_size=32, drop_last=False)"
+            ) from error
+        finally:
+            drawn.load_state_dict(before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where all ranks stand, for any number of ranks."""
+        return {**super().state_dict(), "batches": "given"}

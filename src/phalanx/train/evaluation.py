@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import data as torch_data
 
 from phalanx import checkpoint
-from phalanx.data.place import share
-from phalanx.train.feed import Part, leave_group, to_device
-from phalanx.train.objective import Objective
+from phalanx.train.evaluation_data import Counted, Own, Planned, plan
+from phalanx.train.feed import Collate, is_dataset, to_device
+from phalanx.train.objective import Objective, outputs_of, refuse_reserved
 from phalanx.train.ranks import Ranks
 from phalanx.train.wrapper import is_sharded
 
@@ -22,11 +21,13 @@ class Evaluator:
     """Evaluates a model, in evaluation mode, without gradients; the loader of the last data is kept.
 
     Args:
-        model: As it trains.
+        model: The model as it trains.
         objective: Whose values are wanted.
+        ranks: All ranks of the job.
         device: The model's.
-        batch_size: At most so many samples of this rank at a time.
-        num_workers: Of the loader.
+        batch_size: Largest number of samples of a dataset in one batch of this rank.
+        num_workers: Processes that load a dataset for each rank.
+        collate_fn: Makes a batch of a dataset's samples; None: torch's.
     """
 
     def __init__(
@@ -37,62 +38,143 @@ class Evaluator:
         device: torch.device,
         batch_size: int,
         num_workers: int,
+        collate_fn: Collate | None = None,
     ) -> None:
         self._model = model
         # Without averaging, since ranks may have different numbers of batches; where that can't be, they are padded.
         self._is_padded = is_sharded(model)
         self._evaluated = model if self._is_padded else checkpoint.unwrap(model)
+        if self._is_padded and objective.stateful and not objective.is_split:
+            raise ValueError(
+                "Trainer: ranks of a model of fully_shard evaluate some batches only to keep together, which an "
+                "evaluation_step can't tell from the others: pass a loss, and let the Trainer update the metrics"
+            )
         self._objective = objective
         self._ranks = ranks
         self._device = device
-        self._batch_size = batch_size
-        self._num_workers = num_workers
+        self._of_datasets = batch_size, num_workers, collate_fn
         self._data: Any = None
-        self._loader: Any = None
+        self._plan: Planned | Own | None = None
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Return the means of the objective's values over all samples, the same on every rank."""
-        sums = dict.fromkeys(self._objective.names, 0.0)
+        """Return the means of the objective's values over all samples, and the metrics' own, the same on every rank."""
+        tally = _Tally()
+        metrics = self._objective.stateful
+        for metric in metrics.values():
+            metric.reset()
+            getattr(metric, "to", _ignore)(self._device)
         with _evaluating(self._model):
             for batch, size in self._batches(data):
-                values = self._objective.values_of(self._evaluated, batch)
+                values = self._objective.values_of(self._evaluated, batch, counts=size > 0)
                 if size:
-                    for name, value in values.items():
-                        sums[name] += float(value.double().mean()) * size
-        totals = zip(*self._ranks.gather_numbers([*sums.values()]), strict=True)
-        return {name: sum(of_ranks) / len(data) for name, of_ranks in zip(sums, totals, strict=True)}
+                    tally.add(values, size)
+        means = tally.means(self._ranks, needs_every_rank=bool(metrics))
+        return means | {name: value for n, metric in metrics.items() for name, value in self._computed(n, metric)}
+
+    def _computed(self, name: str, metric: Any) -> Iterator[tuple[str, float]]:
+        """Yield the values of a metric that has seen this rank's batches and combines the ranks' states itself.
+
+        Raises:
+            ValueError: It does not, or has computed something else than single numbers.
+        """
+        computed = metric.compute()
+        try:
+            named = (
+                {f"{name}_{key}": float(value) for key, value in computed.items()}
+                if isinstance(computed, Mapping)
+                else {name: float(computed)}
+            )
+        except (TypeError, ValueError, RuntimeError):
+            shape = f" of shape {tuple(computed.shape)}" if isinstance(computed, Tensor) else ""
+            named = {}
+            problem = f"computed a {type(computed).__name__}{shape}; it must be a number, or numbers by name"
+        else:
+            refuse_reserved(named)
+            problem = ""
+        of_ranks = self._ranks.gather(named)
+        if not problem and any(repr(other) != repr(named) for other in of_ranks):
+            problem = (
+                f"computed different values on the ranks ({', '.join(map(str, of_ranks))}): each has seen its own part "
+                "of the data, so compute() must combine the states of all ranks, as torchmetrics does"
+            )
+        if problem:
+            raise ValueError(f"Trainer: metric {name!r} {problem}")
+        yield from named.items()
 
     def predict(self, data: Any) -> Tensor:
-        """Return the outputs for all samples, in their order, on the CPU of every rank."""
+        """Return the outputs for all samples of a dataset, in their order, on the CPU of every rank.
+
+        Raises:
+            ValueError: `data` is no dataset.
+            TypeError: The model returns something else than a tensor.
+        """
+        if not is_dataset(data):
+            raise ValueError(
+                "Trainer.predict: outputs come in the order of a dataset's samples, and this is a "
+                f"{type(data).__name__}: pass the dataset, trainer.predict(loader.dataset)"
+            )
         outputs = []
         with _evaluating(self._model):
             for batch, size in self._batches(data):
-                inputs = batch[0] if isinstance(batch, tuple | list) else batch
-                outputs.append(self._evaluated(inputs)[:size].cpu())
-        every = self._ranks.gather(torch.cat(outputs) if outputs else None)
-        return torch.cat([part for part in every if part is not None])
+                output = outputs_of(self._evaluated, batch)
+                if not isinstance(output, Tensor):
+                    name = type(output).__name__
+                    raise TypeError(f"Trainer.predict: the model must return a tensor, and it returned a {name}")
+                outputs.append(output[:size].cpu())
+        return torch.cat([output for of_rank in self._ranks.gather(outputs) for output in of_rank])
 
-    def _batches(self, data: Any) -> Iterator[Part]:
-        """Yield this rank's batches; all ranks get equally many if they must, the last maybe of size 0."""
-        self._ranks.refuse_different(data)
-        length, size, world_size = len(data), self._batch_size, self._ranks.world_size
-        own = share(length, self._ranks.rank, world_size)
-        if self._data is not data:
-            self._data, self._loader = data, torch_data.DataLoader(
-                torch_data.Subset(data, own), batch_size=size, num_workers=self._num_workers,
-                persistent_workers=self._num_workers > 0, generator=torch.Generator(), worker_init_fn=leave_group,
-            )  # fmt: skip
-        starts = range(0, len(own), size)
-        batch = None
-        for first, loaded in zip(starts, self._loader, strict=True):
-            batch = to_device(loaded, self._device)
-            yield batch, min(size, len(own) - first)
-        if self._is_padded:
-            largest = -(-length // world_size)  # number of samples of any rank
-            for _ in range(len(starts), len(range(0, largest, size))):
-                if batch is None:
-                    batch = to_device(next(iter(torch_data.DataLoader(data, batch_size=1))), self._device)
-                yield batch, 0
+    def _batches(self, data: Any) -> Iterator[Counted]:
+        """Yield this rank's batches on the device; all ranks get equally many if they must, the last of size 0."""
+        if self._data is not data or self._plan is None:
+            self._data, self._plan = data, plan(data, self._ranks, *self._of_datasets)
+        for batch, size in self._plan.batches(self._is_padded):
+            yield to_device(batch, self._device), size
+
+
+class _Tally:
+    """Sums over samples, by name."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._problem = ""  # the first; the other ranks must hear of it
+
+    def add(self, values: Mapping[str, Any], size: int) -> None:
+        """Count values of a batch: one number for each of its samples, or their mean."""
+        for name, value in values.items():
+            tensor = torch.as_tensor(value)
+            if tensor.dim() and tensor.numel() != size:
+                self._problem = self._problem or (
+                    f"Trainer: {name!r} has {tensor.numel()} values (shape {tuple(tensor.shape)}) for a batch of "
+                    f"{size} samples: it must be one number for each sample, or their mean, such as "
+                    "(outputs.argmax(1) == targets).float()"
+                )
+                return
+            total, num = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + float(tensor.double().mean()) * size, num + size
+
+    def means(self, ranks: Ranks, *, needs_every_rank: bool) -> dict[str, float]:
+        """Return the means over the samples of all ranks.
+
+        Raises:
+            ValueError: On every rank: there are no samples, not one number for each of some rank's, or none on a rank
+                although each must have some.
+        """
+        every = ranks.gather((self._sums, self._problem))
+        for _, problem in every:
+            if problem:
+                raise ValueError(problem)
+        sums = [of_rank for of_rank, _ in every]
+        names = dict.fromkeys(name for of_rank in sums for name in of_rank)
+        if not names:
+            raise ValueError("Trainer.evaluate: the data has no samples")
+        refuse_reserved(names)
+        if needs_every_rank and (without := [rank for rank, of_rank in enumerate(sums) if not of_rank]):
+            raise ValueError(
+                f"Trainer.evaluate: rank {without[0]} has no sample, so metrics with a state can't be combined: "
+                f"evaluate at least {ranks.world_size} samples, or on fewer ranks"
+            )
+        found = {name: [of_rank[name] for of_rank in sums if name in of_rank] for name in names}
+        return {name: sum(total for total, _ in of) / sum(num for _, num in of) for name, of in found.items()}
 
 
 @contextlib.contextmanager
@@ -105,3 +187,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+def _ignore(_: object) -> None:
+    pass

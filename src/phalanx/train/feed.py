@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from phalanx.data.batches import GlobalBatches
+from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.loader import DataLoader
 from phalanx.data.place import rank_and_size
 from phalanx.data.random_state import RandomState
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.ranks import Ranks
 from phalanx.train.settings import Settings
+
+Collate = Callable[[list[Any]], Any]
+"""Makes a batch out of samples, as torch's loaders have it."""
 
 Part = tuple[Any, int]
 """What one forward pass takes, and how many samples of this rank are in it; with 0 it only keeps ranks together."""
@@ -59,35 +63,66 @@ class Feed(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def open_feed(data: Any, settings: Settings, batch_size: int, ranks: Ranks) -> Feed:
+def open_feed(
+    data: Any,
+    settings: Settings,
+    batch_size: int,
+    ranks: Ranks,
+    *,
+    collate_fn: Collate | None = None,
+    batch_sampler: Iterable[Iterable[int]] | None = None,
+) -> Feed:
     """Return the feed of a map-style dataset, or of a loader.
 
     Args:
-        batch_size: Of all ranks together, if it is a dataset.
+        batch_size: Samples of all ranks together, if it is a dataset.
+        collate_fn: Makes a batch of a dataset's samples.
+        batch_sampler: Makes the batches of all ranks together, instead of `batch_size`.
 
     Raises:
         ValueError: `data` does not go with the settings, or with the number of ranks.
     """
     s, world_size = settings, rank_and_size()[1]
-    if not isinstance(data, torch_data.Dataset) or isinstance(data, torch_data.IterableDataset):
+    if not is_dataset(data):
         if s.deterministic:
             raise ValueError('Trainer: deterministic="world" divides the data itself: pass fit() a dataset')
         if s.micro_batch_size is not None:
             raise ValueError("Trainer: micro_batch_size divides a dataset's batches; a loader has its own")
+        if collate_fn is not None:
+            raise ValueError("Trainer: collate_fn makes batches of a dataset; a loader has its own: pass it there")
+        if batch_sampler is not None:
+            raise ValueError("Trainer: batch_sampler divides a dataset; a loader has its own: pass it there")
         return LoaderFeed(data, s.seed)
     ranks.refuse_different(data)
-    length = len(data)  # type: ignore[arg-type]
+    length = len(data)
     if length < world_size:
         raise ValueError(f"Trainer: {length} samples do not reach for {world_size} ranks")
-    batches = GlobalBatches(
-        length,
-        batch_size,
-        micro_batch_size=s.micro_batch_size,
-        num_parts=s.virtual_shards if s.deterministic else None,
-        seed=s.seed,
-        drop_last=s.drop_last,
-    )
-    return DatasetFeed(data, batches, s.num_workers, s.seed, seeds_samples=s.deterministic is not None)
+    num_parts = s.virtual_shards if s.deterministic else None
+    sizes: dict[str, Any] = {"micro_batch_size": s.micro_batch_size, "num_parts": num_parts, "seed": s.seed}
+    if batch_sampler is None:
+        batches = GlobalBatches(length, batch_size, drop_last=s.drop_last, **sizes)
+    else:
+        batches = _given_batches(length, batch_sampler, ranks, s, sizes)
+    seeds_samples = s.deterministic is not None
+    return DatasetFeed(data, batches, s.num_workers, s.seed, collate_fn=collate_fn, seeds_samples=seeds_samples)
+
+
+def _given_batches(
+    length: int, batch_sampler: Iterable[Iterable[int]], ranks: Ranks, settings: Settings, sizes: dict[str, Any]
+) -> GivenBatches:
+    if settings.drop_last or settings.on_resize == "scale":
+        raise ValueError("Trainer: with batch_sampler, which makes the batches, leave out drop_last and on_resize")
+    if any(isinstance(s, torch_data.DistributedSampler) for s in (batch_sampler, getattr(batch_sampler, "sampler", 0))):
+        raise ValueError(
+            "Trainer: batch_sampler must make the batches of all ranks together, and a DistributedSampler makes those "
+            "of one: fit(DataLoader(dataset, batch_sampler=batch_sampler))"
+        )
+    batches = GivenBatches(length, batch_sampler, **sizes)
+    if len(set(ranks.gather(hashlib.blake2b(repr(batches.batches).encode()).digest()))) > 1:
+        raise ValueError(
+            "Trainer: batch_sampler must give the same batches on every rank, which takes its part of each"
+        )
+    return batches
 
 
 class DatasetFeed:
@@ -102,6 +137,7 @@ class DatasetFeed:
         num_workers: int,
         seed: int,
         *,
+        collate_fn: Collate | None = None,
         seeds_samples: bool = False,
     ) -> None:
         seeds_samples = seeds_samples or num_workers > 0
@@ -109,11 +145,13 @@ class DatasetFeed:
         self._batches = batches
         self._seed = seed
         self._filler: Any = None
+        self._collate = collate_fn or torch_data.default_collate
         self._generator = torch.Generator()  # of the loader alone: resuming draws no number more than going on
         self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
             _SeededSamples(dataset, seed) if seeds_samples else dataset,
             batch_sampler=_FilledParts(batches, with_epoch=seeds_samples),
             num_workers=num_workers,
+            collate_fn=collate_fn,
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=self._generator,
@@ -136,6 +174,10 @@ class DatasetFeed:
         self._batches.batch_size = batch_size
 
     def describe(self, num_steps: int) -> str:
+        if isinstance(self._batches, GivenBatches):
+            return (
+                f"{self.num_steps} global batches an epoch, as the batch sampler makes them; {num_steps} steps in all"
+            )
         size, passes, world_size = self._batches.batch_size, self._batches.parts_of_a_batch, rank_and_size()[1]
         return (
             f"global batch {size} = {world_size} ranks x {passes} passes x {size / world_size / passes:g}; "
@@ -157,13 +199,13 @@ class DatasetFeed:
         if self._filler is None:
             drawn = RandomState()
             before = drawn.state_dict()
-            self._filler = torch_data.default_collate([self._dataset[0]])
+            self._filler = self._collate([self._dataset[0]])
             drawn.load_state_dict(before)
         return self._filler
 
     def advance(self) -> None:
         """Note that all ranks have trained on one more batch."""
-        self._batches.place += self._batches.batch_size
+        self._batches.advance()
 
     def state_dict(self) -> dict[str, Any]:
         return self._batches.state_dict()
@@ -220,26 +262,23 @@ class LoaderFeed:
     may_differ = True
 
     def __init__(self, loader: Any, seed: int) -> None:
-        sampler = getattr(loader, "sampler", None)
-        is_stream = isinstance(getattr(loader, "dataset", None), torch_data.IterableDataset)
-        is_divided = isinstance(sampler, torch_data.DistributedSampler) or is_stream or sampler is None
-        is_divided = is_divided or getattr(loader, "is_own_part", False)
         self._world_size = rank_and_size()[1]
-        if self._world_size > 1 and not is_divided:
+        if self._world_size > 1 and not is_divided(loader):
             raise ValueError(
                 "Trainer: this loader gives the same samples to every rank: pass the dataset itself, or a "
-                "phalanx.DataLoader, or one with sampler=phalanx.DistributedSampler(dataset)"
+                "phalanx.DataLoader, or one with sampler=phalanx.DistributedSampler(dataset). If its batch sampler "
+                "divides them: phalanx.DataLoader(dataset, batch_sampler=batch_sampler, is_own_part=True)"
             )
         self._loader = loader
         self._seed = seed
         self._epoch = self._place = 0
         self._order = torch.Generator()
         drawing: Any
-        for drawing in (loader, sampler):  # from a generator of the feed, seeded by the epoch
+        for drawing in (loader, *_samplers(loader)):  # from a generator of the feed, seeded by the epoch
             if getattr(drawing, "generator", 0) is None:
                 drawing.generator = self._order
         if getattr(loader, "num_workers", 0):
-            loader.worker_init_fn = _InOwnGroup(loader.worker_init_fn)
+            loader.worker_init_fn = InOwnGroup(loader.worker_init_fn)
 
     @property
     def num_steps(self) -> int | None:
@@ -268,7 +307,7 @@ class LoaderFeed:
     def begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch, self._place = epoch, 0
-        for holder in (self._loader, getattr(self._loader, "sampler", None)):
+        for holder in (self._loader, *_samplers(self._loader)):
             getattr(holder, "set_epoch", _ignore)(epoch)
 
     def steps(self) -> Iterator[tuple[list[Part], int]]:
@@ -310,7 +349,29 @@ class LoaderFeed:
         self._epoch, self._place = state["epoch"], state["place"]
 
 
-class _InOwnGroup:
+def is_dataset(data: Any) -> bool:
+    """Return whether it is a map-style dataset, torch's or any with indices; no loader, stream or list of batches."""
+    if isinstance(data, torch_data.Dataset):
+        return not isinstance(data, torch_data.IterableDataset)
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Sequence | Mapping)
+
+
+def is_divided(loader: Any) -> bool:
+    """Return whether a loader gives this rank its own batches, as far as can be known."""
+    samplers = _samplers(loader)
+    is_stream = isinstance(getattr(loader, "dataset", None), torch_data.IterableDataset)
+    is_shared = any(isinstance(sampler, torch_data.DistributedSampler) for sampler in samplers)
+    return is_shared or is_stream or not samplers or bool(getattr(loader, "is_own_part", False))
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Return the samplers of a loader: its own, its batch sampler, and that one's."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+    return [sampler for sampler in samplers if sampler is not None]
+
+
+class InOwnGroup:
     """Initialises a worker as the user wants, after `leave_group`; a class, since it must reach one that is spawned."""
 
     def __init__(self, init: Any) -> None:

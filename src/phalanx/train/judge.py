@@ -28,7 +28,7 @@ class Judge:
         self._step = -1
 
     def judge(self, evaluation: Mapping[str, float], step: int) -> bool:
-        """Return whether the evaluation after that step is the best so far.
+        """Return whether the evaluation after that step is the best so far; one that is not finite never is.
 
         Raises:
             ValueError: It has no such value.
@@ -38,13 +38,13 @@ class Judge:
             known = ", ".join(evaluation)
             raise ValueError(f"Trainer: monitor={self._monitor!r} is no value of the evaluation: {known}")
         score = -value if is_minimized(self._monitor) else value
-        self._score, self._step = score, step
-        is_best = not math.isnan(score) and (self.best is None or score > self.best)
+        self._score, self._step = score if math.isfinite(score) else None, step
+        is_best = math.isfinite(score) and (self.best is None or score > self.best)
         self.best, self.num_worse = (score, 0) if is_best else (self.best, self.num_worse + 1)
         return is_best
 
     def score_of(self, step: int) -> float | None:
-        """Return the score of the evaluation after that step; None if there was none."""
+        """Return the score of the evaluation after that step; None if there was none that is finite."""
         return self._score if step == self._step else None
 
     def state_dict(self) -> dict[str, Any]:

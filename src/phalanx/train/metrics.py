@@ -4,9 +4,11 @@ Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from
 
 - ``start``: ``world_size``, ``backend``, ``settings``; ``resumed_from``: null, or ``step``, ``source`` (memory, disk)
 - ``step``: ``step``, ``epoch``, ``loss``, ``lr``, ``samples_per_s``, ``grad_norm``; seconds a step as ``phases_s`` of
-  rank 0, ``phases_by_rank`` and ``spread`` (slowest and fastest rank); means since the last such record
+  rank 0, ``phases_by_rank`` and ``spread`` (slowest and fastest rank); means since the last such record; and whatever a
+  training step returns beside the loss, under its name
 - ``evaluation``: ``step``, ``epoch``, and each value under its name
 - ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``
+- ``not_finite``: ``step``, ``epoch``, ``ranks`` that saw it first, ``message``
 
 Numbers that are not finite are written as Python writes them: ``NaN``, ``Infinity``. Imports no torch.
 """

@@ -2,47 +2,201 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from phalanx.train.ranks import Ranks
+
 Loss = Callable[[Any, Any], Tensor]
-TrainingStep = Callable[[nn.Module, Any], Tensor]
+Step = Callable[[nn.Module, Any], Any]
+
+_TARGETS = ("targets", "target", "labels", "label")
+_RESERVED = frozenset(
+    (
+        "time",
+        "kind",
+        "attempt",
+        "step",
+        "epoch",
+        "lr",
+        "samples_per_s",
+        "grad_norm",
+        "phases_s",
+        "phases_by_rank",
+        "spread",
+    )
+)
+_EXAMPLE = "training_step=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])"
 
 
 class Objective:
-    """A loss of outputs and targets, or a training step of the user's own, and the metrics.
+    """A loss of outputs and targets, or a training step of the user's own, and what is evaluated.
+
+    Args:
+        loss: ``loss(outputs, targets)``.
+        training_step: ``training_step(model, batch)``; returns the loss, or it and other values by name.
+        evaluation_step: ``evaluation_step(model, batch)``; returns the loss, or values by name.
+        metrics: Functions ``metric(outputs, targets)``, or objects with ``update``, ``compute`` and ``reset``.
 
     Attributes:
-        names: Of what `values_of` returns.
+        stateful: The metrics that are objects.
+        is_split: Batches are evaluated as inputs and targets, by the loss.
 
     Raises:
-        ValueError: Both are given, or none; or metrics where nobody knows outputs and targets.
+        ValueError: There is no single loss, or a function in `metrics` where nobody knows outputs and targets.
     """
 
     def __init__(
-        self, loss: Loss | None, training_step: TrainingStep | None, metrics: Mapping[str, Loss] | None
+        self,
+        loss: Loss | None,
+        training_step: Step | None = None,
+        evaluation_step: Step | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         if (loss is None) == (training_step is None):
-            raise ValueError("Trainer: give it either a loss or a training_step")
-        if training_step is not None and metrics:
-            raise ValueError("Trainer: metrics need a loss: of a training_step nobody knows outputs and targets")
-        self._loss, self._training_step, self._metrics = loss, training_step, dict(metrics or {})
-        self.names = ("loss", *self._metrics)
+            raise ValueError(
+                "Trainer: give it either a loss or a training_step: Trainer(model, optimizer, "
+                f"nn.functional.cross_entropy) or Trainer(model, optimizer, {_EXAMPLE})"
+            )
+        self._loss, self._training_step, self._evaluation_step = loss, training_step, evaluation_step
+        metrics = dict(metrics or {})
+        self.stateful = {name: metric for name, metric in metrics.items() if _has_state(metric)}
+        self._functions = {name: metric for name, metric in metrics.items() if name not in self.stateful}
+        self.is_split = loss is not None and evaluation_step is None  # into inputs and targets, to evaluate
+        if self._functions and not self.is_split:
+            raise ValueError(
+                f"Trainer: metrics need a loss: of a training_step or evaluation_step nobody knows outputs and "
+                f"targets. Return {', '.join(self._functions)} from evaluation_step instead: "
+                'return {"loss": loss, "accuracy": (outputs.argmax(1) == targets).float()}'
+            )
 
-    def loss_of(self, model: nn.Module, batch: Any) -> Tensor:
-        if self._training_step is not None:
-            return self._training_step(model, batch)
+    def loss_of(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any] | None]:
+        """Return the loss of a batch, and the other values by name that the training step has returned with it."""
+        if self._training_step is None:
+            assert self._loss is not None
+            return self._loss(*_outputs_and_targets(model, batch)), None
+        returned = self._training_step(model, batch)
+        if isinstance(returned, Tensor):
+            return returned, None
+        if isinstance(returned, Mapping) and isinstance(returned.get("loss"), Tensor):
+            return returned["loss"], {name: value for name, value in returned.items() if name != "loss"}
+        raise TypeError(
+            "Trainer: training_step must return the loss, a tensor, or a dictionary with it: "
+            f'return {{"loss": loss, "penalty": penalty}}; it returned {_describe(returned)}'
+        )
+
+    def values_of(self, model: nn.Module, batch: Any, *, counts: bool = True) -> dict[str, Any]:
+        """Return what is evaluated of a batch, and let the metrics that have a state see it.
+
+        Args:
+            counts: The batch is not only there to keep ranks together.
+        """
+        if not self.is_split:
+            return self._values_of_step(model, batch)
+        outputs, targets = _outputs_and_targets(model, batch)
+        for metric in self.stateful.values() if counts else ():
+            metric.update(outputs, targets)
         assert self._loss is not None
-        inputs, targets = batch
-        return self._loss(model(inputs), targets)
-
-    def values_of(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Return the loss, and the metrics if it is one of outputs and targets."""
-        if self._loss is None:
-            return {"loss": self.loss_of(model, batch)}
-        inputs, targets = batch
-        outputs = model(inputs)
-        values = {name: metric(outputs, targets) for name, metric in self._metrics.items()}
+        values = {name: metric(outputs, targets) for name, metric in self._functions.items()}
         return {"loss": self._loss(outputs, targets), **values}
+
+    def _values_of_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        if self._evaluation_step is None:
+            loss, parts = self.loss_of(model, batch)
+            return {"loss": loss, **(parts or {})}
+        returned = self._evaluation_step(model, batch)
+        if isinstance(returned, Tensor):
+            return {"loss": returned}
+        if isinstance(returned, Mapping):
+            return dict(returned)
+        raise TypeError(
+            "Trainer: evaluation_step must return the loss, a tensor, or a dictionary of values: "
+            f'return {{"loss": loss, "accuracy": correct}}; it returned {_describe(returned)}'
+        )
+
+
+def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """Return what the model makes of a batch of two parts, or of a mapping with one entry named as targets are.
+
+    Raises:
+        ValueError: The batch is neither.
+    """
+    if isinstance(batch, Mapping):
+        found = [name for name in _TARGETS if name in batch]
+        if len(found) == 1:
+            return outputs_of(model, batch), batch[found[0]]
+        problem = f"has the keys {', '.join(map(repr, batch))}, of which exactly one must be in {_TARGETS}"
+    elif isinstance(batch, tuple | list) and len(batch) == 2:
+        return model(batch[0]), batch[1]
+    else:
+        problem = f"is {_describe(batch)}, not (inputs, targets) or a dictionary"
+    raise ValueError(f"Trainer: a loss needs inputs and targets, and the batch {problem}. Or pass {_EXAMPLE}")
+
+
+def outputs_of(model: nn.Module, batch: Any) -> Any:
+    """Return what the model makes of a batch, with targets or without.
+
+    What is no target in a mapping are the model's keyword arguments; "inputs" alone is its only argument.
+    """
+    if not isinstance(batch, Mapping):
+        return model(batch[0] if isinstance(batch, tuple | list) else batch)
+    inputs = {name: value for name, value in batch.items() if name not in _TARGETS}
+    return model(inputs["inputs"]) if [*inputs] == ["inputs"] else model(**inputs)
+
+
+def refuse_reserved(names: Iterable[str]) -> None:
+    """Refuse values whose names mean something else in the log of a run.
+
+    Raises:
+        ValueError: There is such a name.
+    """
+    if taken := sorted(_RESERVED.intersection(names)):
+        raise ValueError(
+            f"Trainer: {taken[0]!r} has a meaning of its own in metrics.jsonl: give the value another name"
+        )
+
+
+class NamedParts:
+    """Values that a training step has returned beside the loss, added up until they are logged."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self._has_any = False
+
+    def add(self, parts: Mapping[str, Any], weight: float) -> None:
+        """Count the values of one pass with its share of the batch.
+
+        Raises:
+            ValueError: A value is not one number.
+        """
+        if not self._sums:
+            refuse_reserved(parts)
+        self._has_any = True
+        for name, value in parts.items():
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise ValueError(
+                        f"Trainer: training_step must return one number as {name!r}, its mean over the batch; it "
+                        f"returned a tensor of shape {tuple(value.shape)}"
+                    )
+                value = value.detach().reshape(())
+            self._sums[name] = self._sums.get(name, 0) + value * weight
+
+    def take(self, ranks: Ranks, num_steps: int) -> dict[str, float]:
+        """Return the means over all ranks' samples of so many steps, and begin anew; every rank calls it."""
+        if not self._has_any:
+            return {}
+        own = {name: float(value) / num_steps / ranks.world_size for name, value in self._sums.items()}
+        self._sums = {}
+        every = ranks.gather(own)
+        return {name: sum(of.get(name, 0.0) for of in every) for name in dict.fromkeys(n for of in every for n in of)}
+
+
+def _has_state(metric: Any) -> bool:
+    return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__

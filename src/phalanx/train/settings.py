@@ -23,6 +23,8 @@ class Settings:
         drop_last: Leave out the samples at an epoch's end that fill no global batch.
         precision: "fp32", "bf16" or "fp16" (with a gradient scaler): of forward and loss, through torch.autocast.
         clip_norm: Largest norm of the gradient; None: unlimited.
+        on_nan: What follows a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
+            once, or "ignore" it. Whatever is chosen, a state with such a parameter is never saved.
         scheduler_interval: Step the learning rate's scheduler each "step" or each "epoch".
         monitor: Name of the evaluation's value that says which checkpoint is best.
         patience: Stop after so many evaluations without a better one; None: never.
@@ -48,6 +50,7 @@ class Settings:
     drop_last: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip_norm: float | None = None
+    on_nan: Literal["raise", "warn", "ignore"] = "raise"
     scheduler_interval: Literal["step", "epoch"] = "step"
     monitor: str = "loss"
     patience: int | None = None
@@ -64,6 +67,7 @@ class Settings:
         choices = {
             "on_resize": ("keep", "scale"), "precision": ("fp32", "bf16", "fp16"), "resume": ("auto", "never", "force"),
             "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"),
+            "on_nan": ("raise", "warn", "ignore"),
         }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

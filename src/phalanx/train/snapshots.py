@@ -19,12 +19,20 @@ class Snapshots:
         folder: Of the checkpoints that the snapshots belong to.
         every: Steps between them; "auto": chosen from what they cost; 0: none.
         state: Returns what is to be kept.
+        may_keep: Returns whether it is worth keeping, the same on every rank.
     """
 
-    def __init__(self, folder: str, every: int | Literal["auto"], state: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        folder: str,
+        every: int | Literal["auto"],
+        state: Callable[[], Mapping[str, Any]],
+        may_keep: Callable[[], bool],
+    ) -> None:
         self._folder = folder
         self._adapts = every == "auto"
         self._state = state
+        self._may_keep = may_keep
         self.every = 1 if every == "auto" else every
         self._num_taken = self._num_steps = 0  # since `adapt` was called
         self._num_adapted = 0
@@ -34,7 +42,7 @@ class Snapshots:
         self._num_steps += 1
         if memory.problem:
             memory.let_go()
-        elif self.every and step % self.every == 0:
+        elif self.every and step % self.every == 0 and self._may_keep():
             checkpoint.snapshot(self._folder, self._state(), step)
             self._num_taken += 1
 

@@ -9,16 +9,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import data as torch_data
 
 from phalanx import checkpoint, session
 from phalanx._env import PREEMPTED_CODE
-from phalanx._errors import RankFailed
+from phalanx._errors import NonFinite, RankFailed
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules, note_room_made
@@ -26,11 +25,12 @@ from phalanx.parallel import DistributedDataParallel
 from phalanx.train import restarts, world
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part, open_feed, to_device
+from phalanx.train.finite import FiniteGuard
 from phalanx.train.folder_lock import FolderLock
 from phalanx.train.identity import Identity, facts_of, facts_of_data
 from phalanx.train.judge import Judge
 from phalanx.train.metrics import write_csv
-from phalanx.train.objective import Objective
+from phalanx.train.objective import NamedParts, Objective
 from phalanx.train.preemption import Preemption, requeue
 from phalanx.train.ranks import Ranks
 from phalanx.train.report import write_report
@@ -42,6 +42,7 @@ from phalanx.train.wrapper import synchronizing, wrap
 
 _NOTHING: Any = contextlib.nullcontext()
 _AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
+_NOT_FINITE = 1 << 10  # above every signal's number, in what ranks agree on
 _MAX_PIDS = 16  # in a line
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,11 +56,19 @@ class Trainer:
     Args:
         model: A module, which is then wrapped in `DistributedDataParallel`, or one that is wrapped already: in that, in
             torch's, by FSDP2's ``fully_shard``.
-        optimizer: Of the model's parameters.
-        loss: ``loss(model(inputs), targets)`` of a batch ``(inputs, targets)``, a mean over its samples.
-        training_step: Instead of `loss`: ``training_step(model, batch)`` returns the loss, a mean over the samples.
-        scheduler: Of the learning rate.
-        metrics: Values to evaluate beside the loss: ``metric(outputs, targets)`` returns one number for each sample.
+        optimizer: Optimizer of the model's parameters.
+        loss: ``loss(model(inputs), targets)`` of a batch ``(inputs, targets)``, a mean over its samples. In a batch
+            that is a dictionary, "targets", "target", "labels" or "label" names the targets, and the other entries are
+            keyword arguments of the model; "inputs", if it is the only one, is its positional argument.
+        training_step: Instead of `loss`: ``training_step(model, batch)`` returns the loss, a mean over the samples, or
+            a dictionary with it as "loss" and with other numbers, which are logged.
+        evaluation_step: ``evaluation_step(model, batch)`` returns the loss, or values by name: each one number for each
+            sample, or their mean. None: the training step, or the loss and the metrics.
+        scheduler: Schedule of the learning rate.
+        metrics: Values to evaluate beside the loss: ``metric(outputs, targets)`` returns one number for each sample, or
+            their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics, combine the
+            states of all ranks in ``compute``; an `evaluation_step` updates them itself.
+        collate_fn: Function that makes a batch out of a dataset's samples; None: torch's.
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
             ``on_fit_end``, each called with the trainer on every rank; with ``state_dict`` and ``load_state_dict`` they
             are part of the checkpoints.
@@ -81,13 +90,15 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         loss: Callable[[Any, Any], Tensor] | None = None,
         *,
-        training_step: Callable[[nn.Module, Any], Tensor] | None = None,
+        training_step: Callable[[nn.Module, Any], Tensor | Mapping[str, Any]] | None = None,
+        evaluation_step: Callable[[nn.Module, Any], Tensor | Mapping[str, Any]] | None = None,
         scheduler: Any = None,
-        metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         callbacks: Sequence[Any] = (),
         **settings: Any,
     ) -> None:
-        self._objective = Objective(loss, training_step, metrics)
+        self._objective = Objective(loss, training_step, evaluation_step, metrics)
         self.settings = s = Settings(**settings)
         self.session = session.init()
         self._ranks = Ranks(self.session)
@@ -114,26 +125,38 @@ class Trainer:
         self._agreed_signal = 0
         self._agree_every = 1
         size = s.micro_batch_size or -(-s.global_batch_size // self.session.world_size)
-        self._evaluator = Evaluator(self.model, self._objective, self._ranks, self.device, size, s.num_workers)
+        self._collate_fn = collate_fn
+        self._parts = NamedParts()
+        self._evaluator = Evaluator(
+            self.model, self._objective, self._ranks, self.device, size, s.num_workers, collate_fn
+        )
 
     # ---- training --------------------------------------------------------------------------------------------------
 
-    def fit(self, data: Any, validation_data: torch_data.Dataset[Any] | None = None) -> dict[str, float]:
+    def fit(
+        self, data: Any, validation_data: Any = None, *, batch_sampler: Iterable[Iterable[int]] | None = None
+    ) -> dict[str, float]:
         """Train to the end, from wherever the last run in the folder was; return the last evaluation.
 
         Args:
             data: A map-style dataset, which is divided here; or a loader of this rank's own batches, each of which is
                 then a step of its rank.
-            validation_data: A map-style dataset, evaluated after each epoch.
+            validation_data: What `evaluate` takes, evaluated after each epoch.
+            batch_sampler: Lists of a dataset's indices, each a batch of all ranks together, instead of
+                `Settings.global_batch_size`; it must give the same lists on every rank. ``set_epoch`` is called.
 
         Raises:
             CheckpointError: The folder holds another run: another model, optimizer, schedule or data, other settings.
+            NonFinite: A loss, gradient or parameter is not finite; on every rank. See `Settings.on_nan`.
             PhalanxError: Another job trains in the folder.
             SystemExit: With code 75, when SIGTERM or SIGUSR1 came to any rank; everything is saved.
         """
         try:
             with FolderLock(self.folder, self._ranks) as self._lock:
-                return self._fit(data, validation_data)
+                return self._fit(data, validation_data, batch_sampler)
+        except NonFinite:
+            self._report()
+            raise
         except RankFailed:
             if restarts.will_restart():  # at once: an orderly end of the interpreter takes longer than the restart
                 traceback.print_exc()
@@ -142,10 +165,13 @@ class Trainer:
                 os._exit(1)
             raise
 
-    def _fit(self, data: Any, validation_data: torch_data.Dataset[Any] | None) -> dict[str, float]:
+    def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         if self.settings.patience is not None and validation_data is None:
             raise ValueError("Trainer: patience needs validation_data to judge by")
-        self._feed = open_feed(data, self.settings, self._batch_size(), self._ranks)
+        self._feed = open_feed(
+            data, self.settings, self._batch_size(), self._ranks,
+            collate_fn=self._collate_fn, batch_sampler=batch_sampler,
+        )  # fmt: skip
         if self.settings.resume == "never" and not restarts.is_restart():
             self._begin_anew()
         loaded = self._load(data)
@@ -194,7 +220,11 @@ class Trainer:
         return loss
 
     def _agree(self) -> None:
-        self._agreed_signal = self._ranks.largest(self._preemption.signal)
+        agreed = self._ranks.largest(_NOT_FINITE if self._guard.has_finding else self._preemption.signal)
+        if agreed == _NOT_FINITE:
+            self._guard.settle()
+        else:
+            self._agreed_signal = agreed
 
     def _forward_backward(self, batch: Any, weight: float) -> Tensor:
         clock = self._watch.clock
@@ -202,13 +232,17 @@ class Trainer:
             batch = to_device(batch, self.device)
         dtype = _DTYPES.get(self.settings.precision)
         with torch.autocast(self.device.type, dtype) if dtype else _NOTHING:
-            loss = self._objective.loss_of(self.model, batch)
+            loss, parts = self._objective.loss_of(self.model, batch)
+        if parts:
+            self._parts.add(parts, weight)
         if weight != 1:
             loss = loss * weight
         clock.lap("forward")
         self._scaler.scale(loss).backward()
+        loss = loss.detach()
+        self._guard.look_at_loss(loss, batch, self.step + 1, self.epoch)
         clock.lap("backward")
-        return loss.detach()
+        return loss
 
     def _sum_over_shards(self, parts: list[Part], num_samples: int) -> Tensor:
         def backward(shard: int) -> Tensor:
@@ -241,6 +275,7 @@ class Trainer:
                 torch._foreach_mul_(grads, float(largest / (self._grad_norm + 1e-6)))
         else:
             self._grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), largest)
+        self._guard.look_at_norm(self._grad_norm, self.step + 1, self.epoch)
 
     # ---- around the steps ------------------------------------------------------------------------------------------
 
@@ -292,7 +327,10 @@ class Trainer:
         watch = Watch(self.folder, num_steps, self._ranks)
         if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
-        self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state)
+        self._guard = FiniteGuard(
+            s.on_nan, self.module, self._objective, self._ranks, watch, skips_steps=self._scaler.is_enabled()
+        )
+        self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         resumed = None if loaded is None else dataclasses.asdict(loaded)
         watch.record(
@@ -349,13 +387,23 @@ class Trainer:
 
     def _log(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
-        by_rank = self._watch.log(self.step, self.epoch, lr, self._grad_norm)
+        by_rank = self._watch.log(self.step, self.epoch, lr, self._grad_norm, self._parts)
         slowest_s = max(sum(phases) for phases in by_rank)
         self._agree_every = max(1, int(_AGREE_S / slowest_s))  # the same on every rank
         if news := self._snapshots.adapt(by_rank):
             self._watch.say(news)
+        if self._scaler.is_enabled():
+            self._guard.look_at_scale(self._scaler.get_scale(), self.step, self.epoch)
+        if not all(map(math.isfinite, self._watch.last_losses)):
+            own = self._watch.last_losses[self.session.rank]
+            if not math.isfinite(own):
+                self._guard.note(f"the mean loss since it was logged last is {own}", self.step, self.epoch)
+            self._guard.settle()
 
-    def _after_epoch(self, validation_data: torch_data.Dataset[Any] | None, *, has_ended: bool) -> None:
+    def _may_keep(self) -> bool:
+        return self._guard.may_keep(self.step, self.epoch)
+
+    def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
         """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
         if self._watch.has_news:
             self._log()
@@ -365,6 +413,8 @@ class Trainer:
             is_best = has_ended and self._judge.judge(self.evaluation, self.step)
             self._watch.record("evaluation", step=self.step, epoch=self.epoch, **self.evaluation)
             self._call("on_evaluation")
+            if bad := [f"{name} {value}" for name, value in self.evaluation.items() if not math.isfinite(value)]:
+                self._watch.say(f"evaluation after step {self.step}: {', '.join(bad)}; not finite, so never the best")
         if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
             self.scheduler.step(*([self.evaluation[self.settings.monitor]] if self._is_plateau else []))
         values = "".join(f", {name} {value:.4f}" for name, value in self.evaluation.items())
@@ -375,22 +425,27 @@ class Trainer:
             self._save()
         self._agree()  # the steps of an epoch may be few, and all this has taken time
 
-    def _save(self, *, wait: bool = False) -> None:
+    def _save(self, *, wait: bool = False) -> bool:
+        """Save the state and return True, unless its weights are not finite."""
+        if not self._may_keep():
+            return False
         begin = time.perf_counter()
         score = self._judge.score_of(self.step)
         keep = {"keep_last": self.settings.keep_last, "keep_best": None if self._judge.best is None else 1}
         checkpoint.save(self.checkpoints, self._state(), self.step, metric=score, keep=keep, wait=wait)
         self._watch.record("save", step=self.step, blocked_s=time.perf_counter() - begin)
         self._call("on_save")
+        return True
 
     def _make_room(self, signal: int) -> None:
         if memory.restart_is_planned:  # to have more ranks: this run goes on at once
-            checkpoint.snapshot(self.checkpoints, self._state(), self.step)
+            if self._may_keep():
+                checkpoint.snapshot(self.checkpoints, self._state(), self.step)
             raise SystemExit(PREEMPTED_CODE)
-        self._save(wait=True)
+        saved = "saved" if self._save(wait=True) else "weights that are not finite were not saved"
         self._watch.record("preempted", step=self.step, signal=signal)
         note = requeue() if self.session.rank == 0 else ""
-        self._watch.say(f"asked to make room by signal {signal}: saved after step {self.step}{note and f'; {note}'}")
+        self._watch.say(f"asked to make room by signal {signal}: {saved} after step {self.step}{note and f'; {note}'}")
         self._report()
         note_room_made()
         raise SystemExit(PREEMPTED_CODE)
@@ -415,13 +470,22 @@ class Trainer:
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
-    def evaluate(self, data: torch_data.Dataset[Any]) -> dict[str, float]:
-        """Return the means over all samples of `data`, each counted once, the same on every rank."""
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Return the means over all samples of `data`, and the metrics that have a state, the same on every rank.
+
+        Args:
+            data: A map-style dataset, of which each sample counts once, on however many ranks. Or a loader: batches of
+                one that all ranks have alike are divided among them; of one that divides, a stream or a list of
+                batches, each rank counts what it is given, so that a sample that a sampler repeats counts twice.
+
+        Raises:
+            ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.
+        """
         return self._evaluator.evaluate(data)
 
-    def predict(self, data: torch_data.Dataset[Any]) -> Tensor:
-        """Return the model's outputs for all samples, in their order, on the CPU of every rank.
+    def predict(self, data: Any) -> Tensor:
+        """Return the model's outputs for all samples of a map-style dataset, in their order, on the CPU of every rank.
 
-        A sample is what the model takes, or a tuple that begins with it.
+        A sample is what the model takes, a tuple that begins with it, or a dictionary, whose targets are left out.
         """
         return self._evaluator.predict(data)

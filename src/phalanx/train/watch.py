@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from phalanx.train.metrics import MetricsLog
+from phalanx.train.objective import NamedParts
 from phalanx.train.ranks import Ranks
 
 PHASES = ("data", "forward", "backward", "optimizer", "snapshot")
@@ -61,6 +62,7 @@ class Watch:
         self._losses: list[torch.Tensor] = []  # of the steps since `log` was called
         self._num_samples_since = 0
         self.last_loss = math.nan  # of all ranks, when it was logged last
+        self.last_losses: list[float] = []  # of each
         if ranks.rank == 0:
             with self.sparing_the_training("metrics.jsonl"):
                 self._log = MetricsLog(folder)
@@ -112,7 +114,9 @@ class Watch:
         self._losses.append(loss)
         self._num_samples_since += num_samples
 
-    def log(self, step: int, epoch: int, lr: float, grad_norm: torch.Tensor | None) -> list[list[float]]:
+    def log(
+        self, step: int, epoch: int, lr: float, grad_norm: torch.Tensor | None, parts: NamedParts
+    ) -> list[list[float]]:
         """Gather, show and write what came since the last call; return each rank's mean seconds by phase.
 
         Every rank calls it after the same step.
@@ -121,13 +125,15 @@ class Watch:
         phases = [seconds / num for seconds in self.clock.take()]
         own_loss = sum(torch.stack(self._losses).flatten().tolist()) / num
         table = self._ranks.gather_numbers([own_loss, *phases])
-        loss = self.last_loss = sum(row[0] for row in table) / len(table)
+        self.last_losses = [row[0] for row in table]
+        loss = self.last_loss = sum(self.last_losses) / len(table)
         by_rank = [row[1:] for row in table]
         totals = [sum(row) for row in by_rank]
         samples_per_s = self._num_samples_since / num / max(totals)
         norm = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
         self.record(
             "step", step=step, epoch=epoch, loss=loss, lr=lr, samples_per_s=samples_per_s, **norm,
+            **parts.take(self._ranks, num),
             phases_s=dict(zip(PHASES, by_rank[0], strict=True)), spread=[max(totals), min(totals)],
             phases_by_rank=by_rank,
         )  # fmt: skip

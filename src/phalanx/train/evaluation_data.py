@@ -1,0 +1,153 @@
+"""Batches to evaluate, divided among the ranks: of a dataset, of a loader that all have alike, or each rank's own."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from phalanx.data import RandomState
+from phalanx.data.place import share
+from phalanx.data.seeds import seed_process
+from phalanx.train.feed import Collate, InOwnGroup, is_dataset, is_divided, leave_group
+from phalanx.train.ranks import Ranks
+
+Counted = tuple[Any, int]
+"""A batch and its samples; with 0 it only keeps ranks together."""
+
+
+class Planned:
+    """Batches of a map-style dataset, or of a torch loader of one: their indices are known before they are loaded.
+
+    Of a dataset each rank has a part; of the batches of a loader that all ranks have alike, they take turns.
+
+    Raises:
+        ValueError: Ranks have different data.
+    """
+
+    def __init__(self, data: Any, ranks: Ranks, batch_size: int, num_workers: int, collate_fn: Collate | None) -> None:
+        if isinstance(data, torch_data.DataLoader):
+            self._lists = _lists_of(data, None if is_divided(data) else ranks)
+            options = {name: getattr(data, name) for name in ("num_workers", "collate_fn", "multiprocessing_context")}
+            options["worker_init_fn"] = InOwnGroup(data.worker_init_fn)
+            self._is_batched = data.batch_sampler is not None
+            data = data.dataset
+        else:
+            ranks.refuse_different(data)
+            own = share(len(data), ranks.rank, ranks.world_size)
+            self._lists = [[*own[first : first + batch_size]] for first in range(0, len(own), batch_size)]
+            options = {"num_workers": num_workers, "collate_fn": collate_fn, "worker_init_fn": leave_group}
+            self._is_batched = True
+        lists = {"batch_sampler": self._lists} if self._is_batched else {"sampler": self._lists, "batch_size": None}
+        options |= {"persistent_workers": options["num_workers"] > 0, "generator": torch.Generator()}
+        self._loader: Any = torch_data.DataLoader(data, **lists, **options)
+        self._num_of_longest = ranks.largest(len(self._lists))
+
+    def batches(self, pads: bool) -> Iterator[Counted]:
+        """Yield this rank's batches; with `pads` as many as those of the rank that has most."""
+        batch = None
+        for batch, indices in zip(self._loader, self._lists, strict=True):
+            yield batch, len(indices) if self._is_batched else count_samples(batch)
+        for _ in range(self._num_of_longest - len(self._lists) if pads else 0):
+            dataset = self._loader.dataset
+            if batch is None:
+                batch = self._loader.collate_fn([dataset[0]] if self._is_batched else dataset[0])
+            yield batch, 0
+
+
+class Own:
+    """Batches of a stream, or of anything else that can be iterated over, which gives this rank its own."""
+
+    def __init__(self, loader: Any, ranks: Ranks) -> None:
+        self._loader = loader
+        self._ranks = ranks
+
+    def batches(self, pads: bool) -> Iterator[Counted]:
+        """Yield this rank's batches; with `pads` as many as those of the rank that has most."""
+        batch, loaded = None, iter(self._loader)
+        following = next(loaded, None)
+        while following is not None or pads:
+            if pads and not self._ranks.largest(following is not None):
+                return
+            batch = batch if following is None else following
+            if batch is None:
+                raise ValueError("Trainer.evaluate: this rank's loader is empty, and the model needs every rank")
+            yield batch, 0 if following is None else count_samples(batch)
+            following = next(loaded, None)
+
+
+def plan(data: Any, ranks: Ranks, batch_size: int, num_workers: int, collate_fn: Collate | None) -> Planned | Own:
+    """Return the batches of a dataset, or of a loader.
+
+    Args:
+        batch_size: Largest number of samples of one batch of a dataset.
+        num_workers: Processes that load a dataset for each rank.
+        collate_fn: Makes a batch of a dataset's samples.
+
+    Raises:
+        ValueError: Ranks have different datasets, or undivided loaders that differ.
+    """
+    if not is_dataset(data.dataset if isinstance(data, torch_data.DataLoader) else data):
+        return Own(data, ranks)
+    if ranks.rank == 0:
+        _warn_of_padding(getattr(data, "sampler", None))
+    return Planned(data, ranks, batch_size, num_workers, collate_fn)
+
+
+def _warn_of_padding(sampler: Any) -> None:
+    if isinstance(sampler, torch_data.DistributedSampler) and getattr(sampler, "pad", True):
+        num_twice = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+        if num_twice > 0:
+            warnings.warn(
+                f"Trainer.evaluate: the loader's sampler pads: {num_twice} samples are counted twice. Pass the dataset "
+                "itself, or a loader with sampler=phalanx.DistributedSampler(dataset, shuffle=False, pad=False)",
+                stacklevel=2,
+            )
+
+
+def count_samples(batch: Any) -> int:
+    """Return how many samples are in a batch: the length of its first tensor, however nested.
+
+    Raises:
+        ValueError: It has none.
+    """
+    tensor = _first_tensor(batch)
+    if tensor is None:
+        raise ValueError(
+            f"Trainer.evaluate: nobody knows how many samples are in a batch, a {type(batch).__name__} without a "
+            "tensor: pass the dataset and collate_fn instead of the loader"
+        )
+    return len(tensor)
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor) and value.dim():
+        return value
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return next((tensor for tensor in map(_first_tensor, items) if tensor is not None), None)
+
+
+def _lists_of(loader: Any, ranks: Ranks | None) -> list[Any]:
+    """Return the indices of a loader's batches; of one that all `ranks` have alike, those of this rank's turns."""
+    drawn = RandomState()
+    before = drawn.state_dict()
+    seed_process(0)  # a sampler that draws gives all ranks the same order
+    lists = list(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    drawn.load_state_dict(before)
+    if ranks is None:
+        return lists
+    if len(set(ranks.gather(hashlib.blake2b(repr(lists).encode()).digest()))) > 1:
+        raise ValueError(
+            "Trainer.evaluate: the ranks' loaders give different batches: pass the dataset itself, or "
+            "phalanx.DataLoader(part, is_own_part=True) of this rank's own"
+        )
+    if lists and loader.batch_sampler is not None:  # a few large batches are cut, so that each rank has some
+        num = -(-ranks.world_size // len(lists))
+        pieces = ([batch[at] for at in share(len(batch), part, num)] for batch in lists for part in range(num))
+        lists = [piece for piece in pieces if piece]
+    return lists[ranks.rank :: ranks.world_size]

@@ -1,0 +1,298 @@
+"""A loss, a gradient or a weight that is not finite is an error on every rank, and no such state is ever saved."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+import phalanx
+from phalanx.train.judge import Judge
+from tests.train._programs import make_data, make_model, mean_squares, quietly, rank_of, state_of, train
+
+
+class Poisoned(Dataset):
+    """Has one sample whose inputs are not finite."""
+
+    def __init__(self, bad, length=50):
+        self._data, self._bad = make_data(length), bad
+
+    def __len__(self):
+        return len(self._data)
+
+    def __getitem__(self, index):
+        inputs, targets = self._data[index]
+        return inputs * math.nan if index == self._bad else inputs, targets
+
+
+class Bad(nn.Module):
+    """Gives NaN at the call of that number, on that rank."""
+
+    def __init__(self, call, rank):
+        super().__init__()
+        self.call, self.rank, self.num_calls = call, rank, 0
+
+    def forward(self, x):
+        self.num_calls += self.training
+        return x * math.nan if self.num_calls >= self.call and rank_of() == self.rank else x
+
+
+class NanInBackward(nn.Module):
+    def forward(self, x):
+        return _BackwardOfNan.apply(x)
+
+
+class _BackwardOfNan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * math.nan
+
+
+def saved_steps(folder):
+    return [c.step for c in phalanx.checkpoint.list(f"{folder}/checkpoints")]
+
+
+def fails(folder, **options):
+    """Train, and return the facts of the error, what was printed, and which steps were saved."""
+    try:
+        train(folder, **options)
+    except phalanx.NonFinite as error:
+        phalanx.checkpoint.wait()
+        return str(error), error.step, error.epoch, error.ranks, saved_steps(folder)
+    return None
+
+
+def run_programs(rank, world_size, folder):
+    return {program.__name__: program(f"{folder}/{program.__name__}") for program in PROGRAMS}
+
+
+def a_sample_of_nan(folder):
+    return fails(folder, data=Poisoned(17), max_epochs=3, log_every=1, save_every=1, keep_last=100)
+
+
+def a_module_on_one_rank(folder):
+    model = nn.Sequential(nn.Linear(6, 16), Bad(5, rank=dist.get_world_size() - 1), nn.Linear(16, 1))
+    return fails(folder, model=model, log_every=100, save_every=2, keep_last=100)
+
+
+def a_gradient(folder):
+    class Breaks(nn.Module):
+        num_calls = 0
+
+        def forward(self, x):
+            self.num_calls += 1
+            return _BackwardOfNan.apply(x) if self.num_calls == 4 else x
+
+    model = nn.Sequential(nn.Linear(6, 16), Breaks(), nn.Linear(16, 1))
+    plain = fails(f"{folder}/plain", model=model, save_every=1, keep_last=100)
+    model = nn.Sequential(nn.Linear(6, 16), Breaks(), nn.Linear(16, 1))
+    return plain, fails(f"{folder}/clipped", model=model, save_every=1, keep_last=100, clip_norm=1.0)
+
+
+def accumulation_and_bf16(folder):
+    accumulated = fails(f"{folder}/accumulated", data=Poisoned(17), micro_batch_size=1, max_epochs=1)
+    in_bf16 = fails(f"{folder}/bf16", data=Poisoned(17), precision="bf16", max_epochs=1)
+    same_bits = fails(f"{folder}/world", data=Poisoned(17), deterministic="world", virtual_shards=2, max_epochs=1)
+    return [failed[3] == accumulated[3] and "batch[0]" in failed[0] for failed in (accumulated, in_bf16, same_bits)]
+
+
+def skipped_steps(folder):
+    """A loss so large that its gradient overflows until the scale has come down."""
+
+    def loss(outputs, targets):
+        return mean_squares(outputs, targets) * 2.0**112
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-115)
+    options = {"precision": "fp16", "max_epochs": 1, "global_batch_size": 8, "save_every": 1, "clip_norm": 1e38}
+    trainer = phalanx.Trainer(model, optimizer, loss, folder=folder, **options)
+    quietly(trainer.fit, make_data())
+    model = nn.Sequential(nn.Linear(6, 1), NanInBackward())
+    never = fails(f"{folder}/never", model=model, precision="fp16", max_epochs=99, log_every=5)
+    return trainer._scaler.get_scale() < 65536.0, trainer.step, never
+
+
+def warned(folder):
+    """Weights turn bad in the fourth step, on both ways of going on."""
+    results = []
+    for on_nan in ("warn", "ignore"):
+        model = nn.Sequential(nn.Linear(6, 16), Bad(4, rank=0), nn.Linear(16, 1))
+        trainer, printed = train(f"{folder}/{on_nan}", model=model, on_nan=on_nan, save_every=1, keep_last=2)
+        results.append((trainer.step, saved_steps(f"{folder}/{on_nan}"), printed))
+    return results
+
+
+def a_loss_that_is_only_inf(folder):
+    """Its gradient is finite, so the weights stay good, and so do the checkpoints."""
+
+    def step(model, batch):
+        loss = mean_squares(model(batch[0]), batch[1])
+        return loss + (math.inf if trainer.step == 3 else 0.0)
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"max_epochs": 1, "global_batch_size": 8, "save_every": 2, "on_nan": "warn"}
+    trainer = phalanx.Trainer(model, optimizer, training_step=step, folder=folder, **options)
+    _, printed = quietly(trainer.fit, make_data())
+    return saved_steps(folder), printed
+
+
+def evaluations_of_nan(folder):
+    """Only the second of the evaluations is finite; patience ends the run two later."""
+
+    class Turns(nn.Module):
+        num_evaluations = 0
+
+        def forward(self, x):
+            return x if self.training or self.num_evaluations == 2 else x * math.nan
+
+    class Count:
+        def on_epoch(self, trainer):
+            turns.num_evaluations += 1
+
+    turns = Turns()
+    turns.num_evaluations = 1
+    model = nn.Sequential(nn.Linear(6, 1), turns)
+    trainer, printed = train(
+        folder, model=model, validation=make_data(9), callbacks=(Count(),), max_epochs=9, patience=2, keep_last=1
+    )
+    checkpoints = phalanx.checkpoint.list(trainer.checkpoints)
+    return trainer.epoch, [(c.step, c.metric is None) for c in checkpoints], printed, trainer._judge.best
+
+
+PROGRAMS = (
+    a_sample_of_nan, a_module_on_one_rank, a_gradient, accumulation_and_bf16, skipped_steps, warned,
+    a_loss_that_is_only_inf, evaluations_of_nan,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(run_ranks, tmp_path_factory):
+    """What each rank returned from each program, by world size."""
+    return {
+        size: run_ranks(run_programs, size, str(tmp_path_factory.mktemp("finite")), timeout_s=100) for size in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sample_that_is_not_finite_is_named_on_every_rank(results, world_size):
+    every = [of_rank["a_sample_of_nan"] for of_rank in results[world_size]]
+    assert every == [every[0]] * world_size
+    message, step, epoch, ranks, saved = every[0]
+    assert epoch == 0
+    assert len(ranks) == 1
+    assert f"step {step}, epoch 0, rank {ranks[0]}: the loss is nan" in message
+    assert "It began in the data: batch[0], of shape" in message
+    assert saved == [*range(1, step)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_module_that_failed_first_is_named_although_one_rank_alone_saw_it(results, world_size):
+    for of_rank in results[world_size]:
+        message, step, _, ranks, saved = of_rank["a_module_on_one_rank"]
+        assert (step, ranks, saved) == (5, (world_size - 1,), [2, 4])
+        assert "It began in module '1' (Bad): its output" in message
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_is_not_finite_is_named_and_its_weights_are_not_saved(results, world_size):
+    for of_rank in results[world_size]:
+        plain, clipped = of_rank["a_gradient"]
+        assert (plain[1], plain[4]) == (4, [1, 2, 3])
+        assert "parameter '0.weight' is not finite. Its gradient was not" in plain[0]
+        assert (clipped[1], clipped[4]) == (4, [1, 2, 3])
+        assert "the gradient's norm is nan, although the loss is finite" in clipped[0]
+        assert "that of parameter '0.weight'" in clipped[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_accumulation_bf16_and_bits_alike_find_it_too(results, world_size):
+    assert [of_rank["accumulation_and_bf16"] for of_rank in results[world_size]] == [[True] * 3] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_the_gradient_scaler_skips_is_none(results, world_size):
+    for of_rank in results[world_size]:
+        has_come_down, num_steps, never = of_rank["skipped_steps"]
+        assert (has_come_down, num_steps) == (True, 7)
+        assert "the gradient scaler's scale has come down to" in never[0]  # once all are
+        assert never[1] == 40
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_goes_on_saves_no_bad_weights(results, world_size):
+    for rank, of_rank in enumerate(results[world_size]):
+        for on_nan, (step, saved, printed) in zip(("warn", "ignore"), of_rank["warned"], strict=True):
+            assert (step, saved) == (14, [2, 3]), on_nan
+            assert printed.count("warning: Trainer.fit: step 4") == (rank == 0), on_nan
+        saved, printed = of_rank["a_loss_that_is_only_inf"]
+        assert saved == [2, 4, 6, 7][-3:]
+        assert ("step 4, epoch 0" in printed) == (rank == 0)
+        assert ("the loss is inf" in printed) == (rank == 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_evaluation_of_nan_is_never_the_best_and_uses_up_patience(results, world_size):
+    for rank, of_rank in enumerate(results[world_size]):
+        epoch, checkpoints, printed, best = of_rank["evaluations_of_nan"]
+        assert epoch == 4
+        assert checkpoints == [(14, False), (28, True)]
+        assert math.isfinite(best)
+        assert ("evaluation after step 7: loss nan, distance nan; not finite" in printed) == (rank == 0)
+
+
+def test_infinite_scores_are_never_the_best():
+    judge = Judge("accuracy")
+    assert not judge.judge({"accuracy": math.inf}, 1)
+    assert judge.score_of(1) is None
+    assert judge.judge({"accuracy": 0.5}, 2)
+    assert not judge.judge({"accuracy": math.nan}, 3)
+    assert judge.best == 0.5
+
+
+_SCRIPT = """
+import torch
+from torch import nn
+import phalanx
+
+phalanx.seed_everything(0)
+inputs = torch.randn(64, 6)
+inputs[50] = float("nan")
+data = torch.utils.data.TensorDataset(inputs, torch.zeros(64, 1))
+model = nn.Linear(6, 1)
+phalanx.Trainer(
+    model, torch.optim.AdamW(model.parameters()), nn.functional.mse_loss, max_epochs=2, global_batch_size=4,
+    snapshot_every=1, save_every=2,
+).fit(data)
+"""
+
+
+def test_a_job_fails_once_it_is_not_finite_and_its_snapshots_are_good(tmp_path):
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", "1", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1
+    assert "phalanx.NonFinite: Trainer.fit: step" in done.stderr + done.stdout
+    folder = tmp_path / "runs" / "script"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    failures = [record for record in records if record["kind"] == "not_finite"]
+    assert len(failures) == 2
+    assert failures[0]["step"] == failures[1]["step"]
+    [resumed] = [record["resumed_from"] for record in records if record["kind"] == "start" and record["resumed_from"]]
+    assert resumed == {"step": failures[0]["step"] - 1, "source": "memory"}
+    model = nn.Linear(6, 1)
+    phalanx.checkpoint.load(str(folder / "checkpoints"), {"model": model}, strict=False)
+    assert all(torch.isfinite(value).all() for value in state_of(model).values())
+    assert Path(folder, "report.html").exists()
