@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import signal
-import warnings
 
 import torch
 
@@ -51,7 +50,6 @@ SAID = {
 
 def train_to_signals(rank, world_size, folder, runs):
     """Train until SIGUSR1 comes, each time in another folder; return code, steps and what was said."""
-    warnings.simplefilter("ignore")  # TensorBoard's
     return [train_to_a_signal(rank, f"{folder}/{number}", *run) for number, run in enumerate(runs)]
 
 

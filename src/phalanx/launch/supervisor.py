@@ -423,7 +423,8 @@ class Supervisor:
             else:
                 self.received = sig
                 living = sum(rank.end is None for rank in self._ranks)
-                self.say(f"{signal.Signals(sig).name}: ending {living} rank{'s' * (living != 1)}")
+                again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
+                self.say(f"{signal.Signals(sig).name}: ending {living} rank{'s' * (living != 1)}{again}")
                 if sig == signal.SIGINT:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()

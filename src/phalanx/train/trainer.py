@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import signal
 import sys
 import time
 import traceback
@@ -19,6 +20,7 @@ from torch.utils import data as torch_data
 from phalanx import checkpoint, session
 from phalanx._env import PREEMPTED_CODE
 from phalanx._errors import RankFailed
+from phalanx._loop import synchronizing
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules, note_room_made
@@ -27,20 +29,21 @@ from phalanx.train import restarts, world
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part, open_feed, to_device
 from phalanx.train.judge import Judge
+from phalanx.train.loggers import IDS, Logger, Loggers
 from phalanx.train.metrics import write_csv
 from phalanx.train.objective import Objective
-from phalanx.train.preemption import Preemption, requeue
+from phalanx.train.origin import describe_origin
+from phalanx.train.preemption import Preemption, exit_code, requeue
 from phalanx.train.ranks import Ranks
 from phalanx.train.report import write_report
-from phalanx.train.settings import Settings
+from phalanx.train.settings import Settings, is_minimized
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.watch import Watch
-from phalanx.train.wrapper import synchronizing, wrap
+from phalanx.train.wrapper import wrap
 
 _NOTHING: Any = contextlib.nullcontext()
 _AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
 _MAX_PIDS = 16  # in a line
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -60,6 +63,9 @@ class Trainer:
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
             ``on_fit_end``, each called with the trainer on every rank; with ``state_dict`` and ``load_state_dict`` they
             are part of the checkpoints.
+        loggers: Where numbers go beside metrics.jsonl, from rank 0: "tensorboard", "wandb" (offline, unless a key or
+            WANDB_MODE is set), "mlflow", "csv", or objects with ``log(metrics, step)`` and ``close()``. One that fails
+            is named once, and training goes on.
         settings: See `Settings`.
 
     Attributes:
@@ -70,6 +76,8 @@ class Trainer:
 
     Raises:
         ValueError: Arguments that contradict each other.
+        TypeError: An argument that there is not.
+        ImportError: A logger's package is missing on rank 0.
     """
 
     def __init__(
@@ -82,12 +90,14 @@ class Trainer:
         scheduler: Any = None,
         metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
         callbacks: Sequence[Any] = (),
+        loggers: str | Logger | Sequence[str | Logger] = (),
         **settings: Any,
     ) -> None:
         self._objective = Objective(loss, training_step, metrics)
-        self.settings = s = Settings(**settings)
+        self.settings = s = Settings.of(settings)
         self.session = session.init()
         self._ranks = Ranks(self.session)
+        self._loggers = Loggers(loggers, self._ranks)
         self.device = self.session.device
         self.module = checkpoint.unwrap(model)
         self.optimizer, self.scheduler, self.callbacks = optimizer, scheduler, callbacks
@@ -98,7 +108,7 @@ class Trainer:
             world.check_model(model)
             torch.set_num_threads(1)  # more of them add in another order
         self.model = wrap(model, self.device, self.session.world_size)
-        self._scaler = torch.amp.GradScaler(self.device.type, enabled=s.precision == "fp16")
+        self._scaler = self.session.grad_scaler(s.precision)
         self.folder = restarts.run_folder(s.folder)
         self.checkpoints = os.path.join(self.folder, "checkpoints")
         self.step = self.epoch = 0
@@ -122,7 +132,8 @@ class Trainer:
             validation_data: A map-style dataset, evaluated after each epoch.
 
         Raises:
-            SystemExit: With code 75, when SIGTERM or SIGUSR1 came to any rank; everything is saved.
+            SystemExit: When SIGTERM, SIGUSR1 or Ctrl-C came to any rank; everything is saved. With code 75, or 130
+                after a Ctrl-C without a launcher.
         """
         try:
             return self._fit(data, validation_data)
@@ -141,12 +152,13 @@ class Trainer:
         if self.settings.resume == "never" and not restarts.is_restart():
             self._begin_anew()
         loaded = checkpoint.load(self.checkpoints, self._state())
-        with self._begin(loaded) as self._watch, Preemption() as self._preemption:
+        with self._begin(loaded) as self._watch, Preemption(speaks=self.session.is_main) as self._preemption:
             self._call("on_fit_start")
             while not self._is_over():
                 self.model.train()
                 self._feed.begin_epoch(self.epoch)
                 has_ended, is_empty = True, self._feed.is_at_start
+                self._watch.begin_epoch(self.step + 1, is_whole=is_empty)
                 for parts, num_samples in self._in_step(self._feed.steps()):
                     loss = self._train_on(parts, num_samples)
                     self.step += 1
@@ -158,6 +170,8 @@ class Trainer:
                         break
                 if is_empty:
                     raise ValueError("Trainer: the data makes no step: fewer samples than a batch, or an empty loader")
+                if self._watch.has_news:
+                    self._log()
                 if has_ended:
                     self.epoch += 1
                     self._feed.begin_epoch(self.epoch)
@@ -182,6 +196,7 @@ class Trainer:
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         if self.step % self._agree_every == 0:  # here, where ranks have just met
             self._agree()
+        self._watch.clock.lap("exchange")
         self._optimize()
         return loss
 
@@ -192,14 +207,15 @@ class Trainer:
         clock = self._watch.clock
         if self.device.type != "cpu":
             batch = to_device(batch, self.device)
-        dtype = _DTYPES.get(self.settings.precision)
-        with torch.autocast(self.device.type, dtype) if dtype else _NOTHING:
+        with self.session.autocast(self.settings.precision):
             loss = self._objective.loss_of(self.model, batch)
         if weight != 1:
             loss = loss * weight
         clock.lap("forward")
         self._scaler.scale(loss).backward()
         clock.lap("backward")
+        if isinstance(self.model, DistributedDataParallel):
+            clock.move(self.model.take_averaging_s(), "backward", "exchange")
         return loss.detach()
 
     def _sum_over_shards(self, parts: list[Part], num_samples: int) -> Tensor:
@@ -251,7 +267,7 @@ class Trainer:
 
     def _begin_anew(self) -> None:
         if self.session.rank == 0:
-            restarts.set_aside(self.checkpoints, os.path.join(self.folder, "metrics.jsonl"))
+            restarts.set_aside(self.checkpoints, *(os.path.join(self.folder, name) for name in ("metrics.jsonl", IDS)))
         self._ranks.gather(None)
 
     def _begin(self, loaded: checkpoint.Loaded | None) -> Watch:
@@ -259,16 +275,18 @@ class Trainer:
         self._feed.resize(self._batch_size())  # now that it is known
         of_epochs = (s.max_epochs or 0) * (self._feed.num_steps or 0) or sys.maxsize
         num_steps = min(s.max_steps or sys.maxsize, of_epochs)
-        watch = Watch(self.folder, num_steps, self._ranks)
+        watch = Watch(self.folder, num_steps, self._ranks, self._loggers)
         if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state)
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         resumed = None if loaded is None else dataclasses.asdict(loaded)
+        origin = describe_origin(self.model, self.optimizer, self._ranks, self.folder)
         watch.record(
             "start", pid=os.getpid(), world_size=self.session.world_size, backend=self.session.backend,
-            settings=dataclasses.asdict(s), resumed_from=resumed,
+            settings=dataclasses.asdict(s), resumed_from=resumed, origin=origin,
         )  # fmt: skip
+        watch.begin_logging(dataclasses.asdict(s), loaded.step if loaded else 0)
         watch.say(f"{self._feed.describe(num_steps)}; run folder {self.folder}")
         pids = " ".join(str(pid) for pid in self._ranks.gather(os.getpid())[:_MAX_PIDS])
         watch.say(f"processes of the ranks: {pids}")
@@ -318,18 +336,16 @@ class Trainer:
 
     def _after_epoch(self, validation_data: torch_data.Dataset[Any] | None, *, has_ended: bool) -> None:
         """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
-        if self._watch.has_news:
-            self._log()
         is_best = False
+        epoch = self.epoch - has_ended
         if validation_data is not None:
             self.evaluation = self.evaluate(validation_data)
             is_best = has_ended and self._judge.judge(self.evaluation, self.step)
-            self._watch.record("evaluation", step=self.step, epoch=self.epoch, **self.evaluation)
+            self._watch.record("evaluation", step=self.step, epoch=epoch, **self.evaluation)
             self._call("on_evaluation")
         if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
             self.scheduler.step(*([self.evaluation[self.settings.monitor]] if self._is_plateau else []))
-        values = "".join(f", {name} {value:.4f}" for name, value in self.evaluation.items())
-        self._watch.say(f"epoch {self.epoch}, step {self.step}: training loss {self._watch.last_loss:.4f}{values}")
+        self._watch.end_epoch(self.step, epoch, self.evaluation, has_ended=has_ended)
         if has_ended:
             self._call("on_epoch")
         if self.settings.save_every is None or is_best or self._is_over():
@@ -338,23 +354,25 @@ class Trainer:
 
     def _save(self, *, wait: bool = False) -> None:
         begin = time.perf_counter()
-        score = self._judge.score_of(self.step)
-        keep = {"keep_last": self.settings.keep_last, "keep_best": None if self._judge.best is None else 1}
-        checkpoint.save(self.checkpoints, self._state(), self.step, metric=score, keep=keep, wait=wait)
+        value, is_least = self._judge.value_of(self.step), is_minimized(self.settings.monitor)
+        best = {} if self._judge.best is None else {"keep_best": 1, "best_is_least": is_least}
+        keep = {"keep_last": self.settings.keep_last, **best}
+        checkpoint.save(self.checkpoints, self._state(), self.step, metric=value, keep=keep, wait=wait)
         self._watch.record("save", step=self.step, blocked_s=time.perf_counter() - begin)
         self._call("on_save")
 
-    def _make_room(self, signal: int) -> None:
+    def _make_room(self, number: int) -> None:
         if memory.restart_is_planned:  # to have more ranks: this run goes on at once
             checkpoint.snapshot(self.checkpoints, self._state(), self.step)
             raise SystemExit(PREEMPTED_CODE)
         self._save(wait=True)
-        self._watch.record("preempted", step=self.step, signal=signal)
-        note = requeue() if self.session.rank == 0 else ""
-        self._watch.say(f"asked to make room by signal {signal}: saved after step {self.step}{note and f'; {note}'}")
+        self._watch.record("preempted", step=self.step, signal=number)
+        note = requeue() if self.session.is_main and number != signal.SIGINT else ""
+        who = signal.Signals(number).name
+        self._watch.say(f"asked to make room by {who}: saved after step {self.step}{note and f'; {note}'}")
         self._report()
         note_room_made()
-        raise SystemExit(PREEMPTED_CODE)
+        raise SystemExit(exit_code(number))
 
     def _end(self) -> None:
         self._call("on_fit_end")
