@@ -145,7 +145,7 @@ def test_csv_has_a_row_for_each_step_and_the_union_of_columns(tmp_path):
     with write_csv(tmp_path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["1", "2", "3"]
-    assert rows[0]["backward_s"] == "0.05"
+    assert rows[0]["backward_s"] == "0.04"
     assert float(rows[0]["slowest_s"]) > float(rows[0]["fastest_s"])
     assert (rows[2]["loss"], rows[2]["extra"], rows[2]["lr"], rows[0]["extra"]) == ("0.25", "a,b", "", "")
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["metrics.csv", "metrics.jsonl"]

@@ -157,6 +157,8 @@ class Supervisor:
         self._end_warden()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._out.show_cursor()
         self._selector.close()
         os.close(self._snapshots)
         signal.set_wakeup_fd(-1)

@@ -222,6 +222,7 @@ def _anything(_: object) -> bool:
 _FIELDS: dict[str, Callable[[Any], bool]] = {  # of which more is expected than that they are there
     "resumed_from": lambda value: isinstance(value, dict) and _is_count(value.get("step")),
     "settings": lambda value: isinstance(value, dict),
+    "origin": lambda value: isinstance(value, dict),
     "phases_s": lambda value: isinstance(value, dict) and _are_seconds([*value.values()]),
     "phases_by_rank": lambda value: isinstance(value, list) and all(map(_are_seconds, value)),
     "spread": lambda value: _are_seconds(value) and len(value) == 2,

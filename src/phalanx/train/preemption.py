@@ -49,6 +49,7 @@ class Preemption:
     def _note(self, number: int, _: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.signal and now_s - self._noted_s > _AGAIN_S.get(number, math.inf):
+            _show_cursor()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self.signal:
@@ -56,6 +57,13 @@ class Preemption:
             if number == signal.SIGINT and self._speaks:
                 with contextlib.suppress(OSError):  # not by print(), which this may have interrupted
                     os.write(2, b"\nCtrl-C: saving after this step; once more to end at once\n")
+
+
+def _show_cursor() -> None:
+    """Undo what a progress bar did to the terminal."""
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h\n")
 
 
 def exit_code(number: int) -> int:

@@ -93,8 +93,8 @@ class Trainer:
         loggers: str | Logger | Sequence[str | Logger] = (),
         **settings: Any,
     ) -> None:
-        self._objective = Objective(loss, training_step, metrics)
         self.settings = s = Settings.of(settings)
+        self._objective = Objective(loss, training_step, metrics)
         self.session = session.init()
         self._ranks = Ranks(self.session)
         self._loggers = Loggers(loggers, self._ranks)
