@@ -317,6 +317,7 @@ class Trainer:
         s, watch = self.settings, self._watch
         watch.count(loss, num_samples)
         self._call("on_step")  # before its state is kept
+        watch.clock.lap("callbacks")
         self._snapshots.after_step(self.step)
         watch.clock.lap("snapshot")
         if self.step == self._first_step:

@@ -17,7 +17,7 @@ from phalanx.train.metrics import MetricsLog
 from phalanx.train.progress import ProgressBar
 from phalanx.train.ranks import Ranks
 
-PHASES = ("data", "forward", "backward", "exchange", "optimizer", "snapshot")
+PHASES = ("data", "forward", "backward", "exchange", "optimizer", "callbacks", "snapshot")
 """Of a step; "exchange" is what averages gradients with the other ranks, and waits for them."""
 _LINE_EVERY_S = 10.0
 
