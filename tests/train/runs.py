@@ -19,6 +19,7 @@ class FakeRun:
         self.folder = folder
         self.time_s = BEGAN_S
         self.attempt = -1
+        self.origin = {"command": "python train.py --epochs 3", "optimizer": "SGD(lr=0.1)", "logs": "../logs"}
         self._num_ranks = num_ranks
         self._settings = {"max_epochs": 3, "max_steps": None, "precision": "bf16", **settings}
 
@@ -32,7 +33,7 @@ class FakeRun:
         self.time_s += gap_s if self.attempt else 0
         self.write(
             "start", world_size=self._num_ranks, backend="phalanx", settings=self._settings, resumed_from=resumed_from,
-            origin={"command": "python train.py --epochs 3", "optimizer": "SGD(lr=0.1)", "logs": "../logs"},
+            origin=self.origin,
         )  # fmt: skip
 
     def steps(self, first: int, last: int, every: int = 1, **values: Any) -> None:

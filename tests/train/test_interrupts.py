@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import checkpoint
+from phalanx.train.preemption import Preemption
 from tests.launch.jobs import PHALANX_RUN, Terminal
 
 SCRIPT = str(Path(__file__).parent / "_small.py")
@@ -63,3 +64,20 @@ def test_a_second_ctrl_c_ends_at_once(terminal, command, code):
     assert "Traceback" not in screen.shown
     assert "restart" not in screen.shown
     assert screen.shown.rfind("\x1b[?25l") <= screen.shown.rfind("\x1b[?25h")  # the cursor is back
+
+
+def test_at_a_prompt_ctrl_c_ends_what_runs_and_not_the_process(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with Preemption() as asked, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert asked.signal == 0
+
+
+def test_a_job_in_the_background_does_not_hear_ctrl_c():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell sets it
+    try:
+        with Preemption() as asked:
+            signal.raise_signal(signal.SIGINT)
+        assert asked.signal == 0
+    finally:
+        signal.signal(signal.SIGINT, before)

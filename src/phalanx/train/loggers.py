@@ -28,7 +28,8 @@ from phalanx.train.ranks import Ranks
 
 IDS = "loggers.json"
 """In the run's folder: under which ids the run is known elsewhere."""
-_CLOSE_S = 10.0  # less than the time that a scheduler gives to a job that makes room
+CLOSE_S = 10.0
+"""How long each logger may take to close: less than the time that a scheduler gives to a job that makes room."""
 _CONNECT_S = 20.0
 
 
@@ -43,7 +44,7 @@ class Logger(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is left; called once, at the end of `fit`, however it ends."""
+        """Write what is left; called once, at the end of `fit`, unless the process is killed."""
         ...
 
 
@@ -106,10 +107,9 @@ class Loggers:
             if not isinstance(one, str) and not (hasattr(one, "log") and hasattr(one, "close")):
                 raise TypeError(f"Trainer: a logger has log(metrics, step) and close(), and {one!r} does not")
         self._is_told = ranks.rank == 0
-        if self._given:
-            problems = ranks.gather(self._missing() if self._is_told else "")
-            if problems[0]:
-                raise ImportError(problems[0])
+        problems = ranks.gather(self._missing() if self._is_told else "")  # also where only rank 0 was given loggers
+        if problems[0]:
+            raise ImportError(problems[0])
 
     def _missing(self) -> str:
         for name in (one for one in self._given if isinstance(one, str)):
@@ -156,15 +156,15 @@ class Loggers:
             if failed:  # it may have waited long for a network: once is enough
                 del self._open[key]
 
-    def close(self) -> None:
-        """Close all, and leave behind what does not close."""
+    def close(self, limit_s: float = CLOSE_S) -> None:
+        """Close all, and leave behind what does not close in time."""
         for key, logger in self._open.items():
             with self._attempt(f"the end to the logger {key.split(' ', 1)[1]}"):
-                _within_limit(logger.close)
+                _within(limit_s, logger.close)
         self._open = {}
 
 
-def _within_limit(close: Callable[[], None]) -> None:
+def _within(limit_s: float, close: Callable[[], None]) -> None:
     raised: list[Exception] = []
 
     def run() -> None:
@@ -175,9 +175,9 @@ def _within_limit(close: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=run, name="phalanx-close", daemon=True)
     thread.start()
-    thread.join(_CLOSE_S)
+    thread.join(limit_s)
     if thread.is_alive():
-        raise TimeoutError(f"it did not close within {_CLOSE_S:g} s")
+        raise TimeoutError(f"it did not close within {limit_s:g} s")
     if raised:
         raise raised[0]
 
@@ -190,11 +190,12 @@ class _TensorBoard:
 
         # What a resumption repeats takes the place of what was there.
         purge_step = run.resumed_step + 1 if run.attempt else None
-        self._writer = SummaryWriter(os.path.join(run.folder, "tensorboard"), purge_step=purge_step, flush_secs=10)
+        self._writer = SummaryWriter(os.path.join(run.folder, "tensorboard"), purge_step=purge_step)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a rank that is killed closes nothing
 
     def close(self) -> None:
         self._writer.close()

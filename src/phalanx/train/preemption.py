@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from types import FrameType
@@ -39,7 +40,8 @@ class Preemption:
     def __enter__(self) -> Preemption:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                self._previous[number] = signal.signal(number, self._note)
+                if number != signal.SIGINT or not _keeps_interrupts():
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,6 +59,11 @@ class Preemption:
             if number == signal.SIGINT and self._speaks:
                 with contextlib.suppress(OSError):  # not by print(), which this may have interrupted
                     os.write(2, b"\nCtrl-C: saving after this step; once more to end at once\n")
+
+
+def _keeps_interrupts() -> bool:
+    """Return whether Ctrl-C is not ours: in a notebook or a prompt it ends what runs there, and not the process."""
+    return hasattr(sys, "ps1") or signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def _show_cursor() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from phalanx.train.loggers import Loggers, Run
+from phalanx._errors import RankFailed
+from phalanx.train.loggers import CLOSE_S, Loggers, Run
 from phalanx.train.metrics import MetricsLog
 from phalanx.train.progress import ProgressBar
 from phalanx.train.ranks import Ranks
@@ -20,6 +21,7 @@ from phalanx.train.ranks import Ranks
 PHASES = ("data", "forward", "backward", "exchange", "optimizer", "callbacks", "snapshot")
 """Of a step; "exchange" is what averages gradients with the other ranks, and waits for them."""
 _LINE_EVERY_S = 10.0
+_VICTIMS_CLOSE_S = 0.5
 
 
 class Clock:
@@ -86,10 +88,11 @@ class Watch:
             self._bar = ProgressBar.open(self._num_steps)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._loggers.close()
+        is_victim = kind is not None and issubclass(kind, RankFailed)  # the others wait to be started again
+        self._loggers.close(_VICTIMS_CLOSE_S if is_victim else CLOSE_S)
         if self._log is not None:
             self._log.close()
 
@@ -163,7 +166,10 @@ class Watch:
             phases_s=dict(zip(PHASES, by_rank[0], strict=True)), spread=[max(totals), min(totals)],
             phases_by_rank=by_rank,
         )  # fmt: skip
-        behind = max(totals) / min(totals) - 1
+        busy = [
+            sum(row) - row[PHASES.index("exchange")] for row in by_rank
+        ]  # in the exchange ranks wait for each other
+        behind = max(busy) / min(busy) - 1
         self._show(
             step, epoch, f"loss {loss:#.4g}", f"{samples_per_s:,.0f} samples/s, slowest rank {behind:.0%} behind"
         )
