@@ -26,6 +26,7 @@ FLOORS = {
     "checkpoint": 1,
     "data": 1,
     "launch": 1,
+    "_loop": 1,
     "doctor": 2,
     "parallel": 2,
     "session": 2,

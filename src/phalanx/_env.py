@@ -183,3 +183,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, 1)
     return f", did you mean {near[0]}?" if near else ""
+
+
+def unknown_argument(call: str, name: str, known: Iterable[str], meant: str | None = None) -> TypeError:
+    """Return the error of a keyword argument that `call` does not have.
+
+    Args:
+        meant: The right name, where it is no mere misspelling.
+    """
+    known = list(known)
+    hint = f", did you mean {meant}?" if meant else did_you_mean(name, known)
+    return TypeError(f"{call}: there is no argument {name}{hint or '.'} It takes {', '.join(known)}")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import inspect
 import os
 import re
 import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from phalanx import _env
+from phalanx._loop import LoopTools
 from phalanx._network import NetworkError, host_identity, outside_address
 from phalanx._sockets import keep_paths_short
 from phalanx.launch.schedulers import Placement, detect
@@ -24,7 +28,7 @@ _LOCAL_ADDRESS = "127.0.0.1"
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
+class Session(LoopTools):
     """This process's part in the job; ends with `shutdown`, or with the ``with`` block that it opens.
 
     Attributes:
@@ -72,8 +76,26 @@ class _Current:
 
 _current: _Current | None = None
 _num_meetings = 0
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
+def _naming_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have an argument that there is not named together with those that there are."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name not in known:
+                meant = {"local_rank": "device", "nprocs": "world_size", "num_ranks": "world_size"}.get(name)
+                raise _env.unknown_argument(f"phalanx.{function.__name__}", name, known, meant)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_naming_arguments
 def init(
     backend: str | None = None,
     *,

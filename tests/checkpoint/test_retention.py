@@ -31,6 +31,7 @@ def steps(folder):
         ({"keep_last": 100}, [1, 2, 3, 4, 5, 6, 7]),
         ({"keep_last": 1, "keep_every": 3}, [3, 6, 7]),
         ({"keep_last": 1, "keep_best": 2}, [2, 6, 7]),
+        ({"keep_last": 1, "keep_best": 2, "best_is_least": True}, [1, 7]),
         ({"keep_last": 1, "keep_every": 4, "keep_best": 1}, [2, 4, 7]),
         ({"keep_last": 1, "keep_best": 100}, [1, 2, 4, 6, 7]),
     ],

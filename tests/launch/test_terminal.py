@@ -33,7 +33,7 @@ def test_ctrl_c_ends_the_job_in_one_line_without_a_traceback(terminal):
     screen.read_until("up", count=2)
     screen.type("\x03")
     assert screen.finish() == 130
-    assert "phalanx run: SIGINT: ending 2 ranks\r\n" in screen.shown
+    assert "phalanx run: SIGINT: ending 2 ranks; Ctrl-C again kills them\r\n" in screen.shown
     assert "Traceback" not in screen.shown
     assert "KeyboardInterrupt" not in screen.shown
 

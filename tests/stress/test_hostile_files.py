@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 from tests.train import hostile
 
 NUM_FILES = 10_000 if os.environ.get("PHALANX_TEST_LONG") else 300
 
 
-@pytest.mark.filterwarnings("default")  # of TensorBoard, for odd names of values
 def test_any_log_of_metrics_can_be_read():
     hostile.fuzz(NUM_FILES)

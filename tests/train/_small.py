@@ -1,6 +1,7 @@
 """Train a small model with `phalanx.Trainer`: the script of tests that start whole jobs."""
 
 import argparse
+import threading
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--forgets", action="store_true", help="train on something that no checkpoint has")
 parser.add_argument("--shout-at", type=int, help="say when that step is done")
+parser.add_argument("--never-saved", action="store_true", help="say when a checkpoint was saved, and wait for ever")
 args = parser.parse_args()
 
 phalanx.seed_everything(0)
@@ -31,6 +33,11 @@ class Callback:
                 trainer.module[0].bias += 1e-3 * self.num_calls
         if trainer.step == args.shout_at:
             print(f"step {trainer.step} done", flush=True)
+
+    def on_save(self, trainer):
+        if args.never_saved:
+            print("saving", flush=True)
+            threading.Event().wait()
 
 
 trainer = phalanx.Trainer(

@@ -34,7 +34,7 @@ TABLES = st.lists(st.lists(NUMBERS, max_size=3), max_size=3)
 PHASES = st.dictionaries(st.sampled_from(["data", "forward", "<b>"]), NUMBERS, max_size=3)
 USUAL = {
     "time": st.floats(1.7e9, 1.8e9),
-    "kind": st.sampled_from(["start", "step", "evaluation", "save", "preempted", "end"]),
+    "kind": st.sampled_from(["start", "step", "epoch", "evaluation", "save", "preempted", "end"]),
     "attempt": st.integers(0, 2),
     "step": st.integers(1, 4),
     "loss": NUMBERS,
@@ -46,6 +46,7 @@ USUAL = {
     "phases_by_rank": TABLES,
     "spread": st.lists(NUMBERS, max_size=3),
     "resumed_from": st.one_of(st.none(), st.fixed_dictionaries({"step": NUMBERS, "source": TEXTS}), VALUES),
+    "origin": st.dictionaries(st.one_of(TEXTS, st.just("logs")), VALUES, max_size=2),
     "settings": st.dictionaries(TEXTS, VALUES, max_size=2),
     "signal": st.one_of(NUMBERS, VALUES),
     "world_size": VALUES,

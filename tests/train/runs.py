@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-PHASES = ("data", "forward", "backward", "optimizer", "snapshot")
+PHASES = ("data", "forward", "backward", "exchange", "optimizer", "snapshot")
 BEGAN_S = 1_795_000_000.0
 
 
@@ -19,6 +19,7 @@ class FakeRun:
         self.folder = folder
         self.time_s = BEGAN_S
         self.attempt = -1
+        self.origin = {"command": "python train.py --epochs 3", "optimizer": "SGD(lr=0.1)", "logs": "../logs"}
         self._num_ranks = num_ranks
         self._settings = {"max_epochs": 3, "max_steps": None, "precision": "bf16", **settings}
 
@@ -31,13 +32,14 @@ class FakeRun:
         self.attempt += 1
         self.time_s += gap_s if self.attempt else 0
         self.write(
-            "start", world_size=self._num_ranks, backend="phalanx", settings=self._settings, resumed_from=resumed_from
-        )
+            "start", world_size=self._num_ranks, backend="phalanx", settings=self._settings, resumed_from=resumed_from,
+            origin=self.origin,
+        )  # fmt: skip
 
     def steps(self, first: int, last: int, every: int = 1, **values: Any) -> None:
         for step in range(first, last + 1, every):
             self.time_s += 0.1 * every
-            by_rank = [[0.004 + 0.002 * rank, 0.02, 0.05, 0.008, 0.001] for rank in range(self._num_ranks)]
+            by_rank = [[0.004 + 0.002 * rank, 0.02, 0.04, 0.01, 0.008, 0.001] for rank in range(self._num_ranks)]
             record = {
                 "step": step, "epoch": step // 100, "loss": 2.0 * math.exp(-step / 40) + 0.01, "lr": 0.1,
                 "samples_per_s": 900.0 + step % 7, "grad_norm": 1.0,

@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import signal
-import warnings
 
 import torch
 
@@ -51,7 +50,6 @@ SAID = {
 
 def train_to_signals(rank, world_size, folder, runs):
     """Train until SIGUSR1 comes, each time in another folder; return code, steps and what was said."""
-    warnings.simplefilter("ignore")  # TensorBoard's
     return [train_to_a_signal(rank, f"{folder}/{number}", *run) for number, run in enumerate(runs)]
 
 
@@ -69,6 +67,7 @@ def train_to_a_signal(rank, folder, spoil, loss):
     mend = spoil(folder) if rank == 0 else None
     model = make_model()
     options = {"global_batch_size": 2, "max_epochs": 3, "log_every": 1, "folder": folder, "callbacks": [Signal()]}
+    options["on_nan"] = "ignore"
     trainer = phalanx.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), training_step=step, **options)
     said, code = io.StringIO(), None
     with contextlib.redirect_stdout(said):

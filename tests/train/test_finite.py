@@ -256,7 +256,7 @@ def test_an_evaluation_of_nan_is_never_the_best_and_uses_up_patience(results, wo
 def test_infinite_scores_are_never_the_best():
     judge = Judge("accuracy")
     assert not judge.judge({"accuracy": math.inf}, 1)
-    assert judge.score_of(1) is None
+    assert judge.value_of(1) is None
     assert judge.judge({"accuracy": 0.5}, 2)
     assert not judge.judge({"accuracy": math.nan}, 3)
     assert judge.best == 0.5

@@ -179,18 +179,27 @@ def test_verify_resume_refuses_what_run_refuses(tmp_path):
     assert "phalanx verify-resume --nproc-per-node 2 train.py" in done.stderr
 
 
-def test_on_a_terminal_one_progress_bar_shows_the_loss_and_the_time_that_is_left(tmp_path):
-    shown = on_a_terminal([*RUN, str(SCRIPT), "--epochs", "30"], tmp_path)
-    assert re.search(r"epoch \d+: loss \d\.\d+, [\d,]+ samples/s, slowest rank \d+% behind", shown)
-    assert re.search(r"\d+/1200 ", shown)
-    assert shown.count("epoch 30, step 1200: training loss") == 1
+@pytest.mark.parametrize("columns", [80, 160])
+def test_on_a_terminal_one_progress_bar_shows_steps_loss_and_time_left_and_the_rest_where_there_is_room(
+    tmp_path, columns
+):
+    shown = on_a_terminal([*RUN, str(SCRIPT), "--epochs", "10"], tmp_path, columns)
+    bars = [line for line in re.split(r"[\r\n]+", shown) if "/400" in line and "loss" in line]
+    assert bars
+    for bar in bars:
+        assert len(bar) <= columns
+        assert re.search(r" \d+/400 loss [\d.e+-]+ (\d+:\d\d:\d\d|-:--:--) ", bar), bar
+    more = r"epoch \d+, [\d,]+ samples/s, slowest rank \d+% behind"
+    assert any(re.search(more if columns > 80 else r"epoch \d+.*\u2026", bar) for bar in bars)
+    assert shown.count("epoch 10, step 400: training loss") == 1
 
 
-def on_a_terminal(command, folder):
-    """Run a command on a terminal of 160 columns and return what it showed."""
-    environ = {**os.environ, "PHALANX_RUN_FOLDER": str(folder / "run"), "TERM": "xterm-256color", "COLUMNS": "160"}
+def on_a_terminal(command, folder, columns):
+    """Run a command on a terminal and return what it showed."""
+    environ = {**os.environ, "PHALANX_RUN_FOLDER": str(folder / "run"), "TERM": "xterm-256color"}
+    environ.pop("COLUMNS", None)
     ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     with subprocess.Popen(command, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder) as job:
         os.close(theirs)
         shown = b""

@@ -66,6 +66,7 @@ def restarted_run(folder: Path, **options) -> FakeRun:
     run.write("preempted", step=130, signal=15)
     run.start({"step": 130, "source": "disk"}, gap_s=7200)
     run.steps(131, 299)
+    run.write("epoch", step=299, epoch=2, loss=0.012, first_step=200)
     run.evaluate(299, loss=0.625, accuracy=0.75)
     run.end(299)
     return run
@@ -76,16 +77,18 @@ def test_a_run_is_told_with_its_figures_curves_restarts_and_settings(tmp_path):
     page = page_of(tmp_path / "digits")
     text = re.sub(r"\s+", " ", page.text)
     for said in (
-        "digits", "finished", "Steps 299", "Epoch 3 of 3", "Evaluation: accuracy 0.875 best, at step 120",
-        "Evaluation: loss 0.5 best, at step 120", "Ranks 2 phalanx", "Attempts 3", "2 h 0 min with gaps",
+        "digits", "finished", "Steps 299", "Epoch 3 of 3", "Validation accuracy 0.875 best, at step 120",
+        "Validation loss 0.5 best, at step 120", "Ranks 2 phalanx", "Attempts 3", "2 h 0 min with gaps",
         "1 2026-11-18 11:06:48 UTC interrupted, last record at step 57 step 55, from memory 2 ranks 2.5 s",
         "preempted by SIGTERM, last record at step 130 step 130, from disk 2 ranks 2 h 0 min", "precision bf16",
-        "rank 1", "the fastest; who waits",
+        "rank 1", "It takes 85 ms; up to the exchange, the slowest rank takes 3% longer",
+        "Exchange: averaging gradients", "Training loss 0.012 mean of epoch 3, step 299",
+        "command python train.py --epochs 3", "optimizer SGD(lr=0.1)", "Logs of the ranks: ../logs",
     ):  # fmt: skip
         assert said in text, said
     assert "Training loss from step 1 to 299: from 1.961" in page.labels()
     assert "restarts at steps 55, 130" in page.labels()
-    assert "rank 1: 85 ms a step: data 6 ms, forward 20 ms, backward 50 ms" in page.labels()
+    assert "rank 1: 85 ms a step: data 6 ms, forward 20 ms, backward 40 ms, exchange 10 ms" in page.labels()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def huge_and_tiny(run):
 
 def no_time_at_all(run):
     run.start()
-    run.steps(1, 2, phases_by_rank=[[0.0] * 5, [0.0] * 5], spread=[0.0, 0.0])
+    run.steps(1, 2, phases_by_rank=[[0.0] * 6, [0.0] * 6], spread=[0.0, 0.0])
 
 
 def bare_records(run):
@@ -191,24 +194,28 @@ def test_the_page_needs_no_other_file_no_script_and_no_network(tmp_path):
     page = Page(html)
     assert not re.search(r"https?:|//[a-z]|url\(|@import", html)
     assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & {tag for tag, _ in page.elements}
-    assert not [attrs for _, attrs in page.elements if {"src", "href", "srcset", "action"} & attrs.keys()]
+    assert not [attrs for _, attrs in page.elements if {"src", "srcset", "action"} & attrs.keys()]
+    assert [attrs["href"] for _, attrs in page.elements if "href" in attrs] == ["./../logs"]
 
 
 def test_whatever_comes_from_the_run_is_escaped(tmp_path):
     run = FakeRun(tmp_path / "<script>alert(1)<b>", **{EVIL: EVIL})
     run.start()
-    names = [EVIL, "b", "c", "d", "e"]
+    names = [EVIL, "b", "c", "d", "e", "f"]
     run.steps(1, 3, phases_s=dict.fromkeys(names, 1.0))
     run.write("evaluation", step=2, epoch=0, **{EVIL: 0.5})
     run.write("preempted", step=3, signal=EVIL)
     run.attempt += 1
     resumed = {"step": 3, "source": EVIL}
-    run.write("start", world_size=EVIL, backend=EVIL, settings={EVIL: [EVIL]}, resumed_from=resumed)
+    origin = {EVIL: EVIL, "logs": "//host/javascript:" + EVIL}
+    run.write("start", world_size=EVIL, backend=EVIL, settings={EVIL: [EVIL]}, resumed_from=resumed, origin=origin)
     run.steps(4, 5, phases_s=dict.fromkeys(names, 1.0))
     page = page_of(run.folder)
     assert "script" not in {tag for tag, _ in page.elements}
     assert not [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
-    assert page.text.count("<script>alert(1)</script>") >= 7
+    assert page.text.count("<script>alert(1)</script>") >= 10
+    links = [attrs["href"] for _, attrs in page.elements if "href" in attrs]
+    assert all(re.fullmatch(r"\./[\w./%~-]*", link) and not link.startswith(".//") for link in links), links
     assert "<script>alert(1)</script>" in page.labels()
 
 
@@ -218,7 +225,7 @@ def test_headings_and_names_are_there_for_who_does_not_see_the_page(tmp_path):
     headings = [tag for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
     assert headings[0] == "h1"
     assert headings.count("h1") == 1
-    assert headings.count("h2") == 5
+    assert headings.count("h2") == 6
     ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
     assert len(ids) == len(set(ids))
     assert {attrs["aria-labelledby"] for tag, attrs in page.elements if tag == "section"} <= set(ids)

@@ -71,6 +71,8 @@ def report(tmp_path_factory) -> Path:
     """The page of a run with whatever is long: names, paths, numbers, many ranks, restarts."""
     folder = tmp_path_factory.mktemp("runs") / f"a-run-with-a-name-{'that-goes-on-' * 8}"
     run = FakeRun(folder, num_ranks=12, data_folder="/home/someone/" + "without-any-space/" * 20)
+    run.origin["command"] = "python train.py --data=" + "without-any-space/" * 20
+    run.origin["logs"] = "../" + "without-any-space/" * 20
     run.start()
     run.steps(1, 57)
     run.start({"step": 55, "source": "memory"})
@@ -116,3 +118,14 @@ def test_a_screenshot_shows_text_lines_and_bars(report, tmp_path, width, height)
         assert count(colour) > 50, what
     bands = np.array_split(colours, 12)
     assert all(len(np.unique(band)) > 10 for band in bands[:9]), "a part of the page is empty"
+
+
+def test_a_dark_browser_gets_a_dark_page_with_the_same_parts(report, tmp_path):
+    picture = tmp_path / "report.png"
+    dark = "--blink-settings=preferredColorScheme=0"
+    browse(tmp_path, report, f"--screenshot={picture}", "--window-size=1200,2400", dark)
+    image = (matplotlib.image.imread(picture)[:, :, :3] * 255).round().astype(np.uint32)
+    colours = image @ np.array([1 << 16, 1 << 8, 1], np.uint32)
+    for what, colour in (("ground", "121418"), ("cards", "1b1e24"), ("text", "e9ebee"), ("line", "86abff")):
+        assert (colours == int(colour, 16)).sum() > 50, what
+    assert not (colours == int("f6f7f9", 16)).any(), "the light page's ground"

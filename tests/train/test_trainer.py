@@ -183,7 +183,7 @@ def keep_the_best(folder):
     values = {c.step: c.metric for c in phalanx.checkpoint.list(trainer.checkpoints)}
     train(folder, max_epochs=9, steps=30, **settings)
     after = {c.step: c.metric for c in phalanx.checkpoint.list(trainer.checkpoints)}
-    return trainer._judge.best, values, after
+    return -trainer._judge.best, values, after
 
 
 def begin_anew(folder):

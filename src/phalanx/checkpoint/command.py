@@ -129,7 +129,7 @@ def _ls(given: argparse.Namespace) -> int:
             rows.append([str(step), "", "", "", "", f"damaged: {error}"])
             continue
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.saved_at))
-        metric = "" if checkpoint.metric is None else f"{checkpoint.metric:g}"
+        metric = "" if checkpoint.metric is None else f"{checkpoint.metric:.4g}"
         wrong = [name for name in checkpoint.files if _size(checkpoint, name) != checkpoint.files[name]["size_bytes"]]
         state = f"damaged: {', '.join(wrong)}" if wrong else "whole"
         rows.append([str(step), when, _in_units(checkpoint.size_bytes), str(checkpoint.world_size), metric, state])

@@ -42,6 +42,7 @@ def prune(
     keep_last: int = 3,
     keep_every: int | None = None,
     keep_best: int | None = None,
+    best_is_least: bool = False,
 ) -> builtins.list[int]:
     """Remove older checkpoints and return their steps; one rank or all may call it.
 
@@ -49,6 +50,7 @@ def prune(
         keep_last: Of the newest, at least 1.
         keep_every: Those of steps that it divides stay too.
         keep_best: As many of the largest metric stay too.
+        best_is_least: Of the smallest metric instead, such as a loss.
 
     Raises:
         ValueError: A number is less than 1.
@@ -59,7 +61,10 @@ def prune(
     if keep_every is not None:
         kept |= {checkpoint.step for checkpoint in found if checkpoint.step % keep_every == 0}
     if keep_best is not None:
-        ranked = [(c.metric, c.step) for c in found if c.metric is not None and c.metric == c.metric]  # not a NaN
+        sign = -1 if best_is_least else 1
+        ranked = [
+            (sign * c.metric, c.step) for c in found if c.metric is not None and c.metric == c.metric
+        ]  # not a NaN
         kept |= {step for _, step in sorted(ranked)[-keep_best:]}
     doomed = [checkpoint.step for checkpoint in found if checkpoint.step not in kept]
     folders.remove(os.fspath(folder), doomed)

@@ -47,7 +47,7 @@ def save(
             the first. Buffers of modules, arrays of NumPy, smaller tensors and plain values are saved for each rank;
             another number of ranks gets rank 0's.
         step: Of the training, at least 0; a checkpoint of the same step is replaced.
-        metric: Ranks the checkpoint for ``prune(keep_best=...)``; larger is better.
+        metric: Ranks the checkpoint for ``prune(keep_best=...)``.
         keep: Arguments of `prune`, called when this checkpoint is published.
         wait: Return only when the checkpoint is published.
 
@@ -86,7 +86,7 @@ class Saver:
             step = operator.index(step)
             if step < 0:
                 raise ValueError(f"step must be at least 0, got {step}")
-            check_numbers(**keep)
+            check_numbers(**{name: value for name, value in keep.items() if name != "best_is_least"})
             tree, leaves = pack(state)
             if rank == 0 and not problem:
                 draft = self._begin(folder, step, metric, leaves)

@@ -54,6 +54,12 @@ def note_modules() -> None:
         os.rename(f"{path}.part", path)
 
 
+def run_logs() -> str:
+    """Return the folder with the logs of all attempts and ranks of this launch; empty outside ``phalanx run``."""
+    logs = os.path.dirname(os.path.dirname(_own_folder()))
+    return logs if os.path.basename(logs) == "logs" else ""
+
+
 def _own_folder() -> str:
     """Return the folder of this rank's logs; empty if no supervisor reads it."""
     folder = os.path.dirname(_env.environment().get("TORCHELASTIC_ERROR_FILE", ""))

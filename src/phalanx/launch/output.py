@@ -26,6 +26,7 @@ _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd
 # One step of a live stream: a line's end, a return, an escape sequence, or plain text.
 _LIVE_TOKEN = re.compile(rb"\n|\r|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[]?|[^\n\r\x1b]+")
 _ERASE_LINE = b"\r\x1b[2K"
+_HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
 
 def printable(text: str) -> bytes:
@@ -62,6 +63,12 @@ class Screen:
         self.open_line = b""  # on the terminal, not yet ended
         self.style = b""  # set before the line has begun
         self._is_broken = False
+        self._hides_cursor = False
+
+    def show_cursor(self) -> None:
+        """Show the cursor again if a rank has hidden it, as progress bars do, and was killed."""
+        if self._hides_cursor:
+            self.write(_SHOW_CURSOR)
 
     def write_lines(self, lines: bytes) -> None:
         """Write `lines`, endings included, above the line that is still being written."""
@@ -75,6 +82,8 @@ class Screen:
 
     def write(self, data: bytes) -> None:
         """Write all of `data`; once that has failed, such as for a full disk, say so and drop the rest."""
+        if (last := max(data.rfind(_HIDE_CURSOR), data.rfind(_SHOW_CURSOR))) >= 0:
+            self._hides_cursor = data.startswith(_HIDE_CURSOR, last)
         view = memoryview(data)
         try:
             while view and not self._is_broken:

@@ -155,6 +155,8 @@ class Supervisor:
         self._end_warden()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._out.show_cursor()
         self._selector.close()
         os.close(self._snapshots)
         signal.set_wakeup_fd(-1)
@@ -422,7 +424,8 @@ class Supervisor:
                 self.received = sig
                 living = sum(rank.end is None for rank in self._ranks)
                 why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
-                self.say(f"{why}: ending {living} rank{'s' * (living != 1)}")
+                again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
+                self.say(f"{why}: ending {living} rank{'s' * (living != 1)}{again}")
                 if sig == signal.SIGINT:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()

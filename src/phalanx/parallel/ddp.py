@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -117,6 +118,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._hook: CommHook | None = None
         self._hook_state: object = None
         self._named_unused = False
+        self._averaging_s = [0.0]  # a list: an attribute of a module takes a microsecond to set
         self._buckets: list[Bucket] = []
         self._remove_hooks: Callable[[], object] = _nothing
         if init_sync:
@@ -338,11 +340,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         elif not self._pass.reached and not _fills_grads(self._pass.node):
             self._pass = _Pass(armed=True)
             return  # it was torch.autograd.grad()
+        begin_s = time.perf_counter()
         try:
             while self._pass.next < len(self._buckets):
                 self._start_next()
             for bucket in self._buckets:
                 bucket.store()
+            self._averaging_s[0] += time.perf_counter() - begin_s
         except Exception as error:
             _add_hint(error, "was averaging gradients at the end of backward()")
             raise
@@ -373,6 +377,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Return the 2-norm of all averaged gradients together, a tensor of shape ()."""
         norms = [bucket.norm() for bucket in self._buckets]
         return torch.linalg.vector_norm(torch.stack([norm.to(self.device) for norm in norms]))
+
+    def take_averaging_s(self) -> float:
+        """Return how long backward passes have averaged gradients, and waited for other ranks, since the last call.
+
+        In seconds. What overlaps with the computation of gradients does not count, nor what a GPU does meanwhile.
+        """
+        taken, self._averaging_s[0] = self._averaging_s[0], 0.0
+        return taken
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Let ``hook(state, bucket)`` average each bucket instead: torch's hooks, or one of your own.

@@ -43,9 +43,11 @@ class Judge:
         self.best, self.num_worse = (score, 0) if is_best else (self.best, self.num_worse + 1)
         return is_best
 
-    def score_of(self, step: int) -> float | None:
-        """Return the score of the evaluation after that step; None if there was none that is finite."""
-        return self._score if step == self._step else None
+    def value_of(self, step: int) -> float | None:
+        """Return what the evaluation after that step was judged by; None if there was none that is finite."""
+        if step != self._step or self._score is None:
+            return None
+        return -self._score if is_minimized(self._monitor) else self._score
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "num_worse": self.num_worse, "score": self._score, "step": self._step}

@@ -1,11 +1,13 @@
-"""What a run writes down while it trains: FOLDER/metrics.jsonl, one record a line; and the same as CSV and TensorBoard.
+"""What a run writes down while it trains: FOLDER/metrics.jsonl, one record a line; and the same as CSV.
 
 Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from 0 over all starts in this folder:
 
-- ``start``: ``world_size``, ``backend``, ``settings``; ``resumed_from``: null, or ``step``, ``source`` (memory, disk)
+- ``start``: ``world_size``, ``backend``, ``settings``; ``origin``: command, optimizer, versions and the like;
+  ``resumed_from``: null, or ``step``, ``source`` (memory, disk)
 - ``step``: ``step``, ``epoch``, ``loss``, ``lr``, ``samples_per_s``, ``grad_norm``; seconds a step as ``phases_s`` of
   rank 0, ``phases_by_rank`` and ``spread`` (slowest and fastest rank); means since the last such record; and whatever a
   training step returns beside the loss, under its name
+- ``epoch``: ``step``, ``epoch``, ``loss``: the mean over the epoch's samples from ``first_step`` on
 - ``evaluation``: ``step``, ``epoch``, and each value under its name
 - ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``
 - ``not_finite``: ``step``, ``epoch``, ``ranks`` that saw it first, ``message``
@@ -18,12 +20,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import fcntl
-import importlib.util
 import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ _NAME = "metrics.jsonl"
 _TAIL_BYTES = 1 << 20  # holds the last record whatever the number of ranks
 _END_OF_TIME_S = 253_402_300_800.0  # the year 10000, which no calendar can show
 _MAX_COUNT = 2**53  # every step up to here is a float, too
-_UNDONE = ("step", "evaluation", "save")  # kinds that a resumption from an earlier step takes back
+_UNDONE = ("step", "epoch", "evaluation", "save")  # kinds that a resumption from an earlier step takes back
 
 
 class MetricsLog:
@@ -46,6 +47,10 @@ class MetricsLog:
 
     Args:
         folder: Of the run; made if missing.
+
+    Attributes:
+        attempt: Number of this start.
+        last_steps: By kind, the last step that earlier attempts have recorded.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -56,8 +61,12 @@ class MetricsLog:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         tail = self._file.read()
-        earlier = [record["attempt"] for record in _parse(tail)]
-        self.attempt = earlier[-1] + 1 if earlier else 0
+        earlier = _parse(tail)
+        self.attempt = earlier[-1]["attempt"] + 1 if earlier else 0
+        self.last_steps: dict[str, int] = {}
+        for record in earlier:
+            if record["kind"] in _UNDONE:
+                self.last_steps[record["kind"]] = max(record["step"], self.last_steps.get(record["kind"], 0))
         self._is_torn = bool(tail) and not tail.endswith(b"\n")
 
     def write(self, kind: str, **values: Any) -> None:
@@ -124,49 +133,53 @@ def without_undone(records: list[Record]) -> list[Record]:
 
 
 def write_csv(folder: str | Path) -> Path:
-    """Write FOLDER/metrics.csv, one row for each "step" record, and return its path.
-
-    Where TensorBoard is installed, FOLDER/tensorboard gets the same values, and those of the evaluations.
+    """Write FOLDER/metrics.csv, one row for each "step" record with the evaluation after it, and return its path.
 
     Raises:
         FileNotFoundError: `folder` is not one of a run.
     """
     records = without_undone(read_metrics(folder))
-    rows = [_flat(record) for record in records if record["kind"] == "step"]
+    rows = {record["step"]: _flat(record) for record in records if record["kind"] == "step"}
+    for record in records:
+        if record["kind"] in ("evaluation", "epoch") and record["step"] in rows:
+            rows[record["step"]] |= numbers_of(record["kind"], record)
     path = Path(folder, "metrics.csv")
     unfinished = path.with_suffix(f".csv.{os.getpid()}")
     with unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows.values() for name in row)))
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows.values())
     unfinished.replace(path)
-    if importlib.util.find_spec("tensorboard") is not None:
-        _write_tensorboard(Path(folder, "tensorboard"), records)
     return path
 
 
-def _flat(record: Record) -> Record:
+def numbers_of(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a record says in numbers, under names that differ between kinds; nothing of kinds that have no steps.
+
+    Those of a "step" keep their names; an "epoch" has ``epoch_loss``, an "evaluation" ``validation/loss`` and so on.
+    """
+    if kind == "epoch":
+        return {"epoch_loss": float(record["loss"])} if is_number(record.get("loss")) else {}
+    if kind not in ("step", "evaluation"):
+        return {}
+    prefix = "" if kind == "step" else "validation/"
+    places = ("time", "attempt", "step", *(["epoch"] if prefix else []))
+    flat = {name: value for name, value in _flat(record).items() if name not in places}
+    return {f"{prefix}{name}": float(value) for name, value in flat.items() if is_number(value)}
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value of a record is a number; true and false are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _flat(record: Mapping[str, Any]) -> Record:
     """One cell for each number: ``data_s`` for ``phases_s["data"]``; what each rank did stays in the log."""
     row = {name: value for name, value in record.items() if not isinstance(value, (dict, list)) and name != "kind"}
     row |= {f"{phase}_s": seconds for phase, seconds in record.get("phases_s", {}).items()}
     if "spread" in record:
         row["slowest_s"], row["fastest_s"] = record["spread"]
     return row
-
-
-def _write_tensorboard(folder: Path, records: list[Record]) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    for old in folder.glob("events.out.tfevents.*"):
-        old.unlink()
-    with SummaryWriter(str(folder)) as writer:
-        for record in records:
-            if record["kind"] not in ("step", "evaluation"):
-                continue
-            prefix = "" if record["kind"] == "step" else "evaluation/"
-            for name, value in _flat(record).items():
-                if name not in ("time", "attempt", "step") and isinstance(value, (int, float)):
-                    writer.add_scalar(prefix + name, value, record["step"], walltime=record["time"])
 
 
 def _parse(lines: bytes) -> list[Record]:
@@ -197,7 +210,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_within(value: object, limit: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < limit
+    return is_number(value) and 0 <= value < limit  # type: ignore[operator]
 
 
 def _are_seconds(value: object) -> bool:
@@ -211,6 +224,7 @@ def _anything(_: object) -> bool:
 _FIELDS: dict[str, Callable[[Any], bool]] = {  # of which more is expected than that they are there
     "resumed_from": lambda value: isinstance(value, dict) and _is_count(value.get("step")),
     "settings": lambda value: isinstance(value, dict),
+    "origin": lambda value: isinstance(value, dict),
     "phases_s": lambda value: isinstance(value, dict) and _are_seconds([*value.values()]),
     "phases_by_rank": lambda value: isinstance(value, list) and all(map(_are_seconds, value)),
     "spread": lambda value: _are_seconds(value) and len(value) == 2,

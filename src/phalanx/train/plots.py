@@ -90,7 +90,7 @@ def curve(
 def bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     """Return one bar for each row, made of its parts in seconds, with a legend; equal lengths are equal times."""
     names = list(rows[0][1])
-    colours = {name: f"part{number % 6}" for number, name in enumerate(names)}
+    colours = {name: f"part{number % 7}" for number, name in enumerate(names)}
     longest = max(sum(parts.values()) for _, parts in rows) or 1.0
     legend = "".join(f'<li><i class="{colours[name]}"></i>{escape(name)}</li>' for name in names)
     lines = []

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from types import FrameType
 
 from phalanx import _env
 
-_AGAIN_S = 1.0  # a service manager's signal comes twice: to each process, and through the supervisor
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# A signal may come twice, to each process and through the supervisor: a service manager's, Ctrl-C under torchrun.
+# Sooner than that it is the same one. SIGUSR1 is only ever a request.
+_AGAIN_S: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGINT: 0.15}
 
 
 class Preemption:
-    """While open, notes SIGTERM and SIGUSR1 instead of dying of them.
+    """While open, notes SIGTERM, SIGUSR1 and Ctrl-C instead of dying of them; of a second one the process dies at once.
+
+    Args:
+        speaks: Whether to say what a Ctrl-C does; one rank is enough.
 
     Attributes:
         signal: The number of the first that came, or 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, speaks: bool = False) -> None:
         self.signal = 0
+        self._speaks = speaks
         self._noted_s = 0.0
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                self._previous[number] = signal.signal(number, self._note)
+                if number != signal.SIGINT or not _keeps_interrupts():
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,11 +50,36 @@ class Preemption:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         now_s = time.monotonic()
-        if self.signal and number == signal.SIGTERM and now_s - self._noted_s > _AGAIN_S:  # at once
+        if self.signal and now_s - self._noted_s > _AGAIN_S.get(number, math.inf):
+            _show_cursor()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self.signal:
             self.signal, self._noted_s = number, now_s
+            if number == signal.SIGINT and self._speaks:
+                with contextlib.suppress(OSError):  # not by print(), which this may have interrupted
+                    os.write(2, b"\nCtrl-C: saving after this step; once more to end at once\n")
+
+
+def _keeps_interrupts() -> bool:
+    """Return whether Ctrl-C is not ours: in a notebook or a prompt it ends what runs there, and not the process."""
+    return hasattr(sys, "ps1") or signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def _show_cursor() -> None:
+    """Undo what a progress bar did to the terminal."""
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h\n")
+
+
+def exit_code(number: int) -> int:
+    """Return the code with which a rank ends that has saved because of this signal.
+
+    Ctrl-C's own where nobody started the ranks as a job: a launcher is told that they have made room.
+    """
+    is_launched = "TORCHELASTIC_RUN_ID" in _env.environment()
+    return 128 + number if number == signal.SIGINT and not is_launched else _env.PREEMPTED_CODE
 
 
 def requeue() -> str:

@@ -16,10 +16,11 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import phalanx
 from phalanx.train import plots
-from phalanx.train.metrics import Record, is_being_written, read_metrics, resumed_at, without_undone
+from phalanx.train.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
 from phalanx.train.plots import Point, number, seconds
 from phalanx.train.settings import is_minimized
 
@@ -54,7 +55,7 @@ class _Run:
 
     Attributes:
         starts: One record for each attempt.
-        steps, evaluations: As if the run had never been interrupted.
+        steps, epochs: Records, as if the run had never been interrupted.
         attempts: All records, by attempt.
         metrics: Step and value of each evaluation metric.
     """
@@ -68,12 +69,13 @@ class _Run:
         self.starts = [record for record in records if record["kind"] == "start"]
         kept = without_undone(records)
         self.steps = [record for record in kept if record["kind"] == "step"]
+        self.epochs = [record for record in kept if record["kind"] == "epoch" and is_number(record.get("loss"))]
         self.metrics: dict[str, list[Point]] = defaultdict(list)
         for record in kept:
             if record["kind"] == "evaluation":
-                for name in (name for name, value in record.items() if name not in _NO_METRIC and _is_number(value)):
+                for name in (name for name, value in record.items() if name not in _NO_METRIC and is_number(value)):
                     self.metrics[name].append((record["step"], record[name]))
-        self.last_step: int = next((record["step"] for record in reversed(kept) if _is_number(record.get("step"))), 0)
+        self.last_step: int = next((record["step"] for record in reversed(kept) if is_number(record.get("step"))), 0)
         self.began_s, self.last_s = records[0]["time"], records[-1]["time"]
         self.settings: dict[str, Any] = self.starts[-1].get("settings", {}) if self.starts else {}
         self.state = _ending(self.attempts[records[-1]["attempt"]])
@@ -82,7 +84,7 @@ class _Run:
 
     def values(self, name: str) -> list[Point]:
         """Return step and value of what step records have under `name`."""
-        return [(record["step"], record[name]) for record in self.steps if _is_number(record.get(name))]
+        return [(record["step"], record[name]) for record in self.steps if is_number(record.get(name))]
 
     def marks(self) -> dict[int, str]:
         """Return the steps from which later attempts went on."""
@@ -95,15 +97,11 @@ def _ending(records: Sequence[Record]) -> str:
     return "finished" if "end" in kinds else "preempted" if "preempted" in kinds else "interrupted"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def _page(run: _Run) -> str:
-    sections = [_key_figures(run), _curves(run), _phases(run), _restarts(run), _settings(run)]
+    sections = [_key_figures(run), _curves(run), _phases(run), _restarts(run), _origin(run), _settings(run)]
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     name = escape(run.name)
     note = {
@@ -148,15 +146,14 @@ def _key_figures(run: _Run) -> str:
     last = run.steps[-1] if run.steps else {}
     start = run.starts[-1] if run.starts else {}
     tiles = [("Steps", number(run.last_step), _of(run.settings.get("max_steps")))]
-    if _is_number(last.get("epoch")):
+    if is_number(last.get("epoch")):
         tiles.append(("Epoch", number(last["epoch"] + 1), _of(run.settings.get("max_epochs"))))
-    if _is_number(last.get("loss")):
-        tiles.append(("Training loss", number(last["loss"]), f"at step {last['step']:,}"))
+    tiles += _training_loss(run)
     for name, points in run.metrics.items():
         finite = [point for point in points if math.isfinite(point[1])]
         if finite:
             step, best = (min if is_minimized(name) else max)(finite, key=lambda point: point[1])
-            tiles.append((f"Evaluation: {name}", number(best), f"best, at step {step:,}"))
+            tiles.append((_validation(name), number(best), f"best, at step {step:,}"))
     speeds = [speed for _, speed in run.values("samples_per_s") if math.isfinite(speed)]
     if speeds:
         tiles.append(("Samples per second", number(statistics.median(speeds)), "median"))
@@ -172,9 +169,23 @@ def _key_figures(run: _Run) -> str:
     return _section("Key figures", f'<dl class="tiles">{content}</dl>')
 
 
+def _training_loss(run: _Run) -> list[tuple[str, str, str]]:
+    """Return the tile with the mean of the last epoch, or of the steps that were logged last."""
+    if run.epochs:
+        record = run.epochs[-1]
+        which = f"mean of epoch {number(record['epoch'] + 1)}" if is_number(record.get("epoch")) else "mean of an epoch"
+        return [("Training loss", number(record["loss"]), f"{which}, step {record['step']:,}")]
+    losses = run.values("loss")
+    return [("Training loss", number(loss), f"mean up to step {step:,}") for step, loss in losses[-1:]]
+
+
+def _validation(name: str) -> str:
+    return f"Validation {name}"
+
+
 def _curves(run: _Run) -> str:
     curves: list[tuple[str, list[Point]]] = [("loss", run.values("loss"))]
-    curves += [(f"Evaluation: {name}", points) for name, points in run.metrics.items()]
+    curves += [(_validation(name), points) for name, points in run.metrics.items()]
     curves += [(name, run.values(name)) for name in ("lr", "samples_per_s", "grad_norm")]
     curves = [(name, points) for name, points in curves if points]
     if not curves:
@@ -215,10 +226,13 @@ def _phases(run: _Run) -> str:
         for rank in ranks
     ]
     totals = [sum(parts.values()) for _, parts in means]
-    note = f"Mean of a step in the latest attempt. The slowest rank takes {seconds(max(totals))}"
+    note = f"Mean of a step in the latest attempt. It takes {seconds(max(totals))}"
     if len(means) > 1:
-        behind = max(totals) / min(totals) - 1 if min(totals) > 0 else 0.0
-        note += f", {behind:.0%} more than the fastest; who waits for others does so in backward"
+        busy = [sum(parts.values()) - parts.get("exchange", 0.0) for _, parts in means]
+        behind = max(busy) / min(busy) - 1 if min(busy) > 0 else 0.0
+        note += f"; up to the exchange, the slowest rank takes {behind:.0%} longer than the fastest"
+    if "exchange" in names:
+        note += ". Exchange: averaging gradients, and waiting for other ranks; torch's wrappers do that in backward"
     if len(means) > _MAX_RANKS:
         slowest = sorted(means, key=lambda row: -sum(row[1].values()))[:_MAX_RANKS]
         note += f". Of {len(means)} ranks, the {_MAX_RANKS} slowest are shown"
@@ -256,8 +270,19 @@ def _how(records: Sequence[Record]) -> str:
             number = record.get("signal")
             known = {int(member): member.name for member in signal.Signals}
             ending = f"preempted by {known.get(number, number) if isinstance(number, int) else number}"
-    steps = [record["step"] for record in records if _is_number(record.get("step"))]
+    steps = [record["step"] for record in records if is_number(record.get("step"))]
     return f"{ending}, last record at step {steps[-1]:,}" if steps else f"{ending} before its first step"
+
+
+def _origin(run: _Run) -> str:
+    """What was run, and where: as the last start says; links to the logs of all."""
+    origin = run.starts[-1].get("origin", {}) if run.starts else {}
+    rows = [(str(name), str(value)) for name, value in origin.items() if name != "logs"]
+    folders = dict.fromkeys(str(start["origin"]["logs"]) for start in run.starts if start.get("origin", {}).get("logs"))
+    # Always a path from here, whatever it says: no link leads to another host.
+    links = ", ".join(f'<a href="./{quote(logs.lstrip("/"))}">{escape(logs)}</a>' for logs in folders)
+    note = f"Logs of the ranks: {links}" if links else ""
+    return _section("Origin", _table("Origin", ["What", "Value"], rows), note) if rows else ""
 
 
 def _settings(run: _Run) -> str:

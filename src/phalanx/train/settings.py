@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from phalanx._env import unknown_argument
 
 _MINIMIZED = frozenset(("loss", "error", "perplexity", "mae", "mse", "rmse"))
+
+_OTHER_NAMES = {  # under which other trainers know them
+    "epochs": "max_epochs", "num_epochs": "max_epochs", "num_train_epochs": "max_epochs", "steps": "max_steps",
+    "batch_size": "global_batch_size", "accumulate_grad_batches": "micro_batch_size",
+    "gradient_accumulation_steps": "micro_batch_size", "amp": "precision", "mixed_precision": "precision",
+    "max_grad_norm": "clip_norm", "grad_clip": "clip_norm", "gradient_clip_val": "clip_norm", "workers": "num_workers",
+    "early_stopping": "patience", "output_dir": "folder", "default_root_dir": "folder", "logger": "loggers",
+    "loss_fn": "loss", "criterion": "loss", "lr_scheduler": "scheduler", "optim": "optimizer",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,6 +74,19 @@ class Settings:
     log_every: int = 10
     deterministic: Literal["world"] | None = None
     virtual_shards: int = 8
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Return the settings of these arguments of `Trainer`.
+
+        Raises:
+            TypeError: There is no such setting; names the one that is meant, and all of them.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise unknown_argument("Trainer", name, known, _OTHER_NAMES.get(name))
+        return cls(**given)
 
     def __post_init__(self) -> None:
         choices = {

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from phalanx import checkpoint, session
 from phalanx._env import PREEMPTED_CODE
 from phalanx._errors import NonFinite, RankFailed
+from phalanx._loop import synchronizing
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules, note_room_made
@@ -29,22 +31,23 @@ from phalanx.train.finite import FiniteGuard
 from phalanx.train.folder_lock import FolderLock
 from phalanx.train.identity import Identity, facts_of, facts_of_data
 from phalanx.train.judge import Judge
+from phalanx.train.loggers import IDS, Logger, Loggers
 from phalanx.train.metrics import write_csv
 from phalanx.train.objective import NamedParts, Objective
-from phalanx.train.preemption import Preemption, requeue
+from phalanx.train.origin import describe_origin
+from phalanx.train.preemption import Preemption, exit_code, requeue
 from phalanx.train.ranks import Ranks
 from phalanx.train.report import write_report
 from phalanx.train.resumption import ForcedFeed, Hyperparameters, Progress, Unforced, catch_up
-from phalanx.train.settings import Settings
+from phalanx.train.settings import Settings, is_minimized
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.watch import Watch
-from phalanx.train.wrapper import synchronizing, wrap
+from phalanx.train.wrapper import wrap
 
 _NOTHING: Any = contextlib.nullcontext()
 _AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
 _NOT_FINITE = 1 << 10  # above every signal's number, in what ranks agree on
 _MAX_PIDS = 16  # in a line
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -72,6 +75,9 @@ class Trainer:
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
             ``on_fit_end``, each called with the trainer on every rank; with ``state_dict`` and ``load_state_dict`` they
             are part of the checkpoints.
+        loggers: Where numbers go beside metrics.jsonl, from rank 0: "tensorboard", "wandb" (offline, unless a key or
+            WANDB_MODE is set), "mlflow", "csv", or objects with ``log(metrics, step)`` and ``close()``. One that fails
+            is named once, and training goes on.
         settings: See `Settings`.
 
     Attributes:
@@ -82,6 +88,8 @@ class Trainer:
 
     Raises:
         ValueError: Arguments that contradict each other.
+        TypeError: An argument that there is not.
+        ImportError: A logger's package is missing on rank 0.
     """
 
     def __init__(
@@ -96,12 +104,14 @@ class Trainer:
         metrics: Mapping[str, Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         callbacks: Sequence[Any] = (),
+        loggers: str | Logger | Sequence[str | Logger] = (),
         **settings: Any,
     ) -> None:
+        self.settings = s = Settings.of(settings)
         self._objective = Objective(loss, training_step, evaluation_step, metrics)
-        self.settings = s = Settings(**settings)
         self.session = session.init()
         self._ranks = Ranks(self.session)
+        self._loggers = Loggers(loggers, self._ranks)
         self.device = self.session.device
         self.module = checkpoint.unwrap(model)
         self.optimizer, self.scheduler, self.callbacks = optimizer, scheduler, callbacks
@@ -112,7 +122,7 @@ class Trainer:
             world.check_model(model)
             torch.set_num_threads(1)  # more of them add in another order
         self.model = wrap(model, self.device, self.session.world_size)
-        self._scaler = torch.amp.GradScaler(self.device.type, enabled=s.precision == "fp16")
+        self._scaler = self.session.grad_scaler(s.precision)
         self.folder = restarts.run_folder(s.folder)
         self.checkpoints = os.path.join(self.folder, "checkpoints")
         self._facts = facts_of(self.module, optimizer, scheduler, training_step or loss, s)
@@ -149,7 +159,8 @@ class Trainer:
             CheckpointError: The folder holds another run: another model, optimizer, schedule or data, other settings.
             NonFinite: A loss, gradient or parameter is not finite; on every rank. See `Settings.on_nan`.
             PhalanxError: Another job trains in the folder.
-            SystemExit: With code 75, when SIGTERM or SIGUSR1 came to any rank; everything is saved.
+            SystemExit: When SIGTERM, SIGUSR1 or Ctrl-C came to any rank; everything is saved. With code 75, or 130
+                after a Ctrl-C without a launcher.
         """
         try:
             with FolderLock(self.folder, self._ranks) as self._lock:
@@ -175,12 +186,13 @@ class Trainer:
         if self.settings.resume == "never" and not restarts.is_restart():
             self._begin_anew()
         loaded = self._load(data)
-        with self._begin(loaded) as self._watch, Preemption() as self._preemption:
+        with self._begin(loaded) as self._watch, Preemption(speaks=self.session.is_main) as self._preemption:
             self._call("on_fit_start")
             while not self._is_over():
                 self.model.train()
                 self._feed.begin_epoch(self.epoch)
                 has_ended, is_empty = True, self._feed.is_at_start
+                self._watch.begin_epoch(self.step + 1, is_whole=is_empty)
                 for parts, num_samples in self._in_step(self._feed.steps()):
                     loss = self._train_on(parts, num_samples)
                     self.step += 1
@@ -192,6 +204,8 @@ class Trainer:
                         break
                 if is_empty:
                     raise ValueError("Trainer: the data makes no step: fewer samples than a batch, or an empty loader")
+                if self._watch.has_news:
+                    self._log()
                 if has_ended:
                     self.epoch += 1
                     self._feed.begin_epoch(self.epoch)
@@ -216,6 +230,7 @@ class Trainer:
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         if self.step % self._agree_every == 0:  # here, where ranks have just met
             self._agree()
+        self._watch.clock.lap("exchange")
         self._optimize()
         return loss
 
@@ -230,8 +245,7 @@ class Trainer:
         clock = self._watch.clock
         if self.device.type != "cpu":
             batch = to_device(batch, self.device)
-        dtype = _DTYPES.get(self.settings.precision)
-        with torch.autocast(self.device.type, dtype) if dtype else _NOTHING:
+        with self.session.autocast(self.settings.precision):
             loss, parts = self._objective.loss_of(self.model, batch)
         if parts:
             self._parts.add(parts, weight)
@@ -242,6 +256,8 @@ class Trainer:
         loss = loss.detach()
         self._guard.look_at_loss(loss, batch, self.step + 1, self.epoch)
         clock.lap("backward")
+        if isinstance(self.model, DistributedDataParallel):
+            clock.move(self.model.take_averaging_s(), "backward", "exchange")
         return loss
 
     def _sum_over_shards(self, parts: list[Part], num_samples: int) -> Tensor:
@@ -295,7 +311,7 @@ class Trainer:
 
     def _begin_anew(self) -> None:
         if self.session.rank == 0:
-            restarts.set_aside(self.checkpoints, os.path.join(self.folder, "metrics.jsonl"))
+            restarts.set_aside(self.checkpoints, *(os.path.join(self.folder, name) for name in ("metrics.jsonl", IDS)))
         self._ranks.gather(None)
 
     def _load(self, data: Any) -> checkpoint.Loaded | None:
@@ -324,7 +340,7 @@ class Trainer:
         self._feed.resize(self._batch_size())  # now that it is known
         of_epochs = (s.max_epochs or 0) * (self._feed.num_steps or 0) or sys.maxsize
         num_steps = min(s.max_steps or sys.maxsize, of_epochs)
-        watch = Watch(self.folder, num_steps, self._ranks)
+        watch = Watch(self.folder, num_steps, self._ranks, self._loggers)
         if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
         self._guard = FiniteGuard(
@@ -333,10 +349,12 @@ class Trainer:
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         resumed = None if loaded is None else dataclasses.asdict(loaded)
+        origin = describe_origin(self.model, self.optimizer, self._ranks, self.folder)
         watch.record(
             "start", pid=os.getpid(), world_size=self.session.world_size, backend=self.session.backend,
-            settings=dataclasses.asdict(s), resumed_from=resumed,
+            settings=dataclasses.asdict(s), resumed_from=resumed, origin=origin,
         )  # fmt: skip
+        watch.begin_logging(dataclasses.asdict(s), loaded.step if loaded else 0)
         watch.say(f"{self._feed.describe(num_steps)}; run folder {self.folder}")
         pids = " ".join(str(pid) for pid in self._ranks.gather(os.getpid())[:_MAX_PIDS])
         watch.say(f"processes of the ranks: {pids}")
@@ -376,6 +394,7 @@ class Trainer:
         s, watch = self.settings, self._watch
         watch.count(loss, num_samples)
         self._call("on_step")  # before its state is kept
+        watch.clock.lap("callbacks")
         self._snapshots.after_step(self.step)
         watch.clock.lap("snapshot")
         if self.step == self._first_step:
@@ -405,20 +424,18 @@ class Trainer:
 
     def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
         """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
-        if self._watch.has_news:
-            self._log()
         is_best = False
+        epoch = self.epoch - has_ended
         if validation_data is not None:
             self.evaluation = self.evaluate(validation_data)
             is_best = has_ended and self._judge.judge(self.evaluation, self.step)
-            self._watch.record("evaluation", step=self.step, epoch=self.epoch, **self.evaluation)
+            self._watch.record("evaluation", step=self.step, epoch=epoch, **self.evaluation)
             self._call("on_evaluation")
             if bad := [f"{name} {value}" for name, value in self.evaluation.items() if not math.isfinite(value)]:
                 self._watch.say(f"evaluation after step {self.step}: {', '.join(bad)}; not finite, so never the best")
         if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
             self.scheduler.step(*([self.evaluation[self.settings.monitor]] if self._is_plateau else []))
-        values = "".join(f", {name} {value:.4f}" for name, value in self.evaluation.items())
-        self._watch.say(f"epoch {self.epoch}, step {self.step}: training loss {self._watch.last_loss:.4f}{values}")
+        self._watch.end_epoch(self.step, epoch, self.evaluation, has_ended=has_ended)
         if has_ended:
             self._call("on_epoch")
         if self.settings.save_every is None or is_best or self._is_over():
@@ -430,25 +447,27 @@ class Trainer:
         if not self._may_keep():
             return False
         begin = time.perf_counter()
-        score = self._judge.score_of(self.step)
-        keep = {"keep_last": self.settings.keep_last, "keep_best": None if self._judge.best is None else 1}
-        checkpoint.save(self.checkpoints, self._state(), self.step, metric=score, keep=keep, wait=wait)
+        value, is_least = self._judge.value_of(self.step), is_minimized(self.settings.monitor)
+        best = {} if self._judge.best is None else {"keep_best": 1, "best_is_least": is_least}
+        keep = {"keep_last": self.settings.keep_last, **best}
+        checkpoint.save(self.checkpoints, self._state(), self.step, metric=value, keep=keep, wait=wait)
         self._watch.record("save", step=self.step, blocked_s=time.perf_counter() - begin)
         self._call("on_save")
         return True
 
-    def _make_room(self, signal: int) -> None:
+    def _make_room(self, number: int) -> None:
         if memory.restart_is_planned:  # to have more ranks: this run goes on at once
             if self._may_keep():
                 checkpoint.snapshot(self.checkpoints, self._state(), self.step)
             raise SystemExit(PREEMPTED_CODE)
         saved = "saved" if self._save(wait=True) else "weights that are not finite were not saved"
-        self._watch.record("preempted", step=self.step, signal=signal)
-        note = requeue() if self.session.rank == 0 else ""
-        self._watch.say(f"asked to make room by signal {signal}: {saved} after step {self.step}{note and f'; {note}'}")
+        self._watch.record("preempted", step=self.step, signal=number)
+        note = requeue() if self.session.is_main and number != signal.SIGINT else ""
+        who = signal.Signals(number).name
+        self._watch.say(f"asked to make room by {who}: {saved} after step {self.step}{note and f'; {note}'}")
         self._report()
         note_room_made()
-        raise SystemExit(PREEMPTED_CODE)
+        raise SystemExit(exit_code(number))
 
     def _end(self) -> None:
         self._call("on_fit_end")

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from phalanx._errors import RankFailed
+from phalanx.train.loggers import CLOSE_S, Loggers, Run
 from phalanx.train.metrics import MetricsLog
 from phalanx.train.objective import NamedParts
+from phalanx.train.progress import ProgressBar
 from phalanx.train.ranks import Ranks
 
-PHASES = ("data", "forward", "backward", "optimizer", "snapshot")
+PHASES = ("data", "forward", "backward", "exchange", "optimizer", "callbacks", "snapshot")
+"""Of a step; "exchange" is what averages gradients with the other ranks, and waits for them."""
 _LINE_EVERY_S = 10.0
+_VICTIMS_CLOSE_S = 0.5
 
 
 class Clock:
@@ -36,6 +42,11 @@ class Clock:
         self.seconds[phase] += now - self._at
         self._at = now
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count `seconds` that were counted to one phase to another."""
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
     def take(self) -> list[float]:
         """Return the seconds of each phase, and begin anew."""
         taken = list(self.seconds.values())
@@ -49,18 +60,25 @@ class Watch:
     Args:
         folder: Of the run.
         num_steps: That the run will have at most.
+        loggers: Get what metrics.jsonl gets, once `begin_logging` was called.
+
+    Attributes:
+        last_loss: Of all ranks, when it was logged last.
     """
 
-    def __init__(self, folder: str, num_steps: int, ranks: Ranks) -> None:
+    def __init__(self, folder: str, num_steps: int, ranks: Ranks, loggers: Loggers) -> None:
+        self._folder = folder
         self._ranks = ranks
+        self._loggers = loggers
         self._log: MetricsLog | None = None
         self._num_steps = num_steps
-        self._bar: Any = None
+        self._bar: ProgressBar | None = None
         self._said_missing: set[str] = set()
         self._said_s = time.monotonic()
         self.clock = Clock()
         self._losses: list[torch.Tensor] = []  # of the steps since `log` was called
-        self._num_samples_since = 0
+        self._num_samples: list[int] = []
+        self._epoch = _Mean(1, is_whole=True)
         self.last_loss = math.nan  # of all ranks, when it was logged last
         self.last_losses: list[float] = []  # of each
         if ranks.rank == 0:
@@ -69,15 +87,22 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if self._ranks.rank == 0 and sys.stdout.isatty():
-            with contextlib.suppress(ImportError):
-                self._bar = _Bar(self._num_steps)
+            self._bar = ProgressBar.open(self._num_steps)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+        is_victim = kind is not None and issubclass(kind, RankFailed)  # the others wait to be started again
+        self._loggers.close(_VICTIMS_CLOSE_S if is_victim else CLOSE_S)
         if self._log is not None:
             self._log.close()
+
+    def begin_logging(self, settings: dict[str, Any], resumed_step: int) -> None:
+        """Open the loggers, on rank 0."""
+        if self._ranks.rank == 0:
+            attempt = 0 if self._log is None else self._log.attempt
+            self._loggers.open(Run(self._folder, settings, resumed_step, attempt), self.sparing_the_training)
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
@@ -99,20 +124,27 @@ class Watch:
                 self.say(f"can't write {what} ({why}); the training goes on")
 
     def record(self, kind: str, **values: Any) -> None:
-        """Write a line of metrics.jsonl, on rank 0."""
+        """Write a line of metrics.jsonl, on rank 0, and let the loggers have it."""
         if self._log is not None:
             with self.sparing_the_training("metrics.jsonl"):
                 self._log.write(kind, **values)
+        if self._ranks.rank == 0:
+            logged = {} if self._log is None else self._log.last_steps
+            self._loggers.log(kind, values, is_repeated=values.get("step", 0) <= logged.get(kind, -1))
 
     @property
     def has_news(self) -> bool:
         """Whether steps came since `log` was called."""
         return bool(self._losses)
 
+    def begin_epoch(self, first_step: int, *, is_whole: bool) -> None:
+        """Let the mean loss of an epoch begin; not `is_whole` where an earlier attempt has done a part of it."""
+        self._epoch = _Mean(first_step, is_whole)
+
     def count(self, loss: torch.Tensor, num_samples: int) -> None:
         """Take in a step: this rank's loss, whose mean over the ranks is that of the step, and the samples of all."""
         self._losses.append(loss)
-        self._num_samples_since += num_samples
+        self._num_samples.append(num_samples)
 
     def log(
         self, step: int, epoch: int, lr: float, grad_norm: torch.Tensor | None, parts: NamedParts
@@ -123,13 +155,16 @@ class Watch:
         """
         num = len(self._losses)
         phases = [seconds / num for seconds in self.clock.take()]
-        own_loss = sum(torch.stack(self._losses).flatten().tolist()) / num
-        table = self._ranks.gather_numbers([own_loss, *phases])
+        losses = torch.stack(self._losses).flatten().tolist()
+        weights = [size or 1 for size in self._num_samples]  # of a loader's batches only their number is known
+        weighted = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+        table = self._ranks.gather_numbers([sum(losses) / num, weighted, *phases])
         self.last_losses = [row[0] for row in table]
         loss = self.last_loss = sum(self.last_losses) / len(table)
-        by_rank = [row[1:] for row in table]
+        self._epoch.add(sum(row[1] for row in table) / len(table), sum(weights))
+        by_rank = [row[2:] for row in table]
         totals = [sum(row) for row in by_rank]
-        samples_per_s = self._num_samples_since / num / max(totals)
+        samples_per_s = sum(self._num_samples) / num / max(totals)
         norm = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
         self.record(
             "step", step=step, epoch=epoch, loss=loss, lr=lr, samples_per_s=samples_per_s, **norm,
@@ -137,38 +172,52 @@ class Watch:
             phases_s=dict(zip(PHASES, by_rank[0], strict=True)), spread=[max(totals), min(totals)],
             phases_by_rank=by_rank,
         )  # fmt: skip
-        behind = max(totals) / min(totals) - 1
-        line = f"loss {loss:.4f}, {samples_per_s:,.0f} samples/s, slowest rank {behind:.0%} behind"
-        self._show(step, epoch, line)
+        busy = [
+            sum(row) - row[PHASES.index("exchange")] for row in by_rank
+        ]  # in the exchange ranks wait for each other
+        behind = max(busy) / min(busy) - 1
+        self._show(
+            step, epoch, f"loss {loss:#.4g}", f"{samples_per_s:,.0f} samples/s, slowest rank {behind:.0%} behind"
+        )
         self._losses = []
-        self._num_samples_since = 0
+        self._num_samples = []
         return by_rank
 
-    def _show(self, step: int, epoch: int, line: str) -> None:
+    def end_epoch(self, step: int, epoch: int, evaluation: Mapping[str, float], *, has_ended: bool) -> None:
+        """Say and write what an epoch came to, or the part of it that was trained."""
+        mean = self._epoch
+        self.record("epoch", step=step, epoch=epoch, loss=mean.value, first_step=mean.first_step)
+        part = "" if mean.is_whole else f" (since step {mean.first_step})"
+        values = "".join(f", validation {name} {value:#.4g}" for name, value in evaluation.items())
+        which = f"epoch {epoch + 1}" if has_ended else f"in epoch {epoch + 1}"
+        self.say(f"{which}, step {step}: training loss {mean.value:#.4g}{part}{values}")
+
+    def _show(self, step: int, epoch: int, loss: str, more: str) -> None:
         if self._bar is not None:
-            self._bar.update(step, f"epoch {epoch + 1}: {line}")
+            self._bar.update(step, loss, f"epoch {epoch + 1}, {more}")
         elif time.monotonic() - self._said_s > _LINE_EVERY_S:
             self._said_s = time.monotonic()
-            self.say(f"step {step} of {self._num_steps}, epoch {epoch + 1}: {line}")
+            self.say(f"step {step} of {self._num_steps}, epoch {epoch + 1}: {loss}, {more}")
 
 
-class _Bar:
-    """A progress bar of rich.
+@dataclasses.dataclass
+class _Mean:
+    """Of the losses of an epoch's samples.
 
-    Raises:
-        ImportError: rich is not installed.
+    Attributes:
+        first_step: The first that counts.
+        is_whole: It is the epoch's first.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    first_step: int
+    is_whole: bool
+    _sum: float = 0.0
+    _weight: int = 0
 
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self._progress = Progress(*columns, transient=True)
-        self._task = self._progress.add_task("starting", total=num_steps)
-        self._progress.start()
+    def add(self, weighted: float, weight: int) -> None:
+        self._sum += weighted
+        self._weight += weight
 
-    def update(self, step: int, text: str) -> None:
-        self._progress.update(self._task, completed=step, description=text)
-
-    def close(self) -> None:
-        self._progress.stop()
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight if self._weight else math.nan

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -24,12 +20,3 @@ def wrap(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
         return model
     model.to(device)
     return DistributedDataParallel(model) if world_size > 1 else model
-
-
-@contextlib.contextmanager
-def synchronizing(model: Any, averages: bool) -> Iterator[None]:
-    """Average gradients over the ranks in this backward pass, or let them add up."""
-    if is_sharded(model):
-        model.set_requires_gradient_sync(averages)
-    with contextlib.nullcontext() if averages or not hasattr(model, "no_sync") else model.no_sync():
-        yield

@@ -1,0 +1,315 @@
+"""Where a run's numbers go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV file, or an object of the
+user's own.
+
+metrics.jsonl remains the truth. A logger runs on rank 0 alone, and whatever goes wrong in it is said once and does not
+change the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import importlib
+import json
+import netrc
+import os
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from phalanx import _env
+from phalanx.data import RandomState
+from phalanx.train.metrics import numbers_of, write_csv
+from phalanx.train.ranks import Ranks
+
+IDS = "loggers.json"
+"""In the run's folder: under which ids the run is known elsewhere."""
+CLOSE_S = 10.0
+"""How long each logger may take to close: less than the time that a scheduler gives to a job that makes room."""
+_CONNECT_S = 20.0
+
+
+class Logger(Protocol):
+    """What `Trainer` needs of a logger; it is called on rank 0 alone.
+
+    A run that resumes from an earlier step repeats what came after it: `log` may get a step again.
+    """
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Take in numbers by name, such as ``loss``, ``lr``, ``epoch_loss`` and ``validation/loss``."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left; called once, at the end of `fit`, unless the process is killed."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a logger is told about the run.
+
+    Attributes:
+        resumed_step: Step after which this attempt goes on, 0 at the beginning.
+        attempt: Number of this start in the folder, from 0.
+    """
+
+    folder: str
+    settings: Mapping[str, Any]
+    resumed_step: int
+    attempt: int
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(os.path.abspath(self.folder))
+
+    def known_id(self, logger: str) -> str | None:
+        """Return the id that `remember` was given for this logger by an earlier attempt."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            found = json.loads(Path(self.folder, IDS).read_text(encoding="utf-8")).get(logger)
+            return found if isinstance(found, str) else None
+        return None
+
+    def remember(self, logger: str, run_id: str) -> None:
+        path = Path(self.folder, IDS)
+        known: Any = {}
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads(path.read_text(encoding="utf-8"))
+        known = {**(known if isinstance(known, dict) else {}), logger: run_id}
+        unfinished = path.with_suffix(f".json.{os.getpid()}")
+        unfinished.write_text(json.dumps(known), encoding="utf-8")
+        unfinished.replace(path)
+
+
+class Loggers:
+    """All loggers of a trainer; every rank has one of these, and rank 0's does something.
+
+    Args:
+        given: A name, a `Logger`, or several of both.
+
+    Raises:
+        ValueError: There is no logger of that name.
+        TypeError: An object has no ``log`` or no ``close``.
+        ImportError: The package of a logger is missing on rank 0; raised on every rank.
+    """
+
+    def __init__(self, given: str | Logger | Sequence[str | Logger], ranks: Ranks) -> None:
+        several = isinstance(given, Sequence) and not isinstance(given, str)
+        self._given: list[Any] = list(given) if several else [given]  # type: ignore[arg-type]
+        self._open: dict[str, Any] = {}
+        for one in self._given:
+            if isinstance(one, str) and one not in _KINDS:
+                near = _env.did_you_mean(one, _KINDS)
+                raise ValueError(f"Trainer: no logger is named {one!r}{near}; there are {', '.join(_KINDS)}")
+            if not isinstance(one, str) and not (hasattr(one, "log") and hasattr(one, "close")):
+                raise TypeError(f"Trainer: a logger has log(metrics, step) and close(), and {one!r} does not")
+        self._is_told = ranks.rank == 0
+        problems = ranks.gather(self._missing() if self._is_told else "")  # also where only rank 0 was given loggers
+        if problems[0]:
+            raise ImportError(problems[0])
+
+    def _missing(self) -> str:
+        for name in (one for one in self._given if isinstance(one, str)):
+            module, needed, package = _KINDS[name].needs
+            try:
+                if module:
+                    getattr(importlib.import_module(module), needed)  # a folder named wandb can be imported, too
+            except Exception as error:
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                return (
+                    f"Trainer: loggers={name!r} needs a package that rank 0 can't import: pip install {package} ({why})"
+                )
+        return ""
+
+    def open(self, run: Run, attempt: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
+        """Begin to log.
+
+        Args:
+            attempt: Returns a context in which an error is said instead of raised; gets what failed.
+        """
+        self._attempt = attempt
+        for one in self._given if self._is_told else ():
+            name = one if isinstance(one, str) else type(one).__qualname__
+            drawn = RandomState()
+            before = drawn.state_dict()  # a run's bits do not depend on who watches
+            with attempt(f"to the logger {name}"):
+                self._open[f"{len(self._open)} {name}"] = _KINDS[one](run) if isinstance(one, str) else one
+            drawn.load_state_dict(before)
+
+    def log(self, kind: str, record: Mapping[str, Any], *, is_repeated: bool) -> None:
+        """Give a record of metrics.jsonl to all loggers.
+
+        Args:
+            is_repeated: An earlier attempt has logged that step.
+        """
+        metrics = numbers_of(kind, record)
+        for key, logger in list(self._open.items()) if metrics else ():
+            if is_repeated and getattr(logger, "is_continued", False):
+                continue
+            failed = True
+            with self._attempt(f"to the logger {key.split(' ', 1)[1]}"):
+                logger.log(metrics, record["step"])
+                failed = False
+            if failed:  # it may have waited long for a network: once is enough
+                del self._open[key]
+
+    def close(self, limit_s: float = CLOSE_S) -> None:
+        """Close all, and leave behind what does not close in time."""
+        for key, logger in self._open.items():
+            with self._attempt(f"the end to the logger {key.split(' ', 1)[1]}"):
+                _within(limit_s, logger.close)
+        self._open = {}
+
+
+def _within(limit_s: float, close: Callable[[], None]) -> None:
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            close()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="phalanx-close", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise TimeoutError(f"it did not close within {limit_s:g} s")
+    if raised:
+        raise raised[0]
+
+
+class _TensorBoard:
+    needs = "torch.utils.tensorboard", "SummaryWriter", "tensorboard"
+
+    def __init__(self, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What a resumption repeats takes the place of what was there.
+        purge_step = run.resumed_step + 1 if run.attempt else None
+        self._writer = SummaryWriter(os.path.join(run.folder, "tensorboard"), purge_step=purge_step)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a rank that is killed closes nothing
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    needs = "wandb", "init", "wandb"
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        if wandb.run is not None:  # the script has begun it, and ends it
+            self._run, self._is_ours, self.is_continued = wandb.run, False, False
+            return
+        known = run.known_id("wandb")
+        self._is_ours, self.is_continued = True, known is not None
+        self._run = wandb.init(
+            dir=run.folder,
+            name=run.name,
+            id=known,
+            resume="allow" if known else None,
+            config=dict(run.settings),
+            mode=None if _is_wandb_configured() else "offline",
+            settings=wandb.Settings(console="off", init_timeout=_CONNECT_S),
+        )
+        run.remember("wandb", self._run.id)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._run.finish()
+
+
+def _is_wandb_configured() -> bool:
+    """Return whether wandb has a mode or a key to log in with; without, it would ask for one."""
+    environ = _env.environment()
+    if environ.get("WANDB_MODE") or environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        return host in netrc.netrc(environ.get("NETRC") or os.path.expanduser("~/.netrc")).hosts
+    return False
+
+
+class _Mlflow:
+    needs = "mlflow", "MlflowClient", "mlflow"
+
+    def __init__(self, run: Run) -> None:
+        import mlflow
+
+        self._client = mlflow.MlflowClient()
+        active = mlflow.active_run()
+        self._is_ours = active is None  # else the script has begun it, and ends it
+        known = run.known_id("mlflow")
+        self.is_continued = self._is_ours and known is not None
+        if active is not None:
+            self._id: str = active.info.run_id
+        elif known is not None:
+            self._id = known
+            self._client.update_run(known, status="RUNNING")
+        else:
+            self._id = self._client.create_run(self._experiment(), run_name=run.name).info.run_id
+            run.remember("mlflow", self._id)
+            for name, value in run.settings.items():
+                self._client.log_param(self._id, name, value)
+
+    def _experiment(self) -> str:
+        environ = _env.environment()
+        if name := environ.get("MLFLOW_EXPERIMENT_NAME"):
+            found = self._client.get_experiment_by_name(name)
+            return found.experiment_id if found else self._client.create_experiment(name)
+        return environ.get("MLFLOW_EXPERIMENT_ID") or "0"
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        legal = {name: value for name, value in metrics.items() if name.isprintable()}
+        self._client.log_batch(self._id, [Metric(name, value, now_ms, step) for name, value in legal.items()])
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._client.set_terminated(self._id)
+
+
+class _Csv:
+    """Keeps FOLDER/metrics.csv up to date: appends steps, and writes it anew when there are other columns."""
+
+    needs = "", "", ""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._write_anew()
+
+    def _write_anew(self) -> None:
+        path = write_csv(self._run.folder)
+        with path.open(newline="", encoding="utf-8") as file:
+            self._columns = next(csv.reader(file), [])
+        self._file = path.open("a", newline="", encoding="utf-8", buffering=1)
+        self._step = -1
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        if step == self._step or not metrics.keys() <= set(self._columns):
+            self._file.close()
+            self._write_anew()
+        else:
+            row = {"time": time.time(), "attempt": self._run.attempt, "step": step, **metrics}
+            csv.DictWriter(self._file, self._columns).writerow(row)
+        self._step = step
+
+    def close(self) -> None:
+        self._file.close()
+
+
+_KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow, "csv": _Csv}

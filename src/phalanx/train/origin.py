@@ -1,0 +1,89 @@
+"""Where a run comes from: command, code, model, optimizer, hosts, versions and logs; for its report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import shlex
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import phalanx
+from phalanx import _env, checkpoint
+from phalanx.launch.notes import run_logs
+from phalanx.train.ranks import Ranks
+
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+
+
+def describe_origin(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, folder: str) -> dict[str, Any]:
+    """Return what the report says of a run's origin; every rank calls it.
+
+    Args:
+        folder: Of the run; where the logs lie is told as seen from there.
+    """
+    module = checkpoint.unwrap(model)
+    size = sum(parameter.numel() for parameter in module.parameters())
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    frozen = f", {trained:,} of them trained" if trained != size else ""
+    wrapper = "" if module is model else f" in {type(model).__name__}"
+    hosts = dict.fromkeys(ranks.gather(_env.read_settings().host or socket.gethostname()))
+    origin = {
+        "command": shlex.join([os.path.basename(sys.executable or "python"), *_arguments()]),
+        "git commit": git_commit(os.path.dirname(os.path.abspath(sys.argv[0]))),
+        "model": f"{type(module).__name__}{wrapper}, {size:,} parameters{frozen}",
+        "optimizer": _describe(optimizer),
+        "hosts": ", ".join(hosts),
+        "versions": f"phalanx {phalanx.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "logs": os.path.relpath(logs, folder) if (logs := run_logs()) else "",
+    }
+    return {name: value for name, value in origin.items() if value}
+
+
+def git_commit(folder: str) -> str:
+    """Return the commit that is checked out where `folder` lies; empty if there is none. Needs no git."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for place in (Path(folder), *Path(folder).parents):
+            git = place / ".git"
+            if git.is_file():  # a worktree or a submodule
+                git = place / git.read_text().removeprefix("gitdir:").strip()
+            if (git / "HEAD").is_file():
+                return _resolve(git, (git / "HEAD").read_text().strip())
+    return ""
+
+
+def _resolve(git: Path, head: str) -> str:
+    if not head.startswith("ref: "):
+        return head if _COMMIT.fullmatch(head) else ""
+    name = head.removeprefix("ref: ")
+    common = git / (git / "commondir").read_text().strip() if (git / "commondir").is_file() else git
+    for place in (git, common):
+        if (place / name).is_file():
+            found = (place / name).read_text().strip()
+            return found if _COMMIT.fullmatch(found) else ""
+    for line in (common / "packed-refs").read_text().splitlines():
+        commit, _, packed = line.partition(" ")
+        if packed == name and _COMMIT.fullmatch(commit):
+            return commit
+    return ""
+
+
+def _arguments() -> list[str]:
+    """Return the command line behind the interpreter: as it was typed, unless this process is a fork server's."""
+    own, num = sys.argv[1:], len(sys.argv) - 1
+    return sys.orig_argv[1:] if num and sys.orig_argv[-num:] == own else sys.argv
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    """Return class and numbers of an optimizer: ``AdamW(lr=0.01, weight_decay=0.1)``."""
+    named = {name: optimizer.param_groups[0].get(name) for name in ("lr", "momentum", "betas", "weight_decay")}
+    told = ", ".join(f"{name}={value}" for name, value in named.items() if value)
+    groups = f", {len(optimizer.param_groups)} groups" if len(optimizer.param_groups) > 1 else ""
+    return f"{type(optimizer).__name__}({told}){groups}"
