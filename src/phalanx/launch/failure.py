@@ -51,6 +51,14 @@ class LastWords:
         return (f"{self.kind}: {self.message}" if self.message else self.kind) if self.kind else ""
 
 
+def alike(kind: str, message: str) -> tuple[str, str]:
+    """Return an exception's class and message without what differs between ranks that fail alike: numbers."""
+    name = class_name(kind)
+    if name == "CollectiveMismatch":  # which each rank tells from its own call
+        message = ""
+    return name, re.sub(r"\d+", "N", message)
+
+
 @dataclasses.dataclass
 class RankEnd:
     """How one rank ended.
@@ -107,11 +115,8 @@ class RankEnd:
 
     @property
     def error_alike(self) -> tuple[str, str]:
-        """The exception without what differs from rank to rank that fail alike: numbers."""
-        words = self.last_words
-        # A mismatch is told by each rank from its own call.
-        message = "" if class_name(words.kind) == "CollectiveMismatch" else words.message
-        return words.kind, re.sub(r"\d+", "N", message)
+        """The exception, without what differs between ranks that fail alike."""
+        return alike(self.last_words.kind, self.last_words.message)
 
     def describe(self) -> str:
         if self.returncode < 0:

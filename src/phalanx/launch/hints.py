@@ -120,6 +120,10 @@ _HINTS = (
     ),
     Hint(r"\w+", r"No space left on device", "the disk or /dev/shm is full", "Linux"),
     Hint(
+        r"(|SystemExit)", r"unrecognized arguments:.* --(?:nproc|nnodes|node[-_]rank|master|rdzv|max[-_]restarts)",
+        "the flags of phalanx run stand before the script: phalanx run --nproc-per-node 2 train.py", "Python 3.11",
+    ),
+    Hint(
         r"(|SystemExit)", r"unrecognized arguments: --local[-_]rank",
         "the script wants no --local-rank: leave --no-use-env out", "Python 3.11",
     ),
