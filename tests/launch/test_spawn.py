@@ -196,6 +196,16 @@ def test_a_failure_shows_the_users_frames_alone_and_says_each_thing_once():
     assert re.search(r"^  rank(s \d,\d| \d|s \d-\d): (ended because of it|the same error)", text, re.M)
 
 
+def name_device_ids(rank):
+    dist.init_process_group("phalanx")
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), device_ids=[rank])
+
+
+def test_a_usual_mistake_comes_with_its_hint():
+    with pytest.raises(phalanx.RankError, match=r"\n  hint: on a CPU leave device_ids and output_device out"):
+        phalanx.spawn(name_device_ids, nprocs=2)
+
+
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_a_rank_that_is_killed_is_the_cause_and_not_its_victims(backend):
     with pytest.raises(phalanx.RankError, match=r"rank 1 .* was killed by SIGKILL") as caught:

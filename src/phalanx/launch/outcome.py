@@ -10,8 +10,9 @@ from typing import Any
 
 from phalanx.launch.causes import is_victim
 from phalanx.launch.cpus import format_ranges
-from phalanx.launch.failure import alike, signal_name
+from phalanx.launch.failure import LastWords, RankEnd, alike, signal_name
 from phalanx.launch.folding import fold
+from phalanx.launch.hints import hint_for
 from phalanx.launch.tracebacks import find_last_block
 
 _NEWLINE = "\n"
@@ -126,6 +127,8 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, f
     if folds and culprit.error is not None:
         # The first line has the first of the message.
         lines += _folded(culprit.traceback.splitlines())
+        if hint := hint_for(_end_of(culprit), [_end_of(outcome) for outcome in outcomes]):
+            lines.append(f"  hint: {hint}")
     else:
         for outcome in [culprit, *others] if culprit.hung else [culprit]:
             if outcome.traceback:
@@ -151,6 +154,12 @@ def _brief(outcome: Outcome, culprit: Outcome) -> str:
     if outcome.is_victim:
         return f"raised {type(outcome.error).__name__}"
     return outcome.how.partition(_NEWLINE)[0]
+
+
+def _end_of(outcome: Outcome) -> RankEnd:
+    words = LastWords.of(outcome.traceback.encode())
+    code = 0 if outcome.ok else (outcome.exitcode or 1)
+    return RankEnd(outcome.rank, outcome.pid, code, outcome.ended_by_us, words, "", outcome.when_s)
 
 
 def _folded(traceback: Sequence[str]) -> list[str]:

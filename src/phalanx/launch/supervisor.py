@@ -357,7 +357,8 @@ class Supervisor:
 
     def _rank_ended(self, pid: int, status: int) -> None:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
-        end = rank.record_end(status, is_reported=self.received is None)
+        has_failure = self._first_failure_s is not None or not rank.asked_to_end
+        end = rank.record_end(status, is_reported=self.received is None and has_failure)
         if end.failed and self._first_failure_s is None:
             self._first_failure_s = end.when_s
 
