@@ -99,8 +99,10 @@ def _listed(names: Sequence[str]) -> str:
 
 def _short(path: str) -> str:
     """Return the path from here if it is below."""
-    here = os.path.join(os.getcwd(), "")
-    return path.removeprefix(here)
+    try:
+        return path.removeprefix(os.path.join(os.getcwd(), ""))
+    except FileNotFoundError:  # the folder that we are in has gone
+        return path
 
 
 def _message_of(lines: Sequence[str]) -> int:

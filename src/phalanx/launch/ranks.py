@@ -43,7 +43,7 @@ class Output:
         *,
         live: bool,
         shown: bool,
-        voice: Callable[[Stream], Stream] = lambda stream: stream,
+        voice: Callable[[Stream], Stream] | None = None,
     ) -> None:
         self._screen = screen
         self._live = live
@@ -59,7 +59,8 @@ class Output:
             os.close(self.rank_fd)
             raise
         kind = LiveStream if live else LineStream
-        self._view = HeldTracebacks(voice(kind(screen, line_prefix))) if shown else None
+        view: Stream = kind(screen, line_prefix)
+        self._view = HeldTracebacks(voice(view) if voice else view) if shown else None
 
     def carry(self) -> bool:
         """Give on what has come, at most one buffer; return whether there may be more."""

@@ -260,7 +260,7 @@ class Supervisor:
                     os.path.join(folder, f"{name}.log"),
                     live=screen.is_terminal and local_rank == live_rank,
                     shown=shown and not kept_off,
-                    **({"voice": partial(Voice, chorus, rank_number)} if num_shown > 1 and stream == _STDERR else {}),
+                    voice=partial(Voice, chorus, rank_number) if stream == _STDERR and num_shown > 1 else None,
                 )
                 self.watch_output(output)
                 outputs.append(output)
