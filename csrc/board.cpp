@@ -85,6 +85,29 @@ int verdict_rank(std::uint64_t verdict) { return static_cast<int>(verdict & 0xff
 /// How people count: the join of the group comes before the first collective.
 std::string number(std::uint32_t seq) { return std::to_string(seq - 1); }
 
+/// What calls disagree about, and what to do about it.
+struct Difference {
+  std::string what, advice;
+};
+
+Difference difference_between(const std::vector<Call>& calls) {
+  auto differ = [&](auto field) {
+    return std::any_of(calls.begin(), calls.end(), [&](const Call& call) { return call.*field != calls[0].*field; });
+  };
+  const std::string order = "ake every rank of the group call the same collectives in the same order.";
+  if (differ(&Call::op)) return {"called different collectives", "M" + order};
+  std::string fields;
+  auto add = [&](bool differs, const char* name) {
+    if (differs) fields += (fields.empty() ? "" : " and ") + std::string(name);
+  };
+  add(differ(&Call::dtype), "dtypes");
+  add(differ(&Call::count) || differ(&Call::flags), "sizes");
+  add(differ(&Call::reduce_op), "reduce operations");
+  add(differ(&Call::root), "roots");
+  return {"called " + std::string(op_name(calls[0].op)) + " with different " + fields,
+          "Make the " + fields + " the same on every rank; if these calls do not belong together, m" + order};
+}
+
 std::string decimal(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.1f", value);
@@ -372,10 +395,15 @@ std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
   if (!departed && (watch == nullptr || !watch->dead())) return std::nullopt;
   const Ending ending = departed ? Ending{} : watch->ending();
   const std::string who = "rank " + std::to_string(global(r));
+  // Whoever ends in order while others go on had fewer batches, or has caught what went wrong.
+  const std::string advice =
+      departed || (ending.signal == 0 && ending.exit_code == 0)
+          ? "If it printed no error, it had less to do: give every rank equally many batches (DistributedSampler, "
+            "drop_last=True), or use join()."
+          : "Look at what " + who + " printed last; this rank is only its victim.";
   Failure found = failure(FailureKind::kRankFailed, wait,
                           where(wait) + ": " + who + " (pid " + std::to_string(members_[r].pid) + ") " +
-                              (departed ? "has left the group (destroy_process_group)" : ending.text()) +
-                              "\nLook at what " + who + " printed last; this rank is only its victim.",
+                              (departed ? "has left the group (destroy_process_group)" : ending.text()) + "\n" + advice,
                           {global(r)});
   found.pid = members_[r].pid;
   found.exit_code = ending.exit_code;
@@ -391,8 +419,8 @@ std::optional<Failure> Board::find_verdict(const Wait& wait, const MissingFn& mi
   const std::string who = "rank " + std::to_string(global(r));
   switch (kind) {
     case FailureKind::kMismatch:
-      return failure(kind, wait, where(wait) + ": the ranks of this group called different collectives, as " + who +
-                                     " reports; see its message for the table", {global(r)});
+      return failure(kind, wait, where(wait) + ": the ranks of this group made calls that do not fit together, as " +
+                                     who + " reports; see its message", {global(r)});
     case FailureKind::kTimeout: {
       if (missing_ranks(missing).empty())
         return failure(kind, wait, where(wait) + " comes too late: " + who + " has reached its deadline and ended the " +
@@ -447,8 +475,7 @@ void Board::mismatch(Wait& wait, const std::string& headline) {
   while (!all_said() && Clock::now() < grace_end) std::this_thread::sleep_for(1ms);
 
   std::ostringstream table;
-  table << where(wait) << ": "
-        << (headline.empty() ? "the ranks of this group called different collectives" : headline) << "\n";
+  std::vector<Call> calls;
   std::vector<int> ranks;
   for (int r = 0; r < config_.size; ++r) {
     table << "  rank " << global(r) << ": ";
@@ -456,7 +483,7 @@ void Board::mismatch(Wait& wait, const std::string& headline) {
       table << "has not called yet\n";
       continue;
     }
-    const Call call = Call::unpack(line(r, wait.seq).what, line(r, wait.seq).detail);
+    const Call& call = calls.emplace_back(Call::unpack(line(r, wait.seq).what, line(r, wait.seq).detail));
     std::string text = call.text();
     if (text.back() != ')') {
       const char* role = call.op == Op::kBroadcast || call.op == Op::kScatter ? ", src=" : ", dst=";
@@ -467,8 +494,13 @@ void Board::mismatch(Wait& wait, const std::string& headline) {
     table << text << (site.empty() ? "" : " at " + site) << "\n";
     if (call_differs(r, wait.seq)) ranks.push_back(global(r));
   }
-  table << "Make every rank of the group call the same collectives in the same order.";
-  throw end(failure(FailureKind::kMismatch, wait, table.str(), ranks));
+  Difference found{headline, "Make input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."};
+  if (headline.empty()) {
+    found = difference_between(calls);
+    found.what = "the ranks of this group " + found.what;
+  }
+  throw end(failure(FailureKind::kMismatch, wait,
+                    where(wait) + ": " + found.what + "\n" + table.str() + found.advice, ranks));
 }
 
 Failure Board::end(Failure failure) {

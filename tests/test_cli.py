@@ -42,6 +42,23 @@ def test_a_mistake_is_one_line_that_shows_the_right_call(args, said):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_script_that_cannot_run_is_refused_once_with_the_call_that_would_do(tmp_path):
+    for name in ("train.py", "tool.sh"):
+        (tmp_path / name).touch(mode=0o644)
+    for args, said in (
+        (["run", "trian.py"], f"no script 'trian.py' in {tmp_path}, did you mean train.py?"),
+        (["run", "."], "the folder '.' has no __main__.py"),
+        (["run", "--no-python", "./tool.sh"], "'./tool.sh' may not be executed; right: chmod +x ./tool.sh"),
+        (["run", "python", "train.py", "--lr", "1"], "without python; right: phalanx run train.py --lr 1"),
+        (["train.py"], "train.py is a script, not a command; right: phalanx run train.py"),
+        (["rn", "train.py"], "unknown command 'rn', did you mean run?"),
+        (["run", "--run-path", "train.py"], "leave it out; right: phalanx run train.py"),
+    ):
+        done = run_phalanx(*args, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert said in done.stderr
+
+
 @pytest.mark.parametrize("flag", ["--nproc-per-node", "--nproc_per_node"])
 def test_flags_take_dashes_and_underscores_and_the_rest_is_the_scripts(tmp_path, flag):
     script = tmp_path / "script.py"

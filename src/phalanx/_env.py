@@ -176,12 +176,16 @@ def is_service_link(name: str, environ: Mapping[str, str]) -> bool:
     return "_PORT" in name and (environ.get(name, "").startswith(("tcp://", "udp://", "sctp://")) or "_TCP" in name)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``, did you mean X?`` for the known name nearest to a misspelt one; empty if none is near."""
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return ``, did you mean X?`` for the known name nearest to a misspelt one; empty if none is near.
+
+    Args:
+        cutoff: How near, from 0 to 1 for equal names.
+    """
     import difflib  # only on the way to an error
 
     known = sorted(known)
-    near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, 1)
+    near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff)
     return f", did you mean {near[0]}?" if near else ""
 
 

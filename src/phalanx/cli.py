@@ -85,7 +85,12 @@ def _command(args: list[str]) -> int:
     if args[:1] == ["--version"]:
         print(f"phalanx {phalanx.__version__}")
         return 0
-    return _refuse("phalanx", f"unknown command {args[0]!r}" if args else "no command given")
+    if not args:
+        return _refuse("phalanx", "no command given")
+    if args[0].endswith(".py"):
+        return _refuse("phalanx", f"{args[0]} is a script, not a command", f"phalanx run {' '.join(args)}")
+    near = _env.did_you_mean(args[0], ("run", "doctor", "report", "ckpt", "verify-resume"))
+    return _refuse("phalanx", f"unknown command {args[0]!r}{near}")
 
 
 def _print_any_name() -> None:
@@ -107,7 +112,7 @@ def _run(args: list[str]) -> int:
     try:
         plan = make_plan(args, _env.environment())
     except UsageError as error:
-        return _refuse("phalanx run", str(error))
+        return _refuse("phalanx run", str(error), error.right)
     if plan.is_dry:
         print(plan.describe())
         return 0

@@ -98,29 +98,29 @@ WRONG_CALLS = {
         ),
     ],
     "dtype": [
-        ("BAND has no meaning for torch.float32", "all_reduce", lambda g, n: dist.all_reduce(ones(), ReduceOp.BAND)),
+        ("BAND is not supported for torch.float32", "all_reduce", lambda g, n: dist.all_reduce(ones(), ReduceOp.BAND)),
         (
-            "BXOR has no meaning for torch.float16",
+            "BXOR is not supported for torch.float16",
             "reduce",
             lambda g, n: dist.reduce(ones(dtype=torch.half), 0, ReduceOp.BXOR),
         ),
         (
-            "AVG has no meaning for torch.bool",
+            "AVG is not supported for torch.bool",
             "all_reduce",
             lambda g, n: dist.all_reduce(ones(dtype=torch.bool), ReduceOp.AVG),
         ),
         (
-            "SUM has no meaning for torch.float8_e5m2",
+            "torch.float8_e5m2 can't be reduced (ReduceOp.SUM), only sent and copied",
             "all_reduce",
             lambda g, n: dist.all_reduce(ones().to(torch.float8_e5m2)),
         ),
         (
-            "PREMUL_SUM has no meaning for torch.int32",
+            "needs a floating-point or complex dtype, got torch.int32",
             "all_reduce",
             lambda g, n: dist.all_reduce(ones(dtype=torch.int32), dist._make_nccl_premul_sum(2.0)),
         ),
         (
-            "MIN has no meaning for torch.complex64",
+            "MIN is not supported for torch.complex64; reduce the real and imaginary parts",
             "reduce_scatter",
             lambda g, n: dist.reduce_scatter(ones(dtype=torch.cfloat), [ones(dtype=torch.cfloat)] * n, ReduceOp.MIN),
         ),

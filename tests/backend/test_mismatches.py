@@ -88,6 +88,20 @@ MISMATCHES = {
 }
 
 
+DIFFERENCES = {  # where it is not the size of an all_reduce
+    "operation": "called different collectives",
+    "moving operation": "called different collectives",
+    "blocking and not": "called different collectives",
+    "dtype": "called all_reduce with different dtypes",
+    "root": "called broadcast with different roots",
+    "destination": "called reduce with different roots",
+    "reduce op": "called all_reduce with different reduce operations",
+    "premultiplied": "called all_reduce with different reduce operations",
+    "reduce_scatter": "called reduce_scatter with different reduce operations",
+    "splits": "called all_to_all with different sizes",
+}
+
+
 def line_of(call):
     path, line = inspect.getsourcefile(call), call.__code__.co_firstlineno
     return f"{os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path}:{line}"
@@ -164,7 +178,8 @@ def test_a_mismatch_is_an_error_on_every_rank_with_a_table(run_ranks, kind):
         assert seq > 2
         assert f"rank {rank}: {op} #{seq}" in text
         assert "same collectives in the same order" in text
-        assert "different collectives" in after
+        assert f"the ranks of this group {DIFFERENCES.get(kind, 'called all_reduce with different sizes')}\n" in text
+        assert "of this group called" in after
         assert "init_process_group" in after
 
 

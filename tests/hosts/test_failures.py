@@ -18,7 +18,13 @@ from phalanx.backend import _channels, _mailbox
 from phalanx.testing import reached
 from tests.backend.test_forks import call_in_a_child, destroy_in_a_child, end_children_every_way, load_with_workers
 from tests.backend.test_groups import init_again_and_again, make_and_destroy_subgroups
-from tests.backend.test_mismatches import MISMATCHES, disagree, disagree_about_split_sizes, disagree_in_a_group
+from tests.backend.test_mismatches import (
+    DIFFERENCES,
+    MISMATCHES,
+    disagree,
+    disagree_about_split_sizes,
+    disagree_in_a_group,
+)
 from tests.backend.test_uneven_lists import disagree_about_sizes
 from tests.faults._watch import wait_until_asleep
 from tests.faults.test_dead_peers import OPERATIONS as WAITS
@@ -174,6 +180,7 @@ def test_a_mismatch_is_an_error_on_every_rank_with_a_table(run_ranks, hosts, kin
 def test_every_kind_of_mismatch_between_hosts_is_found(run_ranks, kind):
     for text, *_ in run_ranks(disagree, 2, kind, hosts=[1, 1]):
         assert MISMATCHES[kind][2] in text
+        assert DIFFERENCES.get(kind, "called all_reduce with different sizes") in text
         assert MISMATCHES[kind][3] in text
 
 

@@ -126,6 +126,7 @@ def test_a_slurm_step_of_one_task_per_node_is_this_jobs_nodes(script):
     assert alone.max_nodes == 1
 
 
+NUM_RANKS = ("-n", "-np", "--np", "--nprocs", "--procs", "--gpus", "--ngpus", "--num_processes", "--world-size")
 MPI = {f"OMPI_COMM_WORLD_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")} | {
     f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")
 }
@@ -137,6 +138,12 @@ MPI = {f"OMPI_COMM_WORLD_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")} | {
         ("", {}, "no script given"),
         ("--nproc 2 train.py", {}, "unknown flag --nproc, did you mean --nproc-per-node?"),
         ("--max-restart 2 train.py", {}, "did you mean --max-restarts?"),
+        *((f"{flag} 2 train.py", {}, "the number of ranks on this node is --nproc-per-node") for flag in NUM_RANKS),
+        ("-H a,b train.py", {}, "is started on each node"),
+        ("--run-path train.py", {}, "leave it out"),
+        ("--verbose train.py", {}, "unknown flag --verbose"),
+        ("-m train.py", {}, "-m takes a module, got the file 'train.py'"),
+        ("python train.py", {}, "the script is named alone, without python"),
         ("-x train.py", {}, "unknown flag -x"),
         ("--nproc-per-node 0 train.py", {}, "--nproc-per-node must be a whole number of at least 1, auto, cpu or gpu"),
         ("--nproc-per-node 2.5 train.py", {}, "got '2.5'"),

@@ -6,8 +6,10 @@ import os
 
 import pytest
 
+from phalanx.launch import tracebacks
+from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.output import LineStream, LiveStream, Screen
-from phalanx.launch.tracebacks import VictimFilter
+from phalanx.launch.tracebacks import HeldTracebacks
 
 
 @pytest.fixture
@@ -122,7 +124,7 @@ class Kept:
 )
 def test_a_victims_traceback_is_one_line_and_any_other_is_whole(printed, shown, piece_bytes):
     kept = Kept()
-    stream = VictimFilter(kept)
+    stream = HeldTracebacks(kept)
     for start in range(0, len(printed), piece_bytes):
         stream.feed(printed[start : start + piece_bytes])
     stream.finish()
@@ -131,7 +133,7 @@ def test_a_victims_traceback_is_one_line_and_any_other_is_whole(printed, shown, 
 
 def test_what_is_no_traceback_passes_at_once():
     kept = Kept()
-    stream = VictimFilter(kept)
+    stream = HeldTracebacks(kept)
     for word in (b"name? ", b"\r10%", b"\r20%", b"\n", b"[INFO] go", b" on", b"\nTrain: 3"):
         stream.feed(word)
         assert kept.data.endswith(word)
@@ -141,7 +143,81 @@ def test_interrupts_are_left_out_when_asked():
     printed = CAUSE.replace(b"ValueError: bad learning rate", b"KeyboardInterrupt")
     for hides, shown in ((False, printed), (True, b"after\n")):
         kept = Kept()
-        stream = VictimFilter(kept)
+        stream = HeldTracebacks(kept)
         stream.hides_interrupts = hides
         stream.feed(printed)
+        stream.finish()
         assert kept.data == shown
+
+
+def test_a_traceback_waits_for_the_end_of_its_rank_and_is_left_to_the_report():
+    for printed in (CAUSE.replace(b"after\n", b""), VICTIM.replace(b"before\n", b"").replace(b"after\n", b""), CHAINED):
+        kept = Kept()
+        stream = HeldTracebacks(kept)
+        stream.feed(b"before\n" + printed)
+        stream.release_late()
+        assert kept.data == b"before\n"
+        stream.settle()
+        stream.finish()
+        assert kept.data == b"before\n"
+
+
+def test_a_traceback_is_shown_when_the_rank_goes_on(monkeypatch):
+    kept = Kept()
+    stream = HeldTracebacks(kept)
+    stream.feed(CAUSE)
+    assert (kept.data, stream.is_holding) == (b"", True)
+    monkeypatch.setattr(tracebacks, "_HOLD_S", 0.0)
+    stream.release_late()
+    assert (kept.data, stream.is_holding) == (CAUSE, False)
+    stream.feed(CAUSE)
+    stream.feed(b"\r10%")  # a progress bar
+    assert kept.data == CAUSE + CAUSE + b"\r10%"
+
+
+BACKTRACE = b"""\
+[E1122 06:18:31 socket.cpp:1028] timed out
+Exception raised from throwTimeoutError at socket.cpp:1030 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7fe0 in libc10.so)
+frame #1: <unknown function> + 0x15f6988 (0x7fe0 in libtorch_cpu.so)
+<omitting python frames>
+frame #17: _start + 0x21 (0x55 in python)
+
+after
+"""
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 1000])
+def test_a_backtrace_of_native_code_is_one_line(piece_bytes):
+    kept = Kept()
+    stream = HeldTracebacks(kept)
+    for start in range(0, len(BACKTRACE), piece_bytes):
+        stream.feed(BACKTRACE[start : start + piece_bytes])
+    stream.finish()
+    assert kept.data == b"[E1122 06:18:31 socket.cpp:1028] timed out\n(C++ frames: see the log)\nafter\n"
+
+
+def warn(number):
+    return b"train.py:%d: UserWarning: slow\n  step()\n" % number
+
+
+def test_a_warning_of_all_ranks_is_shown_once():
+    shown = []
+    chorus = Chorus(shown.append, 3)
+    kept = [Kept() for _ in range(3)]
+    voices = [Voice(chorus, rank, stream) for rank, stream in enumerate(kept)]
+    for rank, voice in enumerate(voices):
+        voice.feed(b"a\n" + warn(1) + b"[W1122 06:18:3%d.5 socket.cpp:1028] late\nb\n" % rank)
+    assert [stream.data for stream in kept] == [b"a\nb\n"] * 3
+    assert shown == [
+        b"[all ranks] train.py:1: UserWarning: slow\n[all ranks]   step()\n",
+        b"[all ranks] [W1122 06:18:30.5 socket.cpp:1028] late\n",
+    ]
+    shown.clear()
+    for voice in voices[1:]:
+        voice.feed(warn(2))
+    assert (shown, chorus.is_waiting) == ([], True)
+    chorus.flush()
+    assert shown == [b"[ranks 1-2] train.py:2: UserWarning: slow\n[ranks 1-2]   step()\n"]
+    voices[0].feed(warn(2))
+    assert (len(shown), chorus.is_waiting) == (1, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import re
 import select
 import signal
 import subprocess
@@ -175,6 +176,34 @@ def test_the_first_true_failure_is_raised_with_its_remote_traceback():
         phalanx.spawn(rank_one_raises, nprocs=3)
     assert (caught.value.rank, type(caught.value.__cause__)) == (1, ValueError)
     assert "in rank_one_raises" in str(caught.value)
+
+
+def call_with_another_size(rank):
+    dist.init_process_group("phalanx")
+    dist.all_reduce(torch.ones(3 + rank))
+
+
+def test_a_failure_shows_the_users_frames_alone_and_says_each_thing_once():
+    with pytest.raises(phalanx.RankError) as caught:
+        phalanx.spawn(call_with_another_size, nprocs=3)
+    text = str(caught.value)
+    assert len(text.splitlines()) <= 12, text
+    assert "site-packages" not in text
+    assert "in call_with_another_size" in text
+    assert "frames of phalanx and torch folded" in text
+    assert text.count("called all_reduce with different sizes") == 1
+    assert "site-packages" in caught.value.traceback
+    assert re.search(r"^  rank(s \d,\d| \d|s \d-\d): (ended because of it|the same error)", text, re.M)
+
+
+def name_device_ids(rank):
+    dist.init_process_group("phalanx")
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), device_ids=[rank])
+
+
+def test_a_usual_mistake_comes_with_its_hint():
+    with pytest.raises(phalanx.RankError, match=r"\n  hint: on a CPU leave device_ids and output_device out"):
+        phalanx.spawn(name_device_ids, nprocs=2)
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])

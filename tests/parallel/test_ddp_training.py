@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 import pytest
@@ -74,6 +76,21 @@ def train_and_stop_early(rank, world_size, with_buffers):
     model = phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(6, 4), norm))
     for _ in range(3 if rank == 1 else 5):
         model(torch.ones(4, 6)).sum().backward()
+
+
+def train_until_a_rank_is_killed(rank, world_size):
+    model = phalanx.DistributedDataParallel(torch.nn.Linear(6, 2))
+    for step in range(5):
+        if (rank, step) == (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(4, 6)).sum().backward()
+
+
+def test_a_rank_that_was_killed_is_not_suspected_of_too_little_data(run_ranks):
+    outcomes = run_ranks(train_until_a_rank_is_killed, 2, expect_failures=True)
+    assert isinstance(outcomes[0].error, phalanx.RankFailed)
+    assert not getattr(outcomes[0].error, "__notes__", [])
+    assert "join()" not in str(outcomes[0].error)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before Python 3.11")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 import time
 from collections.abc import Sequence
@@ -26,6 +27,25 @@ _OPS = (
     "scatter",
     "all_to_all",
 )
+
+
+_CALL = re.compile(
+    r"(\w+)\((?:(?P<dtypes>\w+), (?P<sizes>count=\d+|split sizes)(?:, op=(?P<ops>\w+))?"
+    r"(?:, (?P<roots>(?:src|dst)=\d+))?)?\)"
+)
+_FIELDS = {"dtypes": "dtypes", "sizes": "sizes", "ops": "reduce operations", "roots": "roots"}
+
+
+def difference_between(calls: Sequence[str]) -> tuple[str, str]:
+    """Return what calls (as `Call.text` writes them) disagree about, and what to do about it, as the core says it."""
+    order = "ake every rank of the group call the same collectives in the same order."
+    parts = [found for call in calls if (found := _CALL.fullmatch(call))]
+    names = [name for field, name in _FIELDS.items() if len({part[field] for part in parts}) > 1]
+    if len(parts) < len(calls) or len({part[1] for part in parts}) > 1 or not names:
+        return "called different collectives", f"M{order}"
+    fields = " and ".join(names)
+    advice = f"Make the {fields} the same on every rank; if these calls do not belong together, m{order}"
+    return f"called {parts[0][1]} with different {fields}", advice
 
 
 @dataclass

@@ -22,6 +22,7 @@ from torch.distributed import Store
 
 from phalanx import _core, _errors
 from phalanx._errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
+from phalanx.backend._calls import difference_between
 from phalanx.backend._channels import Channel
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import answer_within
@@ -41,6 +42,10 @@ _KINDS = {kind.__name__: kind for kind in vars(_errors).values() if isinstance(k
 _VERDICT = {"kind": lambda kind: kind in tuple(_KINDS), "text": str, "ranks": [int], "facts": dict}
 _FACTS = ("pid", "exit_code", "signal")
 _VICTIM = "this rank is only its victim."
+_LESS_TO_DO = (
+    "If it printed no error, it had less to do: give every rank equally many batches (DistributedSampler, "
+    "drop_last=True), or use join()."
+)
 
 
 class Failures:
@@ -238,12 +243,13 @@ class Failures:
         lost = left or lost
         named = place.describe_all(lost)
         if left:
-            text = f"{named} left the group (destroy_process_group)"
+            text = f"{named} left the group (destroy_process_group)\n{_LESS_TO_DO}"
         elif len(lost) == 1:
             text = f"{named} is gone: its process has ended, or the network to its host is broken"
         else:
             text = f"{place.describe_by_host(lost)} do not answer: their processes have ended, or the network is broken"
-        text += f"\nLook at what was printed there last; {_VICTIM}"
+        if not left:
+            text += f"\nLook at what was printed there last; {_VICTIM}"
         numbers = [place.global_ranks[rank] for rank in lost]
         facts = {"pid": place.pids[lost[0]]}
         return {"kind": "RankFailed", "text": text, "ranks": numbers, "facts": facts, "by": place.rank}
@@ -289,20 +295,21 @@ class Failures:
         deadline = time.monotonic() + _TABLE_S
         while time.monotonic() < deadline and not self._ask(lambda: self._store.check(keys), True):
             time.sleep(_POLL_S)
-        lines, ranks = [], []
+        lines, ranks, calls = [], [], [call]
         for rank, key in enumerate(keys):
             told = (self._read(key) or b"").decode()
             said = told or "waits, or has not called yet"
             lines.append(f"  rank {place.global_ranks[rank]}: {said} (host {place.hosts[rank]})")
             if told and told.partition(" at ")[0] != call:
                 ranks.append(place.global_ranks[rank])
-        text = "the ranks of this group called different collectives\n" + "\n".join(lines)
-        text += "\nMake every rank of the group call the same collectives in the same order."
+                calls.append(told.partition(" at ")[0])
+        what, advice = difference_between(calls)
+        text = "\n".join([f"the ranks of this group {what}", *lines, advice])
         return {"kind": "CollectiveMismatch", "text": text, "ranks": ranks, "facts": {}}
 
     def mismatch(self, op: str, seq: int) -> CollectiveMismatch:
         """Return the error of a rank whose peer on another host is in another call; `end` writes the table."""
-        return CollectiveMismatch("the ranks of this group called different collectives", op=op, seq=seq)
+        return CollectiveMismatch("the ranks of this group made calls that do not fit together", op=op, seq=seq)
 
     def wrong_split(self, op: str, seq: int, rank: int, sent: int, expected: int) -> CollectiveMismatch:
         """Return the error of an all_to_all whose sizes do not fit."""

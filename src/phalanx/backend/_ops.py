@@ -104,7 +104,8 @@ class Operations:
         return NotPlain(f"{where} takes tensors with memory of their own, got a {kind} ({keys}); pass {local}")
 
     def _where(self, op: str) -> str:
-        return f"rank {self._global_ranks[self._rank]}: {op}"
+        site = call_site()
+        return f"rank {self._global_ranks[self._rank]}: {op}" + f" at {site}" * bool(site)
 
     def _one(self, op: str, tensors: Tensors) -> torch.Tensor:
         if len(tensors) != 1:
@@ -149,7 +150,7 @@ class Operations:
         kind = reduce_op.op
         kernel, code = REDUCE_CODES[kind]
         if not _has_kernel(dtype, kernel) or (kind == RedOpType.PREMUL_SUM and not _is_inexact(dtype)):
-            raise ValueError(f"{self._where(op)}: ReduceOp.{kind.name} has no meaning for {dtype}")
+            raise ValueError(f"{self._where(op)}: {_reduction_problem(kind, dtype)}")
         return kernel, code
 
     # ---- running ---------------------------------------------------------------------------------------------------
@@ -703,6 +704,23 @@ class _Blocking:
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
+
+
+def _reduction_problem(kind: Any, dtype: torch.dtype) -> str:
+    """Return why there is no such reduction of elements of this dtype, and what to do instead."""
+    if not any(_has_kernel(dtype, code) for code, _ in REDUCE_CODES.values()):
+        return (
+            f"elements of {dtype} can't be reduced (ReduceOp.{kind.name}), only sent and copied; convert the tensor: "
+            "tensor.float()"
+        )
+    if kind == RedOpType.PREMUL_SUM:
+        return f"ReduceOp.PREMUL_SUM multiplies by a factor and needs a floating-point or complex dtype, got {dtype}"
+    whole = f"ReduceOp.{kind.name} is not supported for {dtype}; "
+    if dtype.is_complex:
+        return whole + "reduce the real and imaginary parts, torch.view_as_real(tensor)"
+    if _is_inexact(dtype):
+        return whole + "it works on bits of whole numbers and bool: convert the tensor, such as tensor.int()"
+    return whole + "convert the tensor, such as tensor.float()"
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ from typing import Protocol
 from phalanx._cgroups import count_oom_kills
 from phalanx._snapshots import announce_restart, common_heads, forbid
 from phalanx.launch.environment import Attempt
-from phalanx.launch.failure import RankEnd
+from phalanx.launch.failure import RankEnd, brief_report
 from phalanx.launch.job import Job
 from phalanx.launch.ports import ReservedPort, port_problem
 
@@ -84,9 +84,8 @@ def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | Non
 
 
 def say_failure(ranks: Ranks, culprit: RankEnd) -> None:
-    """Say in one line what failed, before the ranks are started again."""
-    why = culprit.last_words.summary
-    ranks.say(f"{culprit.describe()}{': ' if why else ''}{why}")
+    """Say what failed, before the ranks are started again."""
+    ranks.say(brief_report(culprit))
 
 
 class Course:

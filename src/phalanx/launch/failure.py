@@ -1,4 +1,4 @@
-"""Which rank was the cause, what it said last, and what to do about it."""
+"""Which rank was the cause, what it said last, and how the screen ends."""
 
 from __future__ import annotations
 
@@ -15,54 +15,48 @@ from collections.abc import Iterable, Sequence
 from phalanx._env import PREEMPTED_CODE
 from phalanx.launch.causes import is_victim
 from phalanx.launch.cpus import format_ranges
+from phalanx.launch.folding import COLUMNS, ROWS, fold, num_rows
 from phalanx.launch.notes import has_made_room
-from phalanx.launch.tracebacks import EXCEPTION, STYLE, TORCH_PREFIX, TRACEBACK, class_name
+from phalanx.launch.tracebacks import STYLE, TORCH_PREFIX, class_name, find_last_block
 
-_MAX_SHOWN_LINES = 40
-_IGNORED = ("Exception ignored in", "Exception in thread")
-_TERMINATED = re.compile(r"terminate called after throwing an instance of '([\w:]+)'\s+what\(\):\s+(.*)")
+_MAX_LINES = 400  # of an exception, kept
+_MAX_PLAIN_LINES = 5  # of what a rank that raised nothing wrote last: it stands on the screen, too
+_MAX_OTHERS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class LastWords:
-    """What a rank wrote last on stderr: its exception if there was one, and the lines worth showing."""
+    """What a rank wrote last on stderr: its exception if there was one, and the lines of it, or the last of all."""
 
     kind: str = ""
     message: str = ""
     lines: tuple[str, ...] = ()
-    is_traceback: bool = False
 
     @classmethod
     def of(cls, stderr_tail: bytes) -> LastWords:
         text = STYLE.sub("", stderr_tail.decode(errors="replace"))
-        lines = [TORCH_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
-        starts = [number for number, line in enumerate(lines) if TRACEBACK.match(line)]
-        # What did not end the process counts only if nothing else is there.
-        starts = [n for n in starts if n == 0 or not lines[n - 1].startswith(_IGNORED)] or starts
-        if crash := [number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")]:
-            stacks = [line for line in lines[crash[-1] :] if not line.startswith("Extension modules: ")]
-            # An exception that native code did not catch comes before.
-            kind, message = (found[1], found[2]) if (found := _TERMINATED.search(text)) else ("", "")
-            shown = [f"{kind}: {message}", *stacks] if kind else stacks
-            return cls(kind, message, tuple(shown[:_MAX_SHOWN_LINES]))
-        if not starts:
-            return cls(lines=tuple(lines[-_MAX_SHOWN_LINES // 2 :]))
-        block = lines[starts[-1] :]
-        for number, line in enumerate(block[1:], 1):
-            if line and not line[0].isspace() and (found := EXCEPTION.match(line)):
-                # What follows a traceback, such as a warning at exit, is not part of it: a blank line ends it.
-                rest = next((end for end in range(number, len(block)) if not block[end]), len(block))
-                block = block[: max(rest, number + 1)]
-                if len(block) > _MAX_SHOWN_LINES:
-                    half = _MAX_SHOWN_LINES // 2
-                    block = [*block[:half], f"  ... {len(block) - 2 * half} lines ...", *block[-half:]]
-                return cls(found[1], found[2] or "", tuple(block), is_traceback=True)
-        return cls(lines=tuple(block[:_MAX_SHOWN_LINES]), is_traceback=True)
+        lines = [line.rstrip() for line in text.splitlines()]
+        block = find_last_block(lines)
+        if block is None:
+            return cls(lines=tuple(TORCH_PREFIX.sub("", line) for line in lines[-_MAX_PLAIN_LINES:]))
+        shown = block.lines
+        if len(shown) > _MAX_LINES:
+            half = _MAX_LINES // 2
+            shown = (*shown[:half], f"  ... {len(shown) - 2 * half} lines ...", *shown[-half:])
+        return cls(block.kind, block.message, shown)
 
     @property
     def summary(self) -> str:
         """The exception in one line; empty when there was none."""
         return (f"{self.kind}: {self.message}" if self.message else self.kind) if self.kind else ""
+
+
+def alike(kind: str, message: str) -> tuple[str, str]:
+    """Return an exception's class and message without what differs between ranks that fail alike: numbers."""
+    name = class_name(kind)
+    if name == "CollectiveMismatch":  # which each rank tells from its own call
+        message = ""
+    return name, re.sub(r"\d+", "N", message)
 
 
 @dataclasses.dataclass
@@ -119,6 +113,11 @@ class RankEnd:
         """What a shell would report: 128 plus the signal, if one ended the rank."""
         return 128 - self.returncode if self.returncode < 0 else self.returncode
 
+    @property
+    def error_alike(self) -> tuple[str, str]:
+        """The exception, without what differs between ranks that fail alike."""
+        return alike(self.last_words.kind, self.last_words.message)
+
     def describe(self) -> str:
         if self.returncode < 0:
             how = f"was killed by {signal_name(-self.returncode)}"
@@ -137,30 +136,47 @@ def find_culprit(ends: Iterable[RankEnd]) -> RankEnd | None:
 
 
 def report(culprit: RankEnd, ends: Sequence[RankEnd], *, hint: str) -> str:
-    """Return the last words of a job that failed: the victims in a line, then the cause."""
-    lines = []
-    victims = sorted((end for end in ends if end.failed and end.rank != culprit.rank), key=lambda end: end.rank)
-    ended = sorted(end.rank for end in ends if end.asked)
-    if victims:
-        said = "; ".join(f"rank {end.rank} {_end_in_brief(end)}" for end in victims[:4])
-        more = f" and {len(victims) - 4} more" if len(victims) > 4 else ""
-        lines.append(f"phalanx run: failed after the cause: {said}{more}")
-    if ended:
-        who = f"rank {ended[0]} was" if len(ended) == 1 else f"ranks {format_ranges(ended)} were"
-        lines.append(f"phalanx run: {who} then ended")
-    lines.append(f"phalanx run: {culprit.describe()}; exit code {culprit.exit_code}")
-    lines += [f"  {line}" for line in culprit.last_words.lines]
+    """Return the last words of a job that failed: the cause, then what became of the others, on one screen."""
     where = f"{culprit.host}:" if culprit.host else ""
-    lines.append(f"  log: {where}{culprit.log}")
-    if hint:
-        lines.append(f"  hint: {hint}")
+    after = [*_others(culprit, ends), f"log: {where}{culprit.log}", *([f"hint: {hint}"] if hint else [])]
+    code = f"; exit code {culprit.exit_code}" if culprit.returncode < 0 else ""
+    head = f"phalanx run: {culprit.describe()}{code}"
+    rows_left = ROWS - 1 - num_rows(head) - sum(num_rows(f"  {line}") for line in after)
+    lines = [head, *(f"  {line}" for line in [*fold(culprit.last_words.lines, rows_left), *after])]
     return "\n".join(lines) + "\n"
 
 
-def _end_in_brief(end: RankEnd) -> str:
-    if end.raised:
-        return end.raised
-    return signal_name(-end.returncode) if end.returncode < 0 else f"exit code {end.returncode}"
+def brief_report(culprit: RankEnd) -> str:
+    """Return what failed and why, for a job that goes on."""
+    return "\n".join([culprit.describe(), *(f"  {line}" for line in fold(culprit.last_words.lines, ROWS // 2))])
+
+
+def _others(culprit: RankEnd, ends: Sequence[RankEnd]) -> list[str]:
+    """Return what became of the other ranks, a line for all that ended alike."""
+    groups: dict[str, list[int]] = {}
+    for end in ends:
+        if end.rank != culprit.rank and (end.returncode or end.asked):
+            groups.setdefault(_end_in_brief(end, culprit), []).append(end.rank)
+    lines = []
+    for what, ranks in sorted(groups.items(), key=lambda group: min(group[1])):
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranges(sorted(ranks))}"
+        lines.append(f"{who}: {what}"[: COLUMNS - 2])
+    return lines if len(lines) <= _MAX_OTHERS else [*lines[:_MAX_OTHERS], "others: see the logs"]
+
+
+def _end_in_brief(end: RankEnd, culprit: RankEnd) -> str:
+    words = end.last_words
+    if words.kind and (end.asked or end.raised):
+        name = class_name(words.kind)
+        if is_victim([name], words.message) and not culprit.is_victim:
+            return f"{name}, because of it"
+        if end.error_alike == culprit.error_alike:
+            return "the same error"
+        said = f"{name}: {words.message}" if words.message else name
+        return f"ended by phalanx run; before: {said}" if end.asked and end.returncode != 1 else said
+    if end.asked:
+        return "ended by phalanx run"
+    return f"was killed by {signal_name(-end.returncode)}" if end.returncode < 0 else f"exit code {end.returncode}"
 
 
 def signal_name(number: int) -> str:
@@ -188,55 +204,3 @@ def write_error_file(end: RankEnd) -> None:
     }
     with contextlib.suppress(OSError), open(path, "w") as file:  # the disk may be what failed
         json.dump(content, file, indent=1)
-
-
-# ---------------------------------------------------------------- hints
-
-
-_HINTS_BY_SIGNAL = {
-    signal.SIGILL: "an instruction that this processor lacks: a library was built for a newer one",
-    signal.SIGSEGV: "native code crashed, called from the Python line above",
-    signal.SIGBUS: "a mapped file or shared memory ran out: look at the disk and at /dev/shm",
-    signal.SIGABRT: "native code gave up; its reason is in the log",
-    signal.SIGFPE: "native code divided by zero",
-    signal.SIGXCPU: "the limit of CPU time was reached (ulimit -t)",
-}
-
-_HINTS_BY_TEXT = (
-    (r"^ModuleNotFoundError: No module named '([\w]+)", "install it where the ranks run: {python} -m pip install {1}"),
-    (r"^ImportError", "the package is there but not whole: try it alone with {python} -c 'import ...'"),
-    (r"EADDRINUSE|[Aa]ddress already in use", "the port is taken: leave --master-port out, and a free one is used"),
-    (
-        r"CUDA out of memory|OutOfMemoryError",
-        "the GPU is full: smaller batch, or see which process holds it: nvidia-smi",
-    ),
-    (r"^MemoryError|can't allocate memory", "no memory left: smaller batch, or fewer ranks"),
-    (
-        r"not compiled with CUDA|No CUDA GPUs|Found no NVIDIA driver|invalid device ordinal",
-        "not enough GPUs for these ranks: --nproc-per-node gpu starts one rank per GPU",
-    ),
-    (r"unrecognized arguments: --local[-_]rank", "the script wants no --local-rank: leave --no-use-env out"),
-    (r"No space left on device", "the disk or /dev/shm is full"),
-)
-
-
-def hint_for(end: RankEnd, *, num_oom_kills: int, python: str) -> str:
-    """Return what to do about it in one line; empty when nothing is known to help.
-
-    Args:
-        num_oom_kills: By the kernel since the job began.
-        python: The interpreter of the ranks.
-    """
-    if end.returncode == -signal.SIGKILL:
-        if num_oom_kills:
-            return (
-                "the kernel has just killed for want of memory: smaller batch, fewer ranks, or fewer DataLoader workers"
-            )
-        return "somebody killed it from outside: a person, a job limit, or a container's memory limit"
-    if -end.returncode in _HINTS_BY_SIGNAL:
-        return _HINTS_BY_SIGNAL[signal.Signals(-end.returncode)]
-    text = "\n".join([end.last_words.summary, *end.last_words.lines])
-    for pattern, hint in _HINTS_BY_TEXT:
-        if found := re.search(pattern, text, re.MULTILINE):
-            return hint.replace("{python}", python).replace("{1}", found[1] if found.re.groups else "")
-    return ""

@@ -22,7 +22,11 @@ _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # nobody can handle them
 
 
 class UsageError(ValueError):
-    """The caller's mistake, in one line."""
+    """The caller's mistake, in one line; `right` is the call that was probably meant."""
+
+    def __init__(self, message: str, right: str = RIGHT_CALL) -> None:
+        super().__init__(message)
+        self.right = right
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,6 +290,48 @@ def read_flags(
     return settings, target
 
 
+# What other launchers call it, and what it is here.
+_NUM_RANKS_ELSEWHERE = [
+    "-n",
+    "-np",
+    "--np",
+    "--nprocs",
+    "--procs",
+    "--num-procs",
+    "--processes",
+    "--num-processes",
+    "--gpus",
+    "--ngpus",
+    "--num-gpus",
+    "--ranks",
+    "--num-ranks",
+    "--nranks",
+    "--world-size",
+    "--workers",
+]
+_HOSTS_ELSEWHERE = ["-H", "-hosts", "--host", "--hosts", "--hostfile", "-hostfile", "--machinefile"]
+_ELSEWHERE = {
+    **dict.fromkeys(_NUM_RANKS_ELSEWHERE, ("the number of ranks on this node is --nproc-per-node", RIGHT_CALL)),
+    **dict.fromkeys(
+        _HOSTS_ELSEWHERE,
+        (
+            "phalanx run is started on each node, and told how many there are",
+            "phalanx run --nnodes 2 --node-rank 0 --master-addr HOST train.py",
+        ),
+    ),
+    "--run-path": ("the script always runs as python runs it: leave it out", "phalanx run train.py [args]"),
+    "--numa-binding": ("ranks are bound to their NUMA node unless --no-pin is given: leave it out", RIGHT_CALL),
+}
+
+
+def _unknown_flag(name: str, known: Sequence[str]) -> UsageError:
+    if name in _ELSEWHERE:
+        what, right = _ELSEWHERE[name]
+        return UsageError(f"unknown flag {name}: {what}", right)
+    long = [other for other in known if other.startswith("--")]
+    return UsageError(f"unknown flag {name}{did_you_mean(name, long, cutoff=0.75)}")
+
+
 def _spellings(flags: Sequence[Flag]) -> dict[str, Flag]:
     return {f"--{flag.name}": flag for flag in flags} | {flag.short: flag for flag in flags if flag.short}
 
@@ -301,7 +347,7 @@ def _split(
         if word == "--":
             break
         name, has_value, text = word.partition("=")
-        if not word.startswith("--") and len(word) > 2:  # -r3
+        if not word.startswith("--") and len(word) > 2 and name not in _ELSEWHERE:  # -r3
             name, has_value, text = word[:2], "=", word[2:].removeprefix("=")
         name = name.replace("_", "-")
         if name in ("-h", "--help"):
@@ -309,7 +355,7 @@ def _split(
             raise SystemExit(0)
         flag = spellings.get(name)
         if flag is None:
-            raise UsageError(f"unknown flag {name}{did_you_mean(name, [s for s in spellings if s.startswith('--')])}")
+            raise _unknown_flag(name, list(spellings))
         if not flag.placeholder:
             if has_value:
                 raise UsageError(f"{name} takes no value, got {text!r}")

@@ -14,6 +14,7 @@ from phalanx.launch.attempts import Ranks, say_failure
 from phalanx.launch.channel import Channel
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import LastWords, RankEnd
+from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.job import Job
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.warden import die_with_parent, hold_signals
@@ -151,7 +152,7 @@ def cause_of(end: RankEnd) -> dict[str, Any]:
         # Short enough for a packet, also where JSON writes twelve bytes for a character.
         "kind": end.last_words.kind[:200],
         "message": end.last_words.message[:1000],
-        "lines": [line[:300] for line in end.last_words.lines],
+        "lines": [line[:300] for line in fold(end.last_words.lines, ROWS)],
         "folder": end.folder,
         "host": end.host or socket.gethostname(),
     }

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.launch.causes import is_victim
-from phalanx.launch.failure import signal_name
+from phalanx.launch.cpus import format_ranges
+from phalanx.launch.failure import LastWords, RankEnd, alike, signal_name
+from phalanx.launch.folding import fold
+from phalanx.launch.hints import hint_for
+from phalanx.launch.tracebacks import find_last_block
+
+_NEWLINE = "\n"
+_MAX_ROWS = 14  # of the culprit's traceback: the interpreter prints that of the call, and the cause, above it
 
 
 @dataclasses.dataclass
@@ -54,7 +61,9 @@ class Outcome:
         error = self.error
         return error is not None and is_victim((kind.__name__ for kind in type(error).__mro__), str(error))
 
-    def __str__(self) -> str:
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
         if self.ok:
             how = "returned"
         elif self.ended_by_us:
@@ -67,7 +76,10 @@ class Outcome:
             how = f"was killed by {signal_name(self.signal)}"
         else:
             how = f"exited with code {self.exitcode} before its function returned"
-        return f"rank {self.rank} (pid {self.pid}) {how}"
+        return how
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid}) {self.how}"
 
 
 class RankError(RuntimeError):
@@ -88,11 +100,15 @@ class RankError(RuntimeError):
         return str(self.args[0])
 
 
-def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0) -> RankError:
-    """Return the error that names the cause, with every other failure on a line of its own.
+RankError.__module__ = "phalanx"  # where users import it from
+
+
+def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, folds: bool = False) -> RankError:
+    """Return the error that names the cause and, in a line for all that ended alike, what became of the others.
 
     Args:
         timeout_s: The limit, for the line that names ranks that hung.
+        folds: Of the traceback show the user's frames alone; `RankError.traceback` has all.
     """
 
     def order(outcome: Outcome) -> tuple[int, float]:
@@ -104,13 +120,52 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0) -> R
 
     failed = sorted((outcome for outcome in outcomes if not outcome.ok), key=order)
     culprit, others = failed[0], failed[1:]
-    lines = [f"{culprit} [world_size {len(outcomes)}]"]
+    lines = [f"{str(culprit).partition(_NEWLINE)[0]} [world_size {len(outcomes)}]"]
     if hung := [outcome.rank for outcome in failed if outcome.hung]:
         lines.append(f"  limit {timeout_s:g} s passed or a peer failed; hung: ranks {hung}")
-    lines += [f"  then {other}" for other in others]
-    for outcome in [culprit, *others] if culprit.hung else [culprit]:
-        if outcome.traceback:
-            lines += [f"--- rank {outcome.rank}:", outcome.traceback.rstrip()]
+    lines += _in_groups(others, culprit)
+    if folds and culprit.error is not None:
+        # The first line has the first of the message.
+        lines += _folded(culprit.traceback.splitlines())
+        if hint := hint_for(_end_of(culprit), [_end_of(outcome) for outcome in outcomes]):
+            lines.append(f"  hint: {hint}")
+    else:
+        for outcome in [culprit, *others] if culprit.hung else [culprit]:
+            if outcome.traceback:
+                lines += [f"--- rank {outcome.rank}:", outcome.traceback.rstrip()]
     error = RankError("\n".join(lines), culprit, outcomes)
     error.__cause__ = culprit.error
     return error
+
+
+def _in_groups(others: Sequence[Outcome], culprit: Outcome) -> list[str]:
+    groups: dict[str, list[int]] = {}
+    for outcome in others:
+        groups.setdefault(_brief(outcome, culprit), []).append(outcome.rank)
+    return [f"  rank{'s' * (len(ranks) > 1)} {format_ranges(sorted(ranks))}: {what}" for what, ranks in groups.items()]
+
+
+def _brief(outcome: Outcome, culprit: Outcome) -> str:
+    if outcome.ended_by_us:
+        return "ended because of it"
+    error, its = outcome.error, culprit.error
+    if error and its and alike(type(error).__name__, str(error)) == alike(type(its).__name__, str(its)):
+        return "the same error"
+    if outcome.is_victim:
+        return f"raised {type(outcome.error).__name__}"
+    return outcome.how.partition(_NEWLINE)[0]
+
+
+def _end_of(outcome: Outcome) -> RankEnd:
+    words = LastWords.of(outcome.traceback.encode())
+    code = 0 if outcome.ok else (outcome.exitcode or 1)
+    return RankEnd(outcome.rank, outcome.pid, code, outcome.ended_by_us, words, "", outcome.when_s)
+
+
+def _folded(traceback: Sequence[str]) -> list[str]:
+    block = find_last_block(traceback)
+    if block is None:
+        return []
+    shown = fold(block.lines, _MAX_ROWS)
+    number = next((n for n, line in enumerate(shown) if line.startswith(f"{block.kind}:") or line == block.kind), 0)
+    return [*shown[:number], *(f"  {line}" for line in shown[number + 1 :])]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
+from phalanx._env import did_you_mean
 from phalanx.launch.cpus import Machine, count_gpus, divide, format_ranges, has_module, read_machine, torch_uses_gpus
 from phalanx.launch.flags import Flag, Setting, UsageError, read_flags
 from phalanx.launch.job import Job
@@ -264,18 +265,45 @@ def _command(target: list[str], *, module: bool, no_python: bool) -> tuple[str, 
     if not target:
         raise UsageError("no script given")
     if no_python:
-        folders = [""] if os.sep in target[0] else os.get_exec_path()
-        if not any(os.access(os.path.join(folder, target[0]), os.X_OK) for folder in folders):
-            raise UsageError(f"no program {target[0]!r}")
+        _check_program(target)
         return tuple(target)
     if module:
         package = target[0].split(".")[0]
+        if target[0].endswith(".py") or os.sep in target[0]:
+            raise UsageError(f"-m takes a module, got the file {target[0]!r}", f"phalanx run {target[0]}")
         if not has_module(package, os.getcwd()):
             raise UsageError(f"no module named {package!r}")
         return (sys.executable, "-m", *target)
-    if not os.path.exists(target[0]):
-        raise UsageError(f"no script {target[0]!r}")
+    _check_script(target)
     return (sys.executable, *target)
+
+
+def _check_program(target: Sequence[str]) -> None:
+    program = target[0]
+    folders = [""] if os.sep in program else os.get_exec_path()
+    paths = [os.path.join(folder, program) for folder in folders]
+    if any(os.access(path, os.X_OK) for path in paths):
+        return
+    there = [path for path in paths if os.path.exists(path)]
+    if there:
+        raise UsageError(f"{there[0]!r} may not be executed", f"chmod +x {there[0]}")
+    raise UsageError(f"no program {program!r}", "phalanx run --no-python ./program [args]")
+
+
+def _check_script(target: Sequence[str]) -> None:
+    """Refuse here, once, what every rank would refuse."""
+    script = target[0]
+    if not os.path.exists(script):
+        if os.path.basename(script).startswith("python") and len(target) > 1:
+            raise UsageError(f"the script is named alone, without {script}", f"phalanx run {' '.join(target[1:])}")
+        folder = os.path.dirname(script) or "."
+        scripts = [name for name in os.listdir(folder) if name.endswith(".py")] if os.path.isdir(folder) else []
+        near = did_you_mean(os.path.basename(script), scripts)
+        raise UsageError(f"no script {script!r} in {os.getcwd()}{near}")
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UsageError(f"the folder {script!r} has no __main__.py; name a script in it")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"the script {script!r} may not be read", f"chmod +r {script}")
 
 
 def _shown(name: str, setting: Setting, job: Job) -> str:

@@ -10,10 +10,11 @@ import struct
 import termios
 import time
 import tty
+from collections.abc import Callable
 
 from phalanx.launch.failure import LastWords, RankEnd, write_error_file
 from phalanx.launch.output import LineStream, LiveStream, Screen, prefix
-from phalanx.launch.tracebacks import VictimFilter
+from phalanx.launch.tracebacks import HeldTracebacks, Stream
 
 _MAX_READS = 64  # more than a full pipe
 _TAIL_BYTES = 64 * 1024  # of stderr: enough for the longest traceback that anybody reads
@@ -21,6 +22,10 @@ _TAIL_BYTES = 64 * 1024  # of stderr: enough for the longest traceback that anyb
 
 class Output:
     """A stream of a rank: read here, kept in a log, shown on a screen.
+
+    Args:
+        live: On a terminal of its own, character by character.
+        voice: Stands before what shows it.
 
     Attributes:
         fd: Our end, to be read without blocking.
@@ -30,7 +35,16 @@ class Output:
         ended: Nobody can write to it any more.
     """
 
-    def __init__(self, screen: Screen, line_prefix: bytes, log_path: str, *, live: bool, shown: bool) -> None:
+    def __init__(
+        self,
+        screen: Screen,
+        line_prefix: bytes,
+        log_path: str,
+        *,
+        live: bool,
+        shown: bool,
+        voice: Callable[[Stream], Stream] | None = None,
+    ) -> None:
         self._screen = screen
         self._live = live
         self.tail = b""
@@ -45,7 +59,8 @@ class Output:
             os.close(self.rank_fd)
             raise
         kind = LiveStream if live else LineStream
-        self._view = VictimFilter(kind(screen, line_prefix)) if shown else None
+        view: Stream = kind(screen, line_prefix)
+        self._view = HeldTracebacks(voice(view) if voice else view) if shown else None
 
     def carry(self) -> bool:
         """Give on what has come, at most one buffer; return whether there may be more."""
@@ -66,13 +81,29 @@ class Output:
                 self._view.feed(data)
         return bool(data)
 
-    def drain(self) -> None:
-        """Give on all that has come, the unfinished line too: the rank has ended."""
+    def drain(self, *, drops_last_words: bool = False) -> None:
+        """Give on all that has come, the unfinished line too: the rank has ended.
+
+        Args:
+            drops_last_words: But for the traceback that it ended with, if that is still held: a report has it.
+        """
         for _ in range(_MAX_READS):  # what has escaped from it may write for ever
             if not self.carry():
                 break
         if self._view is not None:
+            if drops_last_words:
+                self._view.settle()
             self._view.finish()
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a traceback is kept off the screen until it is known whether the rank ends of it."""
+        return self._view is not None and self._view.is_holding
+
+    def release_late(self) -> None:
+        """Show the traceback that is held, if the rank has gone on."""
+        if self._view is not None:
+            self._view.release_late()
 
     def hide_interrupts(self) -> None:
         """From now on leave out tracebacks of KeyboardInterrupt."""
@@ -137,11 +168,15 @@ class Rank:
         words = LastWords.of(self.stderr.tail)
         return bool(words.kind) and not RankEnd(self.rank, self.pid, 1, False, words, "", 0.0).is_victim
 
-    def record_end(self, status: int) -> RankEnd:
-        """Take in its wait status, with all that it had still to say."""
-        for output in self.outputs:
-            output.drain()
+    def record_end(self, status: int, *, is_reported: bool) -> RankEnd:
+        """Take in its wait status, with all that it had still to say.
+
+        Args:
+            is_reported: How the ranks failed will be told, so this one's last words need not be shown now.
+        """
         returncode = os.waitstatus_to_exitcode(status)
+        self.stdout.drain()
+        self.stderr.drain(drops_last_words=is_reported and returncode != 0)
         words = LastWords.of(self.stderr.tail) if returncode else LastWords()
         self.end = RankEnd(
             self.rank, self.pid, returncode, self.asked_to_end, words, self.folder, when_s=time.monotonic()

@@ -13,14 +13,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from phalanx import _env
 from phalanx._cgroups import count_oom_kills
 from phalanx.launch.attempts import run_on_this_node
+from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
 from phalanx.launch.descriptors import descriptor_problem, open_streams, raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
-from phalanx.launch.failure import LastWords, RankEnd, find_culprit, hint_for, report
+from phalanx.launch.failure import LastWords, RankEnd, find_culprit, report
+from phalanx.launch.hints import hint_for
 from phalanx.launch.job import Job
 from phalanx.launch.output import Screen, prefix, printable
 from phalanx.launch.ports import port_problem
@@ -79,6 +82,7 @@ class Supervisor:
         self._num_attempts = 0
         self._unhandled: list[int] = []  # signals
         self.received: int | None = None  # the one that ends the job
+        self._cause_before: RankEnd | None = None  # of a failure that came before it
         self._late: int | None = None  # one that came when all ranks had ended
         self.began_s = 0.0  # when the ranks of this attempt were started
         self._ending_by: int | None = None  # the signal that ranks are being ended with
@@ -179,6 +183,8 @@ class Supervisor:
             self.say(f"all ranks have saved and made room; exit code {_env.PREEMPTED_CODE}, start again to go on")
             return _env.PREEMPTED_CODE
         if self.received is not None:
+            if self._cause_before is not None and self._cause_before.raised and not self._cause_before.is_victim:
+                self._report(self._cause_before)
             return 128 + self.received
         if culprit is None:
             return 0
@@ -219,12 +225,17 @@ class Supervisor:
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
         self.began_s = time.monotonic()
         while any(rank.end is None for rank in self._ranks):
-            self.wait(_LOOK_S if until or self._wants_standby() else None)
+            holds = self._chorus.is_waiting or any(rank.stderr.is_holding for rank in self._ranks)
+            self.wait(_LOOK_S if until or holds or self._wants_standby() else None)
+            for rank in self._ranks:
+                rank.stderr.release_late()
+            self._chorus.flush(late_only=True)
             self._judge()
             if until and self._ending_by is None and all(rank.end is None for rank in self._ranks) and until():
                 self.stop_attempt()
             self._keep_deadline()
         self._deadline = None
+        self._chorus.flush()
         return self._warden_failure or find_culprit([rank.end for rank in self._ranks if rank.end])
 
     def _open_ranks(self, attempt: Attempt) -> None:
@@ -234,6 +245,8 @@ class Supervisor:
             for output in rank.outputs:
                 self.close_output(output)
         self._ranks = []
+        num_shown = len(job.shown_ranks) if job.shown_ranks else attempt.num_local_ranks
+        self._chorus = chorus = Chorus(self._err.write_lines, num_shown)
         for local_rank in range(attempt.num_local_ranks):
             rank_number = attempt.first_rank + local_rank
             folder = self._folder.rank_folder(self._num_attempts, rank_number)
@@ -247,6 +260,7 @@ class Supervisor:
                     os.path.join(folder, f"{name}.log"),
                     live=screen.is_terminal and local_rank == live_rank,
                     shown=shown and not kept_off,
+                    voice=partial(Voice, chorus, rank_number) if stream == _STDERR and num_shown > 1 else None,
                 )
                 self.watch_output(output)
                 outputs.append(output)
@@ -343,7 +357,8 @@ class Supervisor:
 
     def _rank_ended(self, pid: int, status: int) -> None:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
-        end = rank.record_end(status)
+        has_failure = self._first_failure_s is not None or not rank.asked_to_end
+        end = rank.record_end(status, is_reported=self.received is None and has_failure)
         if end.failed and self._first_failure_s is None:
             self._first_failure_s = end.when_s
 
@@ -352,9 +367,9 @@ class Supervisor:
         living = [rank for rank in self._ranks if rank.end is None]
         for rank in living:
             rank.asked_to_end = True
-            rank.record_end(signal.SIGKILL)
+            rank.record_end(signal.SIGKILL, is_reported=self.received is None)
         if living or not self._ranks:
-            self._warden_output.drain()
+            self._warden_output.drain(drops_last_words=True)
             self._warden_failure = RankEnd(
                 rank=-1,
                 pid=self._warden.pid,
@@ -422,6 +437,7 @@ class Supervisor:
                 self._late = sig  # the outcome is decided, unless ranks are to be started again
             else:
                 self.received = sig
+                self._cause_before = find_culprit([rank.end for rank in self._ranks if rank.end])
                 living = sum(rank.end is None for rank in self._ranks)
                 why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
                 again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
@@ -466,11 +482,12 @@ class Supervisor:
         self._err.write_lines(printable(f"phalanx run: {text}\n"))
 
     def _report(self, culprit: RankEnd) -> None:
-        """Write the last words of the job: the victims in a line, then the cause."""
-        hint = hint_for(culprit, num_oom_kills=count_oom_kills() - self._num_oom_kills, python=sys.executable)
+        """Write the last words of the job: the cause, then what became of the others."""
+        ends = [rank.end for rank in self._ranks if rank.end]
+        hint = hint_for(culprit, ends, num_oom_kills=count_oom_kills() - self._num_oom_kills, command=self._job.command)
         self._out.end_line()
         self._err.end_line()
-        self._err.write(printable(report(culprit, [rank.end for rank in self._ranks if rank.end], hint=hint)))
+        self._err.write(printable(report(culprit, ends, hint=hint)))
 
 
 def _bits(streams: tuple[int, ...], local_rank: int) -> int:

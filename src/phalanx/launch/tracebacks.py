@@ -1,12 +1,15 @@
-"""Tracebacks in what a rank prints: where they begin and end, and which of them nobody needs to read on the screen.
+"""Tracebacks in what a rank prints: where they begin and end, and which of them the screen shows.
 
-When one rank fails, every other fails of it and says so at length. Those tracebacks are kept off the screen, one line
-for each; the logs have them whole.
+What a rank says before it ends belongs in the report of the job's failure, where it stands once, folded, with a hint.
+So a traceback is kept off the screen until it is known whether the rank ends of it; the logs have all of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from phalanx.launch.causes import is_victim
@@ -15,12 +18,30 @@ STYLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch's excepthook puts it before each line
 TRACEBACK = re.compile(r"^(  \+ Exception Group )?Traceback \(most recent call last\):$")
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
-_WITHIN = re.compile(r"^(\s|$|During handling of|The above exception|Traceback \()")
+CPP_FRAME = re.compile(r"^(?:frame #\d+: |#\d+ .* from .*:\d+$|<omitting python frames>|Exception raised from )")
+_CHAIN = re.compile(r"^(During handling of the above exception|The above exception was the direct cause)")
+_SYNTAX = re.compile(r'^  File ".*", line \d+$')
+_IGNORED = ("Exception ignored in", "Exception in thread")
+_FATAL = "Fatal Python error: "
+_TERMINATED = re.compile(r"^terminate called after throwing an instance of '([\w:]+)'$")
+_WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 
+_FIRST_WORDS = (
+    b"Traceback (most recent call last):",
+    b"  + Exception Group Traceback (most recent call last):",
+    b'  File "',  # of a SyntaxError
+    _FATAL.encode(),
+    b"terminate called after throwing an instance of ",
+)
+_FIRST_OF_CPP = (b"frame #", b"Exception raised from ")
 _TORN_PREFIX = re.compile(rb"(\[(r(a(n(k(\d+(\](:( )?)?)?)?)?)?)?)?)?")
 _WHOLE_PREFIX = re.compile(rb"^\[rank\d+\]: ")
+_BEGINNING = re.compile(
+    rb"^(?:\[rank\d+\]: )?(?:" + b"|".join(re.escape(words) for words in _FIRST_WORDS) + rb")", re.MULTILINE
+)
 _MAX_HELD_BYTES = 1 << 20  # no traceback is that long: what only looks like one is given on, and takes no memory
-_FIRST_WORDS = b"Traceback (most recent call last):"
+_HOLD_S = 5.0  # a rank may take that long from its exception to its end
+_HOLD_LAST_S = 30.0  # if torch's excepthook has printed it, the rank does end of it, but for threads that go on
 
 
 def class_name(kind: str) -> str:
@@ -28,13 +49,102 @@ def class_name(kind: str) -> str:
     return re.split(r"\.|::", kind)[-1]
 
 
+# ---------------------------------------------------------------- where they are
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The lines ``[start, end)`` in which a process says why it ends; what torch put before each is no part of them."""
+
+    start: int
+    end: int
+    kind: str
+    message: str
+    lines: tuple[str, ...]
+
+
+def find_last_block(raw: Sequence[str]) -> Block | None:
+    """Return the last words among the lines that a process has written: a crash, else its last exception.
+
+    An exception that was raised while another was handled has that one with it. What did not end the process, such as
+    the exception of a thread, counts only if nothing else is there.
+    """
+    lines = [TORCH_PREFIX.sub("", line) for line in raw]
+    if (crash := _last_crash(lines)) is not None:
+        return crash
+    starts = [number for number, line in enumerate(lines) if TRACEBACK.match(line)]
+    starts = [n for n in starts if n == 0 or not lines[n - 1].startswith(_IGNORED)] or starts
+    if not starts:
+        return _last_syntax_error(lines)
+    start = starts[-1]
+    end = _end_of(raw, start)
+    for number in range(start + 1, end):
+        line = lines[number]
+        if line and not line[0].isspace() and (found := EXCEPTION.match(line)):
+            end = max(_end_of(raw, number), number + 1) if found[2] else number + 1
+            first = _first_of_chain(lines, starts)
+            return Block(first, end, found[1], found[2] or "", tuple(lines[first:end]))
+    return Block(start, end, "", "", tuple(lines[start:end]))
+
+
+def _end_of(raw: Sequence[str], start: int) -> int:
+    """Return where the lines end that belong together: behind torch's prefix, else before a blank line."""
+    if TORCH_PREFIX.match(raw[start]) is None:
+        return next((number for number in range(start, len(raw)) if not raw[number]), len(raw))
+    end = start
+    for number in range(start, len(raw)):  # torch leaves blank lines without it
+        if TORCH_PREFIX.match(raw[number]):
+            end = number + 1
+        elif raw[number]:
+            break
+    return end
+
+
+def _first_of_chain(lines: Sequence[str], starts: Sequence[int]) -> int:
+    first = starts[-1]
+    for start in reversed(starts[:-1]):
+        if first < 2 or not _CHAIN.match(lines[first - 2]):
+            break
+        first = start
+    return first
+
+
+def _last_crash(lines: Sequence[str]) -> Block | None:
+    crashes = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
+    if not crashes:
+        return None
+    start = crashes[-1]
+    stacks = [line for line in lines[start:] if not line.startswith("Extension modules: ")]
+    # An exception that native code did not catch comes before.
+    for number in range(start, -1, -1):
+        if (thrown := _TERMINATED.match(lines[number])) and number + 1 < len(lines):
+            what = _WHAT.match(lines[number + 1])
+            message = what[1] if what else ""
+            return Block(number, len(lines), thrown[1], message, (f"{thrown[1]}: {message}", *stacks))
+    return Block(start, len(lines), "", "", tuple(stacks))
+
+
+def _last_syntax_error(lines: Sequence[str]) -> Block | None:
+    """Return the error in the script itself: Python prints it without a headline."""
+    for number in range(len(lines) - 1, -1, -1):
+        found = EXCEPTION.match(lines[number])
+        if found and found[1] in ("SyntaxError", "IndentationError", "TabError"):
+            for start in range(number - 1, -1, -1):
+                if _SYNTAX.match(lines[start]):
+                    return Block(start, number + 1, found[1], found[2] or "", tuple(lines[start : number + 1]))
+    return None
+
+
+# ---------------------------------------------------------------- which are shown
+
+
 class Stream(Protocol):
     def feed(self, data: bytes) -> None: ...
     def finish(self) -> None: ...
 
 
-class VictimFilter:
-    """Gives on to `stream` what a rank prints, at once, but for tracebacks: those it holds until their last line.
+class HeldTracebacks:
+    """Gives on to `stream` what a rank prints, at once; from the beginning of a traceback on it holds all for a while.
 
     Attributes:
         hides_interrupts: Drop those of KeyboardInterrupt too, for after Ctrl-C: every rank has one.
@@ -43,78 +153,111 @@ class VictimFilter:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.hides_interrupts = False
-        self._pending = b""  # of a line that a traceback may begin with, or that follows one
-        self._held: list[bytes] = []  # of a traceback whose last line has not come
-        self._num_held_bytes = 0
-        self._swallowing = False  # what torch's prefix marks as belonging to a dropped traceback
+        self._pending = b""  # of a line that a traceback may begin with
+        self._held = bytearray()
+        self._since_s = 0.0
         self._at_line_start = True
+        self._is_in_backtrace = False  # of C++
+
+    @property
+    def is_holding(self) -> bool:
+        return bool(self._held)
 
     def feed(self, data: bytes) -> None:
+        if self._held:
+            self._held += data
+            if len(self._held) > _MAX_HELD_BYTES or b"\r" in data.replace(b"\r\n", b""):  # a progress bar goes on
+                self.release()
+            return
         data, self._pending = self._pending + data, b""
-        if not self._held and not self._swallowing and _FIRST_WORDS not in data:
-            self._pass(data)
-        else:
-            self._search(data)
-
-    def _pass(self, data: bytes) -> None:
-        """Give on what has no traceback in it, but for an end that may become one."""
+        if begins := self._beginning_in(data):
+            self._pass(data[: begins - 1])
+            self._held += data[begins - 1 :]
+            self._since_s = time.monotonic()
+            self._at_line_start = True
+            return
         start = data.rfind(b"\n") + 1
         if (start or self._at_line_start) and _may_begin(data[start:]):
             data, self._pending = data[:start], data[start:]
+        self._pass(data)
+
+    def _beginning_in(self, data: bytes) -> int:
+        """Return one more than where a traceback begins; 0 if none does."""
+        for found in _BEGINNING.finditer(data):
+            if found.start() or self._at_line_start:
+                return found.start() + 1
+        return 0
+
+    def _pass(self, data: bytes) -> None:
         if data:
             self._at_line_start = data.endswith(b"\n")
-            self._stream.feed(data)
+            if b"frame #" in data or b"Exception raised from" in data or self._is_in_backtrace:
+                data = self._without_cpp_frames(data)
+            if data:
+                self._stream.feed(data)
 
-    def _search(self, data: bytes) -> None:
-        out = []
-        while data:
-            end = data.find(b"\n") + 1
-            if self._at_line_start and (self._held or self._swallowing or _may_begin(data)):
-                if not end and self._num_held_bytes + len(data) < _MAX_HELD_BYTES:
-                    self._pending = data
-                    break
-                out += self._take(data[:end] if end else data)
-                self._at_line_start = bool(end)
-            else:
-                out.append(data[:end] if end else data)
-                self._at_line_start = bool(end)
-            data = data[end:] if end else b""
-        if out:
-            self._stream.feed(b"".join(out))
+    def _without_cpp_frames(self, data: bytes) -> bytes:
+        kept = []
+        for line in data.splitlines(keepends=True):
+            if not line.endswith(b"\n") and len(line) < _MAX_HELD_BYTES:
+                self._pending = line + self._pending
+                self._at_line_start = True
+                break
+            is_frame = CPP_FRAME.match(line.decode(errors="replace").rstrip("\r\n")) is not None
+            if is_frame and not self._is_in_backtrace:
+                kept.append(b"(C++ frames: see the log)\n")
+            elif not is_frame and not (self._is_in_backtrace and not line.strip()):
+                kept.append(line)
+            self._is_in_backtrace = is_frame
+        return b"".join(kept)
+
+    def release_late(self) -> None:
+        """Give on what is held if the rank has gone on after it."""
+        limit_s = _HOLD_LAST_S if _WHOLE_PREFIX.match(self._held) else _HOLD_S
+        if self._held and time.monotonic() - self._since_s >= limit_s:
+            self.release()
+
+    def release(self) -> None:
+        """Give on what is held: of a victim's traceback one line."""
+        self._give_on(drops_last_words=False)
+
+    def settle(self) -> None:
+        """Give on what is held but for the last words: the rank has ended, and the report has them."""
+        self._give_on(drops_last_words=True)
+
+    def _give_on(self, *, drops_last_words: bool) -> None:
+        lines = bytes(self._held).splitlines(keepends=True)
+        self._held.clear()
+        texts = [STYLE.sub("", line.decode(errors="replace")).rstrip("\r\n") for line in lines]
+        block = find_last_block(texts)
+        if block is not None:
+            name = class_name(block.kind)
+            is_interrupt = name == "KeyboardInterrupt" and self.hides_interrupts
+            replacement = []
+            if not drops_last_words and not is_interrupt:
+                replacement = lines[block.start : block.end]
+                if name and is_victim([name], block.message):
+                    replacement = [f"{name}: {block.message} (traceback in the log)\n".encode()]
+            lines[block.start : block.end] = replacement
+        if any(line.strip() for line in lines):
+            self._pass(b"".join(lines))
 
     def finish(self) -> None:
         """Give on what is held: nothing more will come."""
-        rest = [*self._held, self._pending]
-        self._num_held_bytes = 0
-        self._held, self._pending, self._swallowing, self._at_line_start = [], b"", False, True
-        if any(rest):
-            self._stream.feed(b"".join(rest))
+        self.release()
+        pending, self._pending = self._pending, b""
+        self._is_in_backtrace = False
+        self._pass(pending)
+        if self._pending:  # the piece of a C++ frame
+            self._stream.feed(self._pending)
+        self._pending = b""
+        self._at_line_start = True
         self._stream.finish()
-
-    def _take(self, line: bytes) -> list[bytes]:
-        """Return what may be given on now that `line` has come."""
-        text = STYLE.sub("", line.decode(errors="replace")).rstrip("\r\n")
-        plain = TORCH_PREFIX.sub("", text)
-        if self._swallowing:
-            if plain != text:
-                return []
-            self._swallowing = False
-        is_within = TRACEBACK.match(plain) or (self._held and _WITHIN.match(plain))
-        if is_within and self._num_held_bytes + len(line) < _MAX_HELD_BYTES:
-            self._held.append(line)
-            self._num_held_bytes += len(line)
-            return []
-        held, self._held, self._num_held_bytes = self._held, [], 0
-        found = EXCEPTION.match(plain) if held else None
-        if found and self.hides_interrupts and found[1] == "KeyboardInterrupt":
-            return []
-        if found and is_victim([class_name(found[1])], found[2] or ""):
-            self._swallowing = True
-            return [f"{class_name(found[1])}: {found[2] or ''} (traceback in the log)\n".encode()]
-        return [*held, line]
 
 
 def _may_begin(data: bytes) -> bool:
-    """Whether `data`, at the start of a line, is the beginning of a traceback or may become one."""
-    rest = _WHOLE_PREFIX.sub(b"", data)[: len(_FIRST_WORDS)]
-    return _FIRST_WORDS.startswith(rest) or rest.startswith(_FIRST_WORDS) or _TORN_PREFIX.fullmatch(data) is not None
+    """Whether `data`, at the start of a line, may become the beginning of a traceback."""
+    rest = _WHOLE_PREFIX.sub(b"", data)
+    return _TORN_PREFIX.fullmatch(data) is not None or any(
+        words.startswith(rest) for words in (*_FIRST_WORDS, *_FIRST_OF_CPP)
+    )

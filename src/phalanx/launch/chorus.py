@@ -1,0 +1,100 @@
+"""Warnings that every rank prints alike, shown once for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable
+
+from phalanx.launch.cpus import format_ranges
+from phalanx.launch.tracebacks import Stream
+
+_WARNING = re.compile(rb"^\S.*:\d+: \w*Warning: ")  # of Python, its line of source below
+_LOGGED = re.compile(rb"^\[[EWI]\d{4} [\d:.]+ (?:\d+ )?")  # of torch's C++, with the time and perhaps the thread
+_GATHER_S = 0.5  # from the first rank that prints it to the last that is waited for
+
+
+@dataclasses.dataclass
+class _Warning:
+    text: bytes
+    since_s: float
+    ranks: set[int] = dataclasses.field(default_factory=set)
+    is_shown: bool = False
+
+
+class Chorus:
+    """Gathers the warnings of the ranks of an attempt and shows each once.
+
+    Args:
+        show: Writes whole lines above the one that is being written.
+        num_ranks: Ranks whose output is shown here.
+    """
+
+    def __init__(self, show: Callable[[bytes], None], num_ranks: int) -> None:
+        self._show = show
+        self._num_ranks = num_ranks
+        self._warnings: dict[bytes, _Warning] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        return any(not warning.is_shown for warning in self._warnings.values())
+
+    def take(self, rank: int, text: bytes) -> None:
+        """Take a warning of a rank, whole lines."""
+        key = _LOGGED.sub(b"", text)
+        warning = self._warnings.setdefault(key, _Warning(text, time.monotonic()))
+        warning.ranks.add(rank)
+        if not warning.is_shown and len(warning.ranks) == self._num_ranks:
+            self._tell(warning)
+
+    def flush(self, *, late_only: bool = False) -> None:
+        """Show what has been gathered.
+
+        Args:
+            late_only: Only what has waited long enough for other ranks.
+        """
+        latest_s = time.monotonic() - (_GATHER_S if late_only else 0)
+        for warning in self._warnings.values():
+            if not warning.is_shown and warning.since_s <= latest_s:
+                self._tell(warning)
+
+    def _tell(self, warning: _Warning) -> None:
+        warning.is_shown = True
+        ranks = sorted(warning.ranks)
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranges(ranks)}"
+        prefix = f"[{'all ranks' if len(ranks) == self._num_ranks else who}] ".encode()
+        self._show(b"".join(prefix + line + b"\n" for line in warning.text.splitlines()))
+
+
+class Voice:
+    """Gives on to `stream` what `rank` prints, but for warnings: those go to the chorus."""
+
+    def __init__(self, chorus: Chorus, rank: int, stream: Stream) -> None:
+        self._chorus, self._rank, self._stream = chorus, rank, stream
+        self._at_line_start = True
+
+    def feed(self, data: bytes) -> None:
+        if b"Warning: " in data or b"\n[" in data or data.startswith(b"["):
+            data = self._without_warnings(data)
+        if data:
+            self._at_line_start = data.endswith(b"\n")
+            self._stream.feed(data)
+
+    def _without_warnings(self, data: bytes) -> bytes:
+        lines = data.splitlines(keepends=True)
+        kept = [] if self._at_line_start else [lines.pop(0)]
+        while lines:
+            line = lines.pop(0)
+            is_source_below = _WARNING.match(line) is not None
+            if not line.endswith(b"\n") or not (is_source_below or _LOGGED.match(line)):
+                kept.append(line)
+                continue
+            follows = b"  " if is_source_below else b"(C++ frames"
+            if lines and lines[0].startswith(follows) and lines[0].endswith(b"\n"):
+                line += lines.pop(0)
+            self._chorus.take(self._rank, line)
+        return b"".join(kept)
+
+    def finish(self) -> None:
+        self._stream.finish()

@@ -1,0 +1,146 @@
+"""What of a traceback fits on a screen: the user's own frames and the message. The log has it whole."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+import phalanx
+from phalanx.launch.tracebacks import CPP_FRAME, EXCEPTION, TRACEBACK
+
+COLUMNS, ROWS = 80, 24
+_FRAME = re.compile(r'^(\s*)File "([^"]+)", line (\d+)(,? in .*)?$')
+_THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.*\(most recent call first\):$")
+_CALLBACK = re.compile(r"^  (\S.*)\(\d+\): \S+$")  # a frame as pybind11 writes it, under "At:"
+_CARETS = re.compile(r"^\s*[\^~]+\s*$")
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+?)(?:\.py)?(?:/|$)")
+_STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/|^<frozen ")
+_OURS = os.path.join(os.path.dirname(phalanx.__file__), "")
+
+
+def num_rows(line: str, columns: int = COLUMNS) -> int:
+    """Return how many rows of a terminal `line` takes."""
+    return max(1, -(-len(line) // columns))
+
+
+def owner_of(path: str) -> str:
+    """Return the package that a frame's file belongs to; empty for the user's own."""
+    if path.startswith(_OURS):
+        return "phalanx"
+    if found := _PACKAGE.search(path):
+        return found[1]
+    return "Python" if _STANDARD_LIBRARY.search(path) else ""
+
+
+def fold(lines: Sequence[str], max_rows: int) -> list[str]:
+    """Return the user's frames, a note of how many others there were, and the message, in at most `max_rows`."""
+    shown, note = _without_others(_own_thread(lines))
+    number = _message_of(shown)
+    frames, message = shown[:number], shown[number:]
+    note_lines = [note] if note else []
+    rows_left = max_rows - len(note_lines)
+    message = _crop_message(message, max(rows_left - min(_rows(frames), rows_left // 2), 1))
+    return [*_last_frames(frames, rows_left - _rows(message)), *note_lines, *message]
+
+
+def _rows(lines: Sequence[str]) -> int:
+    return sum(num_rows(f"  {line}") for line in lines)
+
+
+def _own_thread(lines: Sequence[str]) -> list[str]:
+    """Return the lines of a crash without the stacks of other threads."""
+    starts = [number for number, line in enumerate(lines) if _THREAD.match(line)]
+    own = next((number for number in starts if lines[number].startswith("Current")), None)
+    if own is None:
+        return list(lines)
+    end = next((number for number in range(own, len(lines)) if not lines[number]), len(lines))
+    return [*lines[: starts[0]], *lines[own:end]]
+
+
+def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
+    """Return the lines without frames of libraries, headlines and blank lines, and the note of what is missing."""
+    shown: list[str] = []
+    owners: dict[str, int] = {}
+    last_other: list[str] = []
+    num_own = num_cpp = 0
+    depth = -1  # of the frame whose source follows
+    is_own = has_carets = True
+    for line in lines:
+        if found := _FRAME.match(line):
+            depth, owner = len(found[1]), owner_of(found[2])
+            is_own, has_carets = not owner, found[4] is None  # those of a SyntaxError say where it is
+            where = f'{found[1]}File "{_short(found[2])}", line {found[3]}{found[4] or ""}'
+            if is_own:
+                num_own += 1
+                shown.append(where)
+            else:
+                owners[owner] = owners.get(owner, 0) + 1
+                last_other = [where]
+        elif depth >= 0 and line[: depth + 1].isspace() and len(line) > depth + 1:
+            if has_carets or not _CARETS.match(line):
+                (shown if is_own else last_other).append(line)
+        elif CPP_FRAME.match(line) or _CALLBACK.match(line):
+            num_cpp += 1
+        elif line not in ("", "At:") and not TRACEBACK.match(line):
+            depth = -1
+            shown.append(line)
+    if not num_own and last_other:
+        shown[:0] = last_other
+    owners = {**owners, **({"C++": num_cpp} if num_cpp else {})}
+    total = sum(owners.values())
+    note = f"  ({total} frame{'s' * (total != 1)} of {_listed(list(owners))} folded)" if total else ""
+    return shown, note
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _short(path: str) -> str:
+    """Return the path from here if it is below."""
+    try:
+        return path.removeprefix(os.path.join(os.getcwd(), ""))
+    except FileNotFoundError:  # the folder that we are in has gone
+        return path
+
+
+def _message_of(lines: Sequence[str]) -> int:
+    """Return where the message of the last exception begins."""
+    starts = [number for number, line in enumerate(lines) if EXCEPTION.match(line)]
+    frames = [number for number, line in enumerate(lines) if _FRAME.match(line) and line.startswith("  File")]
+    after = [number for number in starts if not frames or number > frames[-1]]
+    return (after or [len(lines) if frames else 0])[0]
+
+
+def _last_frames(lines: Sequence[str], max_rows: int) -> list[str]:
+    """Return the innermost frames that fit."""
+    kept: list[str] = []
+    frame: list[str] = []
+    for line in reversed(lines):
+        frame.insert(0, line)
+        if _FRAME.match(line) or line is lines[0]:
+            if _rows(frame) + _rows(kept) > max_rows:
+                break
+            kept[:0], frame = frame, []
+    return kept
+
+
+def _crop_message(lines: Sequence[str], max_rows: int) -> list[str]:
+    """Return the beginning of the message, and its last line, which often says what to do."""
+    if _rows(lines) <= max_rows:
+        return list(lines)
+    last = [lines[-1]] if len(lines) > 2 and num_rows(lines[-1]) <= 2 else []
+    rows_left = max_rows - 1 - _rows(last)
+    kept = []
+    body = lines[: len(lines) - len(last)]
+    for line in body:
+        if num_rows(f"  {line}") > rows_left:
+            if rows_left > 0:
+                kept.append(line[: rows_left * COLUMNS - 6] + " ...")
+            break
+        kept.append(line)
+        rows_left -= num_rows(f"  {line}")
+    num_left = len(body) - len(kept)
+    more = [f"... {num_left} more line{'s' * (num_left != 1)} in the log ..."] if num_left else []
+    return [*kept, *more, *last]

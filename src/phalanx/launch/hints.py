@@ -1,0 +1,179 @@
+"""What to do about the usual mistakes: one table of what torch, Python and the system say, and the advice."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+from collections.abc import Sequence
+
+from phalanx.launch.failure import RankEnd
+from phalanx.launch.tracebacks import class_name
+
+_BY_SIGNAL = {
+    signal.SIGILL: "an instruction that this processor lacks: a library was built for a newer one",
+    signal.SIGSEGV: "native code crashed, called from the Python line above",
+    signal.SIGBUS: "a mapped file or shared memory ran out: look at the disk and at /dev/shm",
+    signal.SIGABRT: "native code gave up; its reason is in the log",
+    signal.SIGFPE: "native code divided by zero",
+    signal.SIGXCPU: "the limit of CPU time was reached (ulimit -t)",
+}
+_OUT_OF_MEMORY = (
+    "the kernel has just killed for want of memory: smaller batch, fewer ranks, or fewer DataLoader workers"
+)
+_KILLED = "somebody killed it from outside: a person, a job limit, or a container's memory limit"
+_SHELLS_SIGKILL = 128 + signal.SIGKILL
+
+
+@dataclasses.dataclass(frozen=True)
+class Hint:
+    """Advice for one mistake.
+
+    Attributes:
+        kind: Pattern of the exception's class, without its module.
+        text: Pattern to be found in the traceback and its message.
+        advice: May have {1} for the first group of `text`, {python} and {script}.
+        seen: The release in which the message was seen: look there first if a newer one says it otherwise.
+    """
+
+    kind: str
+    text: str
+    advice: str
+    seen: str
+
+
+_HINTS = (
+    # ---- GPUs that are not there
+    Hint(
+        "ValueError", r"device_ids and output_device arguments only work with",
+        "on a CPU leave device_ids and output_device out: DistributedDataParallel(model)", "torch 2.15",
+    ),
+    Hint(
+        "ValueError", r"SyncBatchNorm (?:layers only work with GPU modules|expected input tensor to be on)",
+        "torch's SyncBatchNorm needs GPUs; phalanx.convert_sync_batchnorm(model) works on a CPU, too", "torch 2.15",
+    ),
+    Hint(
+        r"\w+", r"nccl2? requires at least one CUDA device|only supported with GPUs|doesn't have NCCL built in",
+        'NCCL needs GPUs, and torch finds none here; on a CPU: init_process_group("phalanx")', "torch 2.15",
+    ),
+    Hint(
+        r"\w+", r"doesn't have MPI built in|MPI backend is not available",
+        'init_process_group("phalanx") works under mpirun too, with the stock torch', "torch 2.15",
+    ),
+    Hint(
+        r"\w+", r"invalid device ordinal",
+        "there are more ranks than GPUs: --nproc-per-node gpu starts one rank per GPU", "torch 2.15",
+    ),
+    Hint(
+        r"\w+", r"not compiled with CUDA|No CUDA GPUs|Found no NVIDIA driver",
+        "torch finds no GPU here: leave cuda() and set_device() out, or use phalanx.init().device, "
+        "which is the CPU where there is no GPU",
+        "torch 2.15",
+    ),
+    # ---- places and groups
+    Hint(
+        "ValueError", r"world size cannot be 0",
+        "leave rank and world_size out: init_process_group() takes them from phalanx run", "torch 2.15",
+    ),
+    Hint(
+        r"\w+", r"timed out after -\d+ ?ms",
+        "the timeout of init_process_group must be more than 0 s", "torch 2.15",
+    ),
+    Hint(
+        r"\w+", r"Default process group has not been initialized",
+        "call phalanx.init() or torch.distributed.init_process_group() first", "torch 2.15",
+    ),
+    Hint(
+        "RuntimeError", r"before the\s+current process has finished its bootstrapping phase",
+        'guard the call that starts processes: if __name__ == "__main__": main()', "Python 3.11",
+    ),
+    Hint(
+        r"\w+", r"EADDRINUSE|[Aa]ddress already in use",
+        "the port is taken: leave --master-port out, and a free one is used", "torch 2.15",
+    ),
+    Hint(
+        r"(EnforceNotMet|\w*Error)", r"op\.preamble\.length <= op\.nbytes",
+        'the ranks gave Gloo tensors of different sizes; init_process_group("phalanx") names them', "torch 2.15",
+    ),
+    # ---- models and data
+    Hint(
+        "RuntimeError", r'(?:Missing|Unexpected) key\(s\) in state_dict:\s+"module\.',
+        "one of the two is wrapped: save model.module.state_dict(), and load into model.module", "torch 2.15",
+    ),
+    Hint(
+        r"\w+", r"DataLoader worker \(pid[^)]*\).*killed by signal: (?:Killed|Bus error)",
+        "the memory or /dev/shm was full: fewer DataLoader workers, or a smaller batch", "torch 2.15",
+    ),
+    Hint(
+        r"(AttributeError|PicklingError|TypeError)", r"torch/utils/data/[^$]*(?:[Cc]an't|cannot) (?:pickle|get local)",
+        "spawned DataLoader workers pickle the data set: no lambdas, open files or local functions in it; "
+        "or leave multiprocessing_context out",
+        "torch 2.15",
+    ),
+    # ---- the host
+    Hint(r"(CUDA)?OutOfMemoryError|\w+", r"CUDA out of memory|OutOfMemoryError",
+         "the GPU is full: smaller batch, or see which process holds it: nvidia-smi", "torch 2.15"),
+    Hint(
+        r"\w+", r"^MemoryError|can't allocate memory|Cannot allocate memory",
+        "no memory left: smaller batch, or fewer ranks", "torch 2.15",
+    ),
+    Hint(r"\w+", r"No space left on device", "the disk or /dev/shm is full", "Linux"),
+    Hint(
+        r"(|SystemExit)", r"unrecognized arguments:.* --(?:nproc|nnodes|node[-_]rank|master|rdzv|max[-_]restarts)",
+        "the flags of phalanx run stand before the script: phalanx run --nproc-per-node 2 train.py", "Python 3.11",
+    ),
+    Hint(
+        r"(|SystemExit)", r"unrecognized arguments: --local[-_]rank",
+        "the script wants no --local-rank: leave --no-use-env out", "Python 3.11",
+    ),
+    Hint(
+        "ImportError", r"^ImportError",
+        "the package is there but not whole: try it alone with {python} -c 'import ...'", "Python 3.11",
+    ),
+)  # fmt: skip
+
+
+def hint_for(end: RankEnd, ends: Sequence[RankEnd] = (), *, num_oom_kills: int = 0, command: Sequence[str] = ()) -> str:
+    """Return what to do about it in one line; empty when nothing is known to help.
+
+    Args:
+        end: Of the rank that was the cause.
+        ends: Of all ranks.
+        num_oom_kills: By the kernel since the job began.
+        command: Of a rank: the interpreter and its script, or any program.
+    """
+    if end.returncode in (-signal.SIGKILL, _SHELLS_SIGKILL):
+        return _OUT_OF_MEMORY if num_oom_kills else _KILLED
+    if -end.returncode in _BY_SIGNAL and not end.raised:
+        return _BY_SIGNAL[signal.Signals(-end.returncode)]
+    kind = class_name(end.last_words.kind)
+    text = "\n".join([*end.last_words.lines, end.last_words.summary])
+    if end.is_victim and (finished := [other.rank for other in ends if other.returncode == 0]):
+        return (
+            f"rank {finished[0]} had finished while this one went on: give every rank equally many batches "
+            "(phalanx.DistributedSampler, drop_last=True), or train in `with model.join():`"
+        )
+    if kind == "EOFError" and "EOF when reading a line" in text and any(other.rank < end.rank for other in ends):
+        return "only the first rank has the terminal: call input() there, and broadcast_object_list the answer"
+    if found := re.search(r"^ModuleNotFoundError: No module named '([\w.]+)'", text, re.MULTILINE):
+        return _hint_for_module(found[1], list(command))
+    for hint in _HINTS:
+        if re.fullmatch(hint.kind, kind) and (found := re.search(hint.text, text, re.MULTILINE)):
+            return hint.advice.replace("{python}", command[0] if command else "python")
+    return _BY_SIGNAL.get(signal.Signals(-end.returncode), "") if -end.returncode in _BY_SIGNAL else ""
+
+
+def _hint_for_module(name: str, command: list[str]) -> str:
+    """Return the advice for a module that was not found: it may lie beside the script, but not on the path."""
+    python = command[0] if command else "python"
+    top, _, rest = name.partition(".")
+    script = command[1] if len(command) > 1 and not command[1].startswith("-") else ""
+    folder = os.path.dirname(os.path.abspath(script))
+    for place in dict.fromkeys((folder, os.getcwd(), os.path.dirname(folder))):
+        if not (os.path.isdir(os.path.join(place, top)) or os.path.isfile(os.path.join(place, f"{top}.py"))):
+            continue
+        if place == folder and script:
+            return f"{os.path.join(place, top)} has no module {rest!r}" if rest else ""
+        return f"{top!r} is in {place}, which is not on Python's path: PYTHONPATH={place} phalanx run ..."
+    return f"install it where the ranks run: {python} -m pip install {top}"

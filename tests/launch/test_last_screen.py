@@ -1,0 +1,182 @@
+"""What a user sees last when a job fails: the cause once, on one screen, with advice that is right."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.launch.failure import LastWords, RankEnd, report
+from phalanx.launch.folding import COLUMNS, ROWS, fold
+from phalanx.launch.hints import hint_for
+from tests.launch import mistakes
+from tests.launch.jobs import LIMIT_S, PHALANX_RUN
+
+NAMES = [mistake.__name__ for mistake in mistakes.MISTAKES]
+COMMAND = ("python", "mistakes.py")
+
+
+def num_rows(text):
+    return sum(max(1, -(-len(line) // COLUMNS)) for line in text.splitlines())
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """One job that makes one mistake after another: what was on its screen, and the folder of its logs."""
+    folder = tmp_path_factory.mktemp("job")
+    flags = ["--nproc-per-node", "2", "--shutdown-timeout", "5", "--max-restarts", str(len(NAMES) - 1)]
+    done = subprocess.run(
+        [*PHALANX_RUN, *flags, mistakes.__file__],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=6 * LIMIT_S,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    (logs,) = folder.glob("runs/mistakes/*/logs")
+    return done, logs
+
+
+def end_of(logs, name, rank=None, returncode=1):
+    """Return the end of the rank that raised in this attempt, as the supervisor records it."""
+    attempt = logs / f"attempt_{NAMES.index(name)}"
+    ends = []
+    for number in (0, 1):
+        words = LastWords.of((attempt / f"rank_{number}" / "stderr.log").read_bytes())
+        code = 1 if words.kind and returncode == 1 else 0 if returncode == 1 else returncode
+        ends.append(RankEnd(number, 4711, code, False, words, "logs", 0.0))
+    ends.sort(key=lambda end: (not end.last_words.kind, end.is_victim, end.rank))
+    return (ends[0] if rank is None else next(end for end in ends if end.rank == rank)), ends
+
+
+def screen_of(logs, name, **options):
+    culprit, ends = end_of(logs, name, **options)
+    return report(culprit, ends, hint=hint_for(culprit, ends, command=COMMAND))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_usual_mistake_fits_on_one_screen(job, name):
+    shown = screen_of(job[1], name)
+    assert num_rows(shown) < ROWS, shown
+    assert "site-packages" not in shown
+    assert "[rank" not in shown
+    assert "frame #" not in shown
+    if name != "exit_with_words" and "kill" not in name:
+        assert 'mistakes.py", line ' in shown or "mistakes.py:" in shown, shown
+
+
+def test_the_whole_screen_has_each_cause_once(job):
+    done, _ = job
+    assert "Traceback (most recent call last):\n" not in done.stderr.replace("Original Traceback", "")
+    assert "[rank0]" not in done.stderr
+    assert done.stderr.count("ValueError: bad learning rate") == 1
+    assert "[all ranks] " in done.stderr
+    assert not re.search(r"^\[rank \d\] .*printed by all ranks", done.stderr, re.M)
+    for said in re.split(r"^phalanx run: restart \d+ of \d+$", done.stderr, flags=re.M)[1:]:
+        assert num_rows(said) <= ROWS, said
+
+
+HINTS = [
+    ("name_device_ids_on_a_cpu", "on a CPU leave device_ids and output_device out"),
+    ("name_device_ids_to_ours", "leave it out on a CPU"),
+    ("use_torchs_syncbatchnorm", "phalanx.convert_sync_batchnorm(model)"),
+    ("use_nccl", 'on a CPU: init_process_group("phalanx")'),
+    ("set_a_gpu", "torch finds no GPU here"),
+    ("move_to_a_gpu", "torch finds no GPU here"),
+    ("have_fewer_batches", "give every rank equally many batches"),
+    ("read_input", "only the first rank has the terminal"),
+    ("name_an_empty_world", "leave rank and world_size out"),
+    ("import_what_is_missing", "python -m pip install no_such_package"),
+    ("pickle_a_lambda", "no lambdas, open files or local functions"),
+    ("give_a_negative_timeout", "must be more than 0 s"),
+    ("forget_to_init", "call phalanx.init()"),
+    ("load_a_wrapped_state", "load into model.module"),
+    ("give_gloo_other_sizes", "tensors of different sizes"),
+    ("reduce_float8", "can't be reduced (ReduceOp.SUM), only sent and copied; convert the tensor: tensor.float()"),
+    ("give_other_sizes", "called all_reduce with different sizes"),
+]
+
+
+@pytest.mark.parametrize(("name", "advice"), HINTS)
+def test_the_advice_is_right(job, name, advice):
+    shown = screen_of(job[1], name)
+    assert advice in shown, shown
+
+
+def test_errors_about_arguments_name_the_users_line(job):
+    for name in ("give_a_wrong_list", "name_a_wrong_root", "reduce_float8"):
+        words = end_of(job[1], name)[0].last_words
+        if words.kind == "ValueError" and words.message.startswith("rank "):
+            assert re.match(r"rank \d: \w+ at \S*mistakes\.py:\d+", words.message), words.message
+    assert end_of(job[1], "give_a_wrong_list")[0].last_words.message.startswith("rank 0: all_gather at ")
+
+
+def test_a_rank_that_knows_no_more_is_not_the_cause(job):
+    culprit, _ = end_of(job[1], "receive_another_size")
+    assert culprit.rank == 1
+    assert "does not fit" in culprit.last_words.message or "expects 32 bytes" in culprit.last_words.message
+
+
+def test_a_job_ends_with_its_victims_on_one_line():
+    dead = RankEnd(3, 10, -signal.SIGKILL, False, LastWords(), "logs", 0.0)
+    gone = LastWords("phalanx.RankFailed", "rank 0: all_reduce #4: rank 3 (pid 10) was killed", ())
+    ends = [RankEnd(rank, rank + 11, 1, False, gone, "logs", 1.0) for rank in (0, 1, 2, 4, 5)]
+    asked = [RankEnd(rank, rank + 11, -15, True, LastWords(), "logs", 1.0) for rank in (6, 7)]
+    assert report(dead, [dead, *ends, *asked], hint="") == (
+        "phalanx run: rank 3 (pid 10) was killed by SIGKILL; exit code 137\n"
+        "  ranks 0-2,4-5: RankFailed, because of it\n"
+        "  ranks 6-7: ended by phalanx run\n"
+        "  log: logs/stderr.log\n"
+    )
+
+
+def test_a_module_that_lies_elsewhere_is_found(tmp_path, monkeypatch):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "helpers.py").touch()
+    monkeypatch.chdir(tmp_path)
+    words = LastWords(
+        "ModuleNotFoundError", "No module named 'helpers'", ("ModuleNotFoundError: No module named 'helpers'",)
+    )
+    end = RankEnd(0, 1, 1, False, words, "logs", 0.0)
+    hint = hint_for(end, command=("python", "src/train.py"))
+    assert hint == f"'helpers' is in {tmp_path}, which is not on Python's path: PYTHONPATH={tmp_path} phalanx run ..."
+
+
+def test_many_frames_and_a_long_message_keep_the_innermost_and_the_advice():
+    frames = [line for n in range(30) for line in (f'  File "train.py", line {n}, in f', f"    f({n})")]
+    message = ["ValueError: first", *(f"  row {n}" for n in range(50)), "Do this."]
+    shown = fold(["Traceback (most recent call last):", *frames, *message], 20)
+    assert sum(max(1, -(-len(line) // COLUMNS)) for line in shown) <= 20
+    assert "    f(29)" in shown
+    assert "ValueError: first" in shown
+    assert shown[-1] == "Do this."
+
+
+def test_a_failure_before_ctrl_c_is_told(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
+        "    print('up', flush=True)\n"
+        "    while True: signal.pause()\n"
+        "sys.stdin.read(); signal.sigwait\n"
+        "while not os.path.exists('go'): pass\n"
+        "raise ValueError('bad learning rate')\n"
+    )
+    command = [*PHALANX_RUN, "--nproc-per-node", "2", "--no-preload", str(script)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as running:
+        assert running.stdout.readline() == "[rank 0] up\n"
+        (tmp_path / "go").touch()
+        assert running.stdout.readline() == "[rank 0] asked\n"
+        running.send_signal(signal.SIGINT)
+        running.send_signal(signal.SIGTERM)
+        _, err = running.communicate(timeout=LIMIT_S)
+    assert running.returncode in (130, 143), err
+    assert err.count("ValueError: bad learning rate") == 1
+    assert sys.executable not in err
