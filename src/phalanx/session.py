@@ -116,7 +116,7 @@ def init(
     exported: tuple[str, ...] = ()
     if owns_group:
         place = _place(rank, world_size)
-        store = _meet(place, init_method)
+        store = _meet(place, init_method, limit)
         place = place if place.knows_hosts else _place_by_hosts(place, store)
         chosen, reason = (backend, "") if backend else _choose_backend()
         on = _choose_device(device, chosen, place)
@@ -124,7 +124,6 @@ def init(
         try:
             dist.init_process_group(
                 chosen,
-                init_method=None if store else init_method,
                 store=store,
                 rank=place.rank,
                 world_size=place.world_size,
@@ -217,16 +216,15 @@ def _contract(place: Placement, store: Any) -> dict[str, str]:
 # ---------------------------------------------------------------- how ranks meet
 
 
-def _meet(place: Placement, init_method: str | None) -> Any:
-    """Return the store in which the ranks find each other; None if ``init_process_group`` is to make it."""
+def _meet(place: Placement, init_method: str | None, timeout: timedelta | None) -> Any:
+    """Return the store in which the ranks have met."""
     import torch.distributed as dist
 
+    from phalanx.rendezvous import meet
+
     if init_method or (place.master_addr and place.master_port):
-        if place.knows_hosts:
-            return None
         url = init_method or f"tcp://{place.master_addr}:{place.master_port}"
-        store, _, _ = next(dist.rendezvous(url, rank=place.rank, world_size=place.world_size))
-        return store
+        return meet(url, place.rank, place.world_size, timeout)
     if place.world_size == 1:
         return dist.HashStore()
     if not place.knows_hosts:
@@ -326,13 +324,7 @@ def meet_under_scheduler() -> tuple[Any, int, int] | None:
     place = detect(environ)
     if place is None:
         return None
-    store = _meet(place, None)
-    if store is None:
-        import torch.distributed as dist
-
-        url = f"tcp://{place.master_addr}:{place.master_port}"
-        store, _, _ = next(dist.rendezvous(url, rank=place.rank, world_size=place.world_size))
-    return store, place.rank, place.world_size
+    return _meet(place, None, None), place.rank, place.world_size
 
 
 def _launcher_of(rank_variable: str) -> str:

@@ -203,6 +203,7 @@ _HINTS_BY_SIGNAL = {
 }
 
 _HINTS_BY_TEXT = (
+    (r"doesn't have MPI built in", "this torch has no MPI: use init_process_group('phalanx'), or gloo"),
     (r"^ModuleNotFoundError: No module named '([\w]+)", "install it where the ranks run: {python} -m pip install {1}"),
     (r"^ImportError", "the package is there but not whole: try it alone with {python} -c 'import ...'"),
     (r"EADDRINUSE|[Aa]ddress already in use", "the port is taken: leave --master-port out, and a free one is used"),

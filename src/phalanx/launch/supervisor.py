@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from phalanx import _env
 from phalanx._cgroups import count_oom_kills
+from phalanx._launched import Notes
 from phalanx.launch.attempts import run_on_this_node
 from phalanx.launch.cpus import Share
 from phalanx.launch.descriptors import descriptor_problem, open_streams, raise_descriptor_limit
@@ -99,6 +100,7 @@ class Supervisor:
             self._job, self, self._err, os.path.join(self._folder.path, "standby.log"), self._descriptors
         )
         self._snapshots = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
+        self._notes = Notes()
         self._start_warden(self._job.divide(self._job.num_local_ranks).shares)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
         return self
@@ -159,6 +161,7 @@ class Supervisor:
             output.close()
         self._selector.close()
         os.close(self._snapshots)
+        self._notes.close()
         signal.set_wakeup_fd(-1)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -213,8 +216,11 @@ class Supervisor:
             self.wait()
         if self.received is not None:
             return None
+        self._notes.clear()
         for local_rank, rank in enumerate(self._ranks):
-            environ = rank_environment(attempt, local_rank, os.path.abspath(os.path.join(rank.folder, "error.json")))
+            error_file = os.path.abspath(os.path.join(rank.folder, "error.json"))
+            environ = rank_environment(attempt, local_rank, error_file)
+            environ |= attempt.launch("phalanx run", self._notes.path, local_rank)
             self._start_rank(rank, local_rank, environ, shares[local_rank])
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
         self.began_s = time.monotonic()
@@ -344,6 +350,7 @@ class Supervisor:
     def _rank_ended(self, pid: int, status: int) -> None:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
         end = rank.record_end(status)
+        self._notes.note_end(end.rank, end.pid, end.returncode, end.last_words.summary if end.raised else "")
         if end.failed and self._first_failure_s is None:
             self._first_failure_s = end.when_s
 
