@@ -53,12 +53,12 @@ class Session:
             _current.num_blocks += 1
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if _current is None or _current.session is not self:  # shut down in the block
             return
         _current.num_blocks -= 1
         if _current.num_blocks == 0:  # the outermost
-            _end(aborting=kind is not None)
+            _end(error)
 
 
 @dataclasses.dataclass
@@ -106,7 +106,7 @@ def init(
     limit = _as_timedelta(timeout)
     arguments = (backend, device, timeout, init_method, rank, world_size)
     if _current is not None and not dist.is_initialized():
-        _end(aborting=False)  # the script has ended the group by itself
+        _end(None)  # the script has ended the group by itself
     if _current is not None:
         if arguments not in (_current.arguments, (None,) * len(arguments)):
             raise RuntimeError("phalanx.init was called before with other arguments: call phalanx.shutdown() first")
@@ -159,10 +159,11 @@ def shutdown() -> None:
 
     A group that was there before `init` stays.
     """
-    _end(aborting=False)
+    _end(None)
 
 
-def _end(*, aborting: bool) -> None:
+def _end(error: BaseException | None) -> None:
+    """End the session; an error is told to the ranks that wait for this one."""
     global _current
     if _current is None:
         return
@@ -174,7 +175,11 @@ def _end(*, aborting: bool) -> None:
 
     if not dist.is_initialized():  # the script has ended it
         return
-    if aborting and "nccl" in ended.session.backend:
+    if error is not None and "phalanx" in ended.session.backend:
+        from phalanx.backend import leave_groups
+
+        leave_groups(error)
+    if error is not None and "nccl" in ended.session.backend:
         dist.distributed_c10d._abort_process_group()  # its peers may never come: destroying would wait for them
     else:
         dist.destroy_process_group()

@@ -176,7 +176,7 @@ def test_ranks_started_by_hand_say_whom_they_wait_for(run_ranks, capfd):
     assert " s for rank 0 to listen at 127.0.0.1:" in said
     assert "(connection refused). Start rank 0" in said
     assert " s for rank 2 at 127.0.0.1:" in said
-    assert "world_size is 3. Every rank must call init_process_group" in said
+    assert "WORLD_SIZE is 3. Every rank must call init_process_group" in said
     assert said.count("phalanx: rank 1") <= 3  # ever more seldom
 
 
@@ -245,3 +245,17 @@ def test_backend_mpi_on_a_torch_without_it_gets_advice(tmp_path):
         pytest.skip("this torch has MPI")
     done = run_job(tmp_path, "import torch.distributed as dist\ndist.init_process_group('mpi')\n", num_ranks=1)
     assert "hint: this torch has no MPI: use init_process_group('phalanx')" in done.stderr, sys.version
+
+
+def test_a_spawn_that_means_nothing_shows_the_right_one():
+    lock = threading.Lock()
+    for fn, nprocs, said in (
+        (print, 0, "nprocs must be a whole number of at least 1, got 0; right: phalanx.spawn(fn, args=(first, "),
+        (print, -2, "got -2; right: "),
+        ("train", 2, "fn must be a function, got 'train'; right: "),
+        (lambda rank: lock, 2, "<lambda> or its arguments can't be sent to another process: "),
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            phalanx.spawn(fn, nprocs=nprocs)
+        assert said in str(caught.value)
+        assert caught.value.__cause__ is None

@@ -18,6 +18,7 @@ behind. Waits of the core keep the same deadline themselves.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx._errors import GroupAborted, GroupUnusable
+from phalanx._errors import GroupAborted, GroupUnusable, RankFailed
 from phalanx.backend._calls import LATE, Call
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
@@ -610,8 +611,19 @@ class BridgedGroup:
         )
         self._failures.end(error, "abort", 0, "abort", "abort()")
 
-    def leave(self) -> None:
-        if not self._failures.is_forked:
+    def leave(self, why: str = "") -> None:
+        if why and not self._failures.ended:
+            who = self._place.describe(self._place.rank)
+            error = RankFailed(
+                f"{who} has left the group because of {why}\nLook at what it printed last.",
+                ranks=(self._place.global_rank,),
+                pid=os.getpid(),
+                exit_code=None,
+                signal=None,
+                is_own=True,
+            )
+            self._failures.end(error, "leave", 0, "leave", "leave()")
+        elif not self._failures.is_forked:
             self._tasks.drain(1.0)
         self._failures.leave()
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would not end

@@ -33,6 +33,7 @@ from phalanx.launch.warden_client import Warden
 
 _KILL_WAIT_S = 5.0  # after SIGKILL: only the kernel can make this pass
 _CAUSE_WAIT_S = 3.0  # for the cause of a victim's failure: a rank may take that long from its exception to its end
+_SAME_WAIT_S = 0.5  # for the others to raise what one has raised, where that decides on a restart
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
 _STDOUT, _STDERR = 1, 2
@@ -231,7 +232,12 @@ class Supervisor:
                 self.stop_attempt()
             self._keep_deadline()
         self._deadline = None
-        return self._warden_failure or find_culprit([rank.end for rank in self._ranks if rank.end])
+        return self._warden_failure or find_culprit(self.ends)
+
+    @property
+    def ends(self) -> list[RankEnd]:
+        """How the ranks of the last attempt have ended."""
+        return [rank.end for rank in self._ranks if rank.end]
 
     def _open_ranks(self, attempt: Attempt) -> None:
         job = self._job
@@ -378,7 +384,7 @@ class Supervisor:
         """End the others once the cause of a failure is known, or has had time enough to show."""
         if self._first_failure_s is None or self._ending_by is not None:
             return
-        culprit = find_culprit([rank.end for rank in self._ranks if rank.end])
+        culprit = find_culprit(self.ends)
         assert culprit is not None
         if culprit.is_victim:
             awaited = any(rank.end is None for rank in self._ranks)
@@ -386,6 +392,8 @@ class Supervisor:
             silent = culprit.returncode > 0 and not culprit.last_words.kind
             awaited = silent and any(rank.end is None and rank.said_why for rank in self._ranks)
         give_up_s = self._first_failure_s + _CAUSE_WAIT_S
+        if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
+            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + _SAME_WAIT_S
         if culprit.made_room:  # and so will the others
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
@@ -468,7 +476,7 @@ class Supervisor:
         hint = hint_for(culprit, num_oom_kills=count_oom_kills() - self._num_oom_kills, python=sys.executable)
         self._out.end_line()
         self._err.end_line()
-        self._err.write(printable(report(culprit, [rank.end for rank in self._ranks if rank.end], hint=hint)))
+        self._err.write(printable(report(culprit, self.ends, hint=hint)))
 
 
 def _bits(streams: tuple[int, ...], local_rank: int) -> int:

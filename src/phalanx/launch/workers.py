@@ -69,7 +69,11 @@ class Workers:
         try:
             call = dumps((Function.of(fn), tuple(args)))
         except Exception as error:
-            raise TypeError(f"{fn!r} or its arguments can't be sent to another process: {error}") from error
+            name = getattr(fn, "__qualname__", repr(fn))
+            raise TypeError(
+                f"{name} or its arguments can't be sent to another process: {error}. Make in the function itself what "
+                "can't be pickled, such as locks, open files and connections, or define it at the top of a module"
+            ) from None
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-ranks-")
         self._port = ReservedPort()
         self._notes = Notes()

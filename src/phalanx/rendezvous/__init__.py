@@ -33,10 +33,11 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Meeting]]) 
         torchs: torch's own handler of such a URL.
     """
     backend, where = caller()
-    concerns_us = backend is not None and ("phalanx" in backend.lower() or launch_of(_env.environment()) is not None)
-    if backend is None or not (concerns_us or _misspells_us(backend)):
+    if backend is None:
         return torchs()
     _check_backend(backend, where)
+    if "phalanx" not in backend.lower() and launch_of(_env.environment()) is None:
+        return torchs()
     asked = read_url(url, timeout, where)
     if asked is None:
         return torchs()
@@ -90,15 +91,10 @@ def _name_rival(asked: Asked, patience: Patience) -> None:
     RollCall(store, asked, patience).raise_rival()
 
 
-def _misspells_us(backend: str) -> bool:
-    name = backend.lower()
-    return name not in dist.Backend.backend_list and bool(_env.did_you_mean(name, ["phalanx"]))
-
-
 def _check_backend(backend: str, where: str) -> None:
-    if _misspells_us(backend):
-        known = [name for name in dist.Backend.backend_list if name != "undefined"]
-        raise ValueError(
-            f"init_process_group at {where}: unknown backend {backend!r}{_env.did_you_mean(backend.lower(), known)} "
-            f"There are {', '.join(sorted(known))}."
-        )
+    """Raise ValueError for a name that misspells ours; torch would first wait for all ranks, and then not know it."""
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]
+        guess = _env.did_you_mean(name, ["phalanx"])
+        if name and guess and name not in dist.Backend.backend_list:
+            raise ValueError(f"init_process_group at {where}: unknown backend {backend!r}{guess}")

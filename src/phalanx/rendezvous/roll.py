@@ -24,7 +24,7 @@ from phalanx.rendezvous.asked import Asked
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.server import who_left
 
-_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.02  # between questions to the store
+_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.005  # between questions to the store
 _MANY = 50  # ranks
 _LOOK_S = 0.2  # between looks at whether those who are awaited can't come
 _PART_S = 0.5  # for the others to read why, before rank 0 takes the store with it
@@ -161,12 +161,12 @@ class RollCall:
         those = _ranks(self._missing) if self._missing else "rank 0 to call the roll"
         self._patience.awaits = (
             f"{those} at {self._asked.point}",
-            f"world_size is {self._asked.world_size}. {_ADVICE}",
+            f"WORLD_SIZE is {self._asked.world_size}. {_ADVICE}",
         )
         if self._patience.left_s <= 0.001:
             self._fail(
                 f"timed out after {self._asked.timeout_s:g} s: {those} did not come to {self._asked.point}, and "
-                f"world_size is {self._asked.world_size}. {_ADVICE}.",
+                f"WORLD_SIZE is {self._asked.world_size}. {_ADVICE}.",
                 tuple(self._missing),
                 kind=CollectiveTimeout,
             )
