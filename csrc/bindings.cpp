@@ -287,7 +287,7 @@ void bind_group(nb::module_& m) {
     g.board().set_timeout(bounded(timeout_s));
   });
   group.def("abort", &Group::abort, nb::arg("why"), nb::call_guard<nb::gil_scoped_release>());
-  group.def("leave", &Group::leave, nb::call_guard<nb::gil_scoped_release>());
+  group.def("leave", &Group::leave, nb::arg("why") = "", nb::call_guard<nb::gil_scoped_release>());
   // `look` is called now and then while this rank waits; what it raises ends the wait, and the group.
   group.def("join", [](Group& g, double timeout_s, nb::object look) {
     JoinHooks hooks(look);

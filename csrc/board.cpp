@@ -191,7 +191,7 @@ Board::~Board() {
     g_boards.all.erase(this);
   }
   if (forked()) return;  // a forked child is no rank: it only unmaps
-  depart();
+  depart("");
   const std::size_t bytes = header_->region_bytes;
   // ACQ_REL: the last to leave comes after everybody else's last access.
   if (header_->attached.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
@@ -386,7 +386,8 @@ std::optional<Failure> Board::find_dead(const Wait& wait, const MissingFn& missi
 }
 
 std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
-  const bool departed = members_[r].state.load(std::memory_order_acquire) == MemberState::kDeparted;
+  const MemberState state = members_[r].state.load(std::memory_order_acquire);  // pairs with depart()
+  const bool departed = state == MemberState::kDeparted || state == MemberState::kFell;
   const PeerWatch* watch = nullptr;
   try {
     watch = departed ? nullptr : watch_of(r);
@@ -395,15 +396,19 @@ std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
   if (!departed && (watch == nullptr || !watch->dead())) return std::nullopt;
   const Ending ending = departed ? Ending{} : watch->ending();
   const std::string who = "rank " + std::to_string(global(r));
+  const bool fell = state == MemberState::kFell;
+  const std::string how = fell       ? "has left the group because of " + read_text(members_[r].site)
+                          : departed ? "has left the group (destroy_process_group)"
+                                     : ending.text();
   // Whoever ends in order while others go on had fewer batches, or has caught what went wrong.
   const std::string advice =
-      departed || (ending.signal == 0 && ending.exit_code == 0)
+      !fell && (departed || (ending.signal == 0 && ending.exit_code == 0))
           ? "If it printed no error, it had less to do: give every rank equally many batches (DistributedSampler, "
             "drop_last=True), or use join()."
           : "Look at what " + who + " printed last; this rank is only its victim.";
   Failure found = failure(FailureKind::kRankFailed, wait,
-                          where(wait) + ": " + who + " (pid " + std::to_string(members_[r].pid) + ") " +
-                              (departed ? "has left the group (destroy_process_group)" : ending.text()) + "\n" + advice,
+                          where(wait) + ": " + who + " (pid " + std::to_string(members_[r].pid) + ") " + how + "\n" +
+                              advice,
                           {global(r)});
   found.pid = members_[r].pid;
   found.exit_code = ending.exit_code;
@@ -533,13 +538,16 @@ void Board::abort(const std::string& why) {
   end(Failure(FailureKind::kAborted, "rank " + std::to_string(global(rank())) + ": " + why, {global(rank())}));
 }
 
-void Board::depart() {
+void Board::depart(const std::string& why) {
   {
     std::lock_guard lock(ended_mutex_);
     if (!ended()) why_ended_ = "it was destroyed on this rank";
     ended_.store(true, std::memory_order_release);
   }
-  members_[rank()].state.store(MemberState::kDeparted, std::memory_order_release);
+  if (members_[rank()].state.load(std::memory_order_relaxed) == MemberState::kFell) return;  // that has been said
+  if (!why.empty()) write_text(members_[rank()].site, why);
+  // RELEASE publishes the text; pairs with is_dead().
+  members_[rank()].state.store(why.empty() ? MemberState::kDeparted : MemberState::kFell, std::memory_order_release);
   ring_all();
 }
 

@@ -146,8 +146,8 @@ class Board {
   Failure end(Failure failure);
   /// End the group from another thread: every wait in it, here and at the peers, ends.
   void abort(const std::string& why);
-  /// Say goodbye to the peers. Later operations fail.
-  void depart();
+  /// Say goodbye to the peers, and why if an error is the reason. Later operations fail.
+  void depart(const std::string& why);
   /// True in a child forked after the group was made: it must touch nothing.
   bool forked() const;
   bool ended() const { return ended_.load(std::memory_order_acquire); }

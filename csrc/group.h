@@ -38,14 +38,15 @@ class Group {
   }
 
   /// Leave the group: finish what is queued (briefly), say goodbye, stop the threads. Idempotent.
-  void leave() {
+  /// `why`, the error that is the reason, leaves no time for what is queued, and is told to the peers.
+  void leave(const std::string& why = "") {
     if (board_.forked()) return;  // the parent is the rank, and has the threads
     if (left_.exchange(true, std::memory_order_acq_rel)) return;  // perhaps in another thread
     constexpr double kDrainSeconds = 1;
     // In a signal handler, what it interrupted cannot finish.
-    if (!board_.ended() && (worker_.interrupted() || !worker_.drain(kDrainSeconds)))
+    if (why.empty() && !board_.ended() && (worker_.interrupted() || !worker_.drain(kDrainSeconds)))
       abort("the group was destroyed with operations unfinished");
-    board_.depart();
+    board_.depart(why);
     worker_.stop();
     p2p_.stop();
   }

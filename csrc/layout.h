@@ -46,7 +46,8 @@ struct SharedText {
   std::atomic<std::uint64_t> words[kWords];
 };
 
-enum class MemberState : std::uint32_t { kAbsent = 0, kJoined, kDeparted };
+/// kFell: departed because of an error, which `site` then tells.
+enum class MemberState : std::uint32_t { kAbsent = 0, kJoined, kDeparted, kFell };
 
 /// Who a rank is and where it stands. Identity is written once, before `state` is released.
 struct alignas(kCacheLine) Member {

@@ -114,11 +114,15 @@ _FLAGS = """
 """
 SNAPSHOT_VARIABLE = "PHALANX_SNAPSHOTS"
 """Set by ``phalanx run`` for its ranks: the file in which they keep snapshots of their state."""
+LAUNCH_VARIABLE = "PHALANX_LAUNCH"
+"""Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they may know of the launch, see `_launched`."""
 FOLDER_VARIABLE = "PHALANX_RUN_FOLDER"
 """Where a `Trainer` keeps its run, whatever folder it was given."""
 PREEMPTED_CODE = 75
 """Exit code of a rank that was asked to make room and has saved: EX_TEMPFAIL, try again later."""
-LAUNCH_VARIABLES = frozenset((SNAPSHOT_VARIABLE, FOLDER_VARIABLE, *(f"PHALANX_{flag}" for flag in _FLAGS.split())))
+LAUNCH_VARIABLES = frozenset(
+    (SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, FOLDER_VARIABLE, *(f"PHALANX_{flag}" for flag in _FLAGS.split()))
+)
 
 
 def environment() -> dict[str, str]:

@@ -14,7 +14,7 @@ def register() -> None:
 
     if dist.is_available() and "PHALANX" not in dist.Backend._plugins:
         dist.Backend.register_backend("phalanx", _create_group, extended_api=True, devices=["cpu"])
-        _meet_under_schedulers()
+        _watch_rendezvous()
 
 
 def autoload() -> None:
@@ -27,22 +27,30 @@ def autoload() -> None:
         warnings.warn(f"the phalanx backend could not be registered: {error!r}", RuntimeWarning, stacklevel=2)
 
 
-def _meet_under_schedulers() -> None:
-    """Let ``env://`` understand mpirun and the like, which torch's own does not: it finds no RANK and gives up."""
+def _watch_rendezvous() -> None:
+    """Have ranks meet by `phalanx.rendezvous`, where that is for it to do, and not in silence inside native code.
+
+    And let ``env://`` understand mpirun and the like, which torch's own does not: it finds no RANK and gives up.
+    """
     import sys
 
     handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
-    torchs = handlers["env"]
 
-    def rendezvous(url: str, timeout: Any = None, **options: Any) -> Any:
-        from phalanx.session import meet_under_scheduler
+    def watched(torchs: Any) -> Any:
+        def handler(url: str, timeout: Any = None, **options: Any) -> Any:
+            from phalanx.rendezvous import rendezvous
+            from phalanx.session import meet_under_scheduler
 
-        found = None if "=" in url else meet_under_scheduler()
-        if found is not None:
-            return iter([found])
-        return torchs(url, **({} if timeout is None else {"timeout": timeout}), **options)
+            found = meet_under_scheduler() if url.startswith("env:") and "=" not in url else None
+            if found is not None:
+                return iter([found])
+            given = {} if timeout is None else {"timeout": timeout}
+            return rendezvous(url, timeout, lambda: torchs(url, **given, **options))
 
-    handlers["env"] = rendezvous
+        return handler
+
+    for scheme in ("env", "tcp", "file"):
+        handlers[scheme] = watched(handlers[scheme])
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:

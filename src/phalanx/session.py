@@ -57,12 +57,12 @@ class Session(LoopTools):
             _current.num_blocks += 1
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if _current is None or _current.session is not self:  # shut down in the block
             return
         _current.num_blocks -= 1
         if _current.num_blocks == 0:  # the outermost
-            _end(aborting=kind is not None)
+            _end(error)
 
 
 @dataclasses.dataclass
@@ -128,7 +128,7 @@ def init(
     limit = _as_timedelta(timeout)
     arguments = (backend, device, timeout, init_method, rank, world_size)
     if _current is not None and not dist.is_initialized():
-        _end(aborting=False)  # the script has ended the group by itself
+        _end(None)  # the script has ended the group by itself
     if _current is not None:
         if arguments not in (_current.arguments, (None,) * len(arguments)):
             raise RuntimeError("phalanx.init was called before with other arguments: call phalanx.shutdown() first")
@@ -138,7 +138,7 @@ def init(
     exported: tuple[str, ...] = ()
     if owns_group:
         place = _place(rank, world_size)
-        store = _meet(place, init_method)
+        store = _meet(place, init_method, limit)
         place = place if place.knows_hosts else _place_by_hosts(place, store)
         chosen, reason = (backend, "") if backend else _choose_backend()
         on = _choose_device(device, chosen, place)
@@ -146,7 +146,6 @@ def init(
         try:
             dist.init_process_group(
                 chosen,
-                init_method=None if store else init_method,
                 store=store,
                 rank=place.rank,
                 world_size=place.world_size,
@@ -182,10 +181,11 @@ def shutdown() -> None:
 
     A group that was there before `init` stays.
     """
-    _end(aborting=False)
+    _end(None)
 
 
-def _end(*, aborting: bool) -> None:
+def _end(error: BaseException | None) -> None:
+    """End the session; an error is told to the ranks that wait for this one."""
     global _current
     if _current is None:
         return
@@ -197,7 +197,11 @@ def _end(*, aborting: bool) -> None:
 
     if not dist.is_initialized():  # the script has ended it
         return
-    if aborting and "nccl" in ended.session.backend:
+    if error is not None and "phalanx" in ended.session.backend:
+        from phalanx.backend import leave_groups
+
+        leave_groups(error)
+    if error is not None and "nccl" in ended.session.backend:
         dist.distributed_c10d._abort_process_group()  # its peers may never come: destroying would wait for them
     else:
         dist.destroy_process_group()
@@ -239,16 +243,15 @@ def _contract(place: Placement, store: Any) -> dict[str, str]:
 # ---------------------------------------------------------------- how ranks meet
 
 
-def _meet(place: Placement, init_method: str | None) -> Any:
-    """Return the store in which the ranks find each other; None if ``init_process_group`` is to make it."""
+def _meet(place: Placement, init_method: str | None, timeout: timedelta | None) -> Any:
+    """Return the store in which the ranks have met."""
     import torch.distributed as dist
 
+    from phalanx.rendezvous import meet
+
     if init_method or (place.master_addr and place.master_port):
-        if place.knows_hosts:
-            return None
         url = init_method or f"tcp://{place.master_addr}:{place.master_port}"
-        store, _, _ = next(dist.rendezvous(url, rank=place.rank, world_size=place.world_size))
-        return store
+        return meet(url, place.rank, place.world_size, timeout)
     if place.world_size == 1:
         return dist.HashStore()
     if not place.knows_hosts:
@@ -348,13 +351,7 @@ def meet_under_scheduler() -> tuple[Any, int, int] | None:
     place = detect(environ)
     if place is None:
         return None
-    store = _meet(place, None)
-    if store is None:
-        import torch.distributed as dist
-
-        url = f"tcp://{place.master_addr}:{place.master_port}"
-        store, _, _ = next(dist.rendezvous(url, rank=place.rank, world_size=place.world_size))
-    return store, place.rank, place.world_size
+    return _meet(place, None, None), place.rank, place.world_size
 
 
 def _launcher_of(rank_variable: str) -> str:

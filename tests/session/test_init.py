@@ -280,7 +280,12 @@ def test_a_group_that_the_script_made_is_adopted_and_left_alone(run_ranks):
 def test_an_exception_in_the_block_is_the_cause_and_nobody_hangs(run_ranks):
     with pytest.raises(phalanx.RankError, match=r"rank 1 .* raised KeyError") as caught:
         run_ranks(raise_inside, 2, init=False, timeout_s=20)
-    assert type(caught.value.outcomes[0].error).__name__ == "RankFailed"
+    peer = caught.value.outcomes[0].error
+    assert type(peer).__name__ == "RankFailed"
+    assert "has left the group because of KeyError: 'learning_rate'" in str(peer)
+    with pytest.raises(phalanx.RankError) as caught:
+        run_ranks(raise_inside, 2, init=False, timeout_s=20, hosts=[1, 1])
+    assert "has left the group because of KeyError: 'learning_rate'" in str(caught.value.outcomes[0].error)
 
 
 def test_the_timeout_is_in_seconds(spawn_ranks):

@@ -70,6 +70,13 @@ def install_as_default() -> None:
     dist.Backend.default_device_backend_map["cpu"] = "phalanx"
 
 
+def leave_groups(error: BaseException) -> None:
+    """Leave every group of this process because of an error, which the ranks that wait for this one are told."""
+    why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    for group in kept_groups():
+        group._operations.shutdown(why)
+
+
 def create_group(options: Any, backend_options: Any) -> ProcessGroup:
     """Make the group that ``init_process_group`` or ``new_group`` asks for; torch calls this.
 

@@ -18,6 +18,7 @@ behind. Waits of the core keep the same deadline themselves.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx._errors import GroupAborted, GroupUnusable
+from phalanx._errors import GroupAborted, GroupUnusable, RankFailed
 from phalanx.backend._calls import LATE, Call
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
@@ -654,14 +655,25 @@ class BridgedGroup:
         )
         self._failures.end(error, "abort", 0, "abort", "abort()")
 
-    def leave(self) -> None:
+    def leave(self, why: str = "") -> None:
+        if why and not self._failures.ended:
+            who = self._place.describe(self._place.rank)
+            error = RankFailed(
+                f"{who} has left the group because of {why}\nLook at what it printed last.",
+                ranks=(self._place.global_rank,),
+                pid=os.getpid(),
+                exit_code=None,
+                signal=None,
+                is_own=True,
+            )
+            self._failures.end(error, "leave", 0, "leave", "leave()")
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would not end
             _keep_for_ever(self)
             self._failures.leave()
             self._core.leave()
             return
         may_wait = not self._tasks.runs_here  # in a signal handler, what it interrupted can't finish
-        if may_wait:
+        if may_wait and not why:
             self._tasks.drain(_LEAVE_S)
         self._failures.leave()
         self._close_threads()

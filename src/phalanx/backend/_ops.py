@@ -636,10 +636,14 @@ class Operations:
         """Set the deadline of operations that name none."""
         self._core.set_timeout(timeout.total_seconds())
 
-    def shutdown(self) -> None:
-        """Leave the group. Peers that still wait for this rank get RankFailed. Idempotent."""
+    def shutdown(self, why: str = "") -> None:
+        """Leave the group. Peers that still wait for this rank get RankFailed. Idempotent.
+
+        Args:
+            why: The error that is the reason, for the peers.
+        """
         core, self._core = self._core, _Destroyed(self._name)
-        core.leave()
+        core.leave(why)
         while self._in_flight:  # a work holds the core, and so the memory of the group
             self._in_flight.popitem()[0].let_go()
         self._coalescing = None
@@ -652,7 +656,7 @@ class _Destroyed:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def leave(self) -> None:
+    def leave(self, why: str = "") -> None:
         pass
 
     def __getattr__(self, op: str) -> object:

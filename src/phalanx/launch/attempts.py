@@ -7,8 +7,10 @@ counts as progress is a newer snapshot in the supervisor's memory, whole on ever
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from phalanx._cgroups import count_oom_kills
@@ -16,8 +18,11 @@ from phalanx._snapshots import announce_restart, common_heads, forbid
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import RankEnd, brief_report
 from phalanx.launch.job import Job
+from phalanx.launch.notes import modules_file
 from phalanx.launch.ports import ReservedPort, port_problem
+from phalanx.launch.tracebacks import class_name
 
+_SITE = re.compile(r'^\s*File "(.+)", line (\d+)')
 _AT_ONCE_S = 10.0  # a rank that fails sooner than this can't start; slow imports are part of it
 
 
@@ -28,6 +33,8 @@ class Ranks(Protocol):
     began_s: float
     spared: list[int]
 
+    @property
+    def ends(self) -> list[RankEnd]: ...
     def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> RankEnd | None: ...
     def stop_attempt(self) -> None: ...
     def wait(self, timeout_s: float | None = None) -> None: ...
@@ -70,7 +77,7 @@ def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | Non
             continue
         if culprit.made_room:
             return culprit
-        steps = course.after_failure(culprit, lived_s=culprit.when_s - ranks.began_s)
+        steps = course.after_failure(culprit, ranks.ends, lived_s=culprit.when_s - ranks.began_s)
         if course.is_over:
             for step in steps:
                 ranks.say(step)
@@ -141,7 +148,7 @@ class Course:
             f"{self._note}, from the last snapshot"
         )
 
-    def after_failure(self, culprit: RankEnd, *, lived_s: float) -> list[str]:
+    def after_failure(self, culprit: RankEnd, ends: Sequence[RankEnd], *, lived_s: float) -> list[str]:
         """Choose what follows the failed attempt; return the lines to be said."""
         job, most = self._job, self._job.num_local_ranks
         has_progress = _is_ahead(_newest_steps(self._fd), self._steps_before)
@@ -155,6 +162,10 @@ class Course:
         if self._num_restarts == job.max_restarts:
             self.is_over = True
             return []
+        mistake = "" if has_progress or lived_s >= _AT_ONCE_S or job.min_local_ranks < most else _common_mistake(ends)
+        if mistake:
+            self.is_over = True
+            return [f"not started again: every rank raised {mistake}, before any progress, and would again"]
         number, proven, steps = self.num_ranks, self._proven, []
         if has_progress and self.num_ranks < most:
             number, proven = most, self.num_ranks
@@ -187,6 +198,27 @@ class Course:
     @property
     def _bounds(self) -> str:
         return f"{self._job.min_local_ranks} to {self._job.num_local_ranks}"
+
+
+def _common_mistake(ends: Sequence[RankEnd]) -> str:
+    """Return the exception, with its line, that every rank raised before it trained; nothing if they differ."""
+    found = set()
+    for end in ends:
+        places = [site for line in end.last_words.lines if (site := _SITE.match(line))]
+        has_trained = os.path.exists(modules_file(end.folder))
+        if (
+            has_trained
+            or not places
+            or not end.last_words.kind
+            or end.is_victim
+            or (end.returncode != 1 and not end.asked)
+        ):
+            return ""
+        found.add((class_name(end.last_words.kind), places[-1][1], places[-1][2]))
+    if len(found) != 1:
+        return ""
+    kind, path, number = found.pop()
+    return f"{kind} at {os.path.basename(path)}:{number}"
 
 
 def _reserve_port(ranks: Ranks, job: Job) -> ReservedPort:

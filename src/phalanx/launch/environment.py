@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from phalanx import _env
+from phalanx._launched import Launch
+
 # Read by the pools of OpenMP, MKL, OpenBLAS and numexpr.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -46,6 +49,13 @@ class Attempt:
     run_id: str = "none"
     restart_count: int = 0
     max_restarts: int = 0
+
+    def launch(self, launcher: str, notes: str, rank: int) -> dict[str, str]:
+        """Return what tells a rank where this launch's notes are; nothing if there are ranks on other nodes."""
+        if self.num_nodes > 1:
+            return {}
+        launch = Launch(launcher, notes, rank, self.world_size, self.master_addr, self.master_port)
+        return {_env.LAUNCH_VARIABLE: launch.to_text()}
 
 
 def rank_environment(attempt: Attempt, local_rank: int, error_file: str) -> dict[str, str]:

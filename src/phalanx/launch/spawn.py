@@ -18,6 +18,7 @@ from phalanx.launch.workers import Workers
 
 _VICTIM_WAIT_S = 3.0  # for the cause of a victim's failure to show
 _GRACE_S = 5.0  # between SIGTERM or Ctrl-C and SIGKILL
+_RIGHT = "right: phalanx.spawn(fn, args=(first, second), nprocs=2)"
 _NO_GUARD = 88  # exit code of a rank whose import of the script comes to spawn again
 
 
@@ -45,11 +46,13 @@ def spawn(
     Raises:
         RankError: A rank raised or died; names the first true failure and has its remote traceback. Its ``__cause__``
             is the exception itself.
-        TypeError: `fn` or `args` can't be sent to another process.
+        TypeError: `fn` is no function, or `fn` or `args` can't be sent to another process.
         ValueError: `nprocs` is no whole number of at least 1.
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function, got {fn!r}; {_RIGHT}")
     if not isinstance(nprocs, int) or nprocs < 1:
-        raise ValueError(f"nprocs must be a whole number of at least 1, got {nprocs!r}")
+        raise ValueError(f"nprocs must be a whole number of at least 1, got {nprocs!r}; {_RIGHT}")
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise TypeError(f"args must be a tuple, got {args!r}; right: phalanx.spawn(fn, args=({args!r},))")
     if getattr(multiprocessing.current_process(), "_inheriting", False):

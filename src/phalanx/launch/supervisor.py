@@ -17,6 +17,7 @@ from functools import partial
 
 from phalanx import _env
 from phalanx._cgroups import count_oom_kills
+from phalanx._launched import Notes
 from phalanx.launch.attempts import run_on_this_node
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
@@ -35,6 +36,7 @@ from phalanx.launch.warden_client import Warden
 
 _KILL_WAIT_S = 5.0  # after SIGKILL: only the kernel can make this pass
 _CAUSE_WAIT_S = 3.0  # for the cause of a victim's failure: a rank may take that long from its exception to its end
+_SAME_WAIT_S = 0.5  # for the others to raise what one has raised, where that decides on a restart
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
 _STDOUT, _STDERR = 1, 2
@@ -101,6 +103,7 @@ class Supervisor:
             self._job, self, self._err, os.path.join(self._folder.path, "standby.log"), self._descriptors
         )
         self._snapshots = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
+        self._notes = Notes()
         self._start_warden(self._job.divide(self._job.num_local_ranks).shares)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
         return self
@@ -163,6 +166,7 @@ class Supervisor:
             self._out.show_cursor()
         self._selector.close()
         os.close(self._snapshots)
+        self._notes.close()
         signal.set_wakeup_fd(-1)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -219,8 +223,11 @@ class Supervisor:
             self.wait()
         if self.received is not None:
             return None
+        self._notes.clear()
         for local_rank, rank in enumerate(self._ranks):
-            environ = rank_environment(attempt, local_rank, os.path.abspath(os.path.join(rank.folder, "error.json")))
+            error_file = os.path.abspath(os.path.join(rank.folder, "error.json"))
+            environ = rank_environment(attempt, local_rank, error_file)
+            environ |= attempt.launch("phalanx run", self._notes.path, local_rank)
             self._start_rank(rank, local_rank, environ, shares[local_rank])
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
         self.began_s = time.monotonic()
@@ -236,7 +243,12 @@ class Supervisor:
             self._keep_deadline()
         self._deadline = None
         self._chorus.flush()
-        return self._warden_failure or find_culprit([rank.end for rank in self._ranks if rank.end])
+        return self._warden_failure or find_culprit(self.ends)
+
+    @property
+    def ends(self) -> list[RankEnd]:
+        """How the ranks of the last attempt have ended."""
+        return [rank.end for rank in self._ranks if rank.end]
 
     def _open_ranks(self, attempt: Attempt) -> None:
         job = self._job
@@ -359,6 +371,7 @@ class Supervisor:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
         has_failure = self._first_failure_s is not None or not rank.asked_to_end
         end = rank.record_end(status, is_reported=self.received is None and has_failure)
+        self._notes.note_end(end.rank, end.pid, end.returncode, end.last_words.summary if end.raised else "")
         if end.failed and self._first_failure_s is None:
             self._first_failure_s = end.when_s
 
@@ -386,7 +399,7 @@ class Supervisor:
         """End the others once the cause of a failure is known, or has had time enough to show."""
         if self._first_failure_s is None or self._ending_by is not None:
             return
-        culprit = find_culprit([rank.end for rank in self._ranks if rank.end])
+        culprit = find_culprit(self.ends)
         assert culprit is not None
         if culprit.is_victim:
             awaited = any(rank.end is None for rank in self._ranks)
@@ -394,6 +407,8 @@ class Supervisor:
             silent = culprit.returncode > 0 and not culprit.last_words.kind
             awaited = silent and any(rank.end is None and rank.said_why for rank in self._ranks)
         give_up_s = self._first_failure_s + _CAUSE_WAIT_S
+        if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
+            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + _SAME_WAIT_S
         if culprit.made_room:  # and so will the others
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
@@ -483,11 +498,12 @@ class Supervisor:
 
     def _report(self, culprit: RankEnd) -> None:
         """Write the last words of the job: the cause, then what became of the others."""
-        ends = [rank.end for rank in self._ranks if rank.end]
-        hint = hint_for(culprit, ends, num_oom_kills=count_oom_kills() - self._num_oom_kills, command=self._job.command)
+        hint = hint_for(
+            culprit, self.ends, num_oom_kills=count_oom_kills() - self._num_oom_kills, command=self._job.command
+        )
         self._out.end_line()
         self._err.end_line()
-        self._err.write(printable(report(culprit, ends, hint=hint)))
+        self._err.write(printable(report(culprit, self.ends, hint=hint)))
 
 
 def _bits(streams: tuple[int, ...], local_rank: int) -> int:

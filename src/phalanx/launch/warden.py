@@ -41,7 +41,7 @@ _SUPERVISORS_SIGNALS = (
 )  # fmt: skip
 
 # What ranks share, imported once. None of it may start a thread or touch a device.
-_PRELOADED_MODULES = ("torch", "torch.distributed", "phalanx.backend")
+_PRELOADED_MODULES = ("torch", "torch.distributed", "phalanx.backend", "phalanx.rendezvous", "phalanx.session")
 
 Begin = Callable[[Mapping[str, Any]], None]
 

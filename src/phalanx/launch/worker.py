@@ -30,6 +30,7 @@ class Plan:
         call: A pair of function and arguments from `dumps`; pickled in the parent, so that a tensor travels by value
             and not by a shared descriptor.
         folder: Private to the group.
+        notes: File in which the parent notes the ranks that have ended.
         environ: Of every rank, beside what `attempt` gives each.
         start_method: Of the processes that a rank starts, such as a data loader's workers: the parent's.
     """
@@ -37,6 +38,7 @@ class Plan:
     call: bytes
     folder: str
     attempt: Attempt
+    notes: str
     environ: dict[str, str]
     cpus: set[int]
     num_threads: int
@@ -183,6 +185,7 @@ def _settle(rank: int, plan: Plan) -> None:
     os.environ.clear()
     os.environ.update(plan.environ)
     os.environ.update(rank_environment(plan.attempt, rank, os.path.join(plan.folder, f"error_{rank}.json")))
+    os.environ.update(plan.attempt.launch("phalanx.spawn", plan.notes, rank))
     multiprocessing.set_start_method(plan.start_method, force=True)  # not the server's own, whose children import all
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver
 from typing import Any
 
+from phalanx._launched import Notes
 from phalanx._sockets import keep_paths_short
 from phalanx.launch.environment import Attempt
 from phalanx.launch.outcome import Outcome
@@ -26,7 +27,10 @@ from phalanx.launch.ports import ReservedPort
 from phalanx.launch.worker import Function, Inherited, Plan, dumps, worker_main
 
 # What every rank needs, imported once in the server, under its keeper. None of it may start a thread there.
-_PRELOAD = ("phalanx.launch.server", "torch", "torch.distributed", "phalanx.launch.worker", "phalanx.backend")
+_PRELOAD = (
+    "phalanx.launch.server", "torch", "torch.distributed", "phalanx.launch.worker", "phalanx.backend",
+    "phalanx.rendezvous", "phalanx.session",
+)  # fmt: skip
 _PRELOAD_IF_LOADED = ("numpy", "pytest", "torch._dynamo")  # the last by the first optimizer, and slow
 _KILL_WAIT_S = 10.0  # after SIGKILL: only the kernel can make this pass
 _HOUR_S = 3600.0
@@ -65,14 +69,20 @@ class Workers:
         try:
             call = dumps((Function.of(fn), tuple(args)))
         except Exception as error:
-            raise TypeError(f"{fn!r} or its arguments can't be sent to another process: {error}") from error
+            name = getattr(fn, "__qualname__", repr(fn))
+            raise TypeError(
+                f"{name} or its arguments can't be sent to another process: {error}. Make in the function itself what "
+                "can't be pickled, such as locks, open files and connections, or define it at the top of a module"
+            ) from None
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-ranks-")
         self._port = ReservedPort()
+        self._notes = Notes()
         self.handles: list[Handle] = []
         plan = Plan(
             call=call,
             folder=self._folder.name,
             attempt=Attempt(world_size=num_ranks, num_local_ranks=num_ranks, master_port=self._port.port),
+            notes=self._notes.path,
             environ=dict(environ),
             cpus=os.sched_getaffinity(0),
             num_threads=num_threads,
@@ -128,6 +138,14 @@ class Workers:
         ready = connection.wait(list(sources), timeout)
         for handle in {id(sources[source]): sources[source] for source in ready}.values():
             handle.take_news()
+            if handle.ended:
+                self._note_end(handle.outcome)
+
+    def _note_end(self, outcome: Outcome) -> None:
+        """Let the ranks that wait for this one know that it has ended."""
+        error = outcome.error
+        why = f"{type(error).__name__}: {error}".partition("\n")[0] if error is not None else ""
+        self._notes.note_end(outcome.rank, outcome.pid, outcome.exitcode or 0, why)
 
     def end(self, sig: int, grace_s: float) -> None:
         """Send `sig` to the ranks that live; return when all have ended or `grace_s` has passed."""
@@ -143,6 +161,7 @@ class Workers:
         for handle in self.handles:
             handle.close()
         self._port.close()
+        self._notes.close()
         self._folder.cleanup()
 
 

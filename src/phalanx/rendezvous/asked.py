@@ -1,0 +1,145 @@
+"""What a rank asked for when it called ``init_process_group``: where to meet, as which rank, of how many."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import torch
+import torch.distributed as dist
+
+from phalanx import _env
+from phalanx._launched import Launch
+
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_DEFAULT_S = 300.0  # torch's, for whatever is no positive time
+_RIGHT = 'init_process_group("{}") takes rank and world size from whoever started the ranks'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One call of ``init_process_group``.
+
+    Attributes:
+        call: What the script called: that, or ``phalanx.init``.
+        where: Line of the script that called it, such as ``train.py:12``; empty if it is not known.
+        host: Of rank 0, with `port`; empty: the ranks meet in the file `path`.
+        is_served: torchrun's agent serves the store, not rank 0.
+        launch: Of the launcher that started this process, if that is phalanx.
+    """
+
+    rank: int
+    world_size: int
+    timeout_s: float
+    call: str = "init_process_group"
+    where: str = ""
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    use_libuv: bool = True
+    is_served: bool = False
+    launch: Launch | None = None
+
+    @property
+    def point(self) -> str:
+        return f"{self.host}:{self.port}" if self.host else f"file://{self.path}"
+
+    @property
+    def name(self) -> str:
+        """Who waits or fails, and where: how each message begins."""
+        return f"rank {self.rank}: {self.call}{f' at {self.where}' if self.where else ''}"
+
+    @property
+    def own_launch(self) -> Launch | None:
+        """The launch whose ranks, and no others, make up this world; None if others may come as well."""
+        launch = self.launch
+        if launch is None:
+            return None
+        is_its_point = bool(self.host) and launch.meets_at(self.host, self.port)
+        is_its_world = (self.rank, self.world_size) == (launch.rank, launch.world_size)
+        return launch if is_its_point or is_its_world else None
+
+    def check(self, backend: str = "phalanx") -> None:
+        """Raise ValueError for numbers that no world has."""
+        right = _RIGHT.format(backend)
+        if self.world_size < 1:
+            raise ValueError(
+                f"{self.name}: world_size must be at least 1, got {self.world_size}; right: {right}, and "
+                "rank=0, world_size=1 is a world of one"
+            )
+        launch = self.own_launch
+        started = f" ({launch.launcher} started {launch.world_size} ranks)" if launch else ""
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"{self.name}: rank must lie in [0, {self.world_size}), as world_size is {self.world_size}, got "
+                f"{self.rank}{started}; give world_size the number of all ranks: {right}"
+            )
+        if launch and self.world_size > launch.world_size:
+            raise ValueError(
+                f"{self.name}: world_size is {self.world_size}, and {launch.launcher} started {launch.world_size} "
+                f"rank{'s' * (launch.world_size != 1)}: nobody else can come. Leave rank and world_size out "
+                f"({right}), or start as many ranks"
+            )
+
+
+def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group") -> Asked | None:
+    """Return what torch's rendezvous was asked for; None if it is not whole, or of a kind that torch alone knows."""
+    parts, environ = urlsplit(url), _env.environment()
+    query = dict(parse_qsl(parts.query))
+    if parts.scheme == "env":
+        host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+        rank, size = (query.get(key, environ.get(key.upper(), "")) for key in ("rank", "world_size"))
+    else:
+        rank, size = (query.get(key, "") for key in ("rank", "world_size"))
+        host, port = parts.hostname or "", str(parts.port or "") if parts.scheme == "tcp" else ""
+    try:
+        numbers = {"rank": int(rank), "world_size": int(size), "port": int(port) if parts.scheme != "file" else 0}
+    except ValueError:
+        return None
+    is_file = parts.scheme == "file"
+    if not (parts.path if is_file else host and 0 < numbers["port"] < 1 << 16):
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else _DEFAULT_S
+    is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (host, port) == (
+        environ.get("MASTER_ADDR"),
+        environ.get("MASTER_PORT"),
+    )
+    return Asked(
+        **numbers,
+        # What is no time is refused by the backend, which tells the other ranks.
+        timeout_s=min(seconds, _env.LONGEST_S) if seconds > 0 else _DEFAULT_S,
+        call=call,
+        where=where,
+        host="" if is_file else host,
+        path=parts.path if is_file else "",
+        use_libuv=query.get("use_libuv", environ.get("USE_LIBUV", "1")) == "1",
+        is_served=is_agents,
+        launch=launch_of(environ),
+    )
+
+
+def launch_of(environ: dict[str, str]) -> Launch | None:
+    """Return the launch of which this process is a rank."""
+    return Launch.of(environ.get(_env.LAUNCH_VARIABLE, ""))
+
+
+def caller() -> tuple[str | None, str]:
+    """Return the backend that ``init_process_group`` was called with, and the line of the script that did.
+
+    Neither torch's rendezvous nor a store is told the backend: it is read from the frame of the call. None: something
+    else calls the rendezvous.
+    """
+    backend, frame = None, sys._getframe(1)
+    while frame.f_back is not None:
+        code = frame.f_code
+        if code.co_name == "init_process_group" and code.co_filename == dist.distributed_c10d.__file__:
+            backend = str(frame.f_locals.get("backend") or "")
+        elif not code.co_filename.startswith((*_SKIPPED, "<frozen")):
+            break
+        frame = frame.f_back
+    path = frame.f_code.co_filename
+    return backend, f"{os.path.basename(path)}:{frame.f_lineno}"

@@ -1,0 +1,51 @@
+"""A line, ever more seldom, for as long as a rank waits for others before there is a group."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from phalanx.rendezvous.asked import Asked
+
+_FIRST_S = 5.0
+_FACTOR = 3
+
+
+class Patience:
+    """Prints who is waited for after 5 s, 15 s, 45 s and so on, until the ``with`` block ends.
+
+    In a thread of its own: a resolver or torch's store may hold the waiting one up inside native code.
+
+    Attributes:
+        awaits: What the rank waits for now, and what to do about it.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._began_s = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="phalanx-patience", daemon=True)
+        self.awaits = ("", "")
+        self.deadline = self._began_s + asked.timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return max(self.deadline - time.monotonic(), 0.001)
+
+    def __enter__(self) -> Patience:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        next_s = _FIRST_S
+        while not self._ended.wait(self._began_s + next_s - time.monotonic()):
+            whom, advice = self.awaits
+            waited_s = time.monotonic() - self._began_s
+            text = f"phalanx: {self._asked.name} has waited {waited_s:.0f} s for {whom}. {advice}"
+            print(f"{text} (timeout {self._asked.timeout_s:g} s)", file=sys.stderr, flush=True)
+            next_s *= _FACTOR

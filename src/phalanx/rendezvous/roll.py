@@ -1,0 +1,266 @@
+"""The roll call: rank 0 waits until every rank has come to the store, and tells each that all are there.
+
+Each rank leaves a record of who it is and what it asked for under its number, and waits for a word of its own. Rank 0
+reads the records, and once all are there and agree, gives every rank the same prefix for the keys of the group. So what
+an earlier group or an earlier run has left in a store or in a file is never read. Whoever finds that the ranks can't
+meet gives that as the word instead, and all raise it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx import _errors
+from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
+from phalanx._network import host_identity
+from phalanx.rendezvous.asked import Asked
+from phalanx.rendezvous.patience import Patience
+from phalanx.rendezvous.server import who_left
+
+_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.005  # between questions to the store
+_MANY = 50  # ranks
+_LOOK_S = 0.2  # between looks at whether those who are awaited can't come
+_PART_S = 0.5  # for the others to read why, before rank 0 takes the store with it
+_END_S = 0.5  # for the launcher to note an end
+_ADVICE = "Every rank must call init_process_group: start those that are missing, or look whether they still live"
+
+Record = dict[str, Any]
+
+
+class RollCall:
+    """This rank's part in the meeting of a world in `store`."""
+
+    def __init__(self, store: dist.Store, asked: Asked, patience: Patience) -> None:
+        self._store = dist.PrefixStore("phalanx-roll", store)
+        self._asked = asked
+        self._patience = patience
+        self._mine: Record = {
+            "rank": asked.rank,
+            "world_size": asked.world_size,
+            "where": asked.where,
+            "token": os.urandom(8).hex(),
+            "process": [host_identity(), os.getpid(), _start_time(os.getpid())],
+            "host": socket.gethostname(),
+        }
+        self._keys = [f"rank/{rank}" for rank in range(asked.world_size)]
+        self._missing: list[int] = []
+        self._doubts = False  # the last look found that not all can come; what they had told before was not read since
+
+    def answer(self) -> str:
+        """Return the prefix of the group's keys, once all ranks have come.
+
+        Raises:
+            CollectiveTimeout: Ranks did not come within the timeout.
+            RankFailed: A rank has ended before all had come.
+            PhalanxError: Two processes call themselves the same rank, or the ranks disagree on the world size.
+        """
+        rank = self._asked.rank
+        try:
+            self._arrive()
+            pause_s, next_look_s = _FIRST_PAUSE_S, time.monotonic() + _LOOK_S
+            while (prefix := self._call() if rank == 0 else self._word()) is None:
+                if time.monotonic() >= next_look_s:
+                    self._look()
+                    next_look_s = time.monotonic() + _LOOK_S
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_S * (1 + self._asked.world_size / _MANY))
+            return prefix
+        except dist.DistError as error:
+            raise self._lost_store(error) from error
+
+    def _arrive(self) -> None:
+        rank, here = self._asked.rank, self._mine["process"][0]
+        before = self._record(rank)
+        if rank == 0:
+            self._store.set("server", json.dumps(self._mine))
+        self._store.set(self._keys[rank], json.dumps(self._mine))
+        if before is None or before["process"] == self._mine["process"]:
+            return
+        if before["process"][0] == here and not _has_ended(before):  # on another host it may have ended
+            self._fail(_two_of(before, self._mine), (rank,), also=before)
+
+    def raise_rival(self) -> None:
+        """Raise if the rank 0 that serves this store lives, and is not this process."""
+        with contextlib.suppress(dist.DistError):  # it is going
+            server = self._read("server")
+            if isinstance(server, dict) and server.keys() == self._mine.keys() and not _has_ended(server):
+                self._fail(_two_of(server, self._mine), (0,))
+
+    # ---- what lies in the store ------------------------------------------------------------------------------------
+
+    def _read(self, key: str) -> Any:
+        """Return what a key says, None if nothing."""
+        if self._store.check([key]):
+            with contextlib.suppress(ValueError):
+                return json.loads(self._store.get(key))
+        return None
+
+    def _record(self, rank: int) -> Record | None:
+        """Return the record of a rank that has come; one that a dead process has left in a file is from before."""
+        told = self._read(f"rank/{rank}")
+        if not isinstance(told, dict) or told.keys() != self._mine.keys():
+            return None
+        if self._asked.path and _has_ended(told):
+            self._store.delete_key(f"rank/{rank}")
+            return None
+        return told
+
+    def _word(self) -> str | None:
+        """Return the prefix if this rank has been given it; raise what it has been told instead."""
+        word = self._read(f"word/{self._mine['token']}")
+        if word is None or "prefix" in word:
+            return word and str(word["prefix"])
+        kind = getattr(_errors, word["kind"], PhalanxError)
+        raise kind(f"{self._asked.name}: {word['text']}", op="join", ranks=tuple(word["ranks"]), **word["facts"])
+
+    def _call(self) -> str | None:
+        """Give every rank its word once all have come; return the prefix."""
+        if not self._store.check(self._keys):
+            return None
+        records = [self._record(rank) for rank in range(self._asked.world_size)]
+        if None in records:
+            return None
+        self._compare(records)
+        prefix = f"phalanx-{self._mine['token']}"
+        for record in records:
+            self._give(record, {"prefix": prefix})
+        for key in self._keys:
+            self._store.delete_key(key)
+        return prefix
+
+    def _give(self, record: Record | None, word: dict[str, Any]) -> None:
+        if record is not None:
+            self._store.set(f"word/{record['token']}", json.dumps(word))
+
+    # ---- who can't come --------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Raise if it is certain that the ranks can't meet; else note who is missing."""
+        rank = self._asked.rank
+        self._word()
+        mine = self._record(rank)
+        if mine is not None and mine["token"] != self._mine["token"]:
+            self._fail(_two_of(self._mine, mine), (rank,), also=mine)
+        if rank == 0:
+            records = [self._record(other) for other in range(self._asked.world_size)]
+            self._compare(records)
+            self._missing = [other for other, record in enumerate(records) if record is None]
+            self._store.set("missing", json.dumps(self._missing))
+        else:
+            records = [self._record(0), mine]
+            self._compare(records)
+            self._missing = [0] if records[0] is None else self._read("missing") or []
+        self._look_for_deaths(records)
+        those = _ranks(self._missing) if self._missing else "rank 0 to call the roll"
+        self._patience.awaits = (
+            f"{those} at {self._asked.point}",
+            f"WORLD_SIZE is {self._asked.world_size}. {_ADVICE}",
+        )
+        if self._patience.left_s <= 0.001:
+            self._fail(
+                f"timed out after {self._asked.timeout_s:g} s: {those} did not come to {self._asked.point}, and "
+                f"WORLD_SIZE is {self._asked.world_size}. {_ADVICE}.",
+                tuple(self._missing),
+                kind=CollectiveTimeout,
+            )
+
+    def _look_for_deaths(self, records: list[Record | None]) -> None:
+        left = who_left(self._asked)
+        dead = [record for record in records if record is not None and _has_ended(record)]
+        if left is not None and self._doubts:
+            text, facts = left
+            self._fail(text, facts.pop("ranks"), kind=RankFailed, facts=facts)
+        if dead and self._doubts:
+            one = dead[0]
+            self._fail(
+                f"rank {one['rank']} (pid {one['process'][1]} on {one['host']}) has ended within init_process_group "
+                f"at {one['where']}\nLook at what rank {one['rank']} printed last.",
+                tuple(record["rank"] for record in dead),
+                kind=RankFailed,
+                facts={"pid": one["process"][1], "exit_code": None, "signal": None},
+            )
+        self._doubts = left is not None or bool(dead)
+
+    def _compare(self, records: list[Record | None]) -> None:
+        """Raise if ranks that have come disagree on how many they are."""
+        sizes: dict[int, Record] = {}
+        for record in records:
+            if record is not None:
+                sizes.setdefault(record["world_size"], record)
+        if len(sizes) > 1:
+            said = ", ".join(f"{size} on rank {one['rank']} (at {one['where']})" for size, one in sorted(sizes.items()))
+            self._fail(
+                f"the ranks give different values of world_size: {said}\nGive every rank the number of all ranks.",
+                tuple(one["rank"] for one in sizes.values()),
+            )
+
+    def _fail(
+        self,
+        text: str,
+        ranks: tuple[int, ...],
+        *,
+        kind: type[PhalanxError] = PhalanxError,
+        facts: dict[str, Any] | None = None,
+        also: Record | None = None,
+    ) -> None:
+        """Raise the error, after the others have been told; `also` one who lies under this rank's number."""
+        word = {"kind": kind.__name__, "text": text, "ranks": ranks, "facts": facts or {}}
+        others = [also, *(self._record(rank) for rank in range(self._asked.world_size))]
+        others = [one for one in others if one is not None and one["token"] != self._mine["token"]]
+        for one in others:
+            self._give(one, word)
+        if others and self._asked.rank == 0:
+            time.sleep(_PART_S)
+        raise kind(f"{self._asked.name}: {text}", op="join", ranks=ranks, **(facts or {}))
+
+    def _lost_store(self, error: Exception) -> PhalanxError:
+        """Return the error of a rank whose store is gone, with rank 0 if that served it."""
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline:
+            if (left := who_left(self._asked)) is not None:
+                return RankFailed(f"{self._asked.name}: {left[0]}", op="join", **left[1])
+            time.sleep(_PAUSE_S)
+        server = "the launcher's agent" if self._asked.is_served else "rank 0"
+        return RankFailed(
+            f"{self._asked.name}: the store at {self._asked.point} is gone, and so is {server}, which served it "
+            f"({error})\nLook at what {server} printed last.",
+            op="join",
+            ranks=() if self._asked.is_served else (0,),
+            pid=None,
+            exit_code=None,
+            signal=None,
+        )
+
+
+def _two_of(one: Record, other: Record) -> str:
+    said = " and ".join(f"pid {r['process'][1]} on {r['host']} (at {r['where']})" for r in (one, other))
+    return (
+        f"two processes call themselves rank {one['rank']}: {said}\nGive each its own: RANK, or rank= of "
+        "init_process_group, which takes it from whoever started the ranks if it is left out."
+    )
+
+
+def _ranks(numbers: list[int], most: int = 8) -> str:
+    named = ", ".join(map(str, numbers[:most]))
+    return f"rank{'s' * (len(numbers) != 1)} {named}{f' and {len(numbers) - most} more' if len(numbers) > most else ''}"
+
+
+def _has_ended(record: Record) -> bool:
+    """Whether a process of this host has ended; those of other hosts can't be seen."""
+    host, pid, start_time = record["process"]
+    return host == host_identity() and _start_time(pid) != start_time
+
+
+def _start_time(pid: int) -> int:
+    """Return when a process began, in clock ticks since boot; 0 if it has ended."""
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    return 0

@@ -1,0 +1,170 @@
+"""The store in which ranks meet: rank 0 serves it or makes its file, the others wait until it is there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
+from phalanx._launched import Launch
+from phalanx.rendezvous.asked import Asked
+from phalanx.rendezvous.patience import Patience
+
+_CONNECT_S = 2.0
+_FIRST_PAUSE_S, _PAUSE_S = 0.002, 0.1
+_NOTE_S = 0.5  # before a rank notes that it waits for rank 0
+_LATE_S = 3.0  # for a folder on a network to show up
+
+
+def open_store(asked: Asked, patience: Patience) -> dist.Store:
+    """Return the store of torch's that this rank asked for.
+
+    Raises:
+        CollectiveTimeout: Rank 0 did not serve it within the timeout.
+        RankFailed: So many ranks of the launch have ended that this one waits in vain.
+        PhalanxError: The name is unknown on this host, to which all ranks belong; or a folder can't be used.
+    """
+    if asked.path:
+        return _open_file(asked, patience)
+    _await_name(asked, patience)
+    serves = asked.rank == 0 and not asked.is_served
+    if not serves:
+        _await_server(asked, patience)
+    patience.awaits = (
+        f"the store at {asked.point} to answer",
+        "See that MASTER_ADDR is rank 0's own host, and that nothing else listens on MASTER_PORT",
+    )
+    return dist.TCPStore(
+        asked.host,
+        asked.port,
+        asked.world_size,
+        is_master=serves,
+        timeout=timedelta(seconds=patience.left_s),
+        wait_for_workers=False,
+        multi_tenant=not asked.is_served,
+        use_libuv=asked.use_libuv,
+    )
+
+
+def _open_file(asked: Asked, patience: Patience) -> dist.Store:
+    """Return the file as a store; torch would try for minutes to open one whose folder is not there."""
+    folder = os.path.dirname(asked.path) or "/"
+    deadline = time.monotonic() + _LATE_S
+    while not os.path.isdir(folder) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    why = ""
+    if not os.path.isdir(folder):
+        why = f"there is no folder {folder} here: make it on every rank's host, or name one that all share"
+    elif os.path.isdir(asked.path):
+        why = "that is a folder: name a file in it that does not exist yet"
+    else:
+        try:
+            os.close(os.open(asked.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        except OSError as error:
+            why = f"it can't be written to ({error.strerror}): name a file that every rank can read and write"
+    if why:
+        raise PhalanxError(f"{asked.name}: {asked.point}: {why}", op="join", ranks=(asked.rank,))
+    patience.awaits = (f"{asked.point} to be locked", "Another process may hold it")
+    return dist.FileStore(asked.path, asked.world_size)
+
+
+def _await_name(asked: Asked, patience: Patience) -> None:
+    """Return once the host's name resolves: in a cluster a pod's name may come after the pod."""
+    while True:
+        try:
+            socket.getaddrinfo(asked.host, asked.port, type=socket.SOCK_STREAM)
+            return
+        except (socket.gaierror, UnicodeError) as error:
+            why = error.strerror if isinstance(error, socket.gaierror) else "it is no host's name"
+        text = f"the name {asked.host!r} does not resolve here ({why})"
+        advice = "Correct MASTER_ADDR (or init_method), or add the name to DNS or /etc/hosts"
+        if asked.launch is not None:  # all ranks are here: no other host's name is still to come
+            raise PhalanxError(f"{asked.name}: {text}. {advice}", op="join", ranks=(asked.rank,))
+        patience.awaits = (f"rank 0 at {asked.point}: {text}", advice)
+        _pause(asked, patience, _PAUSE_S)
+
+
+def _await_server(asked: Asked, patience: Patience) -> None:
+    launch = asked.own_launch
+    try:
+        _try_to_connect(asked, patience)
+    finally:
+        if launch is not None and launch.rank in launch.waiting():
+            launch.note_wait(-1, "")
+
+
+def _try_to_connect(asked: Asked, patience: Patience) -> None:
+    began_s, said, pause_s = time.monotonic(), False, _FIRST_PAUSE_S
+    while True:
+        try:
+            socket.create_connection((asked.host, asked.port), min(_CONNECT_S, patience.left_s)).close()
+            return
+        except OSError as error:
+            # IPv6 on which nobody listens comes last: what counts is said by all.
+            why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        who = "the launcher's agent" if asked.is_served else "rank 0"
+        patience.awaits = (
+            f"{who} to listen at {asked.point} ({why.lower()})",
+            "Start rank 0, look whether it still lives, or correct MASTER_ADDR and MASTER_PORT",
+        )
+        if asked.own_launch is not None and time.monotonic() - began_s > _NOTE_S:
+            if not said:
+                asked.own_launch.note_wait(asked.rank, asked.where)
+                said = True
+            _require_rank_0(asked, asked.own_launch)
+        _pause(asked, patience, pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_S)
+
+
+def _require_rank_0(asked: Asked, launch: Launch) -> None:
+    """Raise if all ranks of the launch wait for rank 0, and so none of them is it."""
+    waiting = launch.waiting()
+    if waiting.keys() | {end.rank for end in launch.ended()} >= set(range(launch.world_size)):
+        said = ", ".join(
+            f"that of rank {given} says rank={rank} (at {where})" for given, (rank, where) in waiting.items()
+        )
+        raise PhalanxError(
+            f"{asked.name}: no process calls itself rank 0, and all wait for it: {said}. Leave rank and world_size "
+            f"out: {asked.call} takes them from {launch.launcher}",
+            op="join",
+            ranks=tuple(sorted(waiting)),
+        )
+
+
+def _pause(asked: Asked, patience: Patience, pause_s: float) -> None:
+    if (left := who_left(asked)) is not None:
+        raise RankFailed(f"{asked.name}: {left[0]}", op="join", **left[1])
+    if patience.left_s <= 0.001:
+        whom, advice = patience.awaits
+        raise CollectiveTimeout(
+            f"{asked.name} timed out after {asked.timeout_s:g} s waiting for {whom}. {advice}.", op="join", ranks=(0,)
+        )
+    time.sleep(pause_s)
+
+
+def who_left(asked: Asked) -> tuple[str, dict[str, Any]] | None:
+    """Return what to say of the rank by whose end the launch has too few ranks left for this world; None if it has not.
+
+    With it come the `ranks` and the facts of a RankFailed.
+    """
+    launch = asked.own_launch
+    ended = launch.ended() if launch is not None else []
+    if launch is None or launch.world_size - len(ended) >= asked.world_size:
+        return None
+    end = ended[launch.world_size - asked.world_size]  # those after it may be its victims
+    text = (
+        f"rank {end.rank} (pid {end.pid}) {end.how} before all ranks had joined\n"
+        f"All {asked.world_size} must come to {asked.call}: look at what rank {end.rank} printed last."
+    )
+    return text, {"ranks": (end.rank,), "pid": end.pid, "exit_code": end.exit_code, "signal": end.signal}
+
+
+def is_taken(error: Exception) -> bool:
+    """Whether a store could not be served because something listens on the port."""
+    return "EADDRINUSE" in str(error) or getattr(error, "errno", 0) == errno.EADDRINUSE

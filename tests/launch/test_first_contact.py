@@ -1,0 +1,261 @@
+"""Ranks that can't meet: every one of them says why, at once if it is certain, and nobody waits in silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx.rendezvous import patience
+
+from .jobs import run_job
+
+LIMIT_S = 30
+
+
+def meet(rank, world_size, calls, by_hand):
+    """Do what ``calls[rank]`` says: leave, or arguments of ``init_process_group``."""
+    call = calls[rank]
+    if by_hand:  # as if no launcher of ours had started the ranks
+        del os.environ["PHALANX_LAUNCH"]
+    patience._FIRST_S = call.pop("first_s", patience._FIRST_S)
+    if "killed_after_s" in call:
+        threading.Timer(call.pop("killed_after_s"), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    time.sleep(call.pop("after_s", 0))
+    if "exit" in call:
+        os._exit(call["exit"])
+    if "raise" in call:
+        raise call["raise"]
+    if call.pop("session", False):
+        return phalanx.init(**call).world_size
+    dist.init_process_group(**{"backend": "phalanx", **call})
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def outcomes_of(run_ranks, *calls, by_hand=False, **options):
+    began_s = time.monotonic()
+    outcomes = run_ranks(
+        meet, len(calls), list(calls), by_hand, init=False, expect_failures=True, timeout_s=LIMIT_S, **options
+    )
+    assert time.monotonic() - began_s < 10
+    return outcomes
+
+
+def errors_of(run_ranks, *calls, **options):
+    """Return the error of each rank as text, empty for one that did not raise; each names its rank and the line."""
+    errors = [str(outcome.error or "") for outcome in outcomes_of(run_ranks, *calls, **options)]
+    for error in filter(None, errors):
+        assert "test_first_contact.py:" in error
+    return errors
+
+
+def numbers(rank, world_size, **more):
+    return {"rank": rank, "world_size": world_size, **more}
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_a_world_of_another_size_than_the_launch_is_refused(run_ranks, backend):
+    for error in errors_of(run_ranks, *(numbers(rank, 3, backend=backend) for rank in range(2))):
+        assert "init_process_group at " in error
+        assert "world_size is 3, and phalanx.spawn started 2 ranks: nobody else can come" in error
+    fine, error = errors_of(run_ranks, numbers(0, 1, backend=backend), numbers(1, 1, backend=backend))
+    assert fine == ""
+    assert "rank must lie in [0, 1), as world_size is 1, got 1 (phalanx.spawn started 2 ranks)" in error
+
+
+def test_world_sizes_that_differ_are_named_on_every_rank(run_ranks, tmp_path):
+    url = f"file://{tmp_path}/meet"
+    errors = errors_of(run_ranks, numbers(0, 2, init_method=url), numbers(1, 3, init_method=url), by_hand=True)
+    for rank, error in enumerate(errors):
+        assert error.startswith(f"rank {rank}: init_process_group at ")
+        assert "different values of world_size: 2 on rank 0 (at " in error
+        assert ", 3 on rank 1 (at " in error
+
+
+def test_an_init_that_contradicts_the_environment_is_refused(run_ranks):
+    for error in errors_of(run_ranks, *(numbers(rank, 3, session=True) for rank in range(2))):
+        assert "phalanx.init at " in error
+        assert "world_size is 3, and phalanx.spawn started 2 ranks" in error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["launched", "by hand"])
+def test_two_processes_of_the_same_rank_are_named(run_ranks, rank, by_hand):
+    calls = [numbers(0, 3), numbers(1, 3), numbers(1, 3)] if rank else [numbers(0, 2), numbers(0, 2)]
+    outcomes = outcomes_of(run_ranks, *calls, by_hand=by_hand)
+    for outcome in outcomes:
+        assert f"two processes call themselves rank {rank}: pid " in str(outcome.error)
+        assert "port" not in str(outcome.error).lower()
+
+
+def test_a_launch_without_rank_0_is_named(run_ranks):
+    for error in errors_of(run_ranks, numbers(1, 2), numbers(1, 2)):
+        assert "no process calls itself rank 0, and all wait for it: that of rank 0 says rank=1 (at " in error
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("call", [{"backend": "phalanx"}, {"backend": "gloo"}, {"session": True}], ids=str)
+def test_a_rank_that_exits_before_it_joins_is_named_by_all_that_wait(run_ranks, leaver, call):
+    calls = [{"exit": 0, "after_s": 0.3} if rank == leaver else dict(call) for rank in range(3)]
+    outcomes = outcomes_of(run_ranks, *calls)
+    for outcome in outcomes[:leaver] + outcomes[leaver + 1 :]:
+        assert type(outcome.error) is phalanx.RankFailed
+        assert outcome.error.ranks == (leaver,)
+        assert f"rank {leaver} (pid {outcomes[leaver].pid}) exited with code 0 before all ranks had joined" in str(
+            outcome.error
+        )
+
+
+def test_a_rank_that_raises_before_it_joins_is_named_with_its_exception(run_ranks):
+    waits, _ = outcomes_of(run_ranks, {"session": True}, {"raise": KeyError("learning_rate"), "after_s": 0.3})
+    assert "exited with code 1 (KeyError: 'learning_rate') before all ranks had joined" in str(waits.error)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["launched", "by hand"])
+def test_a_rank_that_is_killed_within_init_is_named(run_ranks, by_hand):
+    error, _, _ = errors_of(run_ranks, {}, {"killed_after_s": 0.5}, {"exit": 0, "after_s": 2.5}, by_hand=by_hand)
+    assert "rank 1 (pid " in error
+    assert ("was killed by signal 9" in error) == (not by_hand)
+
+
+def test_a_file_that_cannot_be_used_is_named(run_ranks, tmp_path):
+    for path, said in (
+        (tmp_path / "none" / "meet", f"there is no folder {tmp_path}/none here"),
+        (tmp_path, "that is a folder: name a file in it"),
+        ("/proc/meet", "it can't be written to"),
+    ):
+        url = f"file://{path}"
+        for error in errors_of(run_ranks, *(numbers(rank, 2, init_method=url) for rank in range(2))):
+            assert f"{url}: {said}" in error
+
+
+def die_within(rank, world_size, url):
+    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=world_size)
+    dist.barrier()
+    os._exit(3)
+
+
+def test_a_file_of_an_earlier_run_does_no_harm(run_ranks, tmp_path):
+    url = f"file://{tmp_path}/meet"
+    run_ranks(die_within, 2, url, init=False, expect_failures=True, timeout_s=LIMIT_S)
+    assert os.path.getsize(f"{tmp_path}/meet")
+    outcomes = outcomes_of(run_ranks, *(numbers(rank, 2, init_method=url) for rank in range(2)))
+    assert [outcome.value for outcome in outcomes] == [2, 2], outcomes
+
+
+def test_a_name_that_does_not_resolve_is_named(run_ranks, capfd):
+    env = {"MASTER_ADDR": "no-such-host.invalid"}
+    url = "tcp://no-such-host.invalid:29500"
+    for error in errors_of(run_ranks, *(numbers(rank, 2, init_method=url) for rank in range(2)), env=env):
+        assert "the name 'no-such-host.invalid' does not resolve here (" in error
+    late = {"init_method": url, "first_s": 0.2, "killed_after_s": 1.5}  # the name of a pod may come late
+    outcomes_of(run_ranks, *(numbers(rank, 2, **late) for rank in range(2)), env=env, by_hand=True)
+    said = capfd.readouterr().err
+    for rank in range(2):
+        assert f"phalanx: rank {rank}: init_process_group at test_first_contact.py:" in said
+    assert "for rank 0 at no-such-host.invalid:29500: the name 'no-such-host.invalid' does not resolve here" in said
+
+
+def test_ranks_started_by_hand_say_whom_they_wait_for(run_ranks, capfd):
+    soon = {"first_s": 0.2}
+    outcomes = outcomes_of(run_ranks, {"after_s": 1.5}, {**soon}, {"after_s": 3, **soon}, by_hand=True)
+    assert [outcome.value for outcome in outcomes] == [3, 3, 3], outcomes
+    said = capfd.readouterr().err
+    assert "phalanx: rank 1: init_process_group at test_first_contact.py:" in said
+    assert " s for rank 0 to listen at 127.0.0.1:" in said
+    assert "(connection refused). Start rank 0" in said
+    assert " s for rank 2 at 127.0.0.1:" in said
+    assert "WORLD_SIZE is 3. Every rank must call init_process_group" in said
+    assert said.count("phalanx: rank 1") <= 3  # ever more seldom
+
+
+def test_a_wait_ends_at_the_timeout_and_names_the_missing(run_ranks):
+    short = {"timeout": timedelta(seconds=1)}
+    first, other, _ = errors_of(run_ranks, short, {**short}, {"exit": 0, "after_s": 4}, by_hand=True)
+    for error in (first, other):
+        assert "timed out after 1 s: rank 2 did not come to 127.0.0.1:" in error
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (numbers(0, 0), 'world_size must be at least 1, got 0; right: init_process_group("phalanx") takes rank and'),
+        ({"backend": "phalnx"}, "unknown backend 'phalnx', did you mean phalanx?"),
+    ],
+    ids=["world of nobody", "misspelt"],
+)
+def test_a_call_that_means_nothing_shows_the_right_one(run_ranks, call, said):
+    (error,) = errors_of(run_ranks, call, by_hand=True)
+    assert said in error
+
+
+def part(rank, world_size, ports):
+    """Ranks 0 and 1 meet and part, then 0, 2 and 3, while 1 has ended; then 2 and 3 alone, elsewhere."""
+
+    def together(ranks, **options):
+        if rank not in ranks:
+            return
+        dist.init_process_group("phalanx", rank=ranks.index(rank), world_size=len(ranks), **options)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == len(ranks)
+        dist.destroy_process_group()
+
+    together([0, 1])
+    if rank == 1:
+        return
+    if rank in (2, 3):
+        time.sleep(0.7)
+    together([0, 2, 3])
+    together([2, 3], init_method=f"file://{ports}")
+    together([0])
+
+
+def test_ranks_that_part_and_meet_again_in_other_worlds_raise_no_alarm(run_ranks, tmp_path):
+    run_ranks(part, 4, f"{tmp_path}/meet", init=False, timeout_s=LIMIT_S)
+
+
+def test_phalanx_run_names_a_rank_that_left_before_it_joined(tmp_path):
+    source = """
+    import torch.distributed as dist
+    if RANK == 1:
+        sys.exit(0)
+    dist.init_process_group("gloo")
+    """
+    done = run_job(tmp_path, source, num_ranks=3)
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.rindex("phalanx run: rank ") :]
+    assert "raised RankFailed" in last
+    assert "exited with code 0 before all ranks had joined" in last
+
+
+def test_backend_mpi_on_a_torch_without_it_gets_advice(tmp_path):
+    if dist.is_mpi_available():
+        pytest.skip("this torch has MPI")
+    done = run_job(tmp_path, "import torch.distributed as dist\ndist.init_process_group('mpi')\n", num_ranks=1)
+    assert "hint: this torch has no MPI: use init_process_group('phalanx')" in done.stderr, sys.version
+
+
+def test_a_spawn_that_means_nothing_shows_the_right_one():
+    lock = threading.Lock()
+    for fn, nprocs, said in (
+        (print, 0, "nprocs must be a whole number of at least 1, got 0; right: phalanx.spawn(fn, args=(first, "),
+        (print, -2, "got -2; right: "),
+        ("train", 2, "fn must be a function, got 'train'; right: "),
+        (lambda rank: lock, 2, "<lambda> or its arguments can't be sent to another process: "),
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            phalanx.spawn(fn, nprocs=nprocs)
+        assert said in str(caught.value)
+        assert caught.value.__cause__ is None

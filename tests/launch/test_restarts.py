@@ -1,0 +1,35 @@
+"""When the ranks are started again, and when that could only fail again."""
+
+from __future__ import annotations
+
+import pytest
+
+from .jobs import run_job
+
+ATTEMPT = "os.environ['TORCHELASTIC_RESTART_COUNT']"
+
+
+def test_what_every_rank_raises_at_once_is_not_tried_again(tmp_path):
+    source = """
+    sizes = {"width": 3}
+    print(sizes["widht"])
+    """
+    done = run_job(tmp_path, source, "--max-restarts", "3")
+    assert done.returncode == 1
+    assert "phalanx run: restart" not in done.stderr
+    assert "not started again: every rank raised KeyError at train.py:5, before any progress, and would" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        f"if RANK == 0 and {ATTEMPT} == '0': raise ValueError('of one rank')\ntime.sleep(0.1)",
+        f"if {ATTEMPT} == '0' and RANK == 0: raise ValueError('here')\nif {ATTEMPT} == '0': raise ValueError('there')",
+        f"if {ATTEMPT} == '0': os.kill(os.getpid(), signal.SIGKILL)",
+    ],
+    ids=["one rank", "other lines", "killed"],
+)
+def test_what_may_go_well_is_tried_again(tmp_path, failure):
+    done = run_job(tmp_path, failure, "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert "phalanx run: restart 1 of 1" in done.stderr
