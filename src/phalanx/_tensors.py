@@ -40,11 +40,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def is_simple(tensor: torch.Tensor) -> bool:
     """True if the core can work on the memory of any tensor as it is: dense, plain, stored."""
-    return (
-        _kind(tensor) == _PLAIN
-        and tensor.is_contiguous()
-        and bool(tensor.untyped_storage().nbytes() >= tensor.nbytes + tensor.storage_offset() * tensor.itemsize)
-    )
+    # `_kind` for the usual tensors, spelled out: each call costs a good part of what a small message takes.
+    is_usual = type(tensor) in _OWN_TYPES and _kinds.get(_dispatch_keys(tensor).raw_repr()) == _PLAIN
+    if not is_usual and _kind(tensor) != _PLAIN:
+        return False
+    if not tensor.is_contiguous():
+        return False
+    before = tensor.storage_offset()
+    num_bytes = tensor.nbytes + before * tensor.itemsize if before else tensor.nbytes
+    return bool(tensor.untyped_storage().nbytes() >= num_bytes)
 
 
 def unusual_keys(tensor: torch.Tensor) -> frozenset[str]:

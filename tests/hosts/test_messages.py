@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx import CollectiveMismatch, GroupUnusable
+from phalanx import CollectiveMismatch, GroupUnusable, PhalanxError
 from tests.backend._calls import check_equal, values
 from tests.backend.test_coalescing import coalesce_messages
 from tests.backend.test_messages import (
@@ -116,6 +117,21 @@ def look_without_waiting(rank, world_size):
     return sorted(int(tensor) for tensor in got)
 
 
+def move_without_threads(rank, world_size):
+    """No thread can be had, as where the limit of processes is reached: that ends the group, with that reason."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "phalanx-messages" and rank == 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refuse
+    with pytest.raises(PhalanxError) as error:
+        (dist.isend if rank == 0 else dist.irecv)(torch.ones(5), 1 - rank).wait()
+    return str(error.value)
+
+
 def send_what_does_not_fit(rank, world_size, what, receives_first):
     other = {"size": torch.ones(5), "dtype": torch.ones(6, dtype=torch.int32)}[what]
     texts = []
@@ -221,3 +237,8 @@ def test_a_message_that_does_not_fit_is_an_error_on_every_rank(run_ranks, what, 
         assert "on host host-0 sent" in text
         assert "send(float32, count=6)" in text
         assert "test_messages.py:" in texts[2]
+
+
+def test_a_message_for_which_no_thread_can_be_had_says_so(run_ranks):
+    for text in run_ranks(move_without_threads, 2, hosts=[1, 1], timeout_s=30):
+        assert "can't start new thread" in text

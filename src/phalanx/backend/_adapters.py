@@ -26,9 +26,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx._tensors import Overridden
 from phalanx.backend._memory import NotPlain
-from phalanx.backend._ops import Operations, joined
+from phalanx.backend._ops import Operations, is_profiling, joined
 from phalanx.backend._work import PhalanxWork, end_threads, finished
 
+_num_modes = torch._C._len_torch_dispatch_stack
 _TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
 C10dBackend = torch._C._distributed_c10d.Backend
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -145,7 +146,7 @@ class PhalanxGroup(ProcessGroup):
             )
         if not self._direct or not HAS_PYTHON_BACKENDS:
             return self._direct
-        return not torch._C._len_torch_dispatch_stack() and not torch.autograd._profiler_enabled()
+        return not _num_modes() and not is_profiling()
 
     def register_pre_hook(self, *args: Any) -> None:
         self._listened, self._direct = True, None

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx.backend._links import Link, close_at_exec, duplicate, engine_descriptors, sockets
+from phalanx.backend._links import Link, closed_at_exec, duplicate, sockets
 from phalanx.backend._words import understand
 
 FOR_EVER = timedelta(days=30)  # of a thread that waits for whatever may come
@@ -120,12 +120,9 @@ class GlooChannel:
         options = group._Options()
         options._timeout = timedelta(seconds=timeout_s)  # of connecting
         options._threads = 2
-        with _making:
-            known = engine_descriptors()
+        with _making, closed_at_exec() as self._fresh:
             options._devices = [group.create_device(hostname=address, lazy_init=False)]
             self._group = group(store, ranks.index(rank), len(ranks), options)
-            self._fresh = engine_descriptors() - known
-            close_at_exec(fd for _, fd in self._fresh)
         self.inodes = {inode for inode, _ in self._fresh}  # descriptors may be closed by the engine, and given anew
         self._options = c10d.AllToAllOptions()
         self._handles: weakref.WeakSet[_GlooHandle] = weakref.WeakSet()
@@ -157,15 +154,20 @@ class GlooChannel:
         limit: timedelta,
     ) -> Handle:  # fmt: skip
         self._options.timeout = limit
-        work = self._group.alltoall_base(out, source, list(out_bytes), list(in_bytes), self._options)
+        work = self._engine().alltoall_base(out, source, list(out_bytes), list(in_bytes), self._options)
         self._last = self._handle(work)
         return self._last
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        return self._handle(self._group.send([tensor], peer, tag))
+        return self._handle(self._engine().send([tensor], peer, tag))
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        return self._handle(self._group.recv([tensor], peer, tag))
+        return self._handle(self._engine().recv([tensor], peer, tag))
+
+    def _engine(self) -> Any:
+        if self._group is None:  # since this thread has begun
+            raise RuntimeError("the channel was closed")
+        return self._group
 
     def _handle(self, work: Any) -> Handle:
         handle = _GlooHandle(work)

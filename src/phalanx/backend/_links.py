@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 _KEEPALIVE_S = 1  # the kernel's shortest
 _MOST_KEPT = 127  # probes: MAX_TCP_KEEPCNT
@@ -139,16 +139,16 @@ def _descriptors() -> Iterator[tuple[str, int]]:
 
 
 @contextlib.contextmanager
-def closed_at_exec() -> Iterator[None]:
-    """Keep what an engine opens meanwhile from programs that this process starts."""
+def closed_at_exec() -> Iterator[set[tuple[str, int]]]:
+    """Keep what an engine opens meanwhile from programs that this process starts: there, connections would outlive it.
+
+    The set that it gives holds target and descriptor of all that, afterwards.
+    """
     known = engine_descriptors()
-    yield
-    close_at_exec(fd for _, fd in engine_descriptors() - known)
-
-
-def close_at_exec(fds: Iterable[int]) -> None:
-    """Keep descriptors from programs that this process starts, in which connections would outlive it."""
-    for fd in fds:
+    opened: set[tuple[str, int]] = set()
+    yield opened
+    opened |= engine_descriptors() - known
+    for _, fd in opened:
         with contextlib.suppress(OSError):  # closed since
             os.set_inheritable(fd, False)
 

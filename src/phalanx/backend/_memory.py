@@ -48,15 +48,25 @@ class Places:
 
     Args:
         where: Returns the call's description for messages, given `op`.
+
+    Attributes:
+        op: Name of the operation.
+        are_simple: Whether all tensors of the call are (`phalanx._tensors.is_simple`), and so need no other look.
     """
 
+    are_simple = True
+
     def __init__(self, where: Callable[[str], str], op: str) -> None:
-        self._where, self._op = where, op
+        self._where, self.op = where, op
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return where a tensor is read."""
+        return tensor if self.are_simple else plain(tensor)
 
     def update(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return where a tensor is read and written."""
-        return tensor if is_plain(tensor) else self._stand_in(tensor, plain(tensor))
+        return tensor if self.are_simple or is_plain(tensor) else self._stand_in(tensor, plain(tensor))
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor, which is copied back at the end."""
@@ -64,7 +74,7 @@ class Places:
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return where a tensor is written."""
-        return tensor if is_plain(tensor) else self._stand_in(tensor)
+        return tensor if self.are_simple or is_plain(tensor) else self._stand_in(tensor)
 
     def move(
         self, sources: Tensors, targets: Tensors, own: tuple[int, int, int] | None = None
@@ -78,7 +88,9 @@ class Places:
         Returns:
             The tensors to keep until the call is over; the addresses to read; those to write.
         """
-        reads, writes = [plain(t) for t in sources], [self.write(t) for t in targets]
+        reads, writes = sources, targets
+        if not self.are_simple:
+            reads, writes = [self.read(t) for t in sources], [self.write(t) for t in targets]
         read_at, write_at = addresses_of(reads), addresses_of(writes)
         at, sizes = read_at, [t.nbytes for t in reads]
         if own is not None and read_at[own[0]] == write_at[own[1]] + own[2]:
@@ -98,7 +110,7 @@ class Places:
     def _stand_in(self, tensor: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(
-                f"{self._where(self._op)} can't write to a tensor of shape {list(tensor.shape)} and strides "
+                f"{self._where(self.op)} can't write to a tensor of shape {list(tensor.shape)} and strides "
                 f"{list(tensor.stride())}: more than one of its elements refers to a single memory location; "
                 "pass tensor.clone()"
             )

@@ -106,11 +106,11 @@ class Messages:
         message = _Message(self._check_process, Span(data, count * item).tensor(), dtype, count, peer, tag, site)
         message.source = self._rank
         with self._changed:
-            if peer not in self._outgoing:
-                self._outgoing[peer] = deque()
-                self._start(self._send_to, peer)
-            self._outgoing[peer].append(message)
+            is_first = peer not in self._outgoing
+            self._outgoing.setdefault(peer, deque()).append(message)
             self._changed.notify_all()
+        if is_first:
+            self._start(self._send_to, peer)
         return message
 
     def recv(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
@@ -120,26 +120,35 @@ class Messages:
         message = _Message(self._check_process, Span(data, count * item).tensor(), dtype, count, peer, tag, site)
         sources = [peer] if peer >= 0 else [r for r in range(len(self._place.pids)) if r not in self._here]
         with self._changed:
-            for source in sources:
-                if source not in self._receiving:
-                    self._receiving.add(source)
-                    self._start(self._receive_from, source)
-                for arrived in self._arrived.get(source, ()):
-                    if arrived.tag == tag:
-                        self._arrived[source].remove(arrived)
-                        if self._fits(message, source, arrived.dtype, arrived.count):
-                            message.data.copy_(arrived.data)
-                            message.source = source
-                            message.finish()
-                        return message
-            self._posted.append(message)
-            if peer < 0 and len(self._here) > 1:
-                try:
-                    message.here = self._core.recv(data, dtype, item, count, -1, tag, site)
-                except PhalanxError as error:
-                    raise self._told(error, "recv", site) from None
-                self._expect(message)
+            new = [source for source in sources if source not in self._receiving]
+            self._receiving.update(new)
+            is_expected = False
+            if not self._take_arrived(message, sources):
+                self._posted.append(message)
+                if peer < 0 and len(self._here) > 1:
+                    try:
+                        message.here = self._core.recv(data, dtype, item, count, -1, tag, site)
+                    except PhalanxError as error:
+                        raise self._told(error, "recv", site) from None
+                    is_expected = self._expect(message)
+        for source in new:
+            self._start(self._receive_from, source)
+        if is_expected:
+            self._start(self._take_from_here, self._rank)
         return message
+
+    def _take_arrived(self, message: _Message, sources: list[int]) -> bool:
+        """Whether what the receive is for has come before it; it is over then."""
+        for source in sources:
+            for arrived in self._arrived.get(source, ()):
+                if arrived.tag == message.tag:
+                    self._arrived[source].remove(arrived)
+                    if self._fits(message, source, arrived.dtype, arrived.count):
+                        message.data.copy_(arrived.data)
+                        message.source = source
+                        message.finish()
+                    return True
+        return False
 
     def _check_process(self) -> None:
         self._failures.require_own_process("a message")
@@ -159,13 +168,16 @@ class Messages:
             raise self._told(error, op, site) from None
         return _FromHere(op, handle, self._here, site)
 
-    def _expect(self, message: _Message) -> None:
-        """Have a thread take what the core receives for a message that may also come over the bridge."""
+    def _expect(self, message: _Message) -> bool:
+        """Have `_take_from_here` told when the core has received what may also come over the bridge.
+
+        Returns:
+            Whether it has no thread yet.
+        """
         number = next(self._numbers)
-        if number == 0:
-            self._start(self._take_from_here, self._rank)
         self._expected[number] = message
         message.here.notify(self._from_here, number)
+        return number == 0
 
     def wait(self, request: Any, timeout_s: float) -> bool:
         """Wait for a message, at most `timeout_s` (0: the group's); raise what it failed with."""
@@ -292,7 +304,7 @@ class Messages:
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def _send_to(self, peer: int) -> None:
-        queue = self._outgoing[peer]
+        queue = self._outgoing.get(peer, deque())  # the group may have ended since
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: queue or self._is_closed)
@@ -316,6 +328,8 @@ class Messages:
     # ---- failing ---------------------------------------------------------------------------------------------------
 
     def _start(self, work: Callable[[int], None], peer: int) -> None:
+        """Start a thread, or end the group if there can be none. Not under the lock: starting waits for the thread."""
+
         def run() -> None:
             try:
                 work(peer)
@@ -323,8 +337,12 @@ class Messages:
                 self._lose(peer, error)
 
         thread = threading.Thread(target=run, name="phalanx-messages", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of processes is reached
+            self._lose(peer, error)
+            return
         self._threads.append(thread)
-        thread.start()
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
         """The connection to a rank has ended: so does what waits for it; nothing may wait."""

@@ -27,6 +27,8 @@ from phalanx.backend._work import PhalanxWork, call_site, finished
 
 Options = Any
 """One of torch's options classes: `asyncOp`, `timeout`, and `rootRank` or `reduceOp` where they apply."""
+_UNSET = timedelta(milliseconds=-1)  # torch's word for the group's own timeout
+is_profiling = torch.autograd._profiler_enabled  # by name: finding it costs half of what asking does
 _NUM_LOOKS = 4  # works that each new one looks at, whether they are over
 _SUM = REDUCE_CODES[RedOpType.SUM][0]
 _AVG = ReduceOp(RedOpType.AVG)
@@ -62,12 +64,16 @@ class Operations:
 
     # ---- arguments -------------------------------------------------------------------------------------------------
 
-    def _check(self, op: str, tensor: torch.Tensor) -> tuple[int, int]:
+    def _check(self, places: Places, tensor: torch.Tensor) -> tuple[int, int]:
         """Return the code and element size of the tensor's dtype, after checking that the core can touch it."""
         codes = DTYPE_CODES.get(tensor.dtype)
-        if codes is not None and (is_simple(tensor) or (is_dense(tensor) and is_stored(tensor))):
-            return codes
-        raise self._refusal(op, tensor)
+        if codes is not None:
+            if is_simple(tensor):
+                return codes
+            if is_dense(tensor) and is_stored(tensor):
+                places.are_simple = False
+                return codes
+        raise self._refusal(places.op, tensor)
 
     def _refusal(self, op: str, tensor: torch.Tensor) -> Exception:
         """Return the error about a tensor that the core can't touch."""
@@ -117,28 +123,31 @@ class Operations:
             raise ValueError(f"{self._where(op)}: root must lie in [0, {self._size}), got {root}")
         return root
 
-    def _list(self, op: str, name: str, tensors: Tensors, like: torch.Tensor, *, may_differ: bool = False) -> Tensors:
+    def _list(
+        self, places: Places, name: str, tensors: Tensors, like: torch.Tensor, *, may_differ: bool = False
+    ) -> Tensors:
         """Check a list with one tensor for each rank, like `like`; if `may_differ`, others' may have other sizes."""
         if len(tensors) != self._size:
             raise ValueError(
-                f"{self._where(op)}: {name} must hold one tensor for each of the {self._size} ranks, got {len(tensors)}"
+                f"{self._where(places.op)}: {name} must hold one tensor for each of the {self._size} ranks, "
+                f"got {len(tensors)}"
             )
         for i, tensor in enumerate(tensors):
-            self._check(op, tensor)
+            self._check(places, tensor)
             is_bound = i == self._rank or not may_differ
             if tensor.dtype != like.dtype or (is_bound and tensor.numel() != like.numel()):
                 raise ValueError(
-                    f"{self._where(op)}: {name}[{i}] is {_describe(tensor)}, expected {_describe(like)} "
+                    f"{self._where(places.op)}: {name}[{i}] is {_describe(tensor)}, expected {_describe(like)} "
                     "as on the other side of the operation"
                 )
         return tensors
 
-    def _blocks(self, op: str, whole: torch.Tensor, block: torch.Tensor, name: str) -> int:
+    def _blocks(self, places: Places, whole: torch.Tensor, block: torch.Tensor, name: str) -> int:
         """Check that `whole` holds one `block` for each rank; return the elements of a block."""
-        self._check(op, whole)
+        self._check(places, whole)
         if whole.dtype != block.dtype or whole.numel() != block.numel() * self._size:
             raise ValueError(
-                f"{self._where(op)}: {name} must hold {self._size} x {block.numel()} elements of {block.dtype}, "
+                f"{self._where(places.op)}: {name} must hold {self._size} x {block.numel()} elements of {block.dtype}, "
                 f"got {_describe(whole)}"
             )
         return block.numel()
@@ -166,7 +175,7 @@ class Operations:
         inputs: Tensors | None = None,
     ) -> PhalanxWork | None:
         """Run a collective of the core: in this thread, or on the native one when the call is asynchronous."""
-        if torch.autograd._profiler_enabled():
+        if is_profiling():
             settle = self._profiled(method, result if inputs is None else inputs, settle)
         timeout = opts.timeout  # the core itself is in no variable: a traceback would keep it
         if not opts.asyncOp:
@@ -222,9 +231,9 @@ class Operations:
 
     def broadcast(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         tensor = self._one("broadcast", tensors)
-        code, item = self._check("broadcast", tensor)
-        root = self._root("broadcast", opts.rootRank)
         places = Places(self._where, "broadcast")
+        code, item = self._check(places, tensor)
+        root = self._root("broadcast", opts.rootRank)
         buffer = places.update(tensor)
         args = (buffer.data_ptr(), code, item, buffer.numel(), root)
         return self._run("broadcast", args, opts, tensors, buffer, places.settle)
@@ -240,11 +249,11 @@ class Operations:
         tensor = self._one("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:
             return self._allreduce_sparse(tensor, opts)
-        code, item = self._check("all_reduce", tensor)
-        kernel, agreed = self._reduction("all_reduce", opts.reduceOp, tensor.dtype)
         places = Places(self._where, "all_reduce")
+        code, item = self._check(places, tensor)
+        kernel, agreed = self._reduction("all_reduce", opts.reduceOp, tensor.dtype)
         buffer = places.update(tensor)
-        source = self._premultiplied(buffer, opts.reduceOp)
+        source = self._premultiplied(places, buffer, opts.reduceOp)
         args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed)
         work = self._run("all_reduce", args, opts, tensors, (source, buffer), places.settle)
         if tensor.numel() == 1:
@@ -259,13 +268,13 @@ class Operations:
             and opts.reduceOp == RedOpType.SUM
             and tensor.dtype in _SUMMABLE
             and is_simple(tensor)
-            and not torch.autograd._profiler_enabled()
+            and not is_profiling()
         )
 
-    def _premultiplied(self, tensor: torch.Tensor, reduce_op: Any) -> torch.Tensor:
+    def _premultiplied(self, places: Places, tensor: torch.Tensor, reduce_op: Any) -> torch.Tensor:
         """Return the contiguous input of a reduction, multiplied by the factor of a PREMUL_SUM."""
         if reduce_op.op != RedOpType.PREMUL_SUM:
-            return plain(tensor)
+            return places.read(tensor)
         return torch.mul(tensor, premul_factor(reduce_op)).to(tensor.dtype).contiguous()
 
     def _allreduce_sparse(self, tensor: torch.Tensor, opts: Options) -> PhalanxWork | None:
@@ -298,9 +307,9 @@ class Operations:
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         dense = [tensor for tensor in tensors if tensor.layout is not torch.sparse_coo]
-        for tensor in dense:
-            self._check("all_reduce", tensor)
         places = Places(self._where, "all_reduce")
+        for tensor in dense:
+            self._check(places, tensor)
         if do_overlap(dense, []):  # each is summed as it was before the call
             tensors = [t if t.layout is torch.sparse_coo else places.copy(t) for t in tensors]
         calls = [functools.partial(self.allreduce, [t]) for t in tensors]
@@ -310,12 +319,12 @@ class Operations:
         self, tensors: Tensors, marks: torch.Tensor, timeout: timedelta, *, with_squares: bool
     ) -> float:
         """Replace `tensors` and `marks` by their means over the ranks, where they lie; blocks. See PhalanxGroup."""
-        close = self._profiled("average_coalesced", tensors, None) if torch.autograd._profiler_enabled() else None
+        close = self._profiled("average_coalesced", tensors, None) if is_profiling() else None
         places = Places(self._where, "average_coalesced")
         squares = 0.0
         by_dtype: dict[torch.dtype, Tensors] = {}
         for tensor in tensors:
-            self._check("average_coalesced", tensor)
+            self._check(places, tensor)
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for dtype, alike in by_dtype.items():
             code, item = DTYPE_CODES[dtype]
@@ -344,7 +353,7 @@ class Operations:
         settle: Callable[[], None] | None = None,
     ) -> PhalanxWork | None:
         """Run several operations as one. The group keeps their order, so the last one speaks for all."""
-        if torch.autograd._profiler_enabled():
+        if is_profiling():
             settle = self._profiled(op, inputs, settle)
         self._in_event = True
         try:
@@ -359,9 +368,10 @@ class Operations:
 
     def _require_apart(self, op: str, targets: Sequence[Tensors], sources: Sequence[Tensors]) -> None:
         """Check what several operations write and read, by operation, before the first of them begins."""
+        places = Places(self._where, op)
         for tensors in (*targets, *sources):
             for tensor in tensors:
-                self._check(op, tensor)
+                self._check(places, tensor)
         for i, mine in enumerate(targets):
             others = [t for j in range(len(targets)) if j != i for t in (*targets[j], *sources[j])]
             if any(do_overlap([t], others) for t in mine):
@@ -372,12 +382,12 @@ class Operations:
 
     def reduce(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         tensor = self._one("reduce", tensors)
-        code, item = self._check("reduce", tensor)
+        places = Places(self._where, "reduce")
+        code, item = self._check(places, tensor)
         root = self._root("reduce", opts.rootRank)
         kernel, agreed = self._reduction("reduce", opts.reduceOp, tensor.dtype)
-        places = Places(self._where, "reduce")
         buffer = places.update(tensor) if self._rank == root else plain(tensor)
-        source = self._premultiplied(buffer, opts.reduceOp)
+        source = self._premultiplied(places, buffer, opts.reduceOp)
         args = (source.data_ptr(), buffer.data_ptr(), code, item, buffer.numel(), kernel, agreed, root)
         return self._run("reduce", args, opts, tensors, (source, buffer), places.settle)
 
@@ -385,9 +395,9 @@ class Operations:
         source = self._one("all_gather", inputs)
         if len(outputs) != 1:
             raise ValueError(f"{self._where('all_gather')} takes one list of outputs, got {len(outputs)}")
-        code, item = self._check("all_gather", source)
-        blocks = self._list("all_gather", "tensor_list", outputs[0], source, may_differ=True)
         places = Places(self._where, "all_gather")
+        code, item = self._check(places, source)
+        blocks = self._list(places, "tensor_list", outputs[0], source, may_differ=True)
         keep, read_at, write_at = places.move([source], blocks, own=(0, self._rank, 0))
         args: tuple[object, ...] = (read_at[0], write_at, code, item, source.numel())
         method = "all_gather"
@@ -396,9 +406,9 @@ class Operations:
         return self._run(method, args, opts, blocks, keep, places.settle, [source])
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
-        count = self._blocks("all_gather_into_tensor", output, source, "output_tensor")
-        code, item = self._check("all_gather_into_tensor", source)
         places = Places(self._where, "all_gather_into_tensor")
+        count = self._blocks(places, output, source, "output_tensor")
+        code, item = self._check(places, source)
         step = count * item
         keep, read_at, [out_at] = places.move([source], [output], own=(0, 0, self._rank * step))
         args = (read_at[0], _steps(out_at, step, self._size), code, item, count)
@@ -426,15 +436,15 @@ class Operations:
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         source = self._one("gather", inputs)
-        code, item = self._check("gather", source)
+        places = Places(self._where, "gather")
+        code, item = self._check(places, source)
         root = self._root("gather", opts.rootRank)
         if (self._rank == root) != (len(outputs) == 1):
             raise ValueError(
                 f"{self._where('gather')}: gather_list must be given on the destination rank only; "
                 f"call dist.gather(tensor, gather_list if rank == dst else None, dst=dst)"
             )
-        places = Places(self._where, "gather")
-        blocks = self._list("gather", "gather_list", outputs[0], source) if self._rank == root else []
+        blocks = self._list(places, "gather_list", outputs[0], source) if self._rank == root else []
         keep, read_at, write_at = places.move([source], blocks, own=(0, self._rank, 0) if blocks else None)
         args = (read_at[0], write_at, code, item, source.numel(), root)
         return self._run("gather", args, opts, blocks, keep, places.settle, [source])
@@ -442,24 +452,24 @@ class Operations:
     def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         if self._rank != opts.rootRank:
             return self.gather([], [source], opts)
-        self._blocks("gather", output, source, "output")
-        self._check("gather", source)
         places = Places(self._where, "gather")
+        self._blocks(places, output, source, "output")
+        self._check(places, source)
         buffer = places.write(output)
         work = self.gather([list(buffer.reshape(self._size, -1))], [source.reshape(-1)], opts)
         return self._after(work, places, [output])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> PhalanxWork | None:
         target = self._one("scatter", outputs)
-        code, item = self._check("scatter", target)
+        places = Places(self._where, "scatter")
+        code, item = self._check(places, target)
         root = self._root("scatter", opts.rootRank)
         if (self._rank == root) != (len(inputs) == 1):
             raise ValueError(
                 f"{self._where('scatter')}: scatter_list must be given on the source rank only; "
                 f"call dist.scatter(tensor, scatter_list if rank == src else None, src=src)"
             )
-        places = Places(self._where, "scatter")
-        blocks = self._list("scatter", "scatter_list", inputs[0], target) if self._rank == root else []
+        blocks = self._list(places, "scatter_list", inputs[0], target) if self._rank == root else []
         keep, read_at, [out_at] = places.move(blocks, [target], own=(self._rank, 0, 0) if blocks else None)
         args = (read_at, out_at, code, item, target.numel(), root)
         return self._run("scatter", args, opts, outputs, keep, places.settle, blocks)
@@ -468,11 +478,11 @@ class Operations:
         target = self._one("reduce_scatter", outputs)
         if len(inputs) != 1:
             raise ValueError(f"{self._where('reduce_scatter')} takes one list of inputs, got {len(inputs)}")
-        code, item = self._check("reduce_scatter", target)
-        blocks = self._list("reduce_scatter", "input_list", inputs[0], target, may_differ=True)
-        kernel, agreed = self._reduction("reduce_scatter", opts.reduceOp, target.dtype)
         places = Places(self._where, "reduce_scatter")
-        given = [self._premultiplied(block, opts.reduceOp) for block in blocks]
+        code, item = self._check(places, target)
+        blocks = self._list(places, "input_list", inputs[0], target, may_differ=True)
+        kernel, agreed = self._reduction("reduce_scatter", opts.reduceOp, target.dtype)
+        given = [self._premultiplied(places, block, opts.reduceOp) for block in blocks]
         keep, read_at, [out_at] = places.move(given, [target], own=(self._rank, 0, 0))
         args: tuple[object, ...] = (read_at, out_at, code, item, target.numel(), kernel, agreed)
         method = "reduce_scatter"
@@ -481,11 +491,11 @@ class Operations:
         return self._run(method, args, opts, [target], keep, places.settle, blocks)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
-        count = self._blocks("reduce_scatter_tensor", source, output, "input")
-        code, item = self._check("reduce_scatter_tensor", output)
-        kernel, agreed = self._reduction("reduce_scatter_tensor", opts.reduceOp, output.dtype)
         places = Places(self._where, "reduce_scatter_tensor")
-        given = self._premultiplied(source, opts.reduceOp)
+        count = self._blocks(places, source, output, "input")
+        code, item = self._check(places, output)
+        kernel, agreed = self._reduction("reduce_scatter_tensor", opts.reduceOp, output.dtype)
+        given = self._premultiplied(places, source, opts.reduceOp)
         step = count * item
         keep, [in_at], [out_at] = places.move([given], [output], own=(0, 0, -self._rank * step))
         args = (_steps(in_at, step, self._size), out_at, code, item, count, kernel, agreed)
@@ -501,11 +511,11 @@ class Operations:
                     f"{self._where('all_to_all')}: {name} must hold one tensor for each of the {self._size} ranks, "
                     f"got {len(tensors)}"
                 )
-        codes = {self._check("all_to_all", t) for t in (*outputs, *inputs)}
+        places = Places(self._where, "all_to_all")
+        codes = {self._check(places, t) for t in (*outputs, *inputs)}
         if len(codes) > 1:
             raise ValueError(f"{self._where('all_to_all')}: all tensors must have one dtype")
         code, item = codes.pop()
-        places = Places(self._where, "all_to_all")
         keep, read_at, write_at = places.move(inputs, outputs)
         args = (read_at, [t.numel() for t in inputs], write_at, [t.numel() for t in outputs], code, item)
         return self._run("all_to_all_split", args, opts, outputs, keep, places.settle, inputs)
@@ -519,11 +529,11 @@ class Operations:
         opts: Options,
     ) -> PhalanxWork | None:
         op = "all_to_all_single"
-        code, item = self._check(op, source)
-        self._check(op, output)
+        places = Places(self._where, op)
+        code, item = self._check(places, source)
+        self._check(places, output)
         if output.dtype != source.dtype:
             raise ValueError(f"{self._where(op)}: input is {source.dtype}, output is {output.dtype}")
-        places = Places(self._where, op)
         keep, [in_at], [out_at] = places.move([source], [output])
         if not output_split_sizes and not input_split_sizes and source.numel() == output.numel():
             count = self._even(op, source)
@@ -567,6 +577,11 @@ class Operations:
         """Block until every rank came. Rank 0 names those that did not: the first, or (`wait_all_ranks`) all."""
         me = self._global_ranks[self._rank]
         timeout_ms = int(opts.timeout.total_seconds() * 1000)
+        if opts.timeout < timedelta(0) and opts.timeout != _UNSET:
+            raise ValueError(
+                f"{self._where('monitored_barrier')}: timeout must be at least 0 s, got "
+                f"{opts.timeout.total_seconds():g} s; leave it out for the group's"
+            )
         if timeout_ms == 0:
             self._core.abort("monitored_barrier was given no time")
             raise CollectiveTimeout(f"Rank {me} timed out in monitoredBarrier after 0 ms", op="monitored_barrier")
@@ -602,12 +617,12 @@ class Operations:
 
     def _message(self, op: str, tensors: Tensors, peer: int, tag: int) -> PhalanxWork:
         tensor = self._one(op, tensors)
-        code, item = self._check(op, tensor)
         places = Places(self._where, op)
-        buffer = places.write(tensor) if op == "recv" else plain(tensor)
+        code, item = self._check(places, tensor)
+        buffer = places.write(tensor) if op == "recv" else places.read(tensor)
         request = getattr(self._core, op)(buffer.data_ptr(), code, item, buffer.numel(), peer, tag, call_site())
         settle: Callable[[], None] | None = places.settle
-        if torch.autograd._profiler_enabled():
+        if is_profiling():
             settle = self._profiled("recvAnySource" if peer < 0 else op, tensors, settle)
         return self._track(PhalanxWork(request, self._core.wait_request, tensors, settle, buffer, self._let_go))
 

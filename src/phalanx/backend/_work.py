@@ -90,9 +90,14 @@ class Completer:
         handle.notify(self._queue, number)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether there are threads, and nothing that they wait for."""
-        return bool(self._threads) and not self._works
+    def may_end(self) -> bool:
+        """Whether there are threads, and nothing on its way that they wait for."""
+        return bool(self._threads) and all(work.over for work in list(self._works.values()))
+
+    def fulfil_all(self) -> None:
+        """Fulfil what is over and was not told to the threads before they ended."""
+        while self._works:
+            self._works.popitem()[1].fulfil()
 
     def close(self) -> None:
         """End the threads: no group is left, or the interpreter goes away under them."""
@@ -115,7 +120,10 @@ class Completer:
                 self._num_idle -= 1
                 if self._num_idle == 0:
                     self._start_thread()
-            self._works.pop(number).fulfil()
+            work = self._works.pop(number, None)
+            if work is not None:  # else `fulfil_all` was first
+                work.fulfil()
+            del work  # this thread sleeps next, and must not keep it
             with self._lock:
                 if self._num_idle > 1:  # others were started for callbacks that waited
                     self._threads.discard(threading.current_thread())
@@ -130,9 +138,10 @@ _num_forks = 0  # from the first process to this one
 def end_threads() -> None:
     """End the threads that fulfil futures, once no group is left; the next future starts others."""
     global _completer
-    if _completer.is_idle:
+    if _completer.may_end:
         former, _completer = _completer, Completer()
         former.close()
+        former.fulfil_all()
 
 
 _left_in_parent: list[Completer] = []
@@ -179,7 +188,8 @@ class PhalanxWork(Work):
         release: Called with this work when the operation is over.
     """
 
-    _futures: tuple[torch.futures.Future, torch.futures.Future]  # of the end and of the result, once asked for
+    # Once asked for: the future of the end, until it is told, and that of the result.
+    _futures: tuple[list[torch.futures.Future], torch.futures.Future]
 
     def __init__(
         self,
@@ -299,8 +309,9 @@ class PhalanxWork(Work):
         # What set_exception() leaves, only Python understands; what a callback raises, C++ does too, and torch's
         # DistributedDataParallel waits there.
         future = over.then(lambda _: self._outcome())
-        made = self.__dict__.setdefault("_futures", (over, future))  # atomic, where a lock could be held for ever
-        if made[0] is not over:
+        untold = [over]
+        made = self.__dict__.setdefault("_futures", (untold, future))  # atomic, where a lock could be held for ever
+        if made[0] is not untold:
             return made[1]
         if self.over:
             self.fulfil()  # at once: who asks now may look without waiting
@@ -309,8 +320,9 @@ class PhalanxWork(Work):
         return future
 
     def fulfil(self) -> None:
-        """Give the future its value; called once, when the operation is over."""
-        self._futures[0].set_result(None)
+        """Give the future its value, once, when the operation is over."""
+        with contextlib.suppress(IndexError):  # another thread was first
+            self._futures[0].pop().set_result(None)
 
     def _outcome(self) -> list[torch.Tensor]:
         error = self.exception()
