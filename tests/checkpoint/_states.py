@@ -503,9 +503,7 @@ def an_entry_that_the_checkpoint_lacks_is_refused_unless_told(rank, world_size, 
 def another_model_is_refused_on_every_rank(rank, world_size, folder):
     save(folder, {"model": nn.Linear(3, 3)})
     mine = nn.Linear(3, 4) if rank == world_size - 1 else nn.Linear(3, 3)
-    told = (
-        f"of step 1 from {folder}: rank {world_size - 1}: model: 2 of another shape (weight is float32[3, 3] there and "
-    )
+    told = f"of step 1 from {folder}: rank {world_size - 1}: model: 2 of another shape (weight is float32[3, 3] in the "
     with pytest.raises(CheckpointError, match=re.escape(told)):
         ckpt.load(folder, {"model": mine})
     for wrong in ({"model": [torch.ones(1)]}, {"model": {"weight": {"x": torch.ones(1)}}}):
@@ -525,12 +523,13 @@ def what_does_not_fit_is_told_once_with_counts_and_the_first_names(rank, world_s
         ckpt.load(folder, {"a": {"model": layers(3, 10)}})
     assert str(caught.value) == (
         f"checkpoint.load of step 3 from {folder}: {ranks}: a: model: "
-        "6 missing in the checkpoint (l4.weight, l5.weight, l6.weight, l7.weight, l8.weight and 1 more), "
+        "6 missing from the checkpoint (l4.weight, l5.weight, l6.weight, l7.weight, l8.weight and 1 more), "
         "3 unexpected in it (l0.weight, l1.weight, l2.weight); "
         "make the model as it was when it was saved, or pass strict=False"
     )
     with pytest.raises(
-        CheckpointError, match=r"optimizer: groups of \[4\] parameters there and of \[7\] here; make it of"
+        CheckpointError,
+        match=r"optimizer: the checkpoint has groups of \[4\] parameters, this optimizer of \[7\]; make",
     ):
         ckpt.load(folder, {"optimizer": torch.optim.SGD(layers(3, 10).parameters())})
 

@@ -71,7 +71,7 @@ def test_two_ranks_reach_97_percent_and_leave_checkpoints_and_a_report(tmp_path)
     assert phalanx.checkpoint.verify(tmp_path / "run" / "checkpoints") == []
     assert "accuracy" in (tmp_path / "run" / "report.html").read_text()
     again = train(launcher(1), tmp_path / "run")
-    assert "already finished at step 276: nothing to train" in again
+    assert "already finished at step 276; nothing to train" in again
 
 
 def test_a_rank_is_killed_and_the_training_goes_on_to_the_same_weights(tmp_path):

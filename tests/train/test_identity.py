@@ -119,7 +119,7 @@ def test_what_may_change_is_taken_and_a_resumed_run_says_where_it_goes_on(tmp_pa
     assert f"going on after step 9, from disk: epoch 2, in {tmp_path}\n" in printed
     again, printed = run(tmp_path, max_epochs=3)
     assert again.step == 21
-    assert printed.count("already finished at step 21: nothing to train") == 1
+    assert printed.count("already finished at step 21; nothing to train") == 1
     assert "going on" not in printed
 
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_that_does_not_say_what_it_is_of_is_taken_with_a_line(tmp_p
         run(tmp_path, max_steps=9)
     trainer, printed = run(tmp_path, lr=0.5)
     assert trainer.step == 14
-    assert printed.count("the checkpoint of step 9 does not say what run it is of") == 1
+    assert printed.count("the checkpoint of step 9 does not say which run it belongs to") == 1
 
 
 def test_facts_are_the_same_whatever_number_type_and_implementation_was_chosen():
@@ -243,7 +243,8 @@ def test_a_second_job_in_the_folder_is_refused_until_the_first_has_gone_however_
             said, _ = second.communicate(timeout=LIMIT_S)
         assert second.returncode == 1
         assert re.search(
-            rf"PhalanxError: rank 0: Trainer\.fit: another job trains in run: process {first.pid} on \S+, since ", said
+            rf"PhalanxError: rank 0: Trainer\.fit: another job is training in run: process {first.pid} on \S+, since ",
+            said,
         )
         first.kill()  # its loader's worker may live on for a moment, without the lock
         first.wait(LIMIT_S)
@@ -281,7 +282,12 @@ def test_a_folder_that_cannot_be_locked_is_said_to_be_one(tmp_path, monkeypatch)
     monkeypatch.setattr("phalanx.train.folder_lock.fcntl.flock", refuse)
     trainer, printed = run(tmp_path)
     assert trainer.step == 14
-    assert printed.count(f"{tmp_path} can't be locked (Operation not supported): start no other job in it\n") == 1
+    assert (
+        printed.count(
+            f"{tmp_path} can't be locked (Operation not supported): make sure that no other job trains in it\n"
+        )
+        == 1
+    )
 
 
 def test_a_note_of_a_holder_that_makes_no_sense_is_no_reason_to_fail(tmp_path):

@@ -88,7 +88,7 @@ def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:
 def _why_no_fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """Return in which tensors a module's state and that of the checkpoint differ; empty if in none."""
     other = [
-        f"{name} is {_form(saved[name])} there and {_form(value)} here"
+        f"{name} is {_form(saved[name])} in the checkpoint and {_form(value)} here"
         for name, value in own.items()
         if name in saved and isinstance(value, Tensor) and getattr(saved[name], "shape", None) != value.shape
     ]
@@ -96,7 +96,7 @@ def _why_no_fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     differences = [
         f"{len(names)} {what} ({_some(names)})"
         for names, what in (
-            (other, "of another shape"), (lacking, "missing in the checkpoint"), (further, "unexpected in it"),
+            (other, "of another shape"), (lacking, "missing from the checkpoint"), (further, "unexpected in it"),
         )
         if names
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def _why_no_group_fits(optimizer: torch.optim.Optimizer, saved: Any) -> str:
     there, here = ([len(group["params"]) for group in gs] for gs in (groups, optimizer.param_groups))
     if there == here:
         return ""
-    return f"groups of {there} parameters there and of {here} here; make it of the same model, in the same groups"
+    return f"the checkpoint has groups of {there} parameters, this optimizer of {here}; make the same groups again"
 
 
 def _form(value: Any) -> str:

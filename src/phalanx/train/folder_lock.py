@@ -54,13 +54,15 @@ class FolderLock:
             try:
                 holder = self._take()
             except OSError as error:
-                self.problem = f"{self._folder} can't be locked ({error.strerror}): start no other job in it"
+                self.problem = (
+                    f"{self._folder} can't be locked ({error.strerror}): make sure that no other job trains in it"
+                )
         holder, self.was_ours = self._ranks.gather((holder, self.was_ours))[0]
         if holder is not None:
             who = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
             raise PhalanxError(
-                f"rank {self._ranks.rank}: Trainer.fit: another job trains in {self._folder}: {printable(who)}. Wait "
-                "until it has ended, end it, or give this one another folder (folder=... or PHALANX_RUN_FOLDER)",
+                f"rank {self._ranks.rank}: Trainer.fit: another job is training in {self._folder}: {printable(who)}. "
+                "Wait until it has ended, end it, or give this one another folder (folder=... or PHALANX_RUN_FOLDER)",
                 op="fit",
                 holder=holder,
             )

@@ -1,8 +1,8 @@
 """What makes a run the one that its folder holds: told in its checkpoints, compared when it is started again.
 
 A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts are what the script gave: they are taken when
-the trainer is made, before a scheduler or a checkpoint has changed anything. What may change from one start to the next
-is none: how long to train, the number of ranks, how a batch is cut into passes, how often to save and to log.
+the trainer is made, before a scheduler or a checkpoint has changed anything. Settings that may change from one start to
+the next are no facts: how long to train, the number of ranks, how a batch is cut into passes, when to save and to log.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Identity:
         """
         if saved is None:
             self.is_forced = self._may_force
-            self.news = f"the checkpoint of step {step} does not say what run it is of: taken for this one unchecked"
+            self.news = f"the checkpoint of step {step} does not say which run it belongs to: resumed without comparing"
             return
         theirs: Facts = json.loads(saved)
         changed = differences(theirs, self._facts)
@@ -132,7 +132,7 @@ def _refusal(folder: str, step: int, changed: Mapping[str, tuple[str, str]], can
     ways.append(
         'resume="force" goes on with the weights and the counters, and with the settings of this script'
         if can_be_forced
-        else "with the model and the parameter groups as they were it goes on"
+        else "the model and the parameter groups that the script had before go on; no others can, not even by force"
     )
     return "\n  ".join(
         (f"{folder} holds another run (step {step}):", *_lines(changed), "What you can do:", *(f"- {w}" for w in ways))

@@ -362,8 +362,8 @@ class Trainer:
             watch.say(line)
         if loaded is not None and self._is_over():
             watch.say(
-                f"already finished at step {self.step}: nothing to train. A larger max_epochs or max_steps goes on, "
-                'resume="never" or another folder begins anew'
+                f"already finished at step {self.step}; nothing to train. To go on, raise max_epochs, max_steps or "
+                'patience; to begin anew, set resume="never" or another folder'
             )
         elif loaded is not None:
             watch.say(
