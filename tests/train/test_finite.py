@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import phalanx
+from phalanx.train.finite import FiniteGuard
 from phalanx.train.judge import Judge
 from tests.train._programs import make_data, make_model, mean_squares, quietly, rank_of, state_of, train
 
@@ -108,6 +109,15 @@ def accumulation_and_bf16(folder):
     return [failed[3] == accumulated[3] and "batch[0]" in failed[0] for failed in (accumulated, in_bf16, same_bits)]
 
 
+def found_in_the_log(folder):
+    """Nobody looks at a loss before it is logged, as where it lies on a device that must not be waited for."""
+    look, FiniteGuard.look_at_loss = FiniteGuard.look_at_loss, lambda *_: None
+    try:
+        return fails(folder, data=Poisoned(17), log_every=3, save_every=3, snapshot_every=0, max_epochs=1)
+    finally:
+        FiniteGuard.look_at_loss = look
+
+
 def skipped_steps(folder):
     """A loss so large that its gradient overflows until the scale has come down."""
 
@@ -173,7 +183,7 @@ def evaluations_of_nan(folder):
 
 
 PROGRAMS = (
-    a_sample_of_nan, a_module_on_one_rank, a_gradient, accumulation_and_bf16, skipped_steps, warned,
+    found_in_the_log, a_sample_of_nan, a_module_on_one_rank, a_gradient, accumulation_and_bf16, skipped_steps, warned,
     a_loss_that_is_only_inf, evaluations_of_nan,
 )  # fmt: skip
 
@@ -220,6 +230,16 @@ def test_a_gradient_that_is_not_finite_is_named_and_its_weights_are_not_saved(re
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_accumulation_bf16_and_bits_alike_find_it_too(results, world_size):
     assert [of_rank["accumulation_and_bf16"] for of_rank in results[world_size]] == [[True] * 3] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_that_only_the_log_sees_is_found_there(results, world_size):
+    for of_rank in results[world_size]:
+        message, step, _, ranks, saved = of_rank["found_in_the_log"]
+        assert "the mean loss since it was logged last is nan" in message
+        assert step in (6, 7)
+        assert saved == [3]
+        assert len(ranks) >= 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
