@@ -46,6 +46,11 @@ class Bad(nn.Module):
         return x * math.nan if self.num_calls >= self.call and rank_of() == self.rank else x
 
 
+class Grows(nn.Module):
+    def forward(self, x):
+        return x.half() * 60000 * 60000 if torch.is_autocast_enabled("cpu") else x
+
+
 class NanInBackward(nn.Module):
     def forward(self, x):
         return _BackwardOfNan.apply(x)
@@ -130,8 +135,10 @@ def skipped_steps(folder):
     trainer = phalanx.Trainer(model, optimizer, loss, folder=folder, **options)
     quietly(trainer.fit, make_data())
     model = nn.Sequential(nn.Linear(6, 1), NanInBackward())
+    grows = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), Grows(), nn.Linear(16, 1))
+    overflown = fails(f"{folder}/overflown", model=grows, precision="fp16", max_epochs=1)
     never = fails(f"{folder}/never", model=model, precision="fp16", max_epochs=99, log_every=5)
-    return trainer._scaler.get_scale() < 65536.0, trainer.step, never
+    return trainer._scaler.get_scale() < 65536.0, trainer.step, never, overflown
 
 
 def warned(folder):
@@ -245,10 +252,11 @@ def test_a_loss_that_only_the_log_sees_is_found_there(results, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_that_the_gradient_scaler_skips_is_none(results, world_size):
     for of_rank in results[world_size]:
-        has_come_down, num_steps, never = of_rank["skipped_steps"]
+        has_come_down, num_steps, never, overflown = of_rank["skipped_steps"]
         assert (has_come_down, num_steps) == (True, 7)
         assert "the gradient scaler's scale has come down to" in never[0]  # once all are
         assert never[1] == 40
+        assert "It began in module '2' (Grows)" in overflown[0]  # in fp16 alone
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -222,8 +222,7 @@ class Trainer:
         clock = self._watch.clock
         if self.device.type != "cpu":
             batch = to_device(batch, self.device)
-        dtype = _DTYPES.get(self.settings.precision)
-        with torch.autocast(self.device.type, dtype) if dtype else _NOTHING:
+        with self._autocast():
             loss, parts = self._objective.loss_of(self.model, batch)
         if parts:
             self._parts.add(parts, weight)
@@ -235,6 +234,10 @@ class Trainer:
         self._guard.look_at_loss(loss, batch, self.step + 1, self.epoch)
         clock.lap("backward")
         return loss
+
+    def _autocast(self) -> Any:
+        dtype = _DTYPES.get(self.settings.precision)
+        return torch.autocast(self.device.type, dtype) if dtype else _NOTHING
 
     def _sum_over_shards(self, parts: list[Part], num_samples: int) -> Tensor:
         def backward(shard: int) -> Tensor:
@@ -298,8 +301,9 @@ class Trainer:
         if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
         self._guard = FiniteGuard(
-            s.on_nan, self.module, self._objective, self._ranks, watch, skips_steps=self._scaler.is_enabled()
-        )
+            s.on_nan, self.module, self._objective, self._ranks, watch,
+            autocast=self._autocast, skips_steps=self._scaler.is_enabled(),
+        )  # fmt: skip
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         resumed = None if loaded is None else dataclasses.asdict(loaded)
