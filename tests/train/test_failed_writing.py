@@ -66,9 +66,9 @@ def train_to_a_signal(rank, folder, spoil, loss):
 
     mend = spoil(folder) if rank == 0 else None
     model = make_model()
-    options = {"global_batch_size": 2, "max_epochs": 3, "log_every": 1, "folder": folder, "callbacks": [Signal()]}
-    options["on_nan"] = "ignore"
-    trainer = phalanx.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), training_step=step, **options)
+    options = {"global_batch_size": 2, "max_epochs": 3, "log_every": 1, "folder": folder, "on_nan": "ignore"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = phalanx.Trainer(model, optimizer, training_step=step, callbacks=[Signal()], **options)
     said, code = io.StringIO(), None
     with contextlib.redirect_stdout(said):
         try:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import phalanx
+from phalanx.train.finite import FiniteGuard
 from phalanx.train.judge import Judge
 from tests.train._programs import make_data, make_model, mean_squares, quietly, rank_of, state_of, train
 
@@ -43,6 +44,11 @@ class Bad(nn.Module):
     def forward(self, x):
         self.num_calls += self.training
         return x * math.nan if self.num_calls >= self.call and rank_of() == self.rank else x
+
+
+class Grows(nn.Module):
+    def forward(self, x):
+        return x.half() * 60000 * 60000 if torch.is_autocast_enabled("cpu") else x
 
 
 class NanInBackward(nn.Module):
@@ -108,6 +114,15 @@ def accumulation_and_bf16(folder):
     return [failed[3] == accumulated[3] and "batch[0]" in failed[0] for failed in (accumulated, in_bf16, same_bits)]
 
 
+def found_in_the_log(folder):
+    """Nobody looks at a loss before it is logged, as where it lies on a device that must not be waited for."""
+    look, FiniteGuard.look_at_loss = FiniteGuard.look_at_loss, lambda *_: None
+    try:
+        return fails(folder, data=Poisoned(17), log_every=3, save_every=3, snapshot_every=0, max_epochs=1)
+    finally:
+        FiniteGuard.look_at_loss = look
+
+
 def skipped_steps(folder):
     """A loss so large that its gradient overflows until the scale has come down."""
 
@@ -120,8 +135,10 @@ def skipped_steps(folder):
     trainer = phalanx.Trainer(model, optimizer, loss, folder=folder, **options)
     quietly(trainer.fit, make_data())
     model = nn.Sequential(nn.Linear(6, 1), NanInBackward())
+    grows = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), Grows(), nn.Linear(16, 1))
+    overflown = fails(f"{folder}/overflown", model=grows, precision="fp16", max_epochs=1)
     never = fails(f"{folder}/never", model=model, precision="fp16", max_epochs=99, log_every=5)
-    return trainer._scaler.get_scale() < 65536.0, trainer.step, never
+    return trainer._scaler.get_scale() < 65536.0, trainer.step, never, overflown
 
 
 def warned(folder):
@@ -173,7 +190,7 @@ def evaluations_of_nan(folder):
 
 
 PROGRAMS = (
-    a_sample_of_nan, a_module_on_one_rank, a_gradient, accumulation_and_bf16, skipped_steps, warned,
+    found_in_the_log, a_sample_of_nan, a_module_on_one_rank, a_gradient, accumulation_and_bf16, skipped_steps, warned,
     a_loss_that_is_only_inf, evaluations_of_nan,
 )  # fmt: skip
 
@@ -223,12 +240,23 @@ def test_accumulation_bf16_and_bits_alike_find_it_too(results, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_that_only_the_log_sees_is_found_there(results, world_size):
+    for of_rank in results[world_size]:
+        message, step, _, ranks, saved = of_rank["found_in_the_log"]
+        assert "the mean loss since it was logged last is nan" in message
+        assert step in (6, 7)
+        assert saved == [3]
+        assert len(ranks) >= 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_that_the_gradient_scaler_skips_is_none(results, world_size):
     for of_rank in results[world_size]:
-        has_come_down, num_steps, never = of_rank["skipped_steps"]
+        has_come_down, num_steps, never, overflown = of_rank["skipped_steps"]
         assert (has_come_down, num_steps) == (True, 7)
         assert "the gradient scaler's scale has come down to" in never[0]  # once all are
         assert never[1] == 40
+        assert "It began in module '2' (Grows)" in overflown[0]  # in fp16 alone
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

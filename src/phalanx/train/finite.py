@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -49,6 +49,7 @@ class FiniteGuard:
         objective: What computes the loss, again if it has to be explained.
         ranks: All ranks of the job.
         watch: What a warning is shown and recorded by.
+        autocast: Returns the context in which a loss is computed.
         skips_steps: A gradient that is not finite skips the step, as with a gradient scaler.
     """
 
@@ -60,6 +61,7 @@ class FiniteGuard:
         ranks: Ranks,
         watch: Watch,
         *,
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
         skips_steps: bool,
     ) -> None:
         self._on_nan = on_nan
@@ -67,6 +69,7 @@ class FiniteGuard:
         self._objective = objective
         self._ranks = ranks
         self._watch = watch
+        self._autocast = autocast
         self._skips_steps = skips_steps
         self._finding: Finding | None = None  # the first since all ranks were told
         self._has_warned = False
@@ -169,7 +172,7 @@ class FiniteGuard:
             return "The batch and the parameters are finite"  # what meets other ranks can't be computed by one alone
         hooks = [module.register_forward_hook(look) for module in names]
         try:
-            with _as_before(self._module), torch.no_grad(), contextlib.suppress(Exception):
+            with _as_before(self._module), torch.no_grad(), self._autocast(), contextlib.suppress(Exception):
                 self._objective.loss_of(self._module, batch)
         finally:
             for hook in hooks:

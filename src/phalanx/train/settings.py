@@ -25,15 +25,16 @@ class Settings:
     """Settings of a `Trainer`; each is an argument of its constructor.
 
     Attributes:
-        max_epochs: Train so many times on all data; with `max_steps`, whichever comes first.
-        max_steps: Train so many optimizer steps.
+        max_epochs: Number of passes over the training data; with `max_steps`, whichever comes first.
+        max_steps: Number of optimizer steps.
         global_batch_size: Samples of one optimizer step, over all ranks and accumulated passes.
-        micro_batch_size: At most so many in one forward pass of a rank; None: all of its part.
+        micro_batch_size: Largest number of samples in one forward pass of a rank; None: all of its part.
         on_resize: When the number of ranks changes in a run: "keep" the global batch, or "scale" it with the ranks.
-        seed: Of the data's order and its workers; `seed_everything` is for the rest, such as dropout.
+        seed: Seed for shuffling and for the data-loading workers; `seed_everything` is for the rest, such as dropout.
         num_workers: Processes that load data for each rank.
-        drop_last: Leave out the samples at an epoch's end that fill no global batch.
-        precision: "fp32", "bf16" or "fp16" (with a gradient scaler): of forward and loss, through torch.autocast.
+        drop_last: Whether the samples at an epoch's end that fill no global batch are left out.
+        precision: Precision of forward and loss, through torch.autocast: "fp32", "bf16" or "fp16" (with a gradient
+            scaler).
         clip_norm: Largest norm of the gradient; None: unlimited.
         on_nan: What follows a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
             once, or "ignore" it. Whatever is chosen, a state with such a parameter is never saved.

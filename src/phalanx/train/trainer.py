@@ -68,9 +68,9 @@ class Trainer:
         evaluation_step: ``evaluation_step(model, batch)`` returns the loss, or values by name: each one number for each
             sample, or their mean. None: the training step, or the loss and the metrics.
         scheduler: Schedule of the learning rate.
-        metrics: Values to evaluate beside the loss: ``metric(outputs, targets)`` returns one number for each sample, or
-            their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics, combine the
-            states of all ranks in ``compute``; an `evaluation_step` updates them itself.
+        metrics: Values to evaluate beside the loss, by name: ``metric(outputs, targets)`` returns one number for each
+            sample, or their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics,
+            combine the states of all ranks in ``compute``; an `evaluation_step` updates them itself.
         collate_fn: Function that makes a batch out of a dataset's samples; None: torch's.
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
             ``on_fit_end``, each called with the trainer on every rank; with ``state_dict`` and ``load_state_dict`` they
@@ -83,8 +83,8 @@ class Trainer:
     Attributes:
         model: As it trains; `module` is the one inside the wrapper.
         step: Optimizer steps done.
-        epoch: That it is in, from 0.
-        evaluation: What the last evaluation in `fit` came to.
+        epoch: Number of the epoch under way, from 0.
+        evaluation: Values of the last evaluation in `fit`, by name.
 
     Raises:
         ValueError: Arguments that contradict each other.
@@ -178,7 +178,7 @@ class Trainer:
 
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         if self.settings.patience is not None and validation_data is None:
-            raise ValueError("Trainer: patience needs validation_data to judge by")
+            raise ValueError("Trainer: patience needs validation_data to judge by: fit(data, validation_data)")
         self._feed = open_feed(
             data, self.settings, self._batch_size(), self._ranks,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
@@ -344,8 +344,9 @@ class Trainer:
         if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
         self._guard = FiniteGuard(
-            s.on_nan, self.module, self._objective, self._ranks, watch, skips_steps=self._scaler.is_enabled()
-        )
+            s.on_nan, self.module, self._objective, self._ranks, watch,
+            autocast=lambda: self.session.autocast(s.precision), skips_steps=self._scaler.is_enabled(),
+        )  # fmt: skip
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         resumed = None if loaded is None else dataclasses.asdict(loaded)
