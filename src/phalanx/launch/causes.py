@@ -24,6 +24,7 @@ _KINDS = {
 # Where the kind is a bare RuntimeError or DistBackendError, the text tells.
 _TEXTS = re.compile(
     r"running the callback: (?:RankFailed|GroupAborted|GroupUnusable|CollectiveTimeout):"  # of a future of phalanx
+    r"|main_process_first: rank \d+ goes first and has failed"  # of a session
     r"|closed by (?:remote )?peer|[Cc]onnection reset by peer|Broken pipe"  # Gloo and NCCL
     r"|Timed out waiting \d+ ?ms for (?:recv|send) operation"  # Gloo
     r"|failed to pass monitoredBarrier"

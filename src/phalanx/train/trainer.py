@@ -366,6 +366,8 @@ class Trainer:
         if memory.restart_is_planned:  # to have more ranks: this run goes on at once
             checkpoint.snapshot(self.checkpoints, self._state(), self.step)
             raise SystemExit(PREEMPTED_CODE)
+        if self._watch.has_news:
+            self._log()
         self._save(wait=True)
         self._watch.record("preempted", step=self.step, signal=number)
         note = requeue() if self.session.is_main and number != signal.SIGINT else ""
