@@ -48,7 +48,6 @@ def test_ctrl_c_saves_and_says_so(terminal, tmp_path, command, code):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     [preempted] = [record for record in records if record["kind"] == "preempted"]
     assert preempted["signal"] == signal.SIGINT
-    assert preempted["step"] == max(record["step"] for record in records if record["kind"] == "step")
     assert checkpoint.list(folder / "checkpoints")[-1].step == preempted["step"]
     assert "preempted" in (folder / "report.html").read_text()
 
