@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx._errors import GroupUnusable
+from phalanx._errors import PhalanxError
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,7 +44,7 @@ class LoopTools:
         """Return a context whose block runs on rank 0 first, such as a download, and then on the others.
 
         The others wait at most as long as the group's timeout. If the first one's block raises, theirs is not run, and
-        `GroupUnusable` names the error there.
+        `PhalanxError` names the error there.
 
         Args:
             per_host: The first of each host go first, where hosts share no files.
@@ -119,7 +119,7 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
     """Run a block on the ranks that are first, then on the others; every rank calls it.
 
     Raises:
-        GroupUnusable: On the others, if the block of a first one has raised; it is not run there.
+        PhalanxError: On the others, if the block of a first one has raised; it is not run there.
     """
     if is_first:
         try:
@@ -129,9 +129,9 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
             raise
     failures = _told("")
     if failed := [number for number, failure in enumerate(failures) if failure]:
-        raise GroupUnusable(
+        raise PhalanxError(
             f"rank {rank}: main_process_first: rank {failed[0]} goes first and has failed with "
-            f"{failures[failed[0]]}; the block was not run here. Mend what failed there",
+            f"{failures[failed[0]]}{'' if is_first else '; the block was not run here'}. Mend what failed there",
             op="main_process_first",
             ranks=tuple(failed),
         )

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx
+from phalanx.launch.causes import is_victim
 
 Pair = collections.namedtuple("Pair", "mean count")
 
@@ -82,7 +83,7 @@ def going_first(session, folder):
 
 def failing_first(session, folder):
     ran = False
-    with pytest.raises((FileNotFoundError, phalanx.GroupUnusable)) as caught, session.main_process_first():
+    with pytest.raises((FileNotFoundError, phalanx.PhalanxError)) as caught, session.main_process_first():
         ran = True
         raise FileNotFoundError("no data here")
     session.barrier()  # the group goes on
@@ -160,8 +161,9 @@ def test_rank_0_goes_first_and_its_error_releases_the_others(results):
     first, *others = (of_rank["failing_first"] for of_rank in results)
     assert first == (True, "FileNotFoundError", "no data here")
     for ran, kind, message in others:
-        assert (ran, kind) == (False, "GroupUnusable")
+        assert (ran, kind) == (False, "PhalanxError")
         assert "rank 0 goes first and has failed with FileNotFoundError: no data here" in message
+        assert is_victim([kind], message)  # the launcher names rank 0
 
 
 def test_gradients_add_up_and_are_averaged_in_the_last_pass(results):

@@ -449,7 +449,9 @@ def test_a_signal_to_any_rank_saves_and_ends_all_with_a_code_of_its_own(run_rank
         assert code == 75
         assert saved == [6]  # the step under way
         assert_close(state, by_hand())
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 6 in [record["step"] for record in records if record["kind"] == "step"]  # what had not been logged yet
+    kinds = [record["kind"] for record in records]
     assert kinds.count("preempted") == 1
     assert kinds.count("start") == 2
 

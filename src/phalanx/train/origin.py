@@ -84,6 +84,10 @@ def _arguments() -> list[str]:
 def _describe(optimizer: torch.optim.Optimizer) -> str:
     """Return class and numbers of an optimizer: ``AdamW(lr=0.01, weight_decay=0.1)``."""
     named = {name: optimizer.param_groups[0].get(name) for name in ("lr", "momentum", "betas", "weight_decay")}
-    told = ", ".join(f"{name}={value}" for name, value in named.items() if value)
+    told = ", ".join(f"{name}={_short(value)}" for name, value in named.items() if value)
     groups = f", {len(optimizer.param_groups)} groups" if len(optimizer.param_groups) > 1 else ""
     return f"{type(optimizer).__name__}({told}){groups}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -461,6 +461,8 @@ class Trainer:
             if self._may_keep():
                 checkpoint.snapshot(self.checkpoints, self._state(), self.step)
             raise SystemExit(PREEMPTED_CODE)
+        if self._watch.has_news:
+            self._log()
         saved = "saved" if self._save(wait=True) else "weights that are not finite were not saved"
         self._watch.record("preempted", step=self.step, signal=number)
         note = requeue() if self.session.is_main and number != signal.SIGINT else ""
