@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
@@ -16,10 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import Store
 
-from phalanx import _core, _errors
+from phalanx import _core, _env, _errors
 from phalanx._errors import CollectiveTimeout, OutOfSharedMemory, PhalanxError, RankFailed
+from phalanx._launched import Launch
 from phalanx.backend._words import Shape, understand
 
 _PART_S = 1.0
@@ -28,6 +31,7 @@ _MANY = 50  # ranks
 _LOOK_S = 0.1  # between looks at whether those who are awaited can't come
 _DEATH_S = 0.3  # for the end of a process to be seen after that of its connections
 _STORE_S = 1.0  # for the store to answer
+_LOOK = "Look at what rank {} printed last; this rank is only its victim."
 _FACTS = ("pid", "exit_code", "signal")  # of a rank that has died
 _WHO = re.compile(r"^rank \d+: init_process_group: ")
 
@@ -203,14 +207,34 @@ class Meeting:
             if rank in self._suspects:  # what it had done before was looked at since
                 raise self._rebuild(self._bury(rank, watch))
             self._suspects.add(rank)
+        if not self.watches:
+            self._look_at_launch()
+
+    def _look_at_launch(self) -> None:
+        """Raise RankFailed if the launcher knows that a rank ended that has not said hello."""
+        launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
+        num_ranks = dist.get_world_size() if dist.is_initialized() else self.size
+        is_launchs_world = launch is not None and (launch.rank, launch.world_size) == (self.me, num_ranks)
+        if launch is None or not is_launchs_world or os.getpgrp() != os.getpid():  # what a rank starts has other worlds
+            return
+        for end in launch.ended():
+            rank = self.global_ranks.index(end.rank) if end.rank in self.global_ranks else -1
+            if rank < 0 or self._ask(functools.partial(self.store.check, [f"hello/{rank}"])) is not False:
+                continue
+            if rank in self._suspects:
+                text = f"rank {end.rank} (pid {end.pid}) {end.how} before it joined\n{_LOOK.format(end.rank)}"
+                facts = {"pid": end.pid, "exit_code": end.exit_code, "signal": end.signal}
+                cause = {"kind": RankFailed.__name__, "text": text, "ranks": [end.rank], "facts": facts}
+                self._tell(cause)
+                raise self._rebuild(cause)
+            self._suspects.add(rank)
 
     def _bury(self, rank: int, watch: _core.PeerWatch) -> dict[str, Any]:
         text, exit_code, signal = watch.ending
         number = self.global_ranks[rank]
         cause = {
             "kind": RankFailed.__name__,
-            "text": f"rank {number} (pid {watch.pid}) {text}\n"
-            f"Look at what rank {number} printed last; this rank is only its victim.",
+            "text": f"rank {number} (pid {watch.pid}) {text}\n{_LOOK.format(number)}",
             "ranks": [number],
             "facts": {"pid": watch.pid, "exit_code": exit_code if exit_code >= 0 else None, "signal": signal or None},
         }

@@ -77,7 +77,7 @@ def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | Non
             continue
         if culprit.made_room:
             return culprit
-        steps = course.after_failure(culprit, ranks.ends, lived_s=culprit.when_s - ranks.began_s)
+        steps = course.after_failure(culprit, lived_s=culprit.when_s - ranks.began_s, ends=ranks.ends)
         if course.is_over:
             for step in steps:
                 ranks.say(step)
@@ -148,7 +148,7 @@ class Course:
             f"{self._note}, from the last snapshot"
         )
 
-    def after_failure(self, culprit: RankEnd, ends: Sequence[RankEnd], *, lived_s: float) -> list[str]:
+    def after_failure(self, culprit: RankEnd, *, lived_s: float, ends: Sequence[RankEnd] = ()) -> list[str]:
         """Choose what follows the failed attempt; return the lines to be said."""
         job, most = self._job, self._job.num_local_ranks
         has_progress = _is_ahead(_newest_steps(self._fd), self._steps_before)

@@ -53,7 +53,7 @@ class Attempt:
     def launch(self, launcher: str, notes: str, rank: int) -> dict[str, str]:
         """Return what tells a rank where this launch's notes are; nothing if there are ranks on other nodes."""
         if self.num_nodes > 1:
-            return {}
+            return {_env.LAUNCH_VARIABLE: ""}  # not that of a launch around this one
         launch = Launch(launcher, notes, rank, self.world_size, self.master_addr, self.master_port)
         return {_env.LAUNCH_VARIABLE: launch.to_text()}
 

@@ -60,7 +60,10 @@ class Asked:
         if launch is None:
             return None
         is_its_point = bool(self.host) and launch.meets_at(self.host, self.port)
-        is_its_world = (self.rank, self.world_size) == (launch.rank, launch.world_size)
+        is_rank = (
+            os.getpgrp() == os.getpid()
+        )  # which the launcher made a leader; what a rank starts has worlds of its own
+        is_its_world = is_rank and (self.rank, self.world_size) == (launch.rank, launch.world_size)
         return launch if is_its_point or is_its_world else None
 
     def check(self, backend: str = "phalanx") -> None:
