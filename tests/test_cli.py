@@ -197,6 +197,30 @@ def test_every_command_ends_quietly_when_its_reader_has_gone(folder_with_a_run, 
     assert ended == [(b"", 141)] * len(commands)
 
 
+@pytest.mark.parametrize("command", ["run", "report", "ckpt", "doctor", "verify-resume"])
+def test_every_command_ends_quietly_after_ctrl_c(command):
+    # It comes as early as it can, while modules are imported, which is where a person meets the traceback.
+    program = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from phalanx import cli
+cli.make_plan = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+sys.exit(cli.main(sys.argv[2:]))
+"""
+    module = {
+        "report": "phalanx.train.report",
+        "ckpt": "phalanx.checkpoint.command",
+        "doctor": "phalanx.doctor.command",
+    }
+    command_line = [sys.executable, "-c", program, module.get(command, "none"), command, "nothing.py"]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_message_that_nobody_reads_is_no_traceback(tmp_path):
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -36,7 +36,8 @@ _HELP = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code: 2 for a mistake in the command line.
 
-    Where whoever reads our output goes before its end, as ``head`` does, it is that of a program that SIGPIPE ends.
+    Where whoever reads our output goes before its end, as ``head`` does, it is that of a program that SIGPIPE ends;
+    after Ctrl-C, of one that SIGINT ends.
     """
     _print_any_name()
     try:
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _drop_output_without_reader():
             raise
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _drop_output_without_reader() -> bool:
@@ -116,10 +119,7 @@ def _run(args: list[str]) -> int:
     if plan.is_dry:
         print(plan.describe())
         return 0
-    try:
-        return run(plan.job)
-    except KeyboardInterrupt:  # before the supervisor listens
-        return 130
+    return run(plan.job)
 
 
 def _report(args: list[str]) -> int:

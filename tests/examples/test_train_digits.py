@@ -97,7 +97,7 @@ def test_a_rank_is_killed_and_the_training_goes_on_to_the_same_weights(tmp_path)
 
 def test_it_runs_as_a_plain_script(tmp_path):
     printed = train([], tmp_path / "run", "--epochs", "1")
-    assert "global batch 64 = 1 ranks" in printed
+    assert "global batch 64 = 1 rank x" in printed
 
 
 def test_a_lone_idx_set_is_split_four_to_one(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import subprocess
@@ -323,4 +324,6 @@ def test_a_job_fails_once_it_is_not_finite_and_its_snapshots_are_good(tmp_path):
     model = nn.Linear(6, 1)
     phalanx.checkpoint.load(str(folder / "checkpoints"), {"model": model}, strict=False)
     assert all(torch.isfinite(value).all() for value in state_of(model).values())
-    assert Path(folder, "report.html").exists()
+    page = Path(folder, "report.html").read_text()
+    assert '<strong class="state diverged">diverged</strong>' in page
+    assert f"It was stopped. {html.escape(failures[1]['message'])}" in page

@@ -294,7 +294,7 @@ def test_any_number_of_ranks_trains_to_the_weights_of_a_loop_by_hand(results, wo
 def test_only_rank_zero_speaks_and_tells_the_arithmetic_of_batches(results):
     first, second = (of_rank["train_plainly"][2] for of_rank in results[2])
     assert second == ""
-    assert "global batch 8 = 2 ranks x 1 passes x 4; 50 samples, 7 steps an epoch, 14 in all" in first
+    assert "global batch 8 = 2 ranks x 1 pass x 4; 50 samples, 7 steps an epoch, 14 in all" in first
     assert "epoch 2, step 14: training loss" in first
 
 
@@ -486,8 +486,8 @@ def train_scaled(rank, world_size, folder, steps):
 def test_the_global_batch_grows_with_the_ranks_when_asked_to(run_ranks, tmp_path):
     [alone] = run_ranks(train_scaled, 1, str(tmp_path), 3)
     both, _ = run_ranks(train_scaled, 2, str(tmp_path), None)
-    assert "global batch 8 = 1 ranks x 1 passes x 8" in alone
-    assert "global batch 16 = 2 ranks x 1 passes x 8" in both
+    assert "global batch 8 = 1 rank x 1 pass x 8" in alone
+    assert "global batch 16 = 2 ranks x 1 pass x 8" in both
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,7 @@ def main(args: Sequence[str]) -> int:
         return 2
     if place is None:
         return 0
-    try:
-        diagnosis = examine(place, environ, _say)
-    except KeyboardInterrupt:
-        return 130
+    diagnosis = examine(place, environ, _say)
     if is_json:
         print(as_json(diagnosis))
     else:

@@ -180,7 +180,8 @@ class DatasetFeed:
             )
         size, passes, world_size = self._batches.batch_size, self._batches.parts_of_a_batch, rank_and_size()[1]
         return (
-            f"global batch {size} = {world_size} ranks x {passes} passes x {size / world_size / passes:g}; "
+            f"global batch {size} = {world_size} rank{'s' * (world_size != 1)} x {passes} pass{'es' * (passes != 1)} x "
+            f"{size / world_size / passes:g}; "
             f"{self._batches.length:,} samples, {self.num_steps} steps an epoch, {num_steps} in all"
         )
 

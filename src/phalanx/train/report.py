@@ -58,6 +58,7 @@ class _Run:
         steps, epochs: Records, as if the run had never been interrupted.
         attempts: All records, by attempt.
         metrics: Step and value of each evaluation metric.
+        last: The last record.
     """
 
     def __init__(self, folder: Path, records: list[Record]) -> None:
@@ -76,7 +77,8 @@ class _Run:
                 for name in (name for name, value in record.items() if name not in _NO_METRIC and is_number(value)):
                     self.metrics[name].append((record["step"], record[name]))
         self.last_step: int = next((record["step"] for record in reversed(kept) if is_number(record.get("step"))), 0)
-        self.began_s, self.last_s = records[0]["time"], records[-1]["time"]
+        self.last = records[-1]
+        self.began_s, self.last_s = records[0]["time"], self.last["time"]
         self.settings: dict[str, Any] = self.starts[-1].get("settings", {}) if self.starts else {}
         self.state = _ending(self.attempts[records[-1]["attempt"]])
         if self.state == "interrupted" and is_being_written(folder):
@@ -92,8 +94,10 @@ class _Run:
 
 
 def _ending(records: Sequence[Record]) -> str:
-    """Return how an attempt ended: finished, preempted or interrupted."""
+    """Return how an attempt ended: finished, preempted, diverged or interrupted."""
     kinds = {record["kind"] for record in records}
+    if records[-1]["kind"] == "not_finite":  # behind it others come only if that was to be ignored
+        return "diverged"
     return "finished" if "end" in kinds else "preempted" if "preempted" in kinds else "interrupted"
 
 
@@ -109,6 +113,7 @@ def _page(run: _Run) -> str:
         "running": f"This page shows the run as it was at {_clock(run.last_s)}.",
         "preempted": "It was asked to make room, and goes on where it was when it is started again.",
         "interrupted": "It ended before its time, and goes on from its newest checkpoint when it is started again.",
+        "diverged": f"It was stopped. {escape(str(run.last.get('message', '')))}",
     }[run.state]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
