@@ -20,6 +20,12 @@ def test_what_every_rank_raises_at_once_is_not_tried_again(tmp_path):
     assert "not started again: every rank raised KeyError at train.py:5, before any progress, and would" in done.stderr
 
 
+def test_the_line_that_is_named_is_the_scripts(tmp_path):
+    done = run_job(tmp_path, "import phalanx\nphalanx.Trainer(None, None, epochs=3)", "--max-restarts", "3")
+    assert done.returncode == 1
+    assert "not started again: every rank raised TypeError at train.py:4, before any progress" in done.stderr
+
+
 @pytest.mark.parametrize(
     "failure",
     [

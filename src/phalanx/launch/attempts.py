@@ -17,6 +17,7 @@ from phalanx._cgroups import count_oom_kills
 from phalanx._snapshots import announce_restart, common_heads, forbid
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import RankEnd, brief_report
+from phalanx.launch.folding import owner_of
 from phalanx.launch.job import Job
 from phalanx.launch.notes import modules_file
 from phalanx.launch.ports import ReservedPort, port_problem
@@ -205,6 +206,7 @@ def _common_mistake(ends: Sequence[RankEnd]) -> str:
     found = set()
     for end in ends:
         places = [site for line in end.last_words.lines if (site := _SITE.match(line))]
+        places = [site for site in places if not owner_of(site[1])] or places
         has_trained = os.path.exists(modules_file(end.folder))
         if (
             has_trained
