@@ -76,10 +76,10 @@ WRONG_CALLS = {
         ),
     ],
     "shape": [
-        ("tensor_list[1] is 4 elements", "all_gather", lambda g, n: dist.all_gather([ones(), ones(4)], ones())),
+        ("] is 4 elements", "all_gather", lambda g, n: dist.all_gather([ones(4)] * n, ones())),
         ("2 x 3 elements", "all_gather_into_tensor", lambda g, n: dist.all_gather_into_tensor(ones(5), ones())),
         ("2 x 3 elements", "reduce_scatter_tensor", lambda g, n: dist.reduce_scatter_tensor(ones(), ones(7))),
-        ("input_list[0] is 2 elements", "reduce_scatter", lambda g, n: dist.reduce_scatter(ones(), [ones(2), ones()])),
+        ("] is 2 elements", "reduce_scatter", lambda g, n: dist.reduce_scatter(ones(), [ones(2)] * n)),
         ("divisible by the 2 ranks", "all_to_all_single", lambda g, n: dist.all_to_all_single(ones(), ones())),
         (
             "add up to dimension 0 (4), got [1, 1]",

@@ -99,6 +99,7 @@ DIFFERENCES = {  # where it is not the size of an all_reduce
     "premultiplied": "called all_reduce with different reduce operations",
     "reduce_scatter": "called reduce_scatter with different reduce operations",
     "splits": "called all_to_all with different sizes",
+    "sizes": "called all_gather with different sizes",
 }
 
 

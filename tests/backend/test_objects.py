@@ -57,7 +57,7 @@ def pass_monitored_barrier(rank, world_size):
     group = dist.new_group(list(range(min(2, world_size))))
     if rank < 2:
         dist.monitored_barrier(group)
-    with pytest.raises(ValueError, match=f"rank {rank}: monitored_barrier: timeout must be at least 0 s, got -5 s"):
+    with pytest.raises(ValueError, match=f"rank {rank}: monitored_barrier at .*: timeout must be at least 0 s"):
         dist.monitored_barrier(timeout=timedelta(seconds=-5))
     dist.monitored_barrier()  # the group still works
     return True

@@ -130,7 +130,7 @@ def test_collectives_inside_torch_func(run_ranks):
     for gradient, tangent, (mapped, functionalized), primal in run_ranks(reduce_under_transforms, 2):
         assert gradient == [0.0, 4.0, 8.0]  # as with Gloo, the gradient is that of this rank's use of the sum
         assert tangent == [2.0] * 3
-        assert "all_reduce takes tensors with memory of their own" in mapped
+        assert "takes tensors with memory of their own" in mapped
         assert functionalized == "done"
         assert primal == [2.0, 2.0]
 

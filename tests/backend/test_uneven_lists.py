@@ -136,5 +136,6 @@ def test_sizes_that_contradict_each_other_are_named(run_ranks, op):
 
 def test_a_wrong_size_of_its_own_is_the_caller_s_mistake(run_ranks):
     for rank, texts in enumerate(run_ranks(give_a_wrong_own_size, 2)):
-        assert f"rank {rank}: all_gather: tensor_list[{rank}] is" in texts[0]
-        assert f"rank {rank}: reduce_scatter: input_list[{rank}] is" in texts[1]
+        for text, op, name in zip(texts, ("all_gather", "reduce_scatter"), ("tensor_list", "input_list"), strict=True):
+            assert f"rank {rank}: {op} at tests/backend/test_uneven_lists.py" in text
+            assert f"{name}[{rank}] is" in text

@@ -28,6 +28,7 @@ from phalanx.backend._work import PhalanxWork, call_site, finished
 Options = Any
 """One of torch's options classes: `asyncOp`, `timeout`, and `rootRank` or `reduceOp` where they apply."""
 _UNSET = timedelta(milliseconds=-1)  # torch's word for the group's own timeout
+_WRAPPED = timedelta(days=-100_000)  # below it nobody asks: a timeout so large that torch's integers wrap, as of max
 is_profiling = torch.autograd._profiler_enabled  # by name: finding it costs half of what asking does
 _NUM_LOOKS = 4  # works that each new one looks at, whether they are over
 _SUM = REDUCE_CODES[RedOpType.SUM][0]
@@ -577,7 +578,7 @@ class Operations:
         """Block until every rank came. Rank 0 names those that did not: the first, or (`wait_all_ranks`) all."""
         me = self._global_ranks[self._rank]
         timeout_ms = int(opts.timeout.total_seconds() * 1000)
-        if opts.timeout < timedelta(0) and opts.timeout != _UNSET:
+        if _WRAPPED < opts.timeout < timedelta(0) and opts.timeout != _UNSET:
             raise ValueError(
                 f"{self._where('monitored_barrier')}: timeout must be at least 0 s, got "
                 f"{opts.timeout.total_seconds():g} s; leave it out for the group's"
