@@ -73,13 +73,24 @@ class Launch:
 
     def waiting(self) -> dict[int, tuple[int, str]]:
         """Return as which rank, and where in the script, those wait who do, by the ranks that they were given."""
-        waits = {given: (rank, where) for kind, (given, rank, where, *_) in self._read() if kind == "waits"}
+        waits = {facts[0]: (facts[1], facts[2]) for kind, facts in self._read() if kind == "waits"}
         return {given: wait for given, wait in waits.items() if wait[0] >= 0}
 
     def _read(self) -> list[Any]:
         with contextlib.suppress(OSError, ValueError), open(self.notes) as file:
             return [json.loads(line) for line in file.read().splitlines()]
         return []
+
+
+def note_progress(launch: str) -> None:
+    """Let the launcher, if one started this process, know that it has come so far that a restart may be worth it.
+
+    Args:
+        launch: What the launcher has said, see `Launch.to_text`; may be empty.
+    """
+    if started := Launch.of(launch):
+        with contextlib.suppress(OSError), open(started.notes, "ab", buffering=0) as file:
+            file.write(_line("progress", (started.rank,)))
 
 
 class Notes:
@@ -106,6 +117,12 @@ class Notes:
         how = f"was killed by signal {-returncode}" if returncode < 0 else f"exited with code {returncode}"
         code, signal = (None, -returncode) if returncode < 0 else (returncode, None)
         os.write(self._fd, _line("ended", End(rank, pid, code, signal, f"{how} ({why})" if why else how)))
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether a rank has noted progress since `clear`."""
+        size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
+        return size > 0 and any(json.loads(line)[0] == "progress" for line in os.pread(self._fd, size, 0).splitlines())
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import phalanx
+from phalanx._launched import note_progress
 
 RANK = int(os.environ.get("RANK", "0"))
 ones = torch.ones
@@ -197,5 +198,6 @@ MISTAKES = [value for value in list(globals().values()) if getattr(value, "__mod
 MISTAKES = [value for value in MISTAKES if not isinstance(value, type) and value is not init]
 
 if __name__ == "__main__":
+    note_progress(os.environ["PHALANX_LAUNCH"])  # or a mistake that all ranks make is the last
     warnings.warn("printed by all ranks", stacklevel=1)
     MISTAKES[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]()

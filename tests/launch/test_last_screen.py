@@ -89,7 +89,7 @@ HINTS = [
     ("move_to_a_gpu", "torch finds no GPU here"),
     ("have_fewer_batches", "give every rank equally many batches"),
     ("read_input", "only the first rank has the terminal"),
-    ("name_an_empty_world", "leave rank and world_size out"),
+    ("name_an_empty_world", "takes rank and world size from whoever started the ranks"),
     ("import_what_is_missing", "python -m pip install no_such_package"),
     ("pickle_a_lambda", "no lambdas, open files or local functions"),
     ("give_a_negative_timeout", "must be more than 0 s"),

@@ -6,6 +6,8 @@ import pytest
 
 from .jobs import run_job
 
+USE = "import torch, torch.distributed as dist\ndist.init_process_group('phalanx')\n"
+SAVE = USE + "import phalanx.checkpoint\nphalanx.checkpoint.save('saved', {'x': torch.ones(1)}, 1, wait=True)\n"
 ATTEMPT = "os.environ['TORCHELASTIC_RESTART_COUNT']"
 
 
@@ -32,8 +34,10 @@ def test_the_line_that_is_named_is_the_scripts(tmp_path):
         f"if RANK == 0 and {ATTEMPT} == '0': raise ValueError('of one rank')\ntime.sleep(0.1)",
         f"if {ATTEMPT} == '0' and RANK == 0: raise ValueError('here')\nif {ATTEMPT} == '0': raise ValueError('there')",
         f"if {ATTEMPT} == '0': os.kill(os.getpid(), signal.SIGKILL)",
+        USE + f"for _ in range(100): dist.all_reduce(torch.ones(1))\nif {ATTEMPT} == '0': raise ValueError('late')",
+        SAVE + f"if {ATTEMPT} == '0': raise ValueError('behind a checkpoint')",
     ],
-    ids=["one rank", "other lines", "killed"],
+    ids=["one rank", "other lines", "killed", "collectives", "checkpoint"],
 )
 def test_what_may_go_well_is_tried_again(tmp_path, failure):
     done = run_job(tmp_path, failure, "--max-restarts", "1")

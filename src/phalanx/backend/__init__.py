@@ -34,9 +34,11 @@ _core.configure(DTYPE_NAMES, REDUCE_NAMES, call_site, from_core)
 def _end_as_member() -> None:
     """Keep groups that nobody destroyed from leaving in order while the interpreter ends.
 
-    A script that raises or exits early then looks like what it is: its peers are told the exit code.
+    A script that raises or exits early then looks like what it is: its peers are told the exit code, and the launcher
+    how far it has come.
     """
     for group in kept_groups():
+        group._operations.note_progress()
         core = group._operations._core
         if isinstance(core, BridgedGroup):
             core.end_threads()

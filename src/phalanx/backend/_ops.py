@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from phalanx import _core
+from phalanx import _core, _env
 from phalanx._errors import CollectiveTimeout, GroupUnusable, PhalanxError
+from phalanx._launched import note_progress
 from phalanx._tensors import is_dense, is_simple, is_stored, unusual_keys
 from phalanx.backend._memory import NotPlain, Places, Tensors, do_overlap, plain
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType, premul_factor
@@ -29,6 +30,7 @@ Options = Any
 """One of torch's options classes: `asyncOp`, `timeout`, and `rootRank` or `reduceOp` where they apply."""
 _UNSET = timedelta(milliseconds=-1)  # torch's word for the group's own timeout
 _WRAPPED = timedelta(days=-100_000)  # below it nobody asks: a timeout so large that torch's integers wrap, as of max
+_TO_BEGIN = 32  # collectives at most that a training needs before it takes steps: models are compared, weights are sent
 is_profiling = torch.autograd._profiler_enabled  # by name: finding it costs half of what asking does
 _NUM_LOOKS = 4  # works that each new one looks at, whether they are over
 _SUM = REDUCE_CODES[RedOpType.SUM][0]
@@ -652,12 +654,18 @@ class Operations:
         """Set the deadline of operations that name none."""
         self._core.set_timeout(timeout.total_seconds())
 
+    def note_progress(self) -> None:
+        """Tell the launcher that a restart may get past what ends this rank, if it has done more than begin."""
+        if not isinstance(self._core, _Destroyed) and self._core.seq > _TO_BEGIN:
+            note_progress(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
+
     def shutdown(self, why: str = "") -> None:
         """Leave the group. Peers that still wait for this rank get RankFailed. Idempotent.
 
         Args:
             why: The error that is the reason, for the peers.
         """
+        self.note_progress()
         core, self._core = self._core, _Destroyed(self._name)
         core.leave(why)
         while self._in_flight:  # a work holds the core, and so the memory of the group

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from phalanx import _env
+from phalanx._launched import note_progress
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.image import Part, fill, lay_out
@@ -178,6 +180,7 @@ def _write(draft: folders.Draft, rank: int, image: memoryview, sha256: Future[st
     try:
         draft.write(rank, image, sha256)
         is_published = draft.publish()
+        note_progress(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
     except Exception as error:
         why = str(getattr(error, "strerror", None) or error)
         if not os.path.isdir(draft.path):

@@ -36,6 +36,8 @@ class Ranks(Protocol):
 
     @property
     def ends(self) -> list[RankEnd]: ...
+    @property
+    def has_progress(self) -> bool: ...
     def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> RankEnd | None: ...
     def stop_attempt(self) -> None: ...
     def wait(self, timeout_s: float | None = None) -> None: ...
@@ -78,7 +80,8 @@ def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | Non
             continue
         if culprit.made_room:
             return culprit
-        steps = course.after_failure(culprit, lived_s=culprit.when_s - ranks.began_s, ends=ranks.ends)
+        ends = [] if ranks.has_progress else ranks.ends
+        steps = course.after_failure(culprit, lived_s=culprit.when_s - ranks.began_s, ends=ends)
         if course.is_over:
             for step in steps:
                 ranks.say(step)
@@ -150,7 +153,11 @@ class Course:
         )
 
     def after_failure(self, culprit: RankEnd, *, lived_s: float, ends: Sequence[RankEnd] = ()) -> list[str]:
-        """Choose what follows the failed attempt; return the lines to be said."""
+        """Choose what follows the failed attempt; return the lines to be said.
+
+        Args:
+            ends: How all ranks have ended, if none of them has noted progress.
+        """
         job, most = self._job, self._job.num_local_ranks
         has_progress = _is_ahead(_newest_steps(self._fd), self._steps_before)
         failed = f"{culprit.name} failed {'again ' if self.num_ended else ''}before any progress"

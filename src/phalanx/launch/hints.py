@@ -59,7 +59,7 @@ _HINTS = (
     ),
     Hint(
         r"\w+", r"doesn't have MPI built in|MPI backend is not available",
-        'init_process_group("phalanx") works under mpirun too, with the stock torch', "torch 2.15",
+        'this torch has no MPI; init_process_group("phalanx") works under mpirun too', "torch 2.15",
     ),
     Hint(
         r"\w+", r"invalid device ordinal",

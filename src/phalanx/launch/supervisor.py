@@ -250,6 +250,11 @@ class Supervisor:
         """How the ranks of the last attempt have ended."""
         return [rank.end for rank in self._ranks if rank.end]
 
+    @property
+    def has_progress(self) -> bool:
+        """Whether a rank of the last attempt has noted that it has come far."""
+        return self._notes.has_progress
+
     def _open_ranks(self, attempt: Attempt) -> None:
         job = self._job
         live_rank = job.shown_ranks[0] if job.shown_ranks else 0
