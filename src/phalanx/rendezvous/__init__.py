@@ -23,7 +23,7 @@ from phalanx.rendezvous.server import is_taken, open_store
 __all__ = ["meet", "rendezvous"]
 
 Meeting = tuple[Any, int, int]
-_RIVAL_S = 2.0  # for what listens on the port to answer
+_RIVAL_S = 5.0  # for what listens on the port to answer
 
 
 def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Meeting]]) -> Iterator[Meeting]:
