@@ -30,7 +30,7 @@ _OPS = (
 
 
 _CALL = re.compile(
-    r"(\w+)\((?:(?P<dtypes>\w+), (?P<sizes>count=\d+|split sizes)(?:, op=(?P<ops>\w+))?"
+    r"(\w+)\((?:(?P<dtypes>\w+), (?P<sizes>count=\d+|split sizes|sizes=\[[^]]*\])(?:, op=(?P<ops>\w+))?"
     r"(?:, (?P<roots>(?:src|dst)=\d+))?)?\)"
 )
 _FIELDS = {"dtypes": "dtypes", "sizes": "sizes", "ops": "reduce operations", "roots": "roots"}
