@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -118,8 +119,9 @@ def test_a_traceback_shows_the_script_alone(script):
     name = script("def step():\n    raise ValueError('bad')\nstep()\n")
     alone = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=LIMIT_S)
     ours = phalanx_run(name)
-    said = [line.removeprefix("[rank 0] ") for line in ours.stderr.splitlines() if line.startswith("[rank 0] ")]
-    assert said == alone.stderr.splitlines()
+    (log,) = Path("runs").glob("script/*/logs/attempt_0/rank_0/stderr.log")
+    assert log.read_text() == alone.stderr
+    assert "frames of" not in ours.stderr  # there is nothing to fold
     assert ours.returncode == alone.returncode == 1
 
 
@@ -210,7 +212,7 @@ def test_a_broken_torch_is_met_by_the_script_itself(script, tmp_path):
     done = phalanx_run(name, env={**os.environ, "PYTHONPATH": str(tmp_path / "broken")})
     assert done.returncode == 1
     assert done.stdout == "[rank 0] before\n"
-    assert "[rank 0] ImportError: no torch today" in done.stderr
+    assert "\n  ImportError: no torch today\n" in done.stderr
 
 
 def test_a_rank_starts_anew_where_a_thread_came_up_before_the_fork(script, tmp_path):
