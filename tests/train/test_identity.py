@@ -362,6 +362,29 @@ def test_a_folder_that_cannot_be_locked_is_said_to_be_one(tmp_path, monkeypatch)
     )
 
 
+def train_where_no_folder_can_be(rank, world_size, folder):
+    said = []
+
+    class Seen:
+        def on_step(self, trainer):
+            said.append("a step")
+
+    for name in ("", "/inside"):
+        with pytest.raises(phalanx.PhalanxError) as caught:
+            run(folder + name, callbacks=[Seen()])
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank_before_the_first_step(run_ranks, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for rank, said in enumerate(run_ranks(train_where_no_folder_can_be, 2, str(file), timeout_s=LIMIT_S)):
+        assert len(said) == 2
+        assert f"rank {rank}: Trainer.fit: the run folder {file} can't be made: File exists. Give" in said[0]
+        assert f"rank {rank}: Trainer.fit: the run folder {file}/inside can't be made: Not a directory. Give" in said[1]
+
+
 def test_a_note_of_a_holder_that_makes_no_sense_is_no_reason_to_fail(tmp_path):
     (tmp_path / ".lock").write_bytes(b"\xff[[[[")
     run(tmp_path)

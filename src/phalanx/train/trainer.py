@@ -160,7 +160,7 @@ class Trainer:
         Raises:
             CheckpointError: The folder holds another run: another model, optimizer, schedule or data, other settings.
             NonFinite: A loss, gradient or parameter is not finite; on every rank. See `Settings.on_nan`.
-            PhalanxError: Another job trains in the folder.
+            PhalanxError: Another job trains in the folder, or the folder can't be made.
             SystemExit: When SIGTERM, SIGUSR1 or Ctrl-C came to any rank; everything is saved. With code 75, or 130
                 after a Ctrl-C without a launcher.
         """
