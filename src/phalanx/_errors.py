@@ -89,7 +89,7 @@ class NonFinite(PhalanxError, FloatingPointError):
 
     Attributes:
         step: Optimizer step in which it was seen, from 1.
-        epoch: That step's epoch, from 0.
+        epoch: That step's epoch, from 0; the message counts from 1, as the screen does.
     """
 
     step: int

@@ -137,9 +137,14 @@ def skipped_steps(folder):
     quietly(trainer.fit, make_data())
     model = nn.Sequential(nn.Linear(6, 1), NanInBackward())
     grows = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), Grows(), nn.Linear(16, 1))
-    overflown = fails(f"{folder}/overflown", model=grows, precision="fp16", max_epochs=1)
+    overflown = fails(f"{folder}/overflown", model=grows, precision="fp16", max_epochs=99)
     never = fails(f"{folder}/never", model=model, precision="fp16", max_epochs=99, log_every=5)
-    return trainer._scaler.get_scale() < 65536.0, trainer.step, never, overflown
+    once = nn.Sequential(nn.Linear(6, 1), nn.Identity())
+    calls = iter(range(999))
+    once[1].register_forward_hook(lambda _, inputs, output: output * math.inf if next(calls) == 2 else output)
+    skips, _ = train(f"{folder}/once", model=once, precision="fp16", max_epochs=1)
+    saved = saved_steps(f"{folder}/once")
+    return trainer._scaler.get_scale() < 65536.0, trainer.step, never, overflown, (skips.step, saved)
 
 
 def warned(folder):
@@ -167,6 +172,45 @@ def a_loss_that_is_only_inf(folder):
     return saved_steps(folder), printed
 
 
+class Masked(nn.Module):
+    """Has a parameter and a buffer of -inf by design, and one that becomes NaN at the call of that number."""
+
+    def __init__(self, bad_call):
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.transitions = nn.Parameter(torch.tensor([0.0, -math.inf]))
+        self.register_buffer("mask", torch.full((2, 2), -math.inf))
+        self.register_buffer("mean", torch.zeros(3))
+        self.bad_call, self.num_calls = bad_call, 0
+
+    def forward(self, x):
+        self.num_calls += self.training
+        if self.num_calls == self.bad_call:
+            self.mean.fill_(math.nan)
+        return self.layer(x) + torch.logsumexp(self.transitions, 0)
+
+
+def by_design(folder):
+    """Values that are not finite from the beginning are said once, also after a resumption; a buffer's NaN is found."""
+    said = []
+    for max_epochs in (1, 2):
+        trainer, printed = train(f"{folder}/good", model=Masked(99), max_epochs=max_epochs)
+        said.append((trainer.step, printed))
+    failed = fails(f"{folder}/bad", model=Masked(4), max_epochs=1, snapshot_every=0)
+    _, ignored = train(f"{folder}/ignored", model=Masked(4), max_epochs=2, snapshot_every=0, on_nan="ignore")
+    return said, saved_steps(f"{folder}/good"), failed, ignored
+
+
+def a_gradient_that_nobody_looks_at(folder):
+    """Its step makes the parameters bad, and the next one's loss."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.Identity(), nn.Linear(16, 1))
+    calls = iter(range(999))
+    model[1].register_forward_hook(
+        lambda _, inputs, output: _BackwardOfNan.apply(output) if next(calls) == 4 else output
+    )
+    return fails(folder, model=model, snapshot_every=0, save_every=3, keep_last=100)
+
+
 def evaluations_of_nan(folder):
     """Only the second of the evaluations is finite; patience ends the run two later."""
 
@@ -192,7 +236,7 @@ def evaluations_of_nan(folder):
 
 PROGRAMS = (
     found_in_the_log, a_sample_of_nan, a_module_on_one_rank, a_gradient, accumulation_and_bf16, skipped_steps, warned,
-    a_loss_that_is_only_inf, evaluations_of_nan,
+    a_loss_that_is_only_inf, by_design, a_gradient_that_nobody_looks_at, evaluations_of_nan,
 )  # fmt: skip
 
 
@@ -211,7 +255,7 @@ def test_a_sample_that_is_not_finite_is_named_on_every_rank(results, world_size)
     message, step, epoch, ranks, saved = every[0]
     assert epoch == 0
     assert len(ranks) == 1
-    assert f"step {step}, epoch 0, rank {ranks[0]}: the loss is nan" in message
+    assert f"step {step}, epoch 1, rank {ranks[0]}: the loss is nan" in message
     assert "It began in the data: batch[0], of shape" in message
     assert saved == [*range(1, step)]
 
@@ -229,8 +273,11 @@ def test_a_gradient_that_is_not_finite_is_named_and_its_weights_are_not_saved(re
     for of_rank in results[world_size]:
         plain, clipped = of_rank["a_gradient"]
         assert (plain[1], plain[4]) == (4, [1, 2, 3])
-        assert "parameter '0.weight' is not finite. Its gradient was not" in plain[0]
+        assert "epoch 1, rank" in plain[0]
+        assert "parameter '0.weight' is not finite. It became so in step 4. " in plain[0]
         assert (clipped[1], clipped[4]) == (4, [1, 2, 3])
+        assert "lower the learning rate or set clip_norm; on_nan" in plain[0]
+        assert "mend the data or lower the learning rate; on_nan" in clipped[0]
         assert "the gradient's norm is nan, although the loss is finite" in clipped[0]
         assert "that of parameter '0.weight'" in clipped[0]
 
@@ -253,11 +300,14 @@ def test_a_loss_that_only_the_log_sees_is_found_there(results, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_that_the_gradient_scaler_skips_is_none(results, world_size):
     for of_rank in results[world_size]:
-        has_come_down, num_steps, never, overflown = of_rank["skipped_steps"]
+        has_come_down, num_steps, never, overflown, once = of_rank["skipped_steps"]
         assert (has_come_down, num_steps) == (True, 7)
         assert "the gradient scaler's scale has come down to" in never[0]  # once all are
         assert never[1] == 40
         assert "It began in module '2' (Grows)" in overflown[0]  # in fp16 alone
+        assert "the loss is nan, as 35 times before: the gradient scaler skips every step" in overflown[0]
+        assert overflown[1] == 36
+        assert once == (7, [7])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -268,8 +318,38 @@ def test_a_run_that_goes_on_saves_no_bad_weights(results, world_size):
             assert printed.count("warning: Trainer.fit: step 4") == (rank == 0), on_nan
         saved, printed = of_rank["a_loss_that_is_only_inf"]
         assert saved == [2, 4, 6, 7][-3:]
-        assert ("step 4, epoch 0" in printed) == (rank == 0)
+        assert ("step 4, epoch 1" in printed) == (rank == 0)
         assert ("the loss is inf" in printed) == (rank == 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_is_not_finite_by_design_is_said_and_saved(results, world_size):
+    for rank, of_rank in enumerate(results[world_size]):
+        said, saved, _, _ = of_rank["by_design"]
+        assert [step for step, _ in said] == saved == [7, 14]
+        line = "not finite from the beginning, so not looked at for NaN: parameter 'transitions'\n"
+        assert [printed.count(line) for _, printed in said] == [rank == 0] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_buffer_that_becomes_nan_is_not_saved_and_that_is_said_each_epoch(results, world_size):
+    for rank, of_rank in enumerate(results[world_size]):
+        _, _, (message, step, epoch, _, saved), ignored = of_rank["by_design"]
+        assert "step 7, epoch 1" in message
+        assert "buffer 'mean' is not finite. It became so in one of the steps 1 to 7. " in message
+        assert (step, epoch, saved) == (7, 0, [])
+        for last in (7, 14):
+            line = f"1 checkpoint left out: weights or buffers are not finite after step {last}; there is none\n"
+            assert (line in ignored) == (rank == 0)
+        assert 'on_nan="warn"' not in ignored
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_nobody_looks_at_is_not_blamed_on_the_next_step(results, world_size):
+    for of_rank in results[world_size]:
+        message, step, _, _, saved = of_rank["a_gradient_that_nobody_looks_at"]
+        assert (step, saved) == (6, [3])
+        assert "It began before, in one of the steps 4 to 5: parameter '0.weight' was not finite any more" in message
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

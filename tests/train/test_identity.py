@@ -9,16 +9,18 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.optim import lr_scheduler
 
 import phalanx
 from phalanx import checkpoint
-from phalanx.train.identity import facts_of
+from phalanx.train.identity import _lines, differences, facts_of
 from phalanx.train.settings import Settings
 from tests.train._programs import make_data, make_model, mean_squares, quietly, state_of
 
@@ -187,6 +189,76 @@ def test_facts_are_the_same_whatever_number_type_and_implementation_was_chosen()
     assert facts(lr=1) != facts(lr=1, momentum=0.9)
 
 
+def facts_with(model, objective=mean_squares, schedule=None):
+    made = optim.SGD(make_model().parameters(), lr=1.0)
+    scheduler = lr_scheduler.LambdaLR(made, schedule) if schedule else None
+    return facts_of(model, made, scheduler, objective, Settings(max_epochs=1))
+
+
+def small(*modules):
+    return nn.Sequential(nn.Linear(6, 6), *modules)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "line"),
+    [
+        (small(nn.ReLU()), small(nn.Tanh()), "module.1 ReLU() -> Tanh()"),
+        (small(nn.Dropout(0.1)), small(nn.Dropout(0.3)), "module.1 Dropout(p=0.1) -> Dropout(p=0.3)"),
+        (small(), small(nn.Dropout(0.1)), "module.1 nothing -> Dropout(p=0.1)"),
+        (small(nn.BatchNorm1d(6)), small(nn.SyncBatchNorm(6)), ""),
+        (small(nn.ReLU(inplace=True)), small(nn.ReLU()), ""),
+        (small(CheckpointWrapper(nn.Linear(6, 1))), small(nn.Linear(6, 1)), ""),
+    ],
+)
+def test_another_structure_is_another_run_and_another_way_of_computing_it_is_none(before, now, line):
+    theirs, ours = facts_with(before), facts_with(now)
+    assert _lines(differences(theirs, ours)) == ([line] if line else [])
+    assert not differences({**theirs, "torch": "2.0"}, ours)  # which may describe its modules in other words
+    older = {name: value for name, value in theirs.items() if not name.startswith(("module.", "torch"))}
+    assert not differences(older, ours)
+
+
+def test_a_module_that_describes_itself_in_new_words_on_each_start_is_the_same():
+    class Odd(nn.Module):
+        def extra_repr(self):
+            return f"at {id(self)}"
+
+    assert facts_with(small(Odd())) == facts_with(small(Odd()))
+
+
+def test_another_activation_or_reduction_is_refused_and_goes_on_by_force(tmp_path):
+    def fit(activation, reduction="mean", **options):
+        model = nn.Sequential(nn.Linear(6, 4), activation, nn.Linear(4, 1))
+        loss = nn.MSELoss(reduction=reduction)
+        optimizer = optim.SGD(model.parameters(), lr=0.01)
+        trainer = phalanx.Trainer(model, optimizer, loss, folder=str(tmp_path), max_epochs=1, **options)
+        return quietly(trainer.fit, make_data())[1]
+
+    fit(nn.ReLU())
+    assert "already finished" in fit(nn.ReLU())
+    with pytest.raises(
+        phalanx.CheckpointError, match=r"\n  module\.1 ReLU\(\) -> Tanh\(\)\n  What you can do"
+    ) as caught:
+        fit(nn.Tanh())
+    assert 'resume="force"' in str(caught.value)
+    with pytest.raises(phalanx.CheckpointError, match=r"\n  objective\.reduction mean -> sum\n"):
+        fit(nn.ReLU(), "sum")
+    assert "changed: module.1 ReLU() -> Tanh()" in fit(nn.Tanh(), resume="force")
+
+
+def test_a_schedule_counts_with_its_numbers_but_not_with_texts_and_times():
+    def schedule(total, started, default=1):
+        clock = time.time() + total - total
+        return lambda step, width=default: (step / total, started, clock, width)[0]
+
+    first = facts_with(small(), schedule=schedule(14, "073515"))
+    assert first == facts_with(small(), schedule=schedule(14, "073521"))
+    assert _lines(differences(first, facts_with(small(), schedule=schedule(28, "")))) == [
+        "scheduler.lr_lambdas.0.total 14 -> 28"
+    ]
+    assert differences(first, facts_with(small(), schedule=schedule(14, "", default=2)))
+
+
 def test_groups_and_schedules_within_schedules_have_their_own_facts():
     model = make_model()
     groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(model.parameters(), start=1)]
@@ -288,6 +360,29 @@ def test_a_folder_that_cannot_be_locked_is_said_to_be_one(tmp_path, monkeypatch)
         )
         == 1
     )
+
+
+def train_where_no_folder_can_be(rank, world_size, folder):
+    said = []
+
+    class Seen:
+        def on_step(self, trainer):
+            said.append("a step")
+
+    for name in ("", "/inside"):
+        with pytest.raises(phalanx.PhalanxError) as caught:
+            run(folder + name, callbacks=[Seen()])
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank_before_the_first_step(run_ranks, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for rank, said in enumerate(run_ranks(train_where_no_folder_can_be, 2, str(file), timeout_s=LIMIT_S)):
+        assert len(said) == 2
+        assert f"rank {rank}: Trainer.fit: the run folder {file} can't be made: File exists. Give" in said[0]
+        assert f"rank {rank}: Trainer.fit: the run folder {file}/inside can't be made: Not a directory. Give" in said[1]
 
 
 def test_a_note_of_a_holder_that_makes_no_sense_is_no_reason_to_fail(tmp_path):

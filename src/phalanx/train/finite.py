@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from phalanx._errors import NonFinite
 from phalanx.data import RandomState
@@ -18,8 +20,10 @@ from phalanx.train.ranks import Ranks
 from phalanx.train.watch import Watch
 from phalanx.train.wrapper import is_sharded
 
-_LOSS, _GRADIENT, _PARAMETER = range(3)
+_LOSS, _GRADIENT, _STATE = range(3)
 _SMALLEST_SCALE = 2.0**-20  # no finite gradient overflows at that
+_MAX_SKIPPED = 36  # in a row; as many as bring a scaler from its first scale to the smallest
+_SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +44,10 @@ class Finding:
 class FiniteGuard:
     """Notices what is not finite without waiting for a device, and lets all ranks act on it at their next meeting.
 
-    A loss on the CPU is looked at in each pass; one on another device, when it is logged. Weights are looked at before
-    they are kept: a state with one that is not finite is neither saved nor kept as a snapshot, whatever `on_nan` says.
+    A loss on the CPU is looked at in each pass; one on another device, when it is logged. Parameters under training and
+    the buffers of the state are looked at before they are kept: a state with one that is not finite is neither saved
+    nor kept as a snapshot, whatever `on_nan` says. Those that are not finite when the guard is made are meant to be so:
+    they are not looked at again, nor are buffers that come later.
 
     Args:
         on_nan: "raise" an error on all ranks, "warn" once, or "ignore" what is no weight.
@@ -51,6 +57,8 @@ class FiniteGuard:
         watch: What a warning is shown and recorded by.
         autocast: Returns the context in which a loss is computed.
         skips_steps: A gradient that is not finite skips the step, as with a gradient scaler.
+        clips: Gradients are clipped already.
+        step: Number of the step after which the guard is made.
     """
 
     def __init__(
@@ -63,6 +71,8 @@ class FiniteGuard:
         *,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
         skips_steps: bool,
+        clips: bool,
+        step: int,
     ) -> None:
         self._on_nan = on_nan
         self._module = module
@@ -71,18 +81,60 @@ class FiniteGuard:
         self._watch = watch
         self._autocast = autocast
         self._skips_steps = skips_steps
+        self._clips = clips
+        self._num_skipped = 0  # losses in a row
+        self._state = _State(module)
+        self._finite_step = step  # the last after which the state was finite
         self._finding: Finding | None = None  # the first since all ranks were told
         self._has_warned = False
+        self._has_said_skipped = False
 
     @property
     def has_finding(self) -> bool:
         """Whether this rank has seen something that it has not told the others yet."""
         return self._finding is not None
 
+    def say_what_is_meant(self) -> None:
+        """Say which parameters are not finite from the beginning; every rank calls it."""
+        names = dict.fromkeys(name for of_rank in self._ranks.gather(self._state.not_finite) for name in of_rank)
+        if names:
+            self._watch.say(
+                f"not finite from the beginning, so not looked at for NaN: parameter {', '.join(map(repr, names))}"
+            )
+
     def look_at_loss(self, loss: Tensor, batch: Any, step: int, epoch: int) -> None:
-        """Look at the loss of a pass whose backward is done; free on the CPU, nothing on other devices."""
-        if loss.device.type == "cpu" and not math.isfinite(value := loss.item()):
+        """Look at the loss of a pass whose backward is done; free on the CPU, nothing on other devices.
+
+        Where a gradient scaler skips the step, only a loss that stays so is an error.
+        """
+        if loss.device.type != "cpu":
+            return
+        if math.isfinite(value := loss.item()):
+            self._num_skipped = 0
+            return
+        self._num_skipped += 1
+        if not self._skips_steps:
             self.note(f"the loss is {value}", step, epoch, batch)
+        elif self._num_skipped >= _MAX_SKIPPED:
+            what = f"the loss is {value}, as {self._num_skipped - 1} times before: the gradient scaler skips every step"
+            self.note(what, step, epoch, batch)
+
+    def look_at_log(self, losses: Sequence[float], rank: int, step: int, epoch: int) -> None:
+        """Look at each rank's mean loss since the last log; every rank calls it.
+
+        Raises:
+            NonFinite: As `settle` does.
+        """
+        if all(map(math.isfinite, losses)):
+            return
+        if self._skips_steps:
+            if not self._has_said_skipped:
+                self._watch.say(f"step {step}: a loss since the last log is not finite; the gradient scaler skips that")
+            self._has_said_skipped = True
+            return
+        if not math.isfinite(losses[rank]):
+            self.note(f"the mean loss since it was logged last is {losses[rank]}", step, epoch, is_past=True)
+        self.settle()
 
     def look_at_norm(self, norm: Tensor, step: int, epoch: int) -> None:
         """Look at the norm of the averaged gradient, where it is known."""
@@ -93,14 +145,20 @@ class FiniteGuard:
         """Look at the gradient scaler's scale, which halves with each step that is skipped."""
         if scale < _SMALLEST_SCALE:
             what = f"the gradient scaler's scale has come down to {scale:g}: it skips every step"
-            self.note(what, step, epoch, order=_GRADIENT)
+            self.note(what, step, epoch, order=_GRADIENT, is_past=True)
 
-    def note(self, what: str, step: int, epoch: int, batch: Any = None, order: int = _LOSS) -> None:
-        """Remember what was not finite, and look for its origin, until the ranks meet."""
+    def note(
+        self, what: str, step: int, epoch: int, batch: Any = None, order: int = _LOSS, *, is_past: bool = False
+    ) -> None:
+        """Remember what was not finite, and look for its origin, until the ranks meet.
+
+        Args:
+            is_past: The step is done, and what was not finite may be one of earlier steps.
+        """
         if self._finding is None and self._on_nan != "ignore":
             origin = "Where it began is not known"
             with contextlib.suppress(Exception):  # whatever a model does when it is called alone
-                origin = self._origin(batch)
+                origin = self._origin(batch, step, is_past)
             self._finding = Finding(step, order, epoch, what, origin)
 
     def may_keep(self, step: int, epoch: int) -> bool:
@@ -109,11 +167,12 @@ class FiniteGuard:
         Raises:
             NonFinite: As `settle` does.
         """
-        name = first_bad_parameter(self._module)
-        if name and self._finding is None:
-            text = f"parameter {name!r} is not finite"
-            self._finding = Finding(step, _PARAMETER, epoch, text, "Its gradient was not, although the loss was finite")
-        worst = self._ranks.largest(2 if name else int(self.has_finding))
+        bad = self._state.first_bad()
+        if not bad:
+            self._finite_step = step
+        elif self._finding is None:
+            self._finding = Finding(step, _STATE, epoch, f"{bad} is not finite", f"It became so {self._until(step)}")
+        worst = self._ranks.largest(2 if bad else int(self.has_finding))
         if worst:
             self.settle()
         return worst < 2
@@ -133,10 +192,15 @@ class FiniteGuard:
         step = first.step
         ranks = [rank for rank, other in found.items() if (other.step, other.order) == (step, first.order)]
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        advice = (
+            "mend the data or lower the learning rate"
+            if self._clips
+            else ("mend the data, lower the learning rate or set clip_norm")
+        )
         message = (
-            f"Trainer.fit: step {step}, epoch {first.epoch}, {named}: {first.what}. {first.origin}. No state with "
-            "weights that are not finite was saved. Mend the data, lower the learning rate or set clip_norm; "
-            'on_nan="warn" goes on'
+            f"Trainer.fit: step {step}, epoch {first.epoch + 1}, {named}: {first.what}. {first.origin}. No state with "
+            f"weights that are not finite is saved. If it isn't meant, {advice}"
+            + ('; on_nan="warn" goes on' if self._on_nan == "raise" else "")
         )
         facts: dict[str, Any] = {"step": step, "epoch": first.epoch}
         if self._on_nan == "raise" or not self._has_warned:
@@ -147,12 +211,19 @@ class FiniteGuard:
             self._watch.say(f"warning: {message}. This is said once")
         self._has_warned = True
 
-    def _origin(self, batch: Any) -> str:
-        """Return a sentence about where what is not finite began: in the batch, a parameter, a gradient, a module."""
+    def _until(self, step: int) -> str:
+        """Return in which steps up to `step` a state became bad that was finite when it was last looked at."""
+        first = self._finite_step + 1
+        return f"in step {step}" if first >= step else f"in one of the steps {first} to {step}"
+
+    def _origin(self, batch: Any, step: int, is_past: bool) -> str:
+        """Return a sentence about where what is not finite began: in the batch, before, in a gradient, in a module."""
         if (path := _first_bad_tensor(batch, "batch", allows_minus_inf=True)) is not None:
             return f"It began in the data: {path}"
-        if name := first_bad_parameter(self._module):
-            return f"It began in parameter {name!r}, which was not finite when the step began"
+        if bad := self._state.first_bad():
+            if is_past:
+                return f"Where it began is not known; {bad} is not finite either"
+            return f"It began before, {self._until(step - 1)}: {bad} was not finite any more when step {step} began"
         for name, parameter in self._module.named_parameters():
             if batch is None and parameter.grad is not None and not _is_finite(parameter.grad):
                 return f"The first gradient that is not finite is that of parameter {name!r}"
@@ -180,16 +251,54 @@ class FiniteGuard:
         return found[0] if found else "The batch, the parameters and all modules' outputs are finite: the loss is not"
 
 
-def first_bad_parameter(module: nn.Module) -> str:
-    """Return the name of the first parameter under training that is not finite; empty if all are."""
-    trained = [(name, _local(p)) for name, p in module.named_parameters() if p.requires_grad]
-    if not trained:
-        return ""
-    device = trained[0][1].device
-    sums = torch.stack([tensor.sum().abs().to(device, torch.float64) for _, tensor in trained])
-    if sums.isfinite().all():  # a sum can overflow by itself, but not hide anything
-        return ""
-    return next((name for name, tensor in trained if not _is_finite(tensor)), "")
+class _State:
+    """The parameters under training and the floating buffers of a module's state, apart from those that began bad.
+
+    Attributes:
+        not_finite: Names of the parameters under training that were not finite at the beginning.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        parameters = dict(module.named_parameters())
+        bad = {
+            name for name in parameters if not is_lazy(p := parameters[name]) and _is_summable(p) and not _is_finite(p)
+        }
+        self._left_out = bad
+        self.not_finite = [name for name in parameters if name in bad and parameters[name].requires_grad]
+        saved = module.state_dict().keys()
+        self._sizes = {
+            name: buffer.shape
+            for name, buffer in module.named_buffers()
+            if name in saved and not is_lazy(buffer) and _is_summable(buffer) and _is_finite(buffer)
+        }
+
+    def first_bad(self) -> str:
+        """Return what the first is that is not finite, such as ``parameter '0.weight'``; empty if all are."""
+        parameters = [
+            (name, _local(p))
+            for name, p in self._module.named_parameters()
+            if p.requires_grad and name not in self._left_out
+        ]
+        buffers = [
+            (name, _local(buffer))
+            for name, buffer in self._module.named_buffers()
+            if buffer.shape == self._sizes.get(name)  # one that has grown may hold anything by design
+        ]
+        looked_at = parameters + buffers
+        if not looked_at:
+            return ""
+        device = looked_at[0][1].device
+        sums = torch.stack([tensor.sum().abs().to(device, torch.float64) for _, tensor in looked_at])
+        if sums.isfinite().all():  # a sum can overflow by itself, but not hide anything
+            return ""
+        found = (f"parameter {name!r}" for name, tensor in parameters if not _is_finite(tensor))
+        in_buffers = (f"buffer {name!r}" for name, b in buffers if _first_bad_tensor(b, "", allows_minus_inf=True))
+        return next(itertools.chain(found, in_buffers), "")
+
+
+def _is_summable(tensor: Tensor) -> bool:
+    return tensor.dtype in _SUMMABLE and not tensor.is_meta and tensor.layout == torch.strided
 
 
 def _first_bad_tensor(value: Any, path: str, *, allows_minus_inf: bool = False) -> str | None:

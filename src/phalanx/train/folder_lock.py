@@ -38,7 +38,7 @@ class FolderLock:
         was_ours: An attempt of the same job was in the folder before, and was allowed in: see `settle`.
 
     Raises:
-        PhalanxError: On entering, on every rank: another job holds it.
+        PhalanxError: On entering, on every rank: another job holds it, or the folder can't be made.
     """
 
     def __init__(self, folder: str, ranks: Ranks) -> None:
@@ -50,14 +50,25 @@ class FolderLock:
 
     def __enter__(self) -> FolderLock:
         holder: dict[str, Any] | None = None
+        unmade = ""
         if self._ranks.rank == 0:
             try:
-                holder = self._take()
+                os.makedirs(self._folder, exist_ok=True)
+            except OSError as error:
+                unmade = error.strerror or str(error)
+            try:
+                holder = None if unmade else self._take()
             except OSError as error:
                 self.problem = (
                     f"{self._folder} can't be locked ({error.strerror}): make sure that no other job trains in it"
                 )
-        holder, self.was_ours = self._ranks.gather((holder, self.was_ours))[0]
+        holder, self.was_ours, unmade = self._ranks.gather((holder, self.was_ours, unmade))[0]
+        if unmade:
+            raise PhalanxError(
+                f"rank {self._ranks.rank}: Trainer.fit: the run folder {os.path.abspath(self._folder)} can't be made: "
+                f"{unmade}. Give the run another one (folder=... or PHALANX_RUN_FOLDER)",
+                op="fit",
+            )
         if holder is not None:
             who = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
             raise PhalanxError(
@@ -84,7 +95,6 @@ class FolderLock:
         Raises:
             OSError: The file system can't lock, or the file can't be written.
         """
-        os.makedirs(self._folder, exist_ok=True)
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(open_regular(os.path.join(self._folder, _NAME), os.O_RDWR | os.O_CREAT))
             deadline_s = time.monotonic() + (_PATIENCE_IN_RESTART_S if restarts.is_restart() else _PATIENCE_S)

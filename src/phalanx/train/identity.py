@@ -7,11 +7,13 @@ the next are no facts: how long to train, the number of ranks, how a batch is cu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,7 +35,15 @@ _NO_HYPERPARAMETERS = {
 }  # fmt: skip
 _COUNTERS = {"base_lrs", "last_epoch", "_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step"}
 _MODEL = "model."
+_MODULE = "module."
+_TORCH = "torch"  # of another version modules are not compared
+_WRAPPERS = {"CheckpointWrapper", "OffloadWrapper", "OptimizedModule"}  # how it is computed, not what
+_OF_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)(\.|$)")
+_INPLACE = re.compile(r",? ?inplace=(True|False)")
+_BATCH_NORM = re.compile(r"(Sync)?BatchNorm(\d)?d?")  # over one rank's samples, or over all
+_TENSOR_LISTS = (nn.ParameterList, nn.ParameterDict)  # tell where their tensors lie, which are among the facts already
 _PARAMETERS = ".parameters"
+_CLOCK_S = 2.0**30  # a number as large is a time of day
 _MAX_ITEMS = 16  # of a list: a longer one is told by its hash
 _MAX_DEPTH = 4
 _MAX_LINES = 12
@@ -45,10 +55,12 @@ def facts_of(module: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
     facts = {"objective": _name_of(objective), **{name: _text_of(getattr(s, name)) for name in _SETTINGS}}
     if s.deterministic:
         facts["virtual_shards"] = _text_of(s.virtual_shards)
+    facts |= _facts_of_loss(objective) if isinstance(objective, nn.Module) else {}
     facts |= _facts_of_optimizer(optimizer)
     facts["scheduler"] = "None" if scheduler is None else _name_of(type(scheduler))
     if scheduler is not None:
         facts |= {"scheduler_interval": s.scheduler_interval, **dict(_flat("scheduler", scheduler, 0))}
+    facts |= {_TORCH: torch.__version__, **_facts_of_modules(module)}
     state = module.state_dict()
     return facts | {f"{_MODEL}{name}": _form_of(value) for name, value in state.items() if isinstance(value, Tensor)}
 
@@ -120,9 +132,13 @@ class Identity:
 def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
     """Return the facts that have changed, in both versions; of what only one has, those of the model alone.
 
-    Another version of torch or of phalanx may know facts that the one before did not.
+    Another version of torch or of phalanx may know facts that the one before did not; another one of torch may describe
+    its modules in other words.
     """
-    names = [name for name in {**ours, **theirs} if name.startswith(_MODEL) or (name in ours and name in theirs)]
+    has_modules = ours.get(_TORCH) == theirs.get(_TORCH, "")
+    whole = (_MODEL, _MODULE) if has_modules else (_MODEL,)
+    names = [name for name in {**ours, **theirs} if name.startswith(whole) or (name in ours and name in theirs)]
+    names = [name for name in names if name != _TORCH and (has_modules or not name.startswith(_MODULE))]
     pairs = ((name, theirs.get(name, "nothing"), ours.get(name, "nothing")) for name in names)
     return {name: (before, now) for name, before, now in pairs if before != now}
 
@@ -165,6 +181,35 @@ def _facts_of_optimizer(optimizer: torch.optim.Optimizer) -> Facts:
     return dict(sorted(facts.items()))
 
 
+def _facts_of_loss(loss: nn.Module) -> Facts:
+    """Return what a loss was made with, such as ``reduction``; its own tensors are no part of the checkpoints."""
+    given = {name: value for name, value in vars(loss).items() if not name.startswith("_") and name != "training"}
+    of_torch = type(loss).__module__.startswith("torch.nn.")
+    plain = (bool, int, float, str, type(None)) if of_torch else (bool, int, float)
+    return {f"objective.{name}": _text_of(value) for name, value in given.items() if isinstance(value, plain)}
+
+
+def _facts_of_modules(model: nn.Module) -> Facts:
+    """Return class and, of torch's own ones, settings of each module; the same whatever wraps them."""
+    facts = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ not in _WRAPPERS:
+            facts[_MODULE + (_OF_WRAPPERS.sub("", name).rstrip(".") or "(whole)")] = _description_of(module)
+    return facts
+
+
+def _description_of(module: nn.Module) -> str:
+    name = type(module).__name__
+    if any(base.__name__ == "FSDPModule" for base in type(module).__bases__):  # a class that fully_shard has made
+        name = name.removeprefix("FSDP")
+    origin = str(getattr(module.extra_repr, "__module__", ""))
+    text = ""
+    if origin.startswith("torch.nn.") and not isinstance(module, _TENSOR_LISTS):  # others may tell what changes
+        with contextlib.suppress(Exception):  # of a subclass that lacks what it tells
+            text = _INPLACE.sub("", module.extra_repr())
+    return f"{'BatchNorm' if _BATCH_NORM.fullmatch(name) else name}({text})"
+
+
 def _form_of(tensor: Tensor) -> str:
     return "lazy" if is_lazy(tensor) else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
@@ -205,13 +250,18 @@ def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _values_in(function: Any) -> dict[str, Any]:
-    """Return the numbers and texts that a function takes from where it was made."""
+    """Return the numbers that a function takes from where it was made; texts and times may be new on each start."""
     try:
         outside = inspect.getclosurevars(function)
-    except ValueError:  # a variable that is not set yet
+        defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    except (ValueError, TypeError):  # a variable that is not set yet, a signature that is none
         return {}
-    found = {**outside.globals, **outside.nonlocals}
-    return {name: value for name, value in sorted(found.items()) if isinstance(value, (bool, int, float, str))}
+    found = {**outside.globals, **outside.nonlocals, **defaults}
+    return {
+        name: value
+        for name, value in sorted(found.items())
+        if isinstance(value, (bool, int, float)) and not (isinstance(value, float) and value > _CLOCK_S)
+    }
 
 
 def _text_of(value: Any) -> str:

@@ -37,7 +37,8 @@ class Settings:
             scaler).
         clip_norm: Largest norm of the gradient; None: unlimited.
         on_nan: What follows a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
-            once, or "ignore" it. Whatever is chosen, a state with such a parameter is never saved.
+            once, or "ignore" it. Whatever is chosen, a state with such a parameter or buffer is never saved; what was
+            not finite when `fit` began is meant to be so.
         scheduler_interval: Step the learning rate's scheduler each "step" or each "epoch".
         monitor: Name of the evaluation's value that says which checkpoint is best.
         patience: Stop after so many evaluations without a better one; None: never.

@@ -132,6 +132,8 @@ class Trainer:
         self._judge = Judge(s.monitor)
         self._first_world_size = self.session.world_size
         self._grad_norm: Tensor | None = None
+        self._saved_step: int | None = None
+        self._num_unsaved = 0  # checkpoints since the last epoch's end, for their weights
         self._agreed_signal = 0
         self._agree_every = 1
         size = s.micro_batch_size or -(-s.global_batch_size // self.session.world_size)
@@ -158,7 +160,7 @@ class Trainer:
         Raises:
             CheckpointError: The folder holds another run: another model, optimizer, schedule or data, other settings.
             NonFinite: A loss, gradient or parameter is not finite; on every rank. See `Settings.on_nan`.
-            PhalanxError: Another job trains in the folder.
+            PhalanxError: Another job trains in the folder, or the folder can't be made.
             SystemExit: When SIGTERM, SIGUSR1 or Ctrl-C came to any rank; everything is saved. With code 75, or 130
                 after a Ctrl-C without a launcher.
         """
@@ -346,8 +348,10 @@ class Trainer:
         self._guard = FiniteGuard(
             s.on_nan, self.module, self._objective, self._ranks, watch,
             autocast=lambda: self.session.autocast(s.precision), skips_steps=self._scaler.is_enabled(),
+            clips=s.clip_norm is not None, step=self.step,
         )  # fmt: skip
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
+        self._saved_step = None if loaded is None else loaded.step
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         resumed = None if loaded is None else dataclasses.asdict(loaded)
         origin = describe_origin(self.model, self.optimizer, self._ranks, self.folder)
@@ -361,6 +365,7 @@ class Trainer:
         watch.say(f"processes of the ranks: {pids}")
         for line in filter(None, (self._lock.problem, self._identity.news)):
             watch.say(line)
+        self._guard.say_what_is_meant()
         if loaded is not None and self._is_over():
             watch.say(
                 f"already finished at step {self.step}; nothing to train. To go on, raise max_epochs, max_steps or "
@@ -414,14 +419,10 @@ class Trainer:
             self._watch.say(news)
         if self._scaler.is_enabled():
             self._guard.look_at_scale(self._scaler.get_scale(), self.step, self.epoch)
-        if not all(map(math.isfinite, self._watch.last_losses)):
-            own = self._watch.last_losses[self.session.rank]
-            if not math.isfinite(own):
-                self._guard.note(f"the mean loss since it was logged last is {own}", self.step, self.epoch)
-            self._guard.settle()
+        self._guard.look_at_log(self._watch.last_losses, self.session.rank, self.step, self.epoch)
 
     def _may_keep(self) -> bool:
-        return self._guard.may_keep(self.step, self.epoch)
+        return self._guard.may_keep(self.step, max(0, self.epoch - self._feed.is_at_start))  # the last step's epoch
 
     def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
         """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
@@ -441,17 +442,24 @@ class Trainer:
             self._call("on_epoch")
         if self.settings.save_every is None or is_best or self._is_over():
             self._save()
+        if num := self._num_unsaved:
+            newest = "there is none" if self._saved_step is None else f"the newest is that of step {self._saved_step}"
+            left_out = f"{num} checkpoint{'s' * (num > 1)} left out"
+            self._watch.say(f"{left_out}: weights or buffers are not finite after step {self.step}; {newest}")
+            self._num_unsaved = 0
         self._agree()  # the steps of an epoch may be few, and all this has taken time
 
     def _save(self, *, wait: bool = False) -> bool:
         """Save the state and return True, unless its weights are not finite."""
         if not self._may_keep():
+            self._num_unsaved += 1
             return False
         begin = time.perf_counter()
         value, is_least = self._judge.value_of(self.step), is_minimized(self.settings.monitor)
         best = {} if self._judge.best is None else {"keep_best": 1, "best_is_least": is_least}
         keep = {"keep_last": self.settings.keep_last, **best}
         checkpoint.save(self.checkpoints, self._state(), self.step, metric=value, keep=keep, wait=wait)
+        self._saved_step = self.step
         self._watch.record("save", step=self.step, blocked_s=time.perf_counter() - begin)
         self._call("on_save")
         return True
