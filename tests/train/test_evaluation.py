@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils import data as torch_data
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import phalanx
 from tests.train._programs import make_data, make_model, mean_squares, quietly, state_of
@@ -114,6 +114,38 @@ def loaders(folder):
     before = torch.get_rng_state()
     values = {name: trainer.evaluate(given) for name, given in every.items()}
     return values, torch.equal(before, torch.get_rng_state())
+
+
+def own_parts(folder):
+    """Evaluate and train on torch's loaders of parts that ranks have made themselves; return what each has seen."""
+    data, size = make_data(24), world_size()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    part = Subset(data, range(rank, 24, size))
+    halves = Subset(Subset(data, range(rank, 24, size)), range(0, len(part), 2))
+    parts = {
+        "a subset": part,
+        "half of a subset": halves,
+        "a partition": phalanx.data.Partition(data, part.indices),
+        "its own": torch_data.TensorDataset(*(tensor[: 9 + rank] for tensor in data.tensors)),
+    }
+    seen = {}
+    for name, own in parts.items():
+        taken = []
+
+        def step(model, batch, taken=taken):
+            taken.extend(batch[0][:, 0].tolist())
+            return mean_squares(model(batch[0]), batch[1])
+
+        want = sorted(inputs[0].item() for inputs, _ in own)
+        trainer = make_trainer(f"{folder}/{name}", None, training_step=step)
+        trainer.evaluate(DataLoader(own, batch_size=2))
+        is_evaluated = sorted(taken) == want
+        taken.clear()
+        quietly(trainer.fit, DataLoader(own, batch_size=1, shuffle=True))
+        seen[name] = is_evaluated, len(taken), set(taken) <= set(want)
+    overlapping = DataLoader(Subset(data, range(rank, rank + 10)), batch_size=2)
+    trainer = make_trainer(f"{folder}/overlapping")
+    return seen, refused(trainer.evaluate, overlapping), refused(trainer.fit, overlapping)
 
 
 def padding(folder):
@@ -269,8 +301,8 @@ def orders_of_torchs_sampler(folder):
 
 
 PROGRAMS = (
-    batch_samplers, loaders, padding, streams, steps_of_ones_own, metrics_with_a_state, batches_of_any_kind, refusals,
-    orders_of_torchs_sampler,
+    batch_samplers, loaders, own_parts, padding, streams, steps_of_ones_own, metrics_with_a_state, batches_of_any_kind,
+    refusals, orders_of_torchs_sampler,
 )  # fmt: skip
 
 
@@ -300,6 +332,16 @@ def test_every_kind_of_loader_evaluates_each_sample_once(results, world_size):
         for name, value in values.items():
             assert value == pytest.approx({"loss": loss, "distance": mean}, rel=1e-5), name
         assert of_rank["streams"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_plain_loader_of_a_ranks_own_part_is_evaluated_and_trained_on_whole(results, world_size):
+    lengths = {"a subset": 24 // world_size, "half of a subset": 12 // world_size, "a partition": 24 // world_size}
+    for of_rank in results[world_size]:
+        seen, evaluated, trained = of_rank["own_parts"]
+        assert seen == {name: (True, length, True) for name, length in {**lengths, "its own": 9}.items()}
+        for refusal in (evaluated, trained) if world_size > 1 else ():
+            assert "some samples are in several of them" in refusal
 
 
 def test_a_sampler_that_pads_is_named(results):

@@ -497,8 +497,9 @@ class Trainer:
 
         Args:
             data: A map-style dataset, of which each sample counts once, on however many ranks. Or a loader: batches of
-                one that all ranks have alike are divided among them; of one that divides, a stream or a list of
-                batches, each rank counts what it is given, so that a sample that a sampler repeats counts twice.
+                one that all ranks have alike are divided among them; of one that divides, one of a ``Subset`` that
+                is this rank's own, a stream or a list of batches, each rank counts what it is given, so that a sample
+                that a sampler repeats counts twice.
 
         Raises:
             ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.
