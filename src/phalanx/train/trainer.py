@@ -183,7 +183,7 @@ class Trainer:
             data, self.settings, self._batch_size(), self._ranks,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
         )  # fmt: skip
-        if self.settings.resume == "never" and not restarts.is_restart():
+        if self.settings.resume == "never" and self._lock.is_first:
             self._begin_anew()
         loaded = self._load(data)
         with self._begin(loaded) as self._watch, Preemption(speaks=self.session.is_main) as self._preemption:
