@@ -254,6 +254,10 @@ def batch_samplers(folder):
     return taken, whole.step, state_of(whole.model), state_of(resumed.model)
 
 
+def without_first(samples):
+    return torch_data.default_collate(samples[1:] or samples)
+
+
 def refusals(folder):
     data = make_data(LENGTH)
     wrong = make_trainer(f"{folder}/1", metrics={"accuracy": lambda outputs, targets: outputs.new_zeros(3)})
@@ -262,6 +266,10 @@ def refusals(folder):
     nothing = make_trainer(f"{folder}/2", None, training_step=lambda model, batch: None)
     taken = make_trainer(f"{folder}/3", None, evaluation_step=lambda m, b: {"lr": b[0].sum()}, training_step=max)
     plain = make_trainer(f"{folder}/4", collate_fn=list)
+    each = make_trainer(f"{folder}/10", metrics={"distance": distance}, max_epochs=2, collate_fn=without_first)
+    batches = [*DataLoader(data, batch_size=4)]
+    once = (batch for batch in batches)
+    make_trainer(f"{folder}/11").evaluate(once)
     return {
         "length": refused(wrong.evaluate, data),
         "triples": refused(make_trainer(f"{folder}/8").fit, triples),
@@ -274,6 +282,10 @@ def refusals(folder):
         "no lists": refused(plain.fit, data, batch_sampler=[1, 2]),
         "not again": refused(plain.fit, data, batch_sampler=ByLength(torch.Generator())),
         "twice": refused(make_trainer(f"{folder}/9").fit, list(data), batch_sampler=[[1]]),
+        "left out": refused(each.evaluate, data),
+        "generator": refused(each.fit, data, (batch for batch in batches)),
+        "used up": refused(each.evaluate, once),
+        "used up in training": refused(make_trainer(f"{folder}/12", max_epochs=2).fit, (b for b in batches)),
         "undivided": refused(make_trainer(f"{folder}/7").fit, DataLoader(data, batch_sampler=[[1, 2], [3]])),
     }
 
@@ -394,6 +406,10 @@ def test_what_makes_no_sense_is_refused_on_every_rank_with_the_right_call(result
         assert "batch_sampler divides a dataset; a loader has its own" in texts["twice"]
         assert "trainer.predict(loader.dataset)" in texts["predict"]
         assert "the data has no samples" in texts["empty"]
+        assert "Subset(dataset, indices)" in texts["left out"]
+        assert "such as [*generator]" in texts["generator"]
+        assert "a generator that is used up" in texts["used up"]
+        assert "a generator that an earlier epoch has used up" in texts["used up in training"]
         assert ("batch_sampler=batch_sampler, is_own_part=True" in texts["undivided"]) == (world_size > 1)
 
 
