@@ -123,8 +123,9 @@ def own_parts(folder):
     part = Subset(data, range(rank, 24, size))
     halves = Subset(Subset(data, range(rank, 24, size)), range(0, len(part), 2))
     parts = {
-        "a subset": part,
+        "a subset": Subset(data, torch.arange(rank, 24, size)),
         "half of a subset": halves,
+        "some twice": Subset(data, [*part.indices, rank]),
         "a partition": phalanx.data.Partition(data, part.indices),
         "its own": torch_data.TensorDataset(*(tensor[: 9 + rank] for tensor in data.tensors)),
     }
@@ -349,9 +350,10 @@ def test_every_kind_of_loader_evaluates_each_sample_once(results, world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_plain_loader_of_a_ranks_own_part_is_evaluated_and_trained_on_whole(results, world_size):
     lengths = {"a subset": 24 // world_size, "half of a subset": 12 // world_size, "a partition": 24 // world_size}
+    lengths |= {"some twice": 24 // world_size + 1, "its own": 9}
     for of_rank in results[world_size]:
         seen, evaluated, trained = of_rank["own_parts"]
-        assert seen == {name: (True, length, True) for name, length in {**lengths, "its own": 9}.items()}
+        assert seen == {name: (True, length, True) for name, length in lengths.items()}
         for refusal in (evaluated, trained) if world_size > 1 else ():
             assert "some samples are in several of them" in refusal
 

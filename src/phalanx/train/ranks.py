@@ -80,7 +80,7 @@ class Ranks:
         if len(set(described)) == 1:
             return False
         if len({length for length, _ in described}) == 1:
-            every = [index for of_rank in self.gather(indices) for index in of_rank]
+            every = [index for of_rank in self.gather({*indices}) for index in of_rank]
             if len(set(every)) < len(every):
                 raise ValueError(
                     "Trainer: ranks have different parts of a dataset, and some samples are in several of them: was it "
@@ -90,14 +90,14 @@ class Ranks:
         return True
 
 
-def _chosen(data: Any) -> tuple[list[int], Any]:
+def _chosen(data: Any) -> tuple[list[Any], Any]:
     """Return the indices that a subset, also one of a subset, takes of a dataset, and the whole dataset."""
     if not isinstance(data, Partition | Subset):
         return [], data
     inner, whole = _chosen(data.data if isinstance(data, Partition) else data.dataset)
-    indices = [int(index) for index in data.indices]
+    indices = data.indices.tolist() if hasattr(data.indices, "tolist") else list(data.indices)
     return [inner[index] for index in indices] if inner else indices, whole
 
 
-def _digest(indices: list[int]) -> bytes:
+def _digest(indices: list[Any]) -> bytes:
     return hashlib.blake2b(repr(indices).encode()).digest()
