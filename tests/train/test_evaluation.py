@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils import data as torch_data
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import phalanx
 from tests.train._programs import make_data, make_model, mean_squares, quietly, state_of
@@ -114,6 +114,39 @@ def loaders(folder):
     before = torch.get_rng_state()
     values = {name: trainer.evaluate(given) for name, given in every.items()}
     return values, torch.equal(before, torch.get_rng_state())
+
+
+def own_parts(folder):
+    """Evaluate and train on torch's loaders of parts that ranks have made themselves; return what each has seen."""
+    data, size = make_data(24), world_size()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    part = Subset(data, range(rank, 24, size))
+    halves = Subset(Subset(data, range(rank, 24, size)), range(0, len(part), 2))
+    parts = {
+        "a subset": Subset(data, torch.arange(rank, 24, size)),
+        "half of a subset": halves,
+        "some twice": Subset(data, [*part.indices, rank]),
+        "a partition": phalanx.data.Partition(data, part.indices),
+        "its own": torch_data.TensorDataset(*(tensor[: 9 + rank] for tensor in data.tensors)),
+    }
+    seen = {}
+    for name, own in parts.items():
+        taken = []
+
+        def step(model, batch, taken=taken):
+            taken.extend(batch[0][:, 0].tolist())
+            return mean_squares(model(batch[0]), batch[1])
+
+        want = sorted(inputs[0].item() for inputs, _ in own)
+        trainer = make_trainer(f"{folder}/{name}", None, training_step=step)
+        trainer.evaluate(DataLoader(own, batch_size=2))
+        is_evaluated = sorted(taken) == want
+        taken.clear()
+        quietly(trainer.fit, DataLoader(own, batch_size=1, shuffle=True))
+        seen[name] = is_evaluated, len(taken), set(taken) <= set(want)
+    overlapping = DataLoader(Subset(data, range(rank, rank + 10)), batch_size=2)
+    trainer = make_trainer(f"{folder}/overlapping")
+    return seen, refused(trainer.evaluate, overlapping), refused(trainer.fit, overlapping)
 
 
 def padding(folder):
@@ -222,6 +255,10 @@ def batch_samplers(folder):
     return taken, whole.step, state_of(whole.model), state_of(resumed.model)
 
 
+def without_first(samples):
+    return torch_data.default_collate(samples[1:] or samples)
+
+
 def refusals(folder):
     data = make_data(LENGTH)
     wrong = make_trainer(f"{folder}/1", metrics={"accuracy": lambda outputs, targets: outputs.new_zeros(3)})
@@ -230,6 +267,10 @@ def refusals(folder):
     nothing = make_trainer(f"{folder}/2", None, training_step=lambda model, batch: None)
     taken = make_trainer(f"{folder}/3", None, evaluation_step=lambda m, b: {"lr": b[0].sum()}, training_step=max)
     plain = make_trainer(f"{folder}/4", collate_fn=list)
+    each = make_trainer(f"{folder}/10", metrics={"distance": distance}, max_epochs=2, collate_fn=without_first)
+    batches = [*DataLoader(data, batch_size=4)]
+    once = (batch for batch in batches)
+    make_trainer(f"{folder}/11").evaluate(once)
     return {
         "length": refused(wrong.evaluate, data),
         "triples": refused(make_trainer(f"{folder}/8").fit, triples),
@@ -242,6 +283,10 @@ def refusals(folder):
         "no lists": refused(plain.fit, data, batch_sampler=[1, 2]),
         "not again": refused(plain.fit, data, batch_sampler=ByLength(torch.Generator())),
         "twice": refused(make_trainer(f"{folder}/9").fit, list(data), batch_sampler=[[1]]),
+        "left out": refused(each.evaluate, data),
+        "generator": refused(each.fit, data, (batch for batch in batches)),
+        "used up": refused(each.evaluate, once),
+        "used up in training": refused(make_trainer(f"{folder}/12", max_epochs=2).fit, (b for b in batches)),
         "undivided": refused(make_trainer(f"{folder}/7").fit, DataLoader(data, batch_sampler=[[1, 2], [3]])),
     }
 
@@ -269,8 +314,8 @@ def orders_of_torchs_sampler(folder):
 
 
 PROGRAMS = (
-    batch_samplers, loaders, padding, streams, steps_of_ones_own, metrics_with_a_state, batches_of_any_kind, refusals,
-    orders_of_torchs_sampler,
+    batch_samplers, loaders, own_parts, padding, streams, steps_of_ones_own, metrics_with_a_state, batches_of_any_kind,
+    refusals, orders_of_torchs_sampler,
 )  # fmt: skip
 
 
@@ -300,6 +345,17 @@ def test_every_kind_of_loader_evaluates_each_sample_once(results, world_size):
         for name, value in values.items():
             assert value == pytest.approx({"loss": loss, "distance": mean}, rel=1e-5), name
         assert of_rank["streams"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_plain_loader_of_a_ranks_own_part_is_evaluated_and_trained_on_whole(results, world_size):
+    lengths = {"a subset": 24 // world_size, "half of a subset": 12 // world_size, "a partition": 24 // world_size}
+    lengths |= {"some twice": 24 // world_size + 1, "its own": 9}
+    for of_rank in results[world_size]:
+        seen, evaluated, trained = of_rank["own_parts"]
+        assert seen == {name: (True, length, True) for name, length in lengths.items()}
+        for refusal in (evaluated, trained) if world_size > 1 else ():
+            assert "some samples are in several of them" in refusal
 
 
 def test_a_sampler_that_pads_is_named(results):
@@ -352,6 +408,10 @@ def test_what_makes_no_sense_is_refused_on_every_rank_with_the_right_call(result
         assert "batch_sampler divides a dataset; a loader has its own" in texts["twice"]
         assert "trainer.predict(loader.dataset)" in texts["predict"]
         assert "the data has no samples" in texts["empty"]
+        assert "Subset(dataset, indices)" in texts["left out"]
+        assert "such as [*generator]" in texts["generator"]
+        assert "a generator that is used up" in texts["used up"]
+        assert "a generator that an earlier epoch has used up" in texts["used up in training"]
         assert ("batch_sampler=batch_sampler, is_own_part=True" in texts["undivided"]) == (world_size > 1)
 
 

@@ -139,6 +139,58 @@ def end_after(send):
     return wrapped
 
 
+FAILING = """
+import os, signal, sys
+import torch
+import phalanx
+
+fails = sys.argv[1] if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0" else ""
+if fails == "before it trains":
+    os._exit(7)
+
+class Callback:
+    def on_step(self, trainer):
+        if trainer.step == 6 and fails == "in the first step of an epoch":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(int(sys.argv[2]))
+model = torch.nn.Linear(4, 1)
+inputs = torch.randn(40, 4)
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+options = dict(max_epochs=2, global_batch_size=8, snapshot_every=1, callbacks=[Callback()], folder="run")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+trainer = phalanx.Trainer(model, optimizer, torch.nn.functional.mse_loss, resume="never", **options)
+trainer.fit(data)
+"""
+
+
+def run_failing(folder, fails, seed=0):
+    """Run a job of two epochs of 5 steps whose first attempt fails, and is restarted; return what it prints."""
+    (folder / "failing.py").write_text(FAILING)
+    command = [*RUN, "--max-restarts", "1", "failing.py", fails, str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert ("restart 1 of 1" in done.stderr) == bool(fails)
+    return done.stdout
+
+
+def test_a_job_that_begins_anew_does_so_although_its_first_attempt_fails_before_it_trains(tmp_path):
+    run_failing(tmp_path, "")
+    printed = run_failing(tmp_path, "before it trains", seed=1)
+    assert "already finished" not in printed
+    [start] = records_of(tmp_path / "run", "start")
+    assert start["resumed_from"] is None
+    assert len([*(tmp_path / "run").glob("checkpoints.before-*")]) == 1
+
+
+def test_an_epoch_whose_steps_were_all_trained_before_a_restart_has_no_mean_loss_of_its_own(tmp_path):
+    printed = run_failing(tmp_path, "in the first step of an epoch")
+    assert "epoch 1, step 5: no steps were left to train" in printed  # begins anew no second time: it goes on
+    assert "nan" not in printed
+    epochs = records_of(tmp_path / "run", "epoch")
+    assert [(record["step"], record["first_step"]) for record in epochs] == [(5, 1), (10, 6)]
+
+
 def test_another_program_may_exit_with_75_and_is_restarted(tmp_path):
     (tmp_path / "plain.py").write_text("import sys; sys.exit(75)")
     command = [*RUN, "--max-restarts", "1", "--no-preload", "plain.py"]

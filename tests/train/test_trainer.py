@@ -190,7 +190,11 @@ def begin_anew(folder):
     train(folder)
     new, printed = train(folder, steps=3, resume="never")
     again, _ = train(folder, steps=4)
-    return new.step, again.step, [c.step for c in phalanx.checkpoint.list(new.checkpoints)], printed
+    train(f"{folder}/soon", steps=1)
+    for _ in range(2):  # within a second
+        train(f"{folder}/soon", steps=1, resume="never")
+    num_aside = sum(name.startswith("metrics.jsonl.before") for name in os.listdir(f"{folder}/soon"))
+    return new.step, again.step, [c.step for c in phalanx.checkpoint.list(new.checkpoints)], printed, num_aside
 
 
 def resume_before_a_short_batch(folder):
@@ -404,6 +408,7 @@ def test_a_run_that_begins_anew_leaves_the_old_one_aside(results):
     for of_rank in results[2]:
         assert of_rank["begin_anew"][:3] == (3, 4, [3, 4])
         assert "going on" not in of_rank["begin_anew"][3]
+        assert of_rank["begin_anew"][4] == 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -143,10 +143,11 @@ class _Tally:
         for name, value in values.items():
             tensor = torch.as_tensor(value)
             if tensor.dim() and tensor.numel() != size:
+                hint = "; if collate_fn leaves samples out, leave them out of the dataset: Subset(dataset, indices)"
                 self._problem = self._problem or (
                     f"Trainer: {name!r} has {tensor.numel()} values (shape {tuple(tensor.shape)}) for a batch of "
                     f"{size} samples: it must be one number for each sample, or their mean, such as "
-                    "(outputs.argmax(1) == targets).float()"
+                    "(outputs.argmax(1) == targets).float()" + hint * (tensor.numel() < size)
                 )
                 return
             total, num = self._sums.get(name, (0.0, 0))
@@ -166,7 +167,7 @@ class _Tally:
         sums = [of_rank for of_rank, _ in every]
         names = dict.fromkeys(name for of_rank in sums for name in of_rank)
         if not names:
-            raise ValueError("Trainer.evaluate: the data has no samples")
+            raise ValueError("Trainer.evaluate: the data has no samples, or is a generator that is used up")
         refuse_reserved(names)
         if needs_every_rank and (without := [rank for rank, of_rank in enumerate(sums) if not of_rank]):
             raise ValueError(

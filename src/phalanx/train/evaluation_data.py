@@ -24,7 +24,8 @@ Counted = tuple[Any, int]
 class Planned:
     """Batches of a map-style dataset, or of a torch loader of one: their indices are known before they are loaded.
 
-    Of a dataset each rank has a part; of the batches of a loader that all ranks have alike, they take turns.
+    Of a dataset each rank has a part; of the batches of a loader that all ranks have alike, they take turns; a loader
+    of this rank's own part is its own.
 
     Raises:
         ValueError: Ranks have different data.
@@ -32,7 +33,7 @@ class Planned:
 
     def __init__(self, data: Any, ranks: Ranks, batch_size: int, num_workers: int, collate_fn: Collate | None) -> None:
         if isinstance(data, torch_data.DataLoader):
-            self._lists = _lists_of(data, None if is_divided(data) else ranks)
+            self._lists = _lists_of(data, None if is_divided(data, ranks) else ranks)
             options = {name: getattr(data, name) for name in ("num_workers", "collate_fn", "multiprocessing_context")}
             options["worker_init_fn"] = InOwnGroup(data.worker_init_fn)
             self._is_batched = data.batch_sampler is not None

@@ -92,6 +92,12 @@ def open_feed(
             raise ValueError("Trainer: collate_fn makes batches of a dataset; a loader has its own: pass it there")
         if batch_sampler is not None:
             raise ValueError("Trainer: batch_sampler divides a dataset; a loader has its own: pass it there")
+        if world_size > 1 and not is_divided(data, ranks):
+            raise ValueError(
+                "Trainer: this loader gives the same samples to every rank: pass the dataset itself, or a "
+                "phalanx.DataLoader, or one with sampler=phalanx.DistributedSampler(dataset). If its batch sampler "
+                "divides them: phalanx.DataLoader(dataset, batch_sampler=batch_sampler, is_own_part=True)"
+            )
         return LoaderFeed(data, s.seed)
     ranks.refuse_different(data)
     length = len(data)
@@ -255,21 +261,12 @@ class LoaderFeed:
     Args:
         loader: Anything that can be iterated over again for each epoch. One with ``state_dict`` and ``load_state_dict``
             goes on by itself, on any number of ranks; of another, what was trained on is passed by.
-
-    Raises:
-        ValueError: Every rank would train on the same data.
     """
 
     may_differ = True
 
     def __init__(self, loader: Any, seed: int) -> None:
         self._world_size = rank_and_size()[1]
-        if self._world_size > 1 and not is_divided(loader):
-            raise ValueError(
-                "Trainer: this loader gives the same samples to every rank: pass the dataset itself, or a "
-                "phalanx.DataLoader, or one with sampler=phalanx.DistributedSampler(dataset). If its batch sampler "
-                "divides them: phalanx.DataLoader(dataset, batch_sampler=batch_sampler, is_own_part=True)"
-            )
         self._loader = loader
         self._seed = seed
         self._epoch = self._place = 0
@@ -357,12 +354,18 @@ def is_dataset(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Sequence | Mapping)
 
 
-def is_divided(loader: Any) -> bool:
-    """Return whether a loader gives this rank its own batches, as far as can be known."""
+def is_divided(loader: Any, ranks: Ranks) -> bool:
+    """Return whether a loader gives this rank its own batches, as far as can be known; every rank asks.
+
+    Raises:
+        ValueError: On every rank: loaders that do not divide have different parts of the data, which overlap.
+    """
     samplers = _samplers(loader)
-    is_stream = isinstance(getattr(loader, "dataset", None), torch_data.IterableDataset)
+    dataset = getattr(loader, "dataset", None)
+    is_stream = isinstance(dataset, torch_data.IterableDataset)
     is_shared = any(isinstance(sampler, torch_data.DistributedSampler) for sampler in samplers)
-    return is_shared or is_stream or not samplers or bool(getattr(loader, "is_own_part", False))
+    is_own = is_shared or is_stream or not samplers or bool(getattr(loader, "is_own_part", False))
+    return ranks.have_own_parts(None if is_own else dataset) or is_own
 
 
 def _samplers(loader: Any) -> list[Any]:

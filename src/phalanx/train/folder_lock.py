@@ -36,6 +36,7 @@ class FolderLock:
     Attributes:
         problem: Why there is no lock; empty if there is one.
         was_ours: An attempt of the same job was in the folder before, and was allowed in: see `settle`.
+        is_first: No attempt of the same job was, as far as can be known: of a restart that can't tell, one was.
 
     Raises:
         PhalanxError: On entering, on every rank: another job holds it, or the folder can't be made.
@@ -47,6 +48,7 @@ class FolderLock:
         self._job = _job()
         self.problem = ""
         self.was_ours = False
+        self.is_first = not restarts.is_restart()
 
     def __enter__(self) -> FolderLock:
         holder: dict[str, Any] | None = None
@@ -62,7 +64,8 @@ class FolderLock:
                 self.problem = (
                     f"{self._folder} can't be locked ({error.strerror}): make sure that no other job trains in it"
                 )
-        holder, self.was_ours, unmade = self._ranks.gather((holder, self.was_ours, unmade))[0]
+        facts = (holder, self.was_ours, self.is_first, unmade)
+        holder, self.was_ours, self.is_first, unmade = self._ranks.gather(facts)[0]
         if unmade:
             raise PhalanxError(
                 f"rank {self._ranks.rank}: Trainer.fit: the run folder {os.path.abspath(self._folder)} can't be made: "
@@ -105,7 +108,10 @@ class FolderLock:
             stack.pop_all()
         self._file = file
         _held.add(file)
-        self.was_ours = restarts.is_restart() and bool(self._job) and _read_note(file).get("job") == self._job
+        note = _read_note(file)
+        self.was_ours = restarts.is_restart() and bool(self._job) and note.get("job") == self._job
+        if self._job and note.get("host") in (None, os.uname().nodename):  # else rank 0 may have moved between hosts
+            self.is_first = not self.was_ours
         self._write_note(self._job if self.was_ours else "")
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -27,9 +28,12 @@ def will_restart() -> bool:
 
 
 def set_aside(*paths: str) -> None:
-    """Rename what an earlier run has left at these paths."""
+    """Rename what an earlier run has left at these paths, to names that nothing has yet."""
+    stamp = f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    numbered = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    suffix = next(one for one in numbered if not any(os.path.lexists(f"{path}.{one}") for path in paths))
     for path in filter(os.path.exists, paths):
-        os.rename(path, f"{path}.before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        os.rename(path, f"{path}.{suffix}")
 
 
 def _number(name: str) -> int:

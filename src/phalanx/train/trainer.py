@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -181,11 +182,16 @@ class Trainer:
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         if self.settings.patience is not None and validation_data is None:
             raise ValueError("Trainer: patience needs validation_data to judge by: fit(data, validation_data)")
+        if isinstance(validation_data, types.GeneratorType) and (self.settings.max_epochs or 1) > 1:
+            raise ValueError(
+                "Trainer: validation_data is evaluated after each epoch, and a generator is used up after one: pass "
+                "a dataset, a loader or a list of batches, such as [*generator]"
+            )
         self._feed = open_feed(
             data, self.settings, self._batch_size(), self._ranks,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
         )  # fmt: skip
-        if self.settings.resume == "never" and not restarts.is_restart():
+        if self.settings.resume == "never" and self._lock.is_first:
             self._begin_anew()
         loaded = self._load(data)
         with self._begin(loaded) as self._watch, Preemption(speaks=self.session.is_main) as self._preemption:
@@ -205,7 +211,10 @@ class Trainer:
                         has_ended = self._feed.is_at_end
                         break
                 if is_empty:
-                    raise ValueError("Trainer: the data makes no step: fewer samples than a batch, or an empty loader")
+                    raise ValueError(
+                        "Trainer: the data makes no step: fewer samples than a batch, an empty loader, or a generator "
+                        "that an earlier epoch has used up"
+                    )
                 if self._watch.has_news:
                     self._log()
                 if has_ended:
@@ -505,8 +514,10 @@ class Trainer:
 
         Args:
             data: A map-style dataset, of which each sample counts once, on however many ranks. Or a loader: batches of
-                one that all ranks have alike are divided among them; of one that divides, a stream or a list of
-                batches, each rank counts what it is given, so that a sample that a sampler repeats counts twice.
+                one that all ranks have alike are divided among them; of one that divides, one of a ``Subset`` that
+                is this rank's own, a stream or a list of batches, each rank counts what it is given, so that a sample
+                that a sampler repeats counts twice. The mean of a dataset's batch counts for all samples that were
+                asked for: a `collate_fn` must not leave any out.
 
         Raises:
             ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.

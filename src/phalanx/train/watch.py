@@ -184,13 +184,14 @@ class Watch:
         return by_rank
 
     def end_epoch(self, step: int, epoch: int, evaluation: Mapping[str, float], *, has_ended: bool) -> None:
-        """Say and write what an epoch came to, or the part of it that was trained."""
-        mean = self._epoch
-        self.record("epoch", step=step, epoch=epoch, loss=mean.value, first_step=mean.first_step)
-        part = "" if mean.is_whole else f" (since step {mean.first_step})"
-        values = "".join(f", validation {name} {value:#.4g}" for name, value in evaluation.items())
+        """Say and write what an epoch came to, or the part of it that was trained: maybe nothing, after a restart."""
+        mean, values = self._epoch, [f"validation {name} {value:#.4g}" for name, value in evaluation.items()]
+        if mean.has_steps:
+            self.record("epoch", step=step, epoch=epoch, loss=mean.value, first_step=mean.first_step)
+            part = "" if mean.is_whole else f" (since step {mean.first_step})"
+            values.insert(0, f"training loss {mean.value:#.4g}{part}")
         which = f"epoch {epoch + 1}" if has_ended else f"in epoch {epoch + 1}"
-        self.say(f"{which}, step {step}: training loss {mean.value:#.4g}{part}{values}")
+        self.say(f"{which}, step {step}: {', '.join(values) or 'no steps were left to train'}")
 
     def _show(self, step: int, epoch: int, loss: str, more: str) -> None:
         if self._bar is not None:
@@ -219,5 +220,9 @@ class _Mean:
         self._weight += weight
 
     @property
+    def has_steps(self) -> bool:
+        return self._weight > 0
+
+    @property
     def value(self) -> float:
-        return self._sum / self._weight if self._weight else math.nan
+        return self._sum / self._weight
