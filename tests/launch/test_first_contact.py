@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.rendezvous import patience
+from phalanx.rendezvous import patience, roll
+from phalanx.rendezvous.asked import cpu_backend
 
 from .jobs import run_job
 
@@ -29,6 +32,9 @@ def meet(rank, world_size, calls, by_hand):
     patience._FIRST_S = call.pop("first_s", patience._FIRST_S)
     if "killed_after_s" in call:
         threading.Timer(call.pop("killed_after_s"), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    os.environ.update(call.pop("env", {}))
+    if "host" in call:
+        roll.host_identity = partial(str, call.pop("host"))
     time.sleep(call.pop("after_s", 0))
     if "exit" in call:
         os._exit(call["exit"])
@@ -103,6 +109,25 @@ def test_a_launch_without_rank_0_is_named(run_ranks):
         assert "no process calls itself rank 0, and all wait for it: that of rank 0 says rank=1 (at " in error
 
 
+def test_a_rank_0_that_exits_while_all_others_wait_for_it_is_named(run_ranks):
+    _, *errors = errors_of(run_ranks, {"exit": 0, "after_s": 1.5}, {}, {})
+    for error in errors:
+        assert "rank 0 (pid " in error
+        assert "exited with code 0 before all ranks had joined" in error
+
+
+@pytest.mark.parametrize("other", ["gloo", "", "cpu:gloo,cuda:nccl"])
+def test_backends_that_differ_are_named_on_every_rank(run_ranks, other):
+    for error in errors_of(run_ranks, {}, {"backend": other or None}):
+        assert "the ranks ask for different backends: 'phalanx' on rank 0 (at " in error
+        assert f", {other or None!r} on rank 1 (at " in error
+
+
+def test_backends_in_different_words_are_the_same():
+    assert {cpu_backend(asked) for asked in ("", "gloo", "cpu:gloo,cuda:nccl")} == {"gloo"}
+    assert {cpu_backend(asked) for asked in ("phalanx", "cpu:phalanx", "cuda:nccl,cpu:PHALANX")} == {"phalanx"}
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 @pytest.mark.parametrize("call", [{"backend": "phalanx"}, {"backend": "gloo"}, {"session": True}], ids=str)
 def test_a_rank_that_exits_before_it_joins_is_named_by_all_that_wait(run_ranks, leaver, call):
@@ -150,6 +175,34 @@ def test_a_file_of_an_earlier_run_does_no_harm(run_ranks, tmp_path):
     run_ranks(die_within, 2, url, init=False, expect_failures=True, timeout_s=LIMIT_S)
     assert os.path.getsize(f"{tmp_path}/meet")
     outcomes = outcomes_of(run_ranks, *(numbers(rank, 2, init_method=url) for rank in range(2)))
+    assert [outcome.value for outcome in outcomes] == [2, 2], outcomes
+
+
+SERVES = """
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_an_attempt_meets_in_a_store_that_outlives_the_one_before(run_ranks, killed, num_hosts):
+    """As under torchrun, whose agent serves the store of every attempt."""
+    attempts = [
+        [{"killed_after_s": 1} if rank == killed else {"exit": 1, "after_s": 1.5} for rank in range(2)],
+        [{"after_s": 1} if rank == killed else {} for rank in range(2)],
+    ]
+    agent = subprocess.Popen([sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with agent:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.stdout.readline().strip()}
+        for calls in attempts:
+            for rank, call in enumerate(calls):
+                call |= numbers(rank, 2, host=rank % num_hosts)
+                call["env"] = {**env, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            outcomes = outcomes_of(run_ranks, *calls, by_hand=True)
+        agent.communicate("\n")
     assert [outcome.value for outcome in outcomes] == [2, 2], outcomes
 
 

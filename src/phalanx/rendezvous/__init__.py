@@ -8,6 +8,7 @@ one has ended.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -41,6 +42,7 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Meeting]]) 
     asked = read_url(url, timeout, where)
     if asked is None:
         return torchs()
+    asked = dataclasses.replace(asked, backend=backend)
     asked.check(backend or "phalanx")
     return iter([(_meet(asked), asked.rank, asked.world_size)])
 
@@ -59,6 +61,7 @@ def meet(url: str, rank: int, world_size: int, timeout: timedelta | None = None)
     asked = read_url(f"{url}?rank={rank}&world_size={world_size}", timeout, where, call)
     if asked is None:
         return next(dist.rendezvous(url, rank=rank, world_size=world_size))[0]
+    asked = dataclasses.replace(asked, backend=backend)
     asked.check()
     return _meet(asked)
 

@@ -27,6 +27,7 @@ class Asked:
     Attributes:
         call: What the script called: that, or ``phalanx.init``.
         where: Line of the script that called it, such as ``train.py:12``; empty if it is not known.
+        backend: What the script asked for, empty if it left that to torch; None if it is not known.
         host: Of rank 0, with `port`; empty: the ranks meet in the file `path`.
         is_served: torchrun's agent serves the store, not rank 0.
         launch: Of the launcher that started this process, if that is phalanx.
@@ -37,6 +38,7 @@ class Asked:
     timeout_s: float
     call: str = "init_process_group"
     where: str = ""
+    backend: str | None = None
     host: str = ""
     port: int = 0
     path: str = ""
@@ -100,7 +102,11 @@ def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group
         rank, size = (query.get(key, "") for key in ("rank", "world_size"))
         host, port = parts.hostname or "", str(parts.port or "") if parts.scheme == "tcp" else ""
     try:
-        numbers = {"rank": int(rank), "world_size": int(size), "port": int(port) if parts.scheme != "file" else 0}
+        numbers: dict[str, Any] = {
+            "rank": int(rank),
+            "world_size": int(size),
+            "port": int(port) if parts.scheme != "file" else 0,
+        }
     except ValueError:
         return None
     is_file = parts.scheme == "file"
@@ -125,6 +131,17 @@ def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group
     )
 
 
+def cpu_backend(backend: str) -> str:
+    """Return which backend carries CPU tensors where ``init_process_group`` is called with `backend`.
+
+    Different words may ask for the same: ``cpu:gloo,cuda:nccl``, ``gloo``, or nothing.
+    """
+    names = backend.lower()
+    if ":" in names:
+        names = dict(part.split(":", 1) for part in names.split(",") if ":" in part).get("cpu", "none")
+    return names or dist.Backend.default_device_backend_map["cpu"]
+
+
 def launch_of(environ: dict[str, str]) -> Launch | None:
     """Return the launch of which this process is a rank."""
     return Launch.of(environ.get(_env.LAUNCH_VARIABLE, ""))
@@ -141,6 +158,7 @@ def caller() -> tuple[str | None, str]:
         code = frame.f_code
         if code.co_name == "init_process_group" and code.co_filename == dist.distributed_c10d.__file__:
             backend = str(frame.f_locals.get("backend") or "")
+            backend = "" if backend == dist.Backend.UNDEFINED else backend  # what torch makes of None
         elif not code.co_filename.startswith((*_SKIPPED, "<frozen")):
             break
         frame = frame.f_back

@@ -1,9 +1,10 @@
 """The roll call: rank 0 waits until every rank has come to the store, and tells each that all are there.
 
-Each rank leaves a record of who it is and what it asked for under its number, and waits for a word of its own. Rank 0
-reads the records, and once all are there and agree, gives every rank the same prefix for the keys of the group. So what
-an earlier group or an earlier run has left in a store or in a file is never read. Whoever finds that the ranks can't
-meet gives that as the word instead, and all raise it.
+Each rank leaves a record of who it is and what it asked for under its number, and once more under the token of the
+rank 0 that it finds; then it waits for a word of its own. Rank 0 reads what lies under its own token, and once all are
+there and agree, gives every rank the same prefix for the keys of the group. A file outlives those who wrote to it, and
+so does the store of torchrun's agent: what an earlier group, attempt or run has left there never answered this rank 0.
+Whoever finds that the ranks can't meet gives that as the word instead, and all raise it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from phalanx import _errors
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx._network import host_identity
-from phalanx.rendezvous.asked import Asked
+from phalanx.rendezvous.asked import Asked, cpu_backend
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.server import who_left
 
@@ -45,11 +46,16 @@ class RollCall:
             "rank": asked.rank,
             "world_size": asked.world_size,
             "where": asked.where,
+            "backend": asked.backend,
             "token": os.urandom(8).hex(),
             "process": [host_identity(), os.getpid(), _start_time(os.getpid())],
             "host": socket.gethostname(),
         }
-        self._keys = [f"rank/{rank}" for rank in range(asked.world_size)]
+        self._keys = [f"here/{self._mine['token']}/{rank}" for rank in range(asked.world_size)]  # if this is rank 0
+        self._answered = ""  # token of the rank 0 that this rank has answered
+        self._rank_0 = ""  # token of the rank 0 that this rank has seen alive
+        self._beat: dict[str, Any] = {}  # what rank 0 last said of the missing
+        self._num_looks = 0
         self._missing: list[int] = []
         self._doubts = False  # the last look found that not all can come; what they had told before was not read since
 
@@ -59,13 +65,13 @@ class RollCall:
         Raises:
             CollectiveTimeout: Ranks did not come within the timeout.
             RankFailed: A rank has ended before all had come.
-            PhalanxError: Two processes call themselves the same rank, or the ranks disagree on the world size.
+            PhalanxError: Two processes call themselves the same rank, or the ranks disagree on world size or backend.
         """
         rank = self._asked.rank
         try:
             self._arrive()
             pause_s, next_look_s = _FIRST_PAUSE_S, time.monotonic() + _LOOK_S
-            while (prefix := self._call() if rank == 0 else self._word()) is None:
+            while (prefix := self._call() if rank == 0 else self._reply()) is None:
                 if time.monotonic() >= next_look_s:
                     self._look()
                     next_look_s = time.monotonic() + _LOOK_S
@@ -80,7 +86,8 @@ class RollCall:
         before = self._record(rank)
         if rank == 0:
             self._store.set("server", json.dumps(self._mine))
-        self._store.set(self._keys[rank], json.dumps(self._mine))
+            self._store.set(self._keys[0], json.dumps(self._mine))
+        self._store.set(f"rank/{rank}", json.dumps(self._mine))
         if before is None or before["process"] == self._mine["process"]:
             return
         if before["process"][0] == here and not _has_ended(before):  # on another host it may have ended
@@ -102,15 +109,35 @@ class RollCall:
                 return json.loads(self._store.get(key))
         return None
 
-    def _record(self, rank: int) -> Record | None:
-        """Return the record of a rank that has come; one that a dead process has left in a file is from before."""
-        told = self._read(f"rank/{rank}")
-        if not isinstance(told, dict) or told.keys() != self._mine.keys():
-            return None
-        if self._asked.path and _has_ended(told):
-            self._store.delete_key(f"rank/{rank}")
-            return None
-        return told
+    def _record(self, rank: int, key: str = "rank") -> Record | None:
+        """Return the record that lies under a rank's number; whoever left it may have ended long ago."""
+        told = self._read(f"{key}/{rank}")
+        return told if isinstance(told, dict) and told.keys() == self._mine.keys() else None
+
+    def _live_rank_0(self) -> Record | None:
+        """Return the record of rank 0 once it has been seen alive: it has a process here, or has looked since."""
+        told, beat = self._record(0), self._read("missing")
+        beat = beat if isinstance(beat, dict) else {}
+        has_looked = bool(self._beat) and beat != self._beat
+        self._beat = beat
+        if told is None or told["token"] == self._rank_0:
+            return told
+        lives = not _has_ended(told) if _is_here(told) else has_looked and beat.get("token") == told["token"]
+        self._rank_0 = told["token"] if lives else ""
+        return told if lives else None
+
+    def _answer(self) -> None:
+        """Tell the rank 0 whose record lies in the store that this rank is there."""
+        told = self._record(0)
+        if told is not None and told["token"] != self._answered and not _has_ended(told):
+            self._store.set(f"here/{told['token']}/{self._asked.rank}", json.dumps(self._mine))
+            self._answered = told["token"]
+
+    def _reply(self) -> str | None:
+        """Answer rank 0 if that is still to be done; return the prefix if this rank has been given it."""
+        if not self._answered:
+            self._answer()
+        return self._word()
 
     def _word(self) -> str | None:
         """Return the prefix if this rank has been given it; raise what it has been told instead."""
@@ -124,16 +151,21 @@ class RollCall:
         """Give every rank its word once all have come; return the prefix."""
         if not self._store.check(self._keys):
             return None
-        records = [self._record(rank) for rank in range(self._asked.world_size)]
+        records = self._all_here()
         if None in records:
             return None
         self._compare(records)
         prefix = f"phalanx-{self._mine['token']}"
         for record in records:
             self._give(record, {"prefix": prefix})
-        for key in self._keys:
+        for rank, key in enumerate(self._keys):
             self._store.delete_key(key)
+            self._store.delete_key(f"rank/{rank}")
         return prefix
+
+    def _all_here(self) -> list[Record | None]:
+        """Return the records of those that have answered this rank 0; None for each that has not."""
+        return [self._record(rank, f"here/{self._mine['token']}") for rank in range(self._asked.world_size)]
 
     def _give(self, record: Record | None, word: dict[str, Any]) -> None:
         if record is not None:
@@ -149,14 +181,18 @@ class RollCall:
         if mine is not None and mine["token"] != self._mine["token"]:
             self._fail(_two_of(self._mine, mine), (rank,), also=mine)
         if rank == 0:
-            records = [self._record(other) for other in range(self._asked.world_size)]
+            records = self._all_here()
             self._compare(records)
             self._missing = [other for other, record in enumerate(records) if record is None]
-            self._store.set("missing", json.dumps(self._missing))
+            self._num_looks += 1
+            beat = {"token": self._mine["token"], "look": self._num_looks, "ranks": self._missing}
+            self._store.set("missing", json.dumps(beat))
         else:
-            records = [self._record(0), mine]
+            self._answer()
+            records = [self._live_rank_0(), mine]
             self._compare(records)
-            self._missing = [0] if records[0] is None else self._read("missing") or []
+            is_todays = self._beat.get("token") == self._rank_0
+            self._missing = [0] if records[0] is None else self._beat["ranks"] if is_todays else []
         self._look_for_deaths(records)
         those = _ranks(self._missing) if self._missing else "rank 0 to call the roll"
         self._patience.awaits = (
@@ -189,7 +225,7 @@ class RollCall:
         self._doubts = left is not None or bool(dead)
 
     def _compare(self, records: list[Record | None]) -> None:
-        """Raise if ranks that have come disagree on how many they are."""
+        """Raise if ranks that have come disagree on how many they are, or if only some asked for our backend."""
         sizes: dict[int, Record] = {}
         for record in records:
             if record is not None:
@@ -199,6 +235,18 @@ class RollCall:
             self._fail(
                 f"the ranks give different values of world_size: {said}\nGive every rank the number of all ranks.",
                 tuple(one["rank"] for one in sizes.values()),
+            )
+        kinds: dict[str, Record] = {}
+        for record in records:
+            if record is not None and record["backend"] is not None:
+                kinds.setdefault(cpu_backend(record["backend"]), record)
+        if len(kinds) > 1 and "phalanx" in kinds:
+            said = ", ".join(
+                f"{one['backend'] or None!r} on rank {one['rank']} (at {one['where']})" for one in kinds.values()
+            )
+            self._fail(
+                f"the ranks ask for different backends: {said}\nGive every rank the same backend.",
+                tuple(one["rank"] for one in kinds.values()),
             )
 
     def _fail(
@@ -212,7 +260,9 @@ class RollCall:
     ) -> None:
         """Raise the error, after the others have been told; `also` one who lies under this rank's number."""
         word = {"kind": kind.__name__, "text": text, "ranks": ranks, "facts": facts or {}}
-        others = [also, *(self._record(rank) for rank in range(self._asked.world_size))]
+        said = [self._record(rank) for rank in range(self._asked.world_size)]
+        most = max((one["world_size"] for one in said if one is not None), default=0)
+        others = [also, *said, *(self._record(rank) for rank in range(self._asked.world_size, most))]
         others = [one for one in others if one is not None and one["token"] != self._mine["token"]]
         for one in others:
             self._give(one, word)
@@ -252,10 +302,14 @@ def _ranks(numbers: list[int], most: int = 8) -> str:
     return f"rank{'s' * (len(numbers) != 1)} {named}{f' and {len(numbers) - most} more' if len(numbers) > most else ''}"
 
 
+def _is_here(record: Record) -> bool:
+    return bool(record["process"][0] == host_identity())
+
+
 def _has_ended(record: Record) -> bool:
     """Whether a process of this host has ended; those of other hosts can't be seen."""
-    host, pid, start_time = record["process"]
-    return host == host_identity() and _start_time(pid) != start_time
+    _, pid, start_time = record["process"]
+    return _is_here(record) and _start_time(pid) != start_time
 
 
 def _start_time(pid: int) -> int:

@@ -91,11 +91,14 @@ def _await_name(asked: Asked, patience: Patience) -> None:
 
 
 def _await_server(asked: Asked, patience: Patience) -> None:
-    launch = asked.own_launch
+    launch, still_waits = asked.own_launch, False
     try:
         _try_to_connect(asked, patience)
+    except PhalanxError as error:
+        still_waits = type(error) is PhalanxError  # there is no rank 0: those who look later must see it as well
+        raise
     finally:
-        if launch is not None and launch.rank in launch.waiting():
+        if launch is not None and not still_waits and launch.rank in launch.waiting():
             launch.note_wait(-1, "")
 
 
@@ -123,9 +126,9 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
 
 
 def _require_rank_0(asked: Asked, launch: Launch) -> None:
-    """Raise if all ranks of the launch wait for rank 0, and so none of them is it."""
+    """Raise if all ranks of the launch wait for rank 0, and so none of them is it; one that has ended may have been."""
     waiting = launch.waiting()
-    if waiting.keys() | {end.rank for end in launch.ended()} >= set(range(launch.world_size)):
+    if waiting.keys() >= set(range(launch.world_size)):
         said = ", ".join(
             f"that of rank {given} says rank={rank} (at {where})" for given, (rank, where) in waiting.items()
         )
