@@ -50,7 +50,7 @@ def main(args: Sequence[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         lines = "\n".join(f"  {_CALLS[name]}\n      {_HELP[name]}" for name in _CALLS)
         print(
-            f"usage:\n{lines}\n\nFOLDER is a run's, or that of its checkpoints, or one of these; by default the newest."
+            f"usage:\n{lines}\n\nFOLDER: that of a run, of its checkpoints, or one checkpoint (else the newest)."
         )
         return 0
     name = args[0]
