@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import io
 import json
 import os
 import re
@@ -17,6 +19,7 @@ import torch
 from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx import checkpoint
@@ -389,3 +392,24 @@ def test_a_note_of_a_holder_that_makes_no_sense_is_no_reason_to_fail(tmp_path):
     (tmp_path / ".lock").write_bytes(b"\xff[[[[")
     run(tmp_path)
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+def train_twice_in_one_process(rank, world_size, folder):
+    """Return what two Trainers say that share a folder, and what one says whose optimizer has another model."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for _ in range(2):
+            model = nn.Linear(4, 1)
+            optimizer = optim.SGD(model.parameters(), lr=0.1)
+            settings = {"max_epochs": 1, "global_batch_size": 4, "folder": folder}
+            trainer = phalanx.Trainer(model, optimizer, nn.functional.mse_loss, **settings)
+            trainer.fit(TensorDataset(torch.ones(8, 4), torch.ones(8, 1)))
+    with pytest.raises(ValueError, match="the optimizer has no parameter of this model"):
+        phalanx.Trainer(nn.Linear(4, 1), optimizer, nn.functional.mse_loss, max_epochs=1)
+    return said.getvalue()
+
+
+def test_a_second_trainer_of_a_process_hears_that_it_takes_up_a_run(run_ranks, tmp_path):
+    [said] = run_ranks(train_twice_in_one_process, 1, str(tmp_path))
+    assert said.count("another Trainer of this process has trained in") == 1
+    assert said.count("already finished at step 2") == 1

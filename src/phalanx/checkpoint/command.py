@@ -49,9 +49,7 @@ def main(args: Sequence[str]) -> int:
     """Run ``phalanx ckpt`` and return its exit code: 2 for what can't be done, with one line that says why."""
     if not args or args[0] in ("-h", "--help"):
         lines = "\n".join(f"  {_CALLS[name]}\n      {_HELP[name]}" for name in _CALLS)
-        print(
-            f"usage:\n{lines}\n\nFOLDER: that of a run, of its checkpoints, or one checkpoint (else the newest)."
-        )
+        print(f"usage:\n{lines}\n\nFOLDER: that of a run, of its checkpoints, or one checkpoint (else the newest).")
         return 0
     name = args[0]
     try:

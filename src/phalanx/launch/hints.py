@@ -128,7 +128,7 @@ _HINTS = (
         "the script wants no --local-rank: leave --no-use-env out", "Python 3.11",
     ),
     Hint(
-        "ImportError", r"^ImportError",
+        "ImportError", r"^ImportError(?!.*pip install)",
         "the package is there but not whole: try it alone with {python} -c 'import ...'", "Python 3.11",
     ),
 )  # fmt: skip

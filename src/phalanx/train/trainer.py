@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ _NOTHING: Any = contextlib.nullcontext()
 _AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
 _NOT_FINITE = 1 << 10  # above every signal's number, in what ranks agree on
 _MAX_PIDS = 16  # in a line
+_trained: dict[str, weakref.ref[Trainer]] = {}  # who trained last in a folder, in this process
 
 
 class Trainer:
@@ -119,6 +121,12 @@ class Trainer:
         self._is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if self._is_plateau and s.scheduler_interval == "step":
             raise ValueError('Trainer: ReduceLROnPlateau needs scheduler_interval="epoch"')
+        own = {id(parameter) for parameter in model.parameters()}
+        if own and own.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                "Trainer: the optimizer has no parameter of this model, so nothing would be trained; right: "
+                "Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)"
+            )
         if s.deterministic:
             world.check_model(model)
             torch.set_num_threads(1)  # more of them add in another order
@@ -375,6 +383,13 @@ class Trainer:
         for line in filter(None, (self._lock.problem, self._identity.news)):
             watch.say(line)
         self._guard.say_what_is_meant()
+        last = _trained.get(self.checkpoints)
+        if loaded is not None and last is not None and last() is not self:
+            watch.say(
+                f"another Trainer of this process has trained in {self.folder}: this one takes up its run. For a run "
+                "of its own, such as a fold or another seed, give folder="
+            )
+        _trained[self.checkpoints] = weakref.ref(self)
         if loaded is not None and self._is_over():
             watch.say(
                 f"already finished at step {self.step}; nothing to train. To go on, raise max_epochs, max_steps or "

@@ -111,7 +111,10 @@ def _ask_for_room(job: subprocess.Popen[bytes], _: int) -> None:
 
 
 def _middle_step(folder: str) -> int:
-    logged = [record["step"] for record in read_metrics(folder) if record["kind"] == "step"]
+    try:
+        logged = [record["step"] for record in read_metrics(folder) if record["kind"] == "step"]
+    except FileNotFoundError:  # no Trainer
+        logged = []
     if len(logged) < 2:
         raise Failed("the script must train with a phalanx.Trainer, for more steps than twice its log_every")
     return int(logged[len(logged) // 2 - 1])
