@@ -133,7 +133,7 @@ def test_a_cut_in_the_middle_of_a_large_message_is_noticed(jobs):
         began_s = time.monotonic()
         said = said_by(processes[0])
         assert (said["error"], said["ranks"]) == ("RankFailed", [1])
-        assert said["at"] - began_s < NAMED_WITHIN_S + 2.0  # what was sent waits to be repeated first: 3.2 s seen
+        assert said["at"] - began_s < NAMED_WITHIN_S
         b.kill()
 
 

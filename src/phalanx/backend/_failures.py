@@ -77,6 +77,7 @@ class Failures:
         self._lock = threading.RLock()  # a signal handler may abort or leave the group while its thread does
         self._verdict: dict[str, Any] | None = None
         self._why = ""
+        self._unreachable: set[int] = set()  # ranks, once the group has ended
         self._has_lingered = False
         self._is_raised = False  # by an operation of this rank
         self._departed: set[int] = set()
@@ -99,7 +100,7 @@ class Failures:
         """The connection to a rank has ended (-1: perhaps one of them did): the group has, unless it left in order."""
         if self._why or (rank < 0 and not self.is_told()):
             return
-        if rank >= 0 and (self.has_left(rank) or self._has_left_soon(rank)):
+        if rank >= 0 and (self.has_left(rank) or (rank not in self._silent() and self._has_left_soon(rank))):
             return
         with self._lock:
             is_first = not self._why
@@ -168,7 +169,7 @@ class Failures:
         """Find out what ended the group, or settle it, and end it here."""
         if self._verdict is not None:
             return
-        silent = any(link.is_silent for channel in self._channels for link in channel.links.values())
+        silent = self._unreachable = self._silent()
         if silent or any(self._place.global_ranks[rank] == 0 for rank in self._lost()):
             self._store_s = _LOST_STORE_S
         # Whoever closes a connection has told why; nobody has where a host does not answer.
@@ -201,7 +202,7 @@ class Failures:
 
         Every thread that has met the failure waits: any may be the one that ends the process.
         """
-        num_ranks = len(self._place.pids)
+        num_ranks = len(self._place.pids) - len(self._unreachable)
         deadline = time.monotonic() + _GRACE_S
         while self._place.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
             if self._ask(lambda: self._store.add("num_told", 0), num_ranks) >= num_ranks:
@@ -258,6 +259,10 @@ class Failures:
         """Return the ranks a connection to which has ended."""
         links = (item for channel in self._channels for item in channel.links.items())
         return sorted({rank for rank, link in links if link.is_lost})
+
+    def _silent(self) -> set[int]:
+        """Return the ranks whose hosts do not answer: nothing comes from them, and nothing reaches them."""
+        return {rank for channel in self._channels for rank, link in channel.links.items() if link.is_silent}
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it goes in order."""

@@ -68,9 +68,10 @@ class Link:
         if not owes or heard_s > self._asked_s or now_s - self._looked_s > self._silence_s:  # or this rank was stopped
             self._asked_s = now_s
         self._looked_s = now_s
-        was_late = self._is_late  # seen twice: what was only just sent is on its way
-        self._is_late = now_s - self._asked_s >= self._silence_s and (owes_data or info[_PROBES] > _MOST_PROBES)
-        self._is_silent = self._is_silent or (self._is_late and was_late)
+        is_overdue = now_s - self._asked_s >= self._silence_s
+        was_late, self._is_late = self._is_late, is_overdue and owes_data  # twice: what was just sent is on its way
+        has_ignored_probes = is_overdue and info[_PROBES] > _MOST_PROBES
+        self._is_silent = self._is_silent or has_ignored_probes or (self._is_late and was_late)
         return self._is_silent
 
     @property

@@ -55,7 +55,7 @@ class FiniteGuard:
         objective: What computes the loss, again if it has to be explained.
         ranks: All ranks of the job.
         watch: What a warning is shown and recorded by.
-        autocast: Returns the context in which a loss is computed.
+        autocast: The context in which a loss is computed.
         skips_steps: A gradient that is not finite skips the step, as with a gradient scaler.
         clips: Gradients are clipped already.
         step: Number of the step after which the guard is made.
@@ -69,7 +69,7 @@ class FiniteGuard:
         ranks: Ranks,
         watch: Watch,
         *,
-        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+        autocast: contextlib.AbstractContextManager[Any],
         skips_steps: bool,
         clips: bool,
         step: int,
@@ -107,7 +107,7 @@ class FiniteGuard:
 
         Where a gradient scaler skips the step, only a loss that stays so is an error.
         """
-        if loss.device.type != "cpu":
+        if not loss.is_cpu:
             return
         if math.isfinite(value := loss.item()):
             self._num_skipped = 0
@@ -243,7 +243,7 @@ class FiniteGuard:
             return "The batch and the parameters are finite"  # what meets other ranks can't be computed by one alone
         hooks = [module.register_forward_hook(look) for module in names]
         try:
-            with _as_before(self._module), torch.no_grad(), self._autocast(), contextlib.suppress(Exception):
+            with _as_before(self._module), torch.no_grad(), self._autocast, contextlib.suppress(Exception):
                 self._objective.loss_of(self._module, batch)
         finally:
             for hook in hooks:

@@ -131,6 +131,7 @@ class Trainer:
             world.check_model(model)
             torch.set_num_threads(1)  # more of them add in another order
         self.model = wrap(model, self.device, self.session.world_size)
+        self._autocast = self.session.autocast(s.precision)
         self._scaler = self.session.grad_scaler(s.precision)
         self.folder = restarts.run_folder(s.folder)
         self.checkpoints = os.path.join(self.folder, "checkpoints")
@@ -264,7 +265,7 @@ class Trainer:
         clock = self._watch.clock
         if self.device.type != "cpu":
             batch = to_device(batch, self.device)
-        with self.session.autocast(self.settings.precision):
+        with self._autocast:
             loss, parts = self._objective.loss_of(self.model, batch)
         if parts:
             self._parts.add(parts, weight)
@@ -364,7 +365,7 @@ class Trainer:
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
         self._guard = FiniteGuard(
             s.on_nan, self.module, self._objective, self._ranks, watch,
-            autocast=lambda: self.session.autocast(s.precision), skips_steps=self._scaler.is_enabled(),
+            autocast=self._autocast, skips_steps=self._scaler.is_enabled(),
             clips=s.clip_norm is not None, step=self.step,
         )  # fmt: skip
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
