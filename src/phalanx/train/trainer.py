@@ -27,10 +27,12 @@ from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules, note_room_made
 from phalanx.parallel import DistributedDataParallel
 from phalanx.train import restarts, world
+from phalanx.train.arguments import check_arguments
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part, open_feed, to_device
 from phalanx.train.finite import FiniteGuard
 from phalanx.train.folder_lock import FolderLock
+from phalanx.train.foresight import check_schedule, num_schedule_steps, refuse_unwritable
 from phalanx.train.identity import Identity, facts_of, facts_of_data
 from phalanx.train.judge import Judge
 from phalanx.train.loggers import IDS, Logger, Loggers
@@ -91,7 +93,7 @@ class Trainer:
 
     Raises:
         ValueError: Arguments that contradict each other.
-        TypeError: An argument that there is not.
+        TypeError: An argument that there is not, or that is something else than it should be.
         ImportError: A logger's package is missing on rank 0.
     """
 
@@ -111,6 +113,11 @@ class Trainer:
         **settings: Any,
     ) -> None:
         self.settings = s = Settings.of(settings)
+        self._given = frozenset(settings)
+        check_arguments(
+            model, optimizer, scheduler, callbacks,
+            loss=loss, training_step=training_step, evaluation_step=evaluation_step, collate_fn=collate_fn,
+        )  # fmt: skip
         self._objective = Objective(loss, training_step, evaluation_step, metrics)
         self.session = session.init()
         self._ranks = Ranks(self.session)
@@ -121,11 +128,10 @@ class Trainer:
         self._is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if self._is_plateau and s.scheduler_interval == "step":
             raise ValueError('Trainer: ReduceLROnPlateau needs scheduler_interval="epoch"')
-        own = {id(parameter) for parameter in model.parameters()}
-        if own and own.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        if not self._objective.may_give(s.monitor):
             raise ValueError(
-                "Trainer: the optimizer has no parameter of this model, so nothing would be trained; right: "
-                "Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)"
+                f"Trainer: monitor={s.monitor!r} is no value of the evaluation, which has "
+                f"{', '.join(['loss', *(metrics or {})])}: name one of these, or add the metric to metrics"
             )
         if s.deterministic:
             world.check_model(model)
@@ -170,7 +176,10 @@ class Trainer:
         Raises:
             CheckpointError: The folder holds another run: another model, optimizer, schedule or data, other settings.
             NonFinite: A loss, gradient or parameter is not finite; on every rank. See `Settings.on_nan`.
+                Or no checkpoint can be saved in it.
             PhalanxError: Another job trains in the folder, or the folder can't be made.
+            ValueError: The data does not go with the settings, an evaluation does not have the value that `monitor`
+                names, or the schedule is shorter than the run.
             SystemExit: When SIGTERM, SIGUSR1 or Ctrl-C came to any rank; everything is saved. With code 75, or 130
                 after a Ctrl-C without a launcher.
         """
@@ -191,19 +200,25 @@ class Trainer:
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         if self.settings.patience is not None and validation_data is None:
             raise ValueError("Trainer: patience needs validation_data to judge by: fit(data, validation_data)")
+        if self._is_plateau and validation_data is None:
+            raise ValueError("Trainer: ReduceLROnPlateau needs validation_data to judge by: fit(data, validation_data)")
         if isinstance(validation_data, types.GeneratorType) and (self.settings.max_epochs or 1) > 1:
             raise ValueError(
                 "Trainer: validation_data is evaluated after each epoch, and a generator is used up after one: pass "
                 "a dataset, a loader or a list of batches, such as [*generator]"
             )
         self._feed = open_feed(
-            data, self.settings, self._batch_size(), self._ranks,
+            data, self.settings, self._batch_size(), self._ranks, given=self._given,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
         )  # fmt: skip
         if self.settings.resume == "never" and self._lock.is_first:
             self._begin_anew()
         loaded = self._load(data)
+        if not self._is_over():
+            refuse_unwritable(self.checkpoints, self._ranks)
         with self._begin(loaded) as self._watch, Preemption(speaks=self.session.is_main) as self._preemption:
+            if validation_data is not None and not self._is_over():
+                self._evaluator.rehearse(validation_data, self.settings.monitor)
             self._call("on_fit_start")
             while not self._is_over():
                 self.model.train()
@@ -360,6 +375,10 @@ class Trainer:
         self._feed.resize(self._batch_size())  # now that it is known
         of_epochs = (s.max_epochs or 0) * (self._feed.num_steps or 0) or sys.maxsize
         num_steps = min(s.max_steps or sys.maxsize, of_epochs)
+        left = num_schedule_steps(s, self.step, self.epoch, num_steps, self._feed.num_steps)
+        if self._feed.may_differ:
+            left = -self._ranks.largest(-left)  # an epoch ends with the shortest loader
+        of_schedule = check_schedule(self.scheduler, left, s.scheduler_interval)
         watch = Watch(self.folder, num_steps, self._ranks, self._loggers)
         if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
@@ -381,7 +400,7 @@ class Trainer:
         watch.say(f"{self._feed.describe(num_steps)}; run folder {self.folder}")
         pids = " ".join(str(pid) for pid in self._ranks.gather(os.getpid())[:_MAX_PIDS])
         watch.say(f"processes of the ranks: {pids}")
-        for line in filter(None, (self._lock.problem, self._identity.news)):
+        for line in filter(None, (self._lock.problem, self._identity.news, of_schedule)):
             watch.say(line)
         self._guard.say_what_is_meant()
         last = _trained.get(self.checkpoints)
