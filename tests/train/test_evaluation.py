@@ -138,7 +138,7 @@ def own_parts(folder):
             return mean_squares(model(batch[0]), batch[1])
 
         want = sorted(inputs[0].item() for inputs, _ in own)
-        trainer = make_trainer(f"{folder}/{name}", None, training_step=step)
+        trainer = make_trainer(f"{folder}/{name}", None, training_step=step, global_batch_size=size)
         trainer.evaluate(DataLoader(own, batch_size=2))
         is_evaluated = sorted(taken) == want
         taken.clear()
@@ -306,7 +306,9 @@ def orders_of_torchs_sampler(folder):
         sampler = torch_data.DistributedSampler(data, size, rank, shuffle=True)
         batches = torch_data.BatchSampler(sampler, 4, drop_last=False)
         loader = DataLoader(data, batch_sampler=batches) if in_batches else DataLoader(data, 4, sampler=sampler)
-        trainer = make_trainer(f"{folder}/{in_batches}", None, training_step=step, max_epochs=2)
+        trainer = make_trainer(
+            f"{folder}/{in_batches}", None, training_step=step, max_epochs=2, global_batch_size=4 * size
+        )
         quietly(trainer.fit, loader)
         half = len(orders) // 2
         results.append((orders[:half] != orders[half:], trainer.step, sampler.epoch))
