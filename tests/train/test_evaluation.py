@@ -158,7 +158,7 @@ def padding(folder):
     if dist.get_rank() > 0:
         trainer.evaluate(loader)
         return ""
-    with pytest.warns(UserWarning, match="1 samples are counted twice"):
+    with pytest.warns(UserWarning, match="so 1 sample would be counted twice"):
         trainer.evaluate(loader)
     return "warned"
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from phalanx._errors import counted
 from phalanx.data import RandomState
 from phalanx.data.place import share
 from phalanx.data.seeds import seed_process
@@ -105,8 +106,9 @@ def _warn_of_padding(sampler: Any) -> None:
         num_twice = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
         if num_twice > 0:
             warnings.warn(
-                f"Trainer.evaluate: the loader's sampler pads: {num_twice} samples are counted twice. Pass the dataset "
-                "itself, or a loader with sampler=phalanx.DistributedSampler(dataset, shuffle=False, pad=False)",
+                f"Trainer.evaluate: the loader's sampler pads, so {counted(num_twice, 'sample')} would be counted "
+                "twice. Pass the dataset itself, or a loader with "
+                "sampler=phalanx.DistributedSampler(dataset, shuffle=False, pad=False)",
                 stacklevel=2,
             )
 

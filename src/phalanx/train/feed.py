@@ -134,8 +134,8 @@ def _without_effect(loader: Any, s: Settings, ranks: Ranks, given: Collection[st
     if s.on_resize == "keep" and sum(sizes) != s.global_batch_size:
         raise ValueError(
             f"Trainer: global_batch_size={s.global_batch_size}, but a step takes the loader's batches of all ranks, "
-            f"{counted(sum(sizes), 'sample')} ({counted(len(sizes), 'rank')}, batch_size={sizes[ranks.rank]}): pass the dataset "
-            "itself, which is then divided as asked for, or leave global_batch_size out"
+            f"{counted(sum(sizes), 'sample')} ({counted(len(sizes), 'rank')}, batch_size={sizes[ranks.rank]}): pass "
+            "the dataset itself, which is then divided as asked for, or leave global_batch_size out"
         )
     return names
 

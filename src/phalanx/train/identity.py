@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import data as torch_data
 
-from phalanx._errors import CheckpointError, printable
+from phalanx._errors import CheckpointError, counted, printable
 from phalanx.train.ranks import Ranks
 from phalanx.train.settings import Settings
 
@@ -72,7 +72,7 @@ def facts_of_data(data: Any, settings: Settings, ranks: Ranks) -> Facts:
         return {"data.samples": str(length), "global_batch_size": str(settings.global_batch_size)}
     dataset, size = getattr(data, "dataset", None), getattr(data, "batch_size", None)
     lengths = ranks.gather(None if dataset is None or not hasattr(dataset, "__len__") else len(dataset))
-    facts = {} if size is None else {f"batch_size of {ranks.world_size} ranks": str(size)}
+    facts = {} if size is None else {f"batch_size of {counted(ranks.world_size, 'rank')}": str(size)}
     if None not in lengths:
         length = sum(lengths) if getattr(data, "is_own_part", False) else lengths[0]
         facts["data.samples"] = str(length)

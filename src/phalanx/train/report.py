@@ -136,8 +136,8 @@ def _page(run: _Run) -> str:
         f'<header><h1>{name}</h1><p><strong class="state {run.state}">{run.state}</strong> '
         f"Started at {_clock(run.began_s)}. {note}</p></header>\n"
         + "\n".join(filter(None, sections))
-        + f"\n<footer>Made at {_clock(time.time())} by Phalanx {phalanx.__version__} from {run.num_records:,} records "
-        "in metrics.jsonl; <code>phalanx report FOLDER</code> makes it anew.</footer>\n</main></body></html>\n"
+        + f"\n<footer>Made at {_clock(time.time())} by Phalanx {phalanx.__version__} from "
+        f"{counted(run.num_records, 'record')} in metrics.jsonl; <code>phalanx report FOLDER</code> makes it anew.</footer>\n</main></body></html>\n"
     )
 
 

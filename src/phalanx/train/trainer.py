@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from phalanx import checkpoint, session
 from phalanx._env import PREEMPTED_CODE
-from phalanx._errors import NonFinite, RankFailed
+from phalanx._errors import NonFinite, RankFailed, counted
 from phalanx._loop import synchronizing
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
@@ -488,8 +488,10 @@ class Trainer:
             self._save()
         if num := self._num_unsaved:
             newest = "there is none" if self._saved_step is None else f"the newest is that of step {self._saved_step}"
-            left_out = f"{num} checkpoint{'s' * (num > 1)} left out"
-            self._watch.say(f"{left_out}: weights or buffers are not finite after step {self.step}; {newest}")
+            self._watch.say(
+                f"{counted(num, 'checkpoint')} left out: weights or buffers are not finite after step {self.step}; "
+                f"{newest}"
+            )
             self._num_unsaved = 0
         self._agree()  # the steps of an epoch may be few, and all this has taken time
 
