@@ -137,7 +137,8 @@ def _page(run: _Run) -> str:
         f"Started at {_clock(run.began_s)}. {note}</p></header>\n"
         + "\n".join(filter(None, sections))
         + f"\n<footer>Made at {_clock(time.time())} by Phalanx {phalanx.__version__} from "
-        f"{counted(run.num_records, 'record')} in metrics.jsonl; <code>phalanx report FOLDER</code> makes it anew.</footer>\n</main></body></html>\n"
+        f"{counted(run.num_records, 'record')} in metrics.jsonl; "
+        "<code>phalanx report FOLDER</code> makes it anew.</footer>\n</main></body></html>\n"
     )
 
 

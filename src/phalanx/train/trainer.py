@@ -141,7 +141,7 @@ class Trainer:
         self._scaler = self.session.grad_scaler(s.precision)
         self.folder = restarts.run_folder(s.folder)
         self.checkpoints = os.path.join(self.folder, "checkpoints")
-        self._facts = facts_of(self.module, optimizer, scheduler, training_step or loss, s)
+        self._facts = facts_of(self.module, optimizer, scheduler, training_step or loss, s, is_step=loss is None)
         self._hyperparameters = Hyperparameters(optimizer)
         self.step = self.epoch = 0
         self.evaluation: dict[str, float] = {}
