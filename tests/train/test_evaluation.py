@@ -259,6 +259,19 @@ def without_first(samples):
     return torch_data.default_collate(samples[1:] or samples)
 
 
+def without_positive(samples):
+    inputs, targets = torch_data.default_collate(samples)
+    keep = inputs[:, 0] <= 0
+    return inputs[keep], targets[keep]
+
+
+def left_out(folder):
+    """Evaluate, with a mean and with one number for each sample, where a function leaves samples out."""
+    trainer = make_trainer(folder, metrics={"distance": distance}, collate_fn=without_positive)
+    loader = DataLoader(make_data(LENGTH), batch_size=4, collate_fn=without_positive)
+    return trainer.evaluate(make_data(LENGTH)), trainer.evaluate(loader)
+
+
 def refusals(folder):
     data = make_data(LENGTH)
     wrong = make_trainer(f"{folder}/1", metrics={"accuracy": lambda outputs, targets: outputs.new_zeros(3)})
@@ -283,7 +296,7 @@ def refusals(folder):
         "no lists": refused(plain.fit, data, batch_sampler=[1, 2]),
         "not again": refused(plain.fit, data, batch_sampler=ByLength(torch.Generator())),
         "twice": refused(make_trainer(f"{folder}/9").fit, list(data), batch_sampler=[[1]]),
-        "left out": refused(each.evaluate, data),
+        "left out": refused(each.predict, data),
         "generator": refused(each.fit, data, (batch for batch in batches)),
         "used up": refused(each.evaluate, once),
         "used up in training": refused(make_trainer(f"{folder}/12", max_epochs=2).fit, (b for b in batches)),
@@ -317,7 +330,7 @@ def orders_of_torchs_sampler(folder):
 
 PROGRAMS = (
     batch_samplers, loaders, own_parts, padding, streams, steps_of_ones_own, metrics_with_a_state, batches_of_any_kind,
-    refusals, orders_of_torchs_sampler,
+    refusals, left_out, orders_of_torchs_sampler,
 )  # fmt: skip
 
 
@@ -330,8 +343,8 @@ def results(run_ranks, tmp_path_factory):
     }
 
 
-def expected(length=LENGTH):
-    inputs, targets = make_data(length).tensors
+def expected(data=None):
+    inputs, targets = make_data(LENGTH).tensors if data is None else data
     model = make_model().eval()
     with torch.no_grad():
         outputs = model(inputs)
@@ -347,6 +360,14 @@ def test_every_kind_of_loader_evaluates_each_sample_once(results, world_size):
         for name, value in values.items():
             assert value == pytest.approx({"loss": loss, "distance": mean}, rel=1e-5), name
         assert of_rank["streams"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_samples_that_a_function_leaves_out_of_a_batch_do_not_count(results, world_size):
+    loss, mean = expected(without_positive(list(make_data(LENGTH))))
+    for of_rank in results[world_size]:
+        for value in of_rank["left_out"]:
+            assert value == pytest.approx({"loss": loss, "distance": mean}, rel=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

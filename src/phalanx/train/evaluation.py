@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from phalanx import checkpoint
+from phalanx._errors import counted
 from phalanx.data import RandomState
 from phalanx.train.evaluation_data import Counted, Own, Planned, plan
-from phalanx.train.feed import Collate, is_dataset, to_device
+from phalanx.train.feed import Collate, is_dataset
+from phalanx.train.nested import to_device
 from phalanx.train.objective import Objective, outputs_of, refuse_reserved
 from phalanx.train.ranks import Ranks
 from phalanx.train.wrapper import is_sharded
@@ -137,7 +139,7 @@ class Evaluator:
         """Return the outputs for all samples of a dataset, in their order, on the CPU of every rank.
 
         Raises:
-            ValueError: `data` is no dataset.
+            ValueError: `data` is no dataset, or a `collate_fn` has left samples out.
             TypeError: The model returns something else than a tensor.
         """
         if not is_dataset(data):
@@ -153,7 +155,13 @@ class Evaluator:
                     name = type(output).__name__
                     raise TypeError(f"Trainer.predict: the model must return a tensor, and it returned a {name}")
                 outputs.append(output[:size].cpu())
-        return torch.cat([output for of_rank in self._ranks.gather(outputs) for output in of_rank])
+        predicted = torch.cat([output for of_rank in self._ranks.gather(outputs) for output in of_rank])
+        if len(predicted) < len(data):
+            raise ValueError(
+                f"Trainer.predict: {counted(len(predicted), 'output')} for {counted(len(data), 'sample')}: if "
+                "collate_fn leaves samples out, leave them out of the dataset: Subset(dataset, indices)"
+            )
+        return predicted
 
     def _batches(self, data: Any) -> Iterator[Counted]:
         """Yield this rank's batches on the device; all ranks get equally many if they must, the last of size 0."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils import data as torch_data
 
 from phalanx._errors import counted
@@ -417,18 +416,6 @@ class InOwnGroup:
         leave_group(worker_id)
         if self._init is not None:
             self._init(worker_id)
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device, however they are nested."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [to_device(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 def _ignore(_: int) -> None:

@@ -29,7 +29,7 @@ from phalanx.parallel import DistributedDataParallel
 from phalanx.train import restarts, world
 from phalanx.train.arguments import check_arguments
 from phalanx.train.evaluation import Evaluator
-from phalanx.train.feed import Part, open_feed, to_device
+from phalanx.train.feed import Part, open_feed
 from phalanx.train.finite import FiniteGuard
 from phalanx.train.folder_lock import FolderLock
 from phalanx.train.foresight import check_schedule, num_schedule_steps, refuse_unwritable
@@ -37,6 +37,7 @@ from phalanx.train.identity import Identity, facts_of, facts_of_data
 from phalanx.train.judge import Judge
 from phalanx.train.loggers import IDS, Logger, Loggers
 from phalanx.train.metrics import write_csv
+from phalanx.train.nested import to_device
 from phalanx.train.objective import NamedParts, Objective
 from phalanx.train.origin import describe_origin
 from phalanx.train.preemption import Preemption, exit_code, requeue
@@ -76,7 +77,9 @@ class Trainer:
         metrics: Values to evaluate beside the loss, by name: ``metric(outputs, targets)`` returns one number for each
             sample, or their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics,
             combine the states of all ranks in ``compute``; an `evaluation_step` updates them itself.
-        collate_fn: Function that makes a batch out of a dataset's samples; None: torch's.
+        collate_fn: Function that makes a batch out of a dataset's samples; None: torch's. Where it leaves samples out,
+            an evaluation counts those that are in the batch, if its tensors tell how many; in a training step each
+            rank's part still weighs as much as the samples that were asked for.
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
             ``on_fit_end``, each called with the trainer on every rank; with ``state_dict`` and ``load_state_dict`` they
             are part of the checkpoints.
@@ -553,8 +556,8 @@ class Trainer:
             data: A map-style dataset, of which each sample counts once, on however many ranks. Or a loader: batches of
                 one that all ranks have alike are divided among them; of one that divides, one of a ``Subset`` that
                 is this rank's own, a stream or a list of batches, each rank counts what it is given, so that a sample
-                that a sampler repeats counts twice. The mean of a dataset's batch counts for all samples that were
-                asked for: a `collate_fn` must not leave any out.
+                that a sampler repeats counts twice. The mean of a dataset's batch counts for the samples that were
+                asked for, or for those that a `collate_fn` has left in it, if its tensors tell how many.
 
         Raises:
             ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.
