@@ -21,7 +21,7 @@ def distance(outputs, targets):
     return (outputs - targets).abs().squeeze(1)
 
 
-class Model:
+class Arguments:
     """Arguments of a `Trainer` that is right, and of one with something else in the place of some."""
 
     def __init__(self):
@@ -39,23 +39,29 @@ class Model:
     ("wrong", "message"),
     [
         ({"model": nn.Linear}, r"model is the class nn\.Linear itself; make an object of it: model = nn\.Linear\("),
-        ({"model": len}, r"model must be a torch\.nn\.Module, got a builtin_function_or_method; right: Trainer\("),
+        (
+            {"model": len},
+            r"model must be a torch\.nn\.Module, got an object of type builtin_function_or_method; right: Trainer\(",
+        ),
         ({"optimizer": torch.optim.SGD}, r"the class torch\.optim\.SGD .*torch\.optim\.SGD\(model\.parameters\(\), "),
         ({"optimizer": "sgd"}, r"optimizer must be an optimizer, got 'sgd'; right: torch\.optim\.SGD\(model\.param"),
-        ({"optimizer": mean_squares}, "optimizer must be an optimizer, got a function"),
+        ({"optimizer": mean_squares}, "optimizer must be an optimizer, got an object of type function"),
         ({"loss": nn.CrossEntropyLoss}, r"loss is the class .*: loss=nn\.CrossEntropyLoss\(\)"),
         ({"loss": "mse"}, r"loss must be a function, got 'mse'; right: loss=nn\.functional\.cross_entropy or"),
         ({"scheduler": lr_scheduler.StepLR}, r"the class lr_scheduler\.StepLR itself.*StepLR\(optimizer, \.\.\.\)"),
         ({"scheduler": lambda step: 1.0}, r"scheduler must be a schedule.*LambdaLR\(optimizer, function\)"),
-        ({"callbacks": Seen()}, r"callbacks must be a list of objects, got a Seen; right: callbacks=\[callback\]"),
+        (
+            {"callbacks": Seen()},
+            r"callbacks must be a list of objects, got an object of type Seen; right: callbacks=\[callback\]",
+        ),
         ({"callbacks": [Seen]}, r"callbacks is the class .*Seen itself"),
         ({"collate_fn": 3}, "collate_fn must be a function, got 3"),
     ],
 )
 def test_a_class_or_a_name_instead_of_an_object_is_a_type_error_with_the_right_call(wrong, message):
-    Model().check(collate_fn=list)
+    Arguments().check(collate_fn=list)
     with pytest.raises(TypeError, match=message):
-        Model().check(**wrong)
+        Arguments().check(**wrong)
 
 
 def test_a_loss_without_a_mean_and_an_optimizer_or_schedule_of_another_model_are_refused():
@@ -66,14 +72,14 @@ def test_a_loss_without_a_mean_and_an_optimizer_or_schedule_of_another_model_are
         ({"scheduler": lr_scheduler.StepLR(others, 1)}, "the scheduler is that of another optimizer"),
     ):
         with pytest.raises(ValueError, match=message):
-            Model().check(**wrong)
+            Arguments().check(**wrong)
 
 
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
         (["accuracy"], r"metrics must be a dictionary of functions by name, got \['accuracy'\]; right: metrics=\{"),
-        (distance, r"metrics must be a dictionary of functions by name, got a function; right"),
+        (distance, r"metrics must be a dictionary of functions by name, got an object of type function; right"),
         ({"accuracy": "accuracy"}, r"metrics\['accuracy'\] must be a function, or an object with update"),
         ({"accuracy": Seen}, r"metrics\['accuracy'\] is the class .*Seen itself"),
         ({3: distance}, "a name in metrics must be a text, got 3"),
@@ -188,12 +194,14 @@ def make_mistakes(rank, world_size, folder):
         "values": fit(folder, lambda outputs, targets: (outputs - targets) ** 2),
         "number": fit(folder, lambda outputs, targets: mean_squares(outputs, targets).item()),
         "detached": fit(folder, lambda outputs, targets: mean_squares(outputs, targets).detach()),
-        "names": fit(folder, model=OfImages(), data=TensorDictData(named)),
+        "names": fit(folder, model=OfImages(), data=Samples(named)),
+        "none": fit(folder, data="data/train"),
+        "not held back": fit(folder, validation=8),
         "few": fit(folder, data=make_data(1)),
     }
 
 
-class TensorDictData(torch.utils.data.Dataset):
+class Samples(torch.utils.data.Dataset):
     def __init__(self, items):
         self._items = items
 
@@ -217,6 +225,14 @@ EXPECTED = {
     "number": ("TypeError", "loss must return a tensor, and it returned float"),
     "detached": ("ValueError", "loss returned a loss without a gradient"),
     "names": ("TypeError", "the batch's entries 'image' are not what the model takes, forward(pixels): "),
+    "none": (
+        "TypeError",
+        "data must be a dataset with __getitem__ and __len__, or a loader, got 'data/train'; right: ",
+    ),
+    "not held back": (
+        "TypeError",
+        "validation_data must be a dataset with __getitem__ and __len__, or a loader, got 8; ",
+    ),
     "few": ("ValueError", "the dataset has 1 sample, fewer than the 2 ranks, each of which needs at least one"),
 }
 

@@ -50,6 +50,20 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
         _check_function(name, function)
 
 
+def check_data(name: str, data: Any) -> None:
+    """Refuse what is neither a dataset nor something that gives batches.
+
+    Raises:
+        TypeError: It is not.
+    """
+    _refuse_class(name, data, "{}(...)")
+    is_iterable = hasattr(data, "__iter__") or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    if isinstance(data, str | Mapping) or not is_iterable:
+        raise _wrong(
+            name, "a dataset with __getitem__ and __len__, or a loader", data, "trainer.fit(dataset, held_back)"
+        )
+
+
 def check_metrics(metrics: Any) -> dict[str, Any]:
     """Return the metrics by name.
 
@@ -113,7 +127,7 @@ def _called(value: type) -> str:
 
 
 def _wrong(name: str, wanted: str, value: Any, right: str) -> TypeError:
-    shown = repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    shown = repr(value) if isinstance(value, str | int | float) else f"an object of type {type(value).__name__}"
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         shown = repr(value)
     return TypeError(f"Trainer: {name} must be {wanted}, got {shown[:60]}; right: {right}")

@@ -27,7 +27,7 @@ from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules, note_room_made
 from phalanx.parallel import DistributedDataParallel
 from phalanx.train import restarts, world
-from phalanx.train.arguments import check_arguments
+from phalanx.train.arguments import check_arguments, check_data
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part, open_feed
 from phalanx.train.finite import FiniteGuard
@@ -171,8 +171,9 @@ class Trainer:
 
         Args:
             data: A map-style dataset, which is divided here; or a loader of this rank's own batches, each of which is
-                then a step of its rank.
-            validation_data: What `evaluate` takes, evaluated after each epoch.
+                then a step of its rank. `Settings.global_batch_size` must be what the loaders of all ranks give then.
+            validation_data: What `evaluate` takes, evaluated after each epoch; one batch of a dataset also before the
+                first step, to know what an evaluation gives.
             batch_sampler: Lists of a dataset's indices, each a batch of all ranks together, instead of
                 `Settings.global_batch_size`; it must give the same lists on every rank. ``set_epoch`` is called.
 
@@ -201,15 +202,7 @@ class Trainer:
             raise
 
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
-        if self.settings.patience is not None and validation_data is None:
-            raise ValueError("Trainer: patience needs validation_data to judge by: fit(data, validation_data)")
-        if self._is_plateau and validation_data is None:
-            raise ValueError("Trainer: ReduceLROnPlateau needs validation_data to judge by: fit(data, validation_data)")
-        if isinstance(validation_data, types.GeneratorType) and (self.settings.max_epochs or 1) > 1:
-            raise ValueError(
-                "Trainer: validation_data is evaluated after each epoch, and a generator is used up after one: pass "
-                "a dataset, a loader or a list of batches, such as [*generator]"
-            )
+        self._check_data(data, validation_data)
         self._feed = open_feed(
             data, self.settings, self._batch_size(), self._ranks, given=self._given,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
@@ -250,6 +243,26 @@ class Trainer:
                 self._after_epoch(validation_data, has_ended=has_ended)
             self._end()
         return self.evaluation
+
+    def _check_data(self, data: Any, validation_data: Any) -> None:
+        """Refuse what can't be trained on, or not be judged by, before anything is begun."""
+        check_data("data", data)
+        if validation_data is not None:
+            check_data("validation_data", validation_data)
+        if self.settings.patience is not None and validation_data is None:
+            raise ValueError("Trainer: patience needs validation_data to judge by: fit(data, validation_data)")
+        if self._is_plateau and validation_data is None:
+            raise ValueError("Trainer: ReduceLROnPlateau needs validation_data to judge by: fit(data, validation_data)")
+        has_epochs = (self.settings.max_epochs or 1) > 1
+        for name, given, is_again in (
+            ("data", data, has_epochs and self.settings.max_steps is None),
+            ("validation_data", validation_data, has_epochs),
+        ):
+            if isinstance(given, types.GeneratorType) and is_again:
+                raise ValueError(
+                    f"Trainer: {name} is needed in each epoch, and a generator is used up after one: pass a dataset, a "
+                    "loader or a list of batches, such as [*generator]"
+                )
 
     def _train_on(self, parts: list[Part], num_samples: int) -> Tensor:
         """Take one optimizer step on this rank's parts of a global batch; return this rank's part of its mean loss.
