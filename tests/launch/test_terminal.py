@@ -60,6 +60,24 @@ def test_the_prefix_is_coloured_by_rank(terminal):
     assert "\x1b[33m[rank 1]\x1b[0m hello\r\n" in screen.shown
 
 
+def test_a_long_warning_of_all_ranks_is_one_beside_a_progress_bar(terminal):
+    screen = terminal(
+        """
+        import warnings
+        from phalanx.train.progress import ProgressBar
+        bar = ProgressBar.open(3)
+        warnings.warn("a loader that is not divided " * 5, stacklevel=1)
+        print("words", file=sys.stderr)
+        if bar: bar.close()
+        """
+    )
+    assert screen.finish() == 0
+    (line,) = (line for line in screen.shown.splitlines() if "UserWarning" in line)
+    assert "[all ranks] " in line
+    assert line.endswith("divided ")
+    assert screen.shown.count("words") == 2
+
+
 def test_rank_0_reads_what_is_typed(terminal):
     screen = terminal("print('hello', input('name? ') if RANK == 0 else sys.stdin.read() == '')")
     screen.read_until("name? ")

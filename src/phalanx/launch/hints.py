@@ -23,6 +23,7 @@ _OUT_OF_MEMORY = (
     "the kernel has just killed for want of memory: smaller batch, fewer ranks, or fewer DataLoader workers"
 )
 _KILLED = "somebody killed it from outside: a person, a job limit, or a container's memory limit"
+_ADVISED = re.compile("it made fewer calls: |another rank ran out of data earlier: ")  # by the error itself
 _SHELLS_SIGKILL = 128 + signal.SIGKILL
 
 
@@ -150,9 +151,11 @@ def hint_for(end: RankEnd, ends: Sequence[RankEnd] = (), *, num_oom_kills: int =
     kind = class_name(end.last_words.kind)
     text = "\n".join([*end.last_words.lines, end.last_words.summary])
     if end.is_victim and (finished := [other.rank for other in ends if other.returncode == 0]):
+        if _ADVISED.search(text):
+            return ""
         return (
-            f"rank {finished[0]} had finished while this one went on: give every rank equally many batches "
-            "(phalanx.DistributedSampler, drop_last=True), or train in `with model.join():`"
+            f"rank {finished[0]} had finished while this one went on: look for a call under a condition that only some "
+            "ranks meet (if rank == 0), or give every rank equally many batches (drop_last=True; or model.join())"
         )
     if kind == "EOFError" and "EOF when reading a line" in text and any(other.rank < end.rank for other in ends):
         return "only the first rank has the terminal: call input() there, and broadcast_object_list the answer"
