@@ -166,6 +166,18 @@ def test_a_module_that_lies_elsewhere_is_found(tmp_path, monkeypatch):
     assert hint == f"'helpers' is in {tmp_path}, which is not on Python's path: PYTHONPATH={tmp_path} phalanx run ..."
 
 
+def test_a_flag_of_ours_behind_the_script_is_put_before_it():
+    said = "train.py: error: unrecognized arguments: --max_restarts=3 --nproc-per-node 2"
+    end = RankEnd(0, 1, 2, False, LastWords(lines=("usage: train.py [--lr LR]", said)), "logs", 0.0)
+    args = ["--lr", "3", "--max_restarts=3", "--nproc-per-node", "2"]
+    for target in (["train.py"], ["-m", "package.train"]):
+        assert hint_for(end, command=["python", *target, *args]) == (
+            "--max_restarts is a flag of phalanx run, and stands before the script: phalanx run --max_restarts=3 "
+            f"--nproc-per-node 2 {' '.join(target)} --lr 3"
+        )
+    assert hint_for(end, command=["python", "train.py", "--verbosity"]) == ""
+
+
 def test_many_frames_and_a_long_message_keep_the_innermost_and_the_advice():
     frames = [line for n in range(30) for line in (f'  File "train.py", line {n}, in f', f"    f({n})")]
     message = ["ValueError: first", *(f"  row {n}" for n in range(50)), "Do this."]
