@@ -10,6 +10,7 @@ from phalanx.launch import tracebacks
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.output import LineStream, LiveStream, Screen
 from phalanx.launch.tracebacks import HeldTracebacks
+from tests.launch.streams import Kept
 
 
 @pytest.fixture
@@ -96,19 +97,6 @@ Traceback (most recent call last):
 ValueError: bad learning rate
 """
 ONE_LINE = b"before\nRankFailed: rank 1 (pid 7) was killed by SIGKILL (traceback in the log)\nafter\n"
-
-
-class Kept:
-    """A stream that keeps what it is fed."""
-
-    def __init__(self):
-        self.data = b""
-
-    def feed(self, data):
-        self.data += data
-
-    def finish(self):
-        pass
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 7, 1000])

@@ -31,8 +31,8 @@ _LOOK_S = 0.2  # between looks at whether those who are awaited can't come
 _PART_S = 0.5  # for the others to read why, before rank 0 takes the store with it
 _END_S = 0.5  # for the launcher to note an end
 _ADVICE = (
-    "Every rank must call init_process_group: start those that are missing, or look at what they printed last: a script "
-    "that ends before this call, even with exit code 0, is waited for"
+    "Every rank must call init_process_group: start those that are missing, or look at what they printed last; one may "
+    "have ended before this call, perhaps with exit code 0"
 )
 
 Record = dict[str, Any]
