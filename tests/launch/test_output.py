@@ -185,6 +185,25 @@ def test_a_backtrace_of_native_code_is_one_line(piece_bytes):
     assert kept.data == b"[E1122 06:18:31 socket.cpp:1028] timed out\n(C++ frames: see the log)\nafter\n"
 
 
+INTERRUPTED = [
+    b"Traceback (most recent call last):\n  File 'x.py', line 1, in <module>\nKeyboardInterrupt\n",
+    b"Exception ignored in: <function cb>\nTraceback (most recent call last):\nKeyboardInterrupt: \n",
+    b"Fatal Python error: init_import_site: Failed to import the site module\nPython runtime state: initialized\n"
+    b"Traceback (most recent call last):\n  File '<frozen site>', line 1, in main\nKeyboardInterrupt\n",
+]
+
+
+@pytest.mark.parametrize("interrupted", INTERRUPTED + [INTERRUPTED[1] + INTERRUPTED[0]])
+def test_after_ctrl_c_no_traceback_of_it_is_shown(interrupted):
+    for hides, shown in ((True, b"before\n"), (False, b"before\n" + interrupted)):
+        kept = Kept()
+        stream = HeldTracebacks(kept)
+        stream.hides_interrupts = hides
+        stream.feed(b"before\n" + interrupted)
+        stream.finish()
+        assert kept.data == shown
+
+
 def warn(number):
     return b"train.py:%d: UserWarning: slow\n  step()\n" % number
 

@@ -475,7 +475,8 @@ class Supervisor:
         if living and self._ending_by != signal.SIGKILL:
             has_saved = any(has_made_room(rank.folder) for rank in self._ranks)
             saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
-            self.say(f"{signal.Signals(sig).name} again: killing {_count(living)} at once; {saved}")
+            again = " again" if sig == self.received else ""
+            self.say(f"{signal.Signals(sig).name}{again}: killing {_count(living)} at once; {saved}")
 
     def _repeat_lost_interrupts(self) -> None:
         """Send SIGINT again to ranks that have printed that they ignored its exception: an import may swallow it."""

@@ -63,6 +63,12 @@ class Block:
     message: str
     lines: tuple[str, ...]
 
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether Ctrl-C ended it: Python calls that a fatal error while it starts."""
+        last = next((line for line in reversed(self.lines) if line), "")
+        return "KeyboardInterrupt" in (class_name(self.kind), last)
+
 
 def find_last_block(raw: Sequence[str]) -> Block | None:
     """Return the last words among the lines that a process has written: a crash, else its last exception.
@@ -231,7 +237,7 @@ class HeldTracebacks:
         self._held.clear()
         texts = [STYLE.sub("", line.decode(errors="replace")).rstrip("\r\n") for line in lines]
         block = find_last_block(texts)
-        while self.hides_interrupts and block is not None and class_name(block.kind) == "KeyboardInterrupt":
+        while self.hides_interrupts and block is not None and block.is_interrupt:
             has_headline = block.start and texts[block.start - 1].startswith(_IGNORED)
             hidden = slice(block.start - bool(has_headline), block.end)
             del lines[hidden], texts[hidden]
