@@ -252,7 +252,7 @@ def test_a_name_that_does_not_resolve_is_named(run_ranks, capfd):
 
 def test_ranks_started_by_hand_say_whom_they_wait_for(run_ranks, capfd):
     soon = {"first_s": 0.2}
-    outcomes = outcomes_of(run_ranks, {"after_s": 1.5}, {**soon}, {"after_s": 5, **soon}, by_hand=True)
+    outcomes = outcomes_of(run_ranks, {"after_s": 0.9}, {**soon}, {"after_s": 5, **soon}, by_hand=True)
     assert [outcome.value for outcome in outcomes] == [3, 3, 3], outcomes
     said = capfd.readouterr().err
     assert "phalanx: rank 1: init_process_group at test_first_contact.py:" in said
