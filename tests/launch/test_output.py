@@ -193,7 +193,7 @@ INTERRUPTED = [
 ]
 
 
-@pytest.mark.parametrize("interrupted", INTERRUPTED + [INTERRUPTED[1] + INTERRUPTED[0]])
+@pytest.mark.parametrize("interrupted", [*INTERRUPTED, INTERRUPTED[1] + INTERRUPTED[0]])
 def test_after_ctrl_c_no_traceback_of_it_is_shown(interrupted):
     for hides, shown in ((True, b"before\n"), (False, b"before\n" + interrupted)):
         kept = Kept()
