@@ -398,7 +398,10 @@ def _choose_device(given: str | torch.device | None, backend: str, place: Placem
 
     if given is not None:
         device = torch.device(given)
-    elif torch.cuda.is_available() and ("cuda" in backend or "nccl" in backend):
+    else:
+        has_gpu = torch.cuda.is_available() and ("cuda" in backend or "nccl" in backend)
+        device = torch.device("cuda" if has_gpu else "cpu")
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if place.local_rank >= count > 1:
             raise RuntimeError(
@@ -407,8 +410,6 @@ def _choose_device(given: str | torch.device | None, backend: str, place: Placem
             )
         # A scheduler may show each rank its own GPU alone.
         device = torch.device("cuda", 0 if count == 1 else place.local_rank)
-    else:
-        device = torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
