@@ -20,21 +20,19 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch._C._dynamo.eval_frame as eval_frame
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
+from phalanx import _torch
 from phalanx._tensors import Overridden
+from phalanx._torch import is_profiling, num_dispatch_modes
 from phalanx.backend._memory import NotPlain
-from phalanx.backend._ops import Operations, is_profiling, joined
+from phalanx.backend._ops import Operations, joined
 from phalanx.backend._work import PhalanxWork, end_threads, finished
 
-_num_modes = torch._C._len_torch_dispatch_stack
-_TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
-C10dBackend = torch._C._distributed_c10d.Backend
-TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+_TorchFunctionDisabled = torch.DisableTorchFunctionSubclass
 GroupName: Any = getattr(c10d, "GroupName", str)  # a NewType of str in newer torch
-HAS_PYTHON_BACKENDS = TORCH_VERSION >= (2, 14)
+HAS_PYTHON_BACKENDS = _torch.version() >= (2, 14)
 
 # Name in torch -> (method of Operations, class of its options, how many arguments come before them).
 _COLLECTIVES = {
@@ -146,7 +144,7 @@ class PhalanxGroup(ProcessGroup):
             )
         if not self._direct or not HAS_PYTHON_BACKENDS:
             return self._direct
-        return not _num_modes() and not is_profiling()
+        return not num_dispatch_modes() and not is_profiling()
 
     def register_pre_hook(self, *args: Any) -> None:
         self._listened, self._direct = True, None
@@ -206,8 +204,8 @@ class PhalanxGroup(ProcessGroup):
             [self._global_ranks[r] for r in ranks],
             timeout or self._timeout,
         )
-        group._set_group_name(GroupName(name))
-        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        _torch.set_group_name(group, GroupName(name))
+        _torch.set_group_desc(group, group_desc or f"{self.group_desc}:split")
         return group
 
     def _get_sequence_number_for_group(self) -> int:
@@ -358,6 +356,7 @@ def kept_groups() -> list[PhalanxGroup]:
 
 
 if HAS_PYTHON_BACKENDS:
+    from phalanx._torch import C10dBackend
 
     class PhalanxBackend(C10dBackend):
         """The backend that torch's dispatcher calls, for the devices of the group."""
@@ -423,13 +422,7 @@ if HAS_PYTHON_BACKENDS:
         setattr(PhalanxBackend, _method, _operation(_method))
 
 
-def _keep_from_compiler(cls: type) -> None:
-    """Have torch.compile run the methods of a class as they are; a graph that calls one breaks there."""
-    as_is = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for function in vars(cls).values():
-        if isinstance(function, FunctionType):
-            eval_frame.set_code_exec_strategy(function.__code__, as_is)
-
-
-for _class in (PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else [])):
-    _keep_from_compiler(_class)
+_classes = (PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))
+_torch.keep_from_compiler(
+    function.__code__ for cls in _classes for function in vars(cls).values() if isinstance(function, FunctionType)
+)
