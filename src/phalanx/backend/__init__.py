@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,14 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core, _torch
 from phalanx._env import GroupOptions, seconds
 from phalanx._errors import from_core
-from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, GroupName, PhalanxGroup, keep, kept_groups
+from phalanx.backend._adapters import (
+    HAS_PYTHON_BACKENDS,
+    GroupName,
+    PhalanxGroup,
+    keep,
+    keep_from_compiler,
+    kept_groups,
+)
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
@@ -28,7 +36,6 @@ __all__ = ["PhalanxGroup"]
 _core.configure(DTYPE_NAMES, REDUCE_NAMES, call_site, from_core)
 
 
-@atexit.register
 def _end_as_member() -> None:
     """Keep groups that nobody destroyed from leaving in order while the interpreter ends.
 
@@ -43,22 +50,32 @@ def _end_as_member() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(core))
 
 
-if not HAS_PYTHON_BACKENDS:
-    _torchs_monitored_barrier = c10d.monitored_barrier
+def _serve_monitored_barrier() -> None:
+    """Let torch's function take groups of ours, too: before 2.14 it refuses every backend whose name is not gloo."""
+    torchs = c10d.monitored_barrier
 
-    def _monitored_barrier(
+    @functools.wraps(torchs)
+    def monitored_barrier(
         group: ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """torch's function, which before 2.14 refuses every backend whose name is not gloo."""
         target = group or dist.group.WORLD
         if isinstance(timeout, float):
             timeout = timedelta(seconds=timeout)
         if isinstance(target, PhalanxGroup):
             target.monitored_barrier(timeout, wait_all_ranks)
         elif dist.get_rank(target) >= 0:
-            _torchs_monitored_barrier(group, timeout, wait_all_ranks)
+            torchs(group, timeout, wait_all_ranks)
 
-    c10d.monitored_barrier = dist.monitored_barrier = _monitored_barrier
+    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+@functools.cache
+def _begin() -> None:
+    """What this process needs before its first group, and nobody else who imports this."""
+    atexit.register(_end_as_member)
+    keep_from_compiler()
+    if not HAS_PYTHON_BACKENDS:
+        _serve_monitored_barrier()
 
 
 def leave_groups(error: BaseException) -> None:
@@ -97,6 +114,7 @@ def build_group(
     options: GroupOptions | None = None,
 ) -> PhalanxGroup:
     """Join the ranks and return their group, with a backend registered for CPU tensors."""
+    _begin()
     core, segment = join_group(store, rank, size, name, global_ranks, timeout.total_seconds(), options)
     operations = Operations(core, segment, rank, size, name, global_ranks)
     group = PhalanxGroup(store, operations, timeout, global_ranks)

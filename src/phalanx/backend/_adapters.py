@@ -23,7 +23,7 @@ import torch
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx import _torch
+from phalanx import _env, _torch
 from phalanx._tensors import Overridden
 from phalanx._torch import is_profiling, num_dispatch_modes
 from phalanx.backend._memory import NotPlain
@@ -93,12 +93,6 @@ def _listed(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _asked_for_flight_recorder() -> bool:
-    """True if the user set a buffer size; torch's default of 2,000 entries is not worth 8 us on every operation."""
-    sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
-    return next((int(size) > 0 for size in sizes if size), False)
-
-
 _issued = threading.local()
 """The works that the backend returned to this thread: what comes out of the dispatcher is a wrapper of the last."""
 
@@ -137,10 +131,7 @@ class PhalanxGroup(ProcessGroup):
         """True if nobody listens to the dispatcher: hooks, profilers, dispatch modes, the debug wrapper."""
         if self._direct is None:
             self._direct = not (
-                self._listened
-                or _asked_for_flight_recorder()
-                or os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
-                or c10d.get_debug_level() == c10d.DebugLevel.DETAIL
+                self._listened or _env.wants_torchs_records() or c10d.get_debug_level() == c10d.DebugLevel.DETAIL
             )
         if not self._direct or not HAS_PYTHON_BACKENDS:
             return self._direct
@@ -422,7 +413,8 @@ if HAS_PYTHON_BACKENDS:
         setattr(PhalanxBackend, _method, _operation(_method))
 
 
-_classes = (PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))
-_torch.keep_from_compiler(
-    function.__code__ for cls in _classes for function in vars(cls).values() if isinstance(function, FunctionType)
-)
+def keep_from_compiler() -> None:
+    """Have torch.compile run the methods of groups and works as they are."""
+    classes = (PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))
+    members = [member for cls in classes for member in vars(cls).values()]
+    _torch.keep_from_compiler(member.__code__ for member in members if isinstance(member, FunctionType))

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from phalanx import _torch
+from phalanx import _env, _torch
 from phalanx.launch.channel import Channel
 from phalanx.launch.nodes import read_cause
 
@@ -199,7 +199,7 @@ def _rendezvous_handler(job: dict[str, Any]) -> RendezvousHandler:
 def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     job = json.loads(sys.argv[2])
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    _env.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     try:
         handler = _rendezvous_handler(job)
         spec = WorkerSpec(

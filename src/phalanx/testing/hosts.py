@@ -13,13 +13,13 @@ and those end when this one does.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from phalanx import _env
 from phalanx.testing import _wire
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
@@ -70,7 +70,7 @@ class Host:
             env: Variables added to this process's environment.
             options: Of `subprocess.Popen`. Its `pid` is the program's.
         """
-        environ = {**os.environ, **(env or {})}
+        environ = {**_env.environment(), **(env or {})}
         # Whoever sees the host open from inside is there when the holder, which closes it first, kills all.
         checked = ["sh", "-c", f'read word < {_wire.DOOR} && [ "$word" = open ] && exec "$@"', "sh", *command]
         self._started.append(subprocess.Popen([*self._inside(), *checked], env=environ, **options))
