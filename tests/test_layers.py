@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,28 @@ def test_a_unit_imports_only_from_floors_below(path: Path) -> None:
     assert unit in FLOORS, f"give {unit} a floor here and in docs/design.md"
     for imported in imports_of(path) - {unit, "__init__"}:
         assert FLOORS[imported] < FLOORS[unit], f"{path.name} imports {imported}"
+
+
+def modules_of(path: Path, modules: Collection[str]) -> set[str]:
+    """Return those of the modules that a file imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module for name in names}
+    return found & modules
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not even lazily. The front door is left out: it imports on use alone."""
+    paths = {path.relative_to(PACKAGE.parent).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
+    by_name = {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+    below = {name: modules_of(path, by_name.keys()) - {name, "phalanx"} for name, path in by_name.items()}
+    while leaves := {name for name, imported in below.items() if not imported}:
+        below = {name: imported - leaves for name, imported in below.items() if name not in leaves}
+    assert not below, "these import each other, or one that does"
 
 
 def test_only_the_backend_and_the_checkpoints_import_the_core() -> None:

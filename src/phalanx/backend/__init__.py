@@ -117,7 +117,7 @@ def build_group(
     _begin()
     core, segment = join_group(store, rank, size, name, global_ranks, timeout.total_seconds(), options)
     operations = Operations(core, segment, rank, size, name, global_ranks)
-    group = PhalanxGroup(store, operations, timeout, global_ranks)
+    group = PhalanxGroup(store, operations, timeout, global_ranks, build_group)
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
     if HAS_PYTHON_BACKENDS:
         from phalanx.backend._adapters import PhalanxBackend

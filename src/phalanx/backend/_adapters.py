@@ -105,9 +105,17 @@ class PhalanxGroup(ProcessGroup):
         operations: What it does.
         inner: The backend registered for C++ callers.
         global_ranks: Number of each rank in the world.
+        build: `build_group` of this package, for groups split off it.
     """
 
-    def __init__(self, store: Store, operations: Operations, timeout: timedelta, global_ranks: list[int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        operations: Operations,
+        timeout: timedelta,
+        global_ranks: list[int],
+        build: Callable[..., PhalanxGroup],
+    ) -> None:
         if HAS_PYTHON_BACKENDS:
             super().__init__(store, operations._rank, operations._size)
         else:  # only this constructor makes an object that Python can override
@@ -116,6 +124,7 @@ class PhalanxGroup(ProcessGroup):
         self._operations = operations
         self._timeout = timeout
         self._global_ranks = global_ranks
+        self._build = build
         self.backend: Any = None
         self._pid = os.getpid()
         self._num_splits = 0
@@ -180,14 +189,12 @@ class PhalanxGroup(ProcessGroup):
         device_types: object = None,  # phalanx has one
     ) -> ProcessGroup | None:
         """Return the group of `ranks` (numbers in this group), or None on ranks outside it."""
-        from phalanx.backend import build_group
-
         self._num_splits += 1
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{self._num_splits}"
         store = c10d.PrefixStore(f"split/{self._num_splits}/{ranks[0]}", self._store)
-        group = build_group(
+        group = self._build(
             store,
             ranks.index(self.rank()),
             len(ranks),
