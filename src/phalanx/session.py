@@ -138,9 +138,9 @@ def init(
     exported: tuple[str, ...] = ()
     if owns_group:
         place = _place(rank, world_size)
-        store = _meet(place, init_method, limit)
-        place = place if place.knows_hosts else _place_by_hosts(place, store)
         chosen, reason = (backend, "") if backend else _choose_backend()
+        store = _meet(place, init_method, limit, chosen)
+        place = place if place.knows_hosts else _place_by_hosts(place, store)
         on = _choose_device(device, chosen, place)
         exported = _env.export(_contract(place, store))
         try:
@@ -243,7 +243,7 @@ def _contract(place: Placement, store: Any) -> dict[str, str]:
 # ---------------------------------------------------------------- how ranks meet
 
 
-def _meet(place: Placement, init_method: str | None, timeout: timedelta | None) -> Any:
+def _meet(place: Placement, init_method: str | None, timeout: timedelta | None, backend: str = "") -> Any:
     """Return the store in which the ranks have met."""
     import torch.distributed as dist
 
@@ -251,7 +251,7 @@ def _meet(place: Placement, init_method: str | None, timeout: timedelta | None) 
 
     if init_method or (place.master_addr and place.master_port):
         url = init_method or f"tcp://{place.master_addr}:{place.master_port}"
-        return meet(url, place.rank, place.world_size, timeout)
+        return meet(url, place.rank, place.world_size, timeout, backend=backend)
     if place.world_size == 1:
         return dist.HashStore()
     if not place.knows_hosts:

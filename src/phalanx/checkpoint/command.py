@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
+from phalanx._env import did_you_mean
 from phalanx._errors import printable
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.comparison import compare
@@ -54,7 +55,7 @@ def main(args: Sequence[str]) -> int:
     name = args[0]
     try:
         if name not in _CALLS:
-            raise _Mistake(f"unknown command {name!r}")
+            raise _Mistake(f"unknown command {name!r}{did_you_mean(name, _CALLS)}")
         return _COMMANDS[name](_parse(name, args[1:]))
     except BrokenPipeError:  # whoever read our output has gone
         raise

@@ -19,7 +19,7 @@ from phalanx.launch.failure import RankEnd, brief_report
 from phalanx.launch.folding import owner_of
 from phalanx.launch.job import Job
 from phalanx.launch.notes import modules_file
-from phalanx.launch.ports import ReservedPort, port_problem
+from phalanx.launch.ports import ReservedPort, port_advice, port_problem
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.tracebacks import class_name
 
@@ -212,7 +212,8 @@ def _reserve_port(ranks: Supervisor, job: Job) -> ReservedPort:
     try:
         return ReservedPort(job.master_port)
     except OSError:  # somebody has taken it since
-        ranks.say(port_problem(job.master_port) or f"port {job.master_port} is taken")
+        problem = port_problem(job.master_port) or f"port {job.master_port} is taken"
+        ranks.say(f"{problem}; {port_advice(job)}")
         raise SystemExit(1) from None
 
 

@@ -368,6 +368,22 @@ def _split(
     return given, rest
 
 
+def split_off_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the long flags of ours among a script's arguments, with their values, and the other arguments."""
+    spellings = _spellings(tuple(FLAGS.values()))
+    ours: list[str] = []
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, _ = word.partition("=")
+        flag = spellings.get(name.replace("_", "-")) if word.startswith("--") else None
+        (others if flag is None else ours).append(word)
+        if flag is not None and flag.placeholder and not has_value and rest:
+            ours.append(rest.pop(0))
+    return ours, others
+
+
 def help_text() -> str:
     """Return what ``phalanx run --help`` prints, for 80 columns."""
     import textwrap

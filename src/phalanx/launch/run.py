@@ -11,7 +11,7 @@ from phalanx.launch.descriptors import descriptor_problem, open_streams
 from phalanx.launch.failure import report
 from phalanx.launch.hints import hint_for
 from phalanx.launch.job import Job
-from phalanx.launch.ports import port_problem
+from phalanx.launch.ports import port_advice, port_problem
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.supervisor import Supervisor
 
@@ -24,8 +24,8 @@ def run(job: Job) -> int:
     has gone is such a signal, SIGPIPE. Nothing that the job has
     started lives when this returns; signals are held back from then on, since the outcome is decided.
     """
-    if job.master_port and job.node_rank == 0 and (problem := port_problem(job.master_port)):
-        print(f"phalanx run: {problem}; leave --master-port out, and a free one is used", file=sys.stderr)
+    if job.served_port and (problem := port_problem(job.served_port)):
+        print(f"phalanx run: {problem}; {port_advice(job)}", file=sys.stderr)
         return 1
     open_streams()
     if problem := descriptor_problem(job.num_local_ranks):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from phalanx import _torch
+from phalanx._errors import RankFailed
 from phalanx._torch import current_graph_task_id, disable_dynamo, queue_callback
 from phalanx.data.epochs import repeated_orders
 from phalanx.parallel.buckets import Bucket, CommHook, make_buckets
@@ -525,9 +526,8 @@ def _fills_grads(node: Any) -> bool:
 
 
 def _add_hint(error: Exception, doing: str) -> None:
-    """Add to an error what is often its cause, unless it names another: a rank that was killed or failed."""
-    names_cause = getattr(error, "signal", None) or getattr(error, "exit_code", None)
-    if hasattr(error, "add_note") and not names_cause:  # Python 3.11
+    """Add to an error what is often its cause, unless it names a rank that has gone, and what to look for there."""
+    if hasattr(error, "add_note") and not isinstance(error, RankFailed):  # Python 3.11
         error.add_note(
             f"rank {dist.get_rank()} {doing}. If another rank ran out of data earlier: give all ranks the same number "
             "of batches (DistributedSampler does, with pad=True or drop_last=True), or run the loop within: "
