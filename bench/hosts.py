@@ -1,6 +1,6 @@
 """``python -m bench.hosts``: collectives between hosts, of flat Gloo and of phalanx, over shaped links.
 
-The hosts are namespaces of this machine (`phalanx.testing.hosts`) on links of a chosen rate and delay; it needs root.
+The hosts are namespaces of this machine (`tests.namespaces`) on links of a chosen rate and delay; it needs root.
 Every rank has one thread and is in both groups; the engines take turns in small rounds. Also measured: what the links
 give to plain TCP.
 """
@@ -20,7 +20,7 @@ from bench import plan, report
 from bench.__main__ import measure
 from bench.plan import KiB, MiB, Point, Settings
 from bench.ranks import ROOT, RankSet
-from phalanx.testing import Host, hosts, why_no_hosts
+from tests.namespaces import Host, hosts, why_no_hosts
 
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 SIZES = (4, KiB, 16 * KiB, 64 * KiB, 256 * KiB, MiB, 4 * MiB, 16 * MiB, 64 * MiB)

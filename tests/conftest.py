@@ -13,7 +13,7 @@ import pytest
 import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and need not each import it
 
 import phalanx.testing
-from tests import shm
+from tests import namespaces, shm
 
 _SETTLE_S = 3.0  # a process that was told to end needs a moment; a leak stays
 
@@ -102,7 +102,7 @@ def leaves_nothing_behind():
 @pytest.fixture(scope="session")
 def needs_hosts():
     """Skip where hosts can't be made of namespaces."""
-    if why_not := phalanx.testing.why_no_hosts():
+    if why_not := namespaces.why_no_hosts():
         pytest.skip(f"no hosts here: {why_not}")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.testing import hosts
+from tests.namespaces import hosts
 
 pytestmark = pytest.mark.usefixtures("needs_hosts")
 _PEER = """
@@ -189,13 +189,17 @@ def test_leaving_the_block_ends_everything():
 def test_a_killed_parent_takes_its_hosts_along():
     script = """
         import time
-        from phalanx.testing import hosts
+        from tests.namespaces import hosts
         with hosts(2, rate="1gbit") as (a, b):
             print(a.pid, b.pid, a.start(["sleep", "1000"]).pid, flush=True)
             time.sleep(1000)
         """
     parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=Path(__file__).parent.parent,
     )
     with parent:
         pidfds = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -19,26 +23,25 @@ FLOORS = {
     "_errors": 0,
     "_files": 0,
     "_network": 0,
-    "_plugin": 0,
     "_snapshots": 0,
     "_sockets": 0,
-    "_tensors": 0,
-    "backend": 1,
-    "checkpoint": 1,
-    "data": 1,
-    "launch": 1,
-    "_loop": 1,
-    "rendezvous": 1,
-    "doctor": 2,
-    "parallel": 2,
-    "session": 2,
-    "testing": 2,
-    "train": 3,
-    "cli": 4,
-    "__main__": 5,
+    "_torch": 0,
+    "_tensors": 1,
+    "backend": 2,
+    "checkpoint": 2,
+    "data": 2,
+    "launch": 2,
+    "_loop": 2,
+    "rendezvous": 2,
+    "doctor": 3,
+    "parallel": 3,
+    "session": 3,
+    "testing": 3,
+    "_plugin": 4,
+    "train": 4,
+    "cli": 5,
+    "__main__": 6,
 }
-# A lazy import by name, which must stay lazy: the entry point is light.
-ALLOWED = {("_plugin", "backend"), ("_plugin", "rendezvous"), ("_plugin", "session")}
 
 
 def unit_of(module: str) -> str:
@@ -61,12 +64,105 @@ def test_a_unit_imports_only_from_floors_below(path: Path) -> None:
     unit = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     assert unit in FLOORS, f"give {unit} a floor here and in docs/design.md"
     for imported in imports_of(path) - {unit, "__init__"}:
-        assert FLOORS[imported] < FLOORS[unit] or (unit, imported) in ALLOWED, f"{path.name} imports {imported}"
+        assert FLOORS[imported] < FLOORS[unit], f"{path.name} imports {imported}"
+
+
+def modules_of(path: Path, modules: Collection[str]) -> set[str]:
+    """Return those of the modules that a file imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module for name in names}
+    return found & modules
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not even lazily. The front door is left out: it imports on use alone."""
+    paths = {path.relative_to(PACKAGE.parent).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
+    by_name = {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+    below = {name: modules_of(path, by_name.keys()) - {name, "phalanx"} for name, path in by_name.items()}
+    while leaves := {name for name, imported in below.items() if not imported}:
+        below = {name: imported - leaves for name, imported in below.items() if name not in leaves}
+    assert not below, "these import each other, or one that does"
 
 
 def test_only_the_backend_and_the_checkpoints_import_the_core() -> None:
     users = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if "_core" in imports_of(path)}
     assert users == {"backend", "checkpoint"}
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    """Apart from the hook that runs before phalanx can be imported."""
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    readers = {
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
+    }
+    assert readers == {"_env.py", "sitecustomize.py"}
+
+
+# Imports every module but programs; prints what that has done to the process, and which fork hooks it has left.
+IMPORT_ALL = """
+import atexit, importlib, json, os, signal, sys, threading, warnings
+import torch, torch.distributed as dist, torch.distributed.elastic.agent.server.api, torch.utils.data
+import torch.distributed.elastic.rendezvous.registry, torch.distributed.algorithms.join
+from torch.distributed import distributed_c10d as c10d
+
+hooks = {"fork": []}
+def record(kind, owner, name):
+    real = getattr(owner, name)
+    def recorded(*args, **named):
+        for function in (*args, *named.values()):
+            if str(getattr(function, "__module__", "")).startswith("phalanx"):
+                hooks.setdefault(kind, []).append(f"{function.__module__}.{function.__qualname__}")
+        return real(*args, **named)
+    setattr(owner, name, recorded)
+record("exit", atexit, "register")
+record("fork", os, "register_at_fork")
+record("signal", signal, "signal")
+
+def look():
+    return {
+        "environment": dict(os.environ), "path": list(sys.path), "filters": list(warnings.filters),
+        "threads": [thread.name for thread in threading.enumerate()], "signals": signal.pthread_sigmask(0, []),
+        "descriptors": sorted(os.listdir("/proc/self/fd")), "finders": list(sys.meta_path),
+        "hooks": [sys.excepthook, sys.unraisablehook, threading.excepthook],
+    }
+before, torchs = look(), [(module, dict(vars(module))) for module in (torch, dist, c10d)]
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+after = look()
+hooks["changed"] = [kind for kind in before if before[kind] != after[kind]]
+hooks["torch"] = [n for module, names in torchs for n, was in names.items() if vars(module).get(n) is not was]
+print(json.dumps(hooks))
+"""
+
+
+def test_imports_have_no_effect_on_the_process() -> None:
+    """Apart from hooks that let a forked child forget what is its parent's; they do nothing where there is nothing."""
+    programs = ("__main__", "phalanx.launch.server", "phalanx.launch.preload.sitecustomize")
+    paths = (path.relative_to(PACKAGE.parent).with_suffix("") for path in sorted(PACKAGE.rglob("*.py")))
+    names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
+    names = [name for name in names if not name.endswith(programs)]
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, json.dumps(names)], capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == {
+        "fork": [
+            "phalanx.backend._work._begin_anew",
+            "phalanx.backend._channels._let_go",
+            "phalanx.checkpoint.saving._forget_parents_saves",
+            "phalanx.train.folder_lock._let_go_in_child",
+        ],
+        "changed": [],
+        "torch": [],
+    }
 
 
 def test_every_exported_name_can_be_loaded() -> None:

@@ -41,7 +41,7 @@ _EXPORTS = {
     "host_groups": "phalanx.parallel",
     "ring_all_reduce": "phalanx.parallel",
     "Trainer": "phalanx.train.trainer",
-    "install_as_default": "phalanx.backend",
+    "install_as_default": "phalanx._plugin",
 }
 
 __all__ = ["__version__", "checkpoint", *_EXPORTS]

@@ -130,6 +130,22 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def update(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, and of those that it starts."""
+    os.environ.update(variables)
+
+
+def replace_all(variables: Mapping[str, str]) -> None:
+    """Make these the whole environment of this process."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def take(name: str) -> str:
+    """Return a variable that was meant for this process alone, and unset it."""
+    return os.environ.pop(name)
+
+
 def export(variables: Mapping[str, str]) -> tuple[str, ...]:
     """Set the variables that this process lacks, and return their names."""
     missing = {name: value for name, value in variables.items() if name not in os.environ}
@@ -171,6 +187,16 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         _check(name, setting, value, shown=text)
         values[setting.name] = value
     return Settings(**values)
+
+
+def wants_torchs_records(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the user asked torch to record every operation, or to look at its numbers.
+
+    The Flight Recorder counts if its size was set: torch's default of 2,000 entries is not worth 8 us a call.
+    """
+    environ = os.environ if environ is None else environ
+    sizes = [environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
+    return next((int(size) > 0 for size in sizes if size), False) or environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
 
 
 def is_service_link(name: str, environ: Mapping[str, str]) -> bool:

@@ -12,9 +12,20 @@ def register() -> None:
     """Register the backend with ``torch.distributed``. Idempotent."""
     import torch.distributed as dist
 
-    if dist.is_available() and "PHALANX" not in dist.Backend._plugins:
+    if dist.is_available() and "phalanx" not in dist.Backend.backend_list:
         dist.Backend.register_backend("phalanx", _create_group, extended_api=True, devices=["cpu"])
         _watch_rendezvous()
+
+
+def install_as_default() -> None:
+    """Make phalanx what torch picks for CPU tensors when no backend is named, in the place of gloo.
+
+    Call it before ``init_process_group()``. Affects this process only.
+    """
+    import torch.distributed as dist
+
+    register()
+    dist.Backend.default_device_backend_map["cpu"] = "phalanx"
 
 
 def autoload() -> None:
@@ -32,9 +43,7 @@ def _watch_rendezvous() -> None:
 
     And let ``env://`` understand mpirun and the like, which torch's own does not: it finds no RANK and gives up.
     """
-    import sys
-
-    handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    from phalanx._torch import rendezvous_handlers
 
     def watched(torchs: Any) -> Any:
         def handler(url: str, timeout: Any = None, **options: Any) -> Any:
@@ -49,8 +58,8 @@ def _watch_rendezvous() -> None:
 
         return handler
 
-    for scheme in ("env", "tcp", "file"):
-        handlers[scheme] = watched(handlers[scheme])
+    for scheme in rendezvous_handlers.keys() & {"env", "tcp", "file"}:
+        rendezvous_handlers[scheme] = watched(rendezvous_handlers[scheme])
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:

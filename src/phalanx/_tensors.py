@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 
-_dispatch_keys = torch._C._dispatch_keys
+from phalanx import _torch
+from phalanx._torch import dispatch_keys
+
 # What dense CPU tensors have; all else means that someone must be asked before the memory is touched.
 _PLAIN_KEYS = frozenset({"CPU", "QuantizedCPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"})
 _DENSE_KEYS = _PLAIN_KEYS | {"Conjugate", "Negative"}
@@ -23,12 +25,12 @@ class Overridden(TypeError):
 
 
 def _kind(tensor: torch.Tensor) -> int:
-    raw = _dispatch_keys(tensor).raw_repr()
+    raw = dispatch_keys(tensor).raw_repr()
     kind = _kinds.get(raw)
     if kind is None:
         names = _key_names(tensor)
         kind = _kinds[raw] = _PLAIN if names <= _PLAIN_KEYS else _LAZY if names <= _DENSE_KEYS else _OTHER
-    if kind != _OTHER and type(tensor) not in _OWN_TYPES and torch._C._is_torch_function_enabled():
+    if kind != _OTHER and type(tensor) not in _OWN_TYPES and _torch.is_torch_function_enabled():
         raise Overridden
     return kind
 
@@ -41,7 +43,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def is_simple(tensor: torch.Tensor) -> bool:
     """True if the core can work on the memory of any tensor as it is: dense, plain, stored."""
     # `_kind` for the usual tensors, spelled out: each call costs a good part of what a small message takes.
-    is_usual = type(tensor) in _OWN_TYPES and _kinds.get(_dispatch_keys(tensor).raw_repr()) == _PLAIN
+    is_usual = type(tensor) in _OWN_TYPES and _kinds.get(dispatch_keys(tensor).raw_repr()) == _PLAIN
     if not is_usual and _kind(tensor) != _PLAIN:
         return False
     if not tensor.is_contiguous():
@@ -57,13 +59,29 @@ def unusual_keys(tensor: torch.Tensor) -> frozenset[str]:
 
 
 def _key_names(tensor: torch.Tensor) -> frozenset[str]:
-    return frozenset(str(_dispatch_keys(tensor)).removeprefix("DispatchKeySet(").removesuffix(")").split(", "))
+    return frozenset(str(dispatch_keys(tensor)).removeprefix("DispatchKeySet(").removesuffix(")").split(", "))
 
 
 def is_stored(tensor: torch.Tensor) -> bool:
     """True if the storage of a dense tensor holds all of its elements; it may be resized under its tensors."""
     end = tensor.storage_offset() * tensor.itemsize + span_bytes(tensor)
     return bool(tensor.untyped_storage().nbytes() >= end) or tensor.numel() == 0
+
+
+def is_one_range(tensor: torch.Tensor) -> bool:
+    """True if the elements of a strided tensor fill one range of memory, each its own place, in whatever order."""
+    step = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """True if a place in memory stands for several elements of a strided tensor, as ``expand`` makes them."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

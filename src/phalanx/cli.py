@@ -17,7 +17,7 @@ import phalanx
 from phalanx import _env
 from phalanx.launch.flags import RIGHT_CALL, UsageError
 from phalanx.launch.plan import make_plan
-from phalanx.launch.supervisor import run
+from phalanx.launch.run import run
 
 _DOCTOR = "phalanx doctor [the flags of phalanx run]"
 _REPORT = "phalanx report FOLDER"

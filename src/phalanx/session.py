@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from phalanx import _env
+from phalanx import _env, _torch
 from phalanx._loop import LoopTools
 from phalanx._network import NetworkError, host_identity, outside_address
 from phalanx._sockets import keep_paths_short
@@ -157,7 +157,7 @@ def init(
     else:
         place = _place(dist.get_rank(), dist.get_world_size())
         if not place.knows_hosts:
-            place = _place_by_hosts(place, dist.distributed_c10d._get_default_store())
+            place = _place_by_hosts(place, _torch.get_default_store())
         chosen, reason = str(dist.get_backend_config()), ""
         on = _choose_device(device, chosen, place)
     numbers = {name: getattr(place, name) for name in ("rank", "world_size", "local_rank", "local_world_size")}
@@ -202,7 +202,7 @@ def _end(error: BaseException | None) -> None:
 
         leave_groups(error)
     if error is not None and "nccl" in ended.session.backend:
-        dist.distributed_c10d._abort_process_group()  # its peers may never come: destroying would wait for them
+        _torch.abort_process_group()  # its peers may never come: destroying would wait for them
     else:
         dist.destroy_process_group()
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from phalanx.testing import why_no_hosts
 from tests.bench._run import run_bench
+from tests.namespaces import why_no_hosts
 
 
 def test_a_short_run_measures_the_link_and_gloo(tmp_path):

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.testing import hosts
-from phalanx.testing.hosts import Host
+from tests.namespaces import Host, hosts
 
 LIMIT_S = 120
 REPOSITORY = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.testing import hosts
+from tests.namespaces import hosts
 
 pytestmark = pytest.mark.usefixtures("needs_hosts")
 LIMIT_S = 60

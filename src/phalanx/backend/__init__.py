@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import sys
+import functools
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,10 +13,17 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx import _core, _plugin
+from phalanx import _core, _torch
 from phalanx._env import GroupOptions, seconds
 from phalanx._errors import from_core
-from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, GroupName, PhalanxGroup, keep, kept_groups
+from phalanx.backend._adapters import (
+    HAS_PYTHON_BACKENDS,
+    GroupName,
+    PhalanxGroup,
+    keep,
+    keep_from_compiler,
+    kept_groups,
+)
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
@@ -25,12 +31,11 @@ from phalanx.backend._ops import Operations
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
 from phalanx.backend._work import call_site
 
-__all__ = ["PhalanxGroup", "install_as_default"]
+__all__ = ["PhalanxGroup"]
 
 _core.configure(DTYPE_NAMES, REDUCE_NAMES, call_site, from_core)
 
 
-@atexit.register
 def _end_as_member() -> None:
     """Keep groups that nobody destroyed from leaving in order while the interpreter ends.
 
@@ -45,31 +50,32 @@ def _end_as_member() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(core))
 
 
-if not HAS_PYTHON_BACKENDS:
-    _torchs_monitored_barrier = c10d.monitored_barrier
+def _serve_monitored_barrier() -> None:
+    """Let torch's function take groups of ours, too: before 2.14 it refuses every backend whose name is not gloo."""
+    torchs = c10d.monitored_barrier
 
-    def _monitored_barrier(
+    @functools.wraps(torchs)
+    def monitored_barrier(
         group: ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """torch's function, which before 2.14 refuses every backend whose name is not gloo."""
-        target = group or c10d._get_default_group()
+        target = group or dist.group.WORLD
         if isinstance(timeout, float):
             timeout = timedelta(seconds=timeout)
         if isinstance(target, PhalanxGroup):
             target.monitored_barrier(timeout, wait_all_ranks)
-        elif not c10d._rank_not_in_group(target):
-            _torchs_monitored_barrier(group, timeout, wait_all_ranks)
+        elif dist.get_rank(target) >= 0:
+            torchs(group, timeout, wait_all_ranks)
 
-    c10d.monitored_barrier = dist.monitored_barrier = _monitored_barrier
+    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
 
 
-def install_as_default() -> None:
-    """Make phalanx what torch picks for CPU tensors when no backend is named, in the place of gloo.
-
-    Call it before ``init_process_group()``. Affects this process only.
-    """
-    _plugin.register()
-    dist.Backend.default_device_backend_map["cpu"] = "phalanx"
+@functools.cache
+def _begin() -> None:
+    """What this process needs before its first group, and nobody else who imports this."""
+    atexit.register(_end_as_member)
+    keep_from_compiler()
+    if not HAS_PYTHON_BACKENDS:
+        _serve_monitored_barrier()
 
 
 def leave_groups(error: BaseException) -> None:
@@ -90,7 +96,8 @@ def create_group(options: Any, backend_options: Any) -> ProcessGroup:
     size = options.group_size
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
     name = options.group_id if options.global_ranks_in_group else "default"
-    others = _other_devices()
+    devices = _torch.devices_of_new_group()
+    others = {device: backend for device, backend in devices.items() if backend != "phalanx"}
     group = build_group(options.store, options.group_rank, size, name, global_ranks, options.timeout, own)
     if others:
         _add_devices(group, others, options, None if own else backend_options)
@@ -107,9 +114,10 @@ def build_group(
     options: GroupOptions | None = None,
 ) -> PhalanxGroup:
     """Join the ranks and return their group, with a backend registered for CPU tensors."""
+    _begin()
     core, segment = join_group(store, rank, size, name, global_ranks, timeout.total_seconds(), options)
     operations = Operations(core, segment, rank, size, name, global_ranks)
-    group = PhalanxGroup(store, operations, timeout, global_ranks)
+    group = PhalanxGroup(store, operations, timeout, global_ranks, build_group)
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
     if HAS_PYTHON_BACKENDS:
         from phalanx.backend._adapters import PhalanxBackend
@@ -119,7 +127,7 @@ def build_group(
         backend: Any = group.backend
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
             with closed_at_exec():
-                backend = c10d._create_process_group_wrapper(backend, name, store, rank, size, limit)
+                backend = _torch.create_process_group_wrapper(backend, name, store, rank, size, limit)
         kind = ProcessGroup.BackendType.CUSTOM
     else:
         with closed_at_exec():
@@ -128,31 +136,17 @@ def build_group(
         # A rank that goes on, and ends, while another still connects would be a lost connection there.
         store.set(f"connected/{rank}", "")
         store.wait([f"connected/{r}" for r in range(size)], limit)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, backend)
+    _torch.set_default_backend(group, kind)
+    _torch.register_backend(group, torch.device("cpu"), kind, backend)
     keep(group)
     return group
-
-
-def _other_devices() -> dict[str, str]:
-    """Return the other devices of a ``"cpu:phalanx,cuda:nccl"`` and their backends.
-
-    A creator that returns a ProcessGroup ends torch's loop over the devices, and torch does not tell it the others:
-    they are read from the frame of that loop.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
-        frame = frame.f_back
-    config = frame.f_locals.get("backend_config") if frame is not None else None
-    devices = config.get_device_backend_map() if config is not None else {}
-    return {device: backend for device, backend in devices.items() if backend != "phalanx"}
 
 
 def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, backend_options: Any) -> None:
     """Let torch make the backends of the other devices, in a group of its own, and register them here."""
     config = ",".join(f"{device}:{backend}" for device, backend in others.items())
     ranks = list(options.global_ranks_in_group)
-    beside, _ = c10d._new_process_group_helper(
+    beside, _ = _torch.new_process_group_helper(
         options.group_size,
         options.group_rank,
         ranks,
@@ -164,5 +158,5 @@ def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, back
     )
     assert isinstance(beside, ProcessGroup)  # this rank is a member
     for device in others:
-        backend = beside._get_backend(torch.device(device))
-        group._register_backend(torch.device(device), c10d.Backend.backend_type_map[others[device]], backend)
+        backend = _torch.get_backend(beside, torch.device(device))
+        _torch.register_backend(group, torch.device(device), c10d.Backend.backend_type_map[others[device]], backend)

@@ -20,21 +20,19 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch._C._dynamo.eval_frame as eval_frame
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
+from phalanx import _env, _torch
 from phalanx._tensors import Overridden
+from phalanx._torch import is_profiling, num_dispatch_modes
 from phalanx.backend._memory import NotPlain
-from phalanx.backend._ops import Operations, is_profiling, joined
+from phalanx.backend._ops import Operations, joined
 from phalanx.backend._work import PhalanxWork, end_threads, finished
 
-_num_modes = torch._C._len_torch_dispatch_stack
-_TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
-C10dBackend = torch._C._distributed_c10d.Backend
-TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+_TorchFunctionDisabled = torch.DisableTorchFunctionSubclass
 GroupName: Any = getattr(c10d, "GroupName", str)  # a NewType of str in newer torch
-HAS_PYTHON_BACKENDS = TORCH_VERSION >= (2, 14)
+HAS_PYTHON_BACKENDS = _torch.version() >= (2, 14)
 
 # Name in torch -> (method of Operations, class of its options, how many arguments come before them).
 _COLLECTIVES = {
@@ -95,12 +93,6 @@ def _listed(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _asked_for_flight_recorder() -> bool:
-    """True if the user set a buffer size; torch's default of 2,000 entries is not worth 8 us on every operation."""
-    sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
-    return next((int(size) > 0 for size in sizes if size), False)
-
-
 _issued = threading.local()
 """The works that the backend returned to this thread: what comes out of the dispatcher is a wrapper of the last."""
 
@@ -113,9 +105,17 @@ class PhalanxGroup(ProcessGroup):
         operations: What it does.
         inner: The backend registered for C++ callers.
         global_ranks: Number of each rank in the world.
+        build: `build_group` of this package, for groups split off it.
     """
 
-    def __init__(self, store: Store, operations: Operations, timeout: timedelta, global_ranks: list[int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        operations: Operations,
+        timeout: timedelta,
+        global_ranks: list[int],
+        build: Callable[..., PhalanxGroup],
+    ) -> None:
         if HAS_PYTHON_BACKENDS:
             super().__init__(store, operations._rank, operations._size)
         else:  # only this constructor makes an object that Python can override
@@ -124,6 +124,7 @@ class PhalanxGroup(ProcessGroup):
         self._operations = operations
         self._timeout = timeout
         self._global_ranks = global_ranks
+        self._build = build
         self.backend: Any = None
         self._pid = os.getpid()
         self._num_splits = 0
@@ -139,14 +140,11 @@ class PhalanxGroup(ProcessGroup):
         """True if nobody listens to the dispatcher: hooks, profilers, dispatch modes, the debug wrapper."""
         if self._direct is None:
             self._direct = not (
-                self._listened
-                or _asked_for_flight_recorder()
-                or os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
-                or c10d.get_debug_level() == c10d.DebugLevel.DETAIL
+                self._listened or _env.wants_torchs_records() or c10d.get_debug_level() == c10d.DebugLevel.DETAIL
             )
         if not self._direct or not HAS_PYTHON_BACKENDS:
             return self._direct
-        return not _num_modes() and not is_profiling()
+        return not num_dispatch_modes() and not is_profiling()
 
     def register_pre_hook(self, *args: Any) -> None:
         self._listened, self._direct = True, None
@@ -191,14 +189,12 @@ class PhalanxGroup(ProcessGroup):
         device_types: object = None,  # phalanx has one
     ) -> ProcessGroup | None:
         """Return the group of `ranks` (numbers in this group), or None on ranks outside it."""
-        from phalanx.backend import build_group
-
         self._num_splits += 1
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{self._num_splits}"
         store = c10d.PrefixStore(f"split/{self._num_splits}/{ranks[0]}", self._store)
-        group = build_group(
+        group = self._build(
             store,
             ranks.index(self.rank()),
             len(ranks),
@@ -206,8 +202,8 @@ class PhalanxGroup(ProcessGroup):
             [self._global_ranks[r] for r in ranks],
             timeout or self._timeout,
         )
-        group._set_group_name(GroupName(name))
-        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        _torch.set_group_name(group, GroupName(name))
+        _torch.set_group_desc(group, group_desc or f"{self.group_desc}:split")
         return group
 
     def _get_sequence_number_for_group(self) -> int:
@@ -358,6 +354,7 @@ def kept_groups() -> list[PhalanxGroup]:
 
 
 if HAS_PYTHON_BACKENDS:
+    from phalanx._torch import C10dBackend
 
     class PhalanxBackend(C10dBackend):
         """The backend that torch's dispatcher calls, for the devices of the group."""
@@ -423,13 +420,8 @@ if HAS_PYTHON_BACKENDS:
         setattr(PhalanxBackend, _method, _operation(_method))
 
 
-def _keep_from_compiler(cls: type) -> None:
-    """Have torch.compile run the methods of a class as they are; a graph that calls one breaks there."""
-    as_is = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for function in vars(cls).values():
-        if isinstance(function, FunctionType):
-            eval_frame.set_code_exec_strategy(function.__code__, as_is)
-
-
-for _class in (PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else [])):
-    _keep_from_compiler(_class)
+def keep_from_compiler() -> None:
+    """Have torch.compile run the methods of groups and works as they are."""
+    classes = (PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))
+    members = [member for cls in classes for member in vars(cls).values()]
+    _torch.keep_from_compiler(member.__code__ for member in members if isinstance(member, FunctionType))

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
+from phalanx import _torch
 from phalanx.backend._links import Link, closed_at_exec, duplicate, sockets
 from phalanx.backend._words import understand
 
@@ -117,11 +118,10 @@ class GlooChannel:
         self, store: Store, rank: int, ranks: list[int], address: str, timeout_s: float, silence_s: float
     ) -> None:
         group: Any = c10d.ProcessGroupGloo
-        options = group._Options()
-        options._timeout = timedelta(seconds=timeout_s)  # of connecting
-        options._threads = 2
+        limit = timedelta(seconds=timeout_s)  # of connecting
         with _making, closed_at_exec() as self._fresh:
-            options._devices = [group.create_device(hostname=address, lazy_init=False)]
+            device = group.create_device(hostname=address, lazy_init=False)
+            options = _torch.gloo_options(timeout=limit, threads=2, devices=[device])
             self._group = group(store, ranks.index(rank), len(ranks), options)
         self.inodes = {inode for inode, _ in self._fresh}  # descriptors may be closed by the engine, and given anew
         self._options = c10d.AllToAllOptions()

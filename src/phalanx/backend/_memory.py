@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from phalanx import _core
-from phalanx._tensors import span_bytes
+from phalanx._tensors import is_expanded, span_bytes
 
 Tensors = list[torch.Tensor]
 Addresses = list[int]
@@ -108,7 +108,7 @@ class Places:
         return (reads, writes), addresses_of(reads), addresses_of(writes)
 
     def _stand_in(self, tensor: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        if torch._debug_has_internal_overlap(tensor) == 1:
+        if is_expanded(tensor):
             raise ValueError(
                 f"{self._where(self.op)} can't write to a tensor of shape {list(tensor.shape)} and strides "
                 f"{list(tensor.stride())}: more than one of its elements refers to a single memory location; "

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from phalanx import _core, _env
+from phalanx import _core, _env, _torch
 from phalanx._errors import CollectiveTimeout, GroupUnusable, PhalanxError
 from phalanx._launched import note_progress
 from phalanx._tensors import is_dense, is_simple, is_stored, unusual_keys
+from phalanx._torch import is_profiling  # by name: finding it costs half of what asking does
 from phalanx.backend._memory import NotPlain, Places, Tensors, do_overlap, plain
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType, premul_factor
 from phalanx.backend._work import PhalanxWork, call_site, finished
@@ -31,7 +32,6 @@ Options = Any
 _UNSET = timedelta(milliseconds=-1)  # torch's word for the group's own timeout
 _WRAPPED = timedelta(days=-100_000)  # below it nobody asks: a timeout so large that torch's integers wrap, as of max
 _TO_BEGIN = 32  # collectives at most that a training needs before it takes steps: models are compared, weights are sent
-is_profiling = torch.autograd._profiler_enabled  # by name: finding it costs half of what asking does
 _NUM_LOOKS = 4  # works that each new one looks at, whether they are over
 _SUM = REDUCE_CODES[RedOpType.SUM][0]
 _AVG = ReduceOp(RedOpType.AVG)
@@ -194,16 +194,15 @@ class Operations:
         if self._in_event:
             return settle
         name = f"phalanx:{op.removesuffix('_split')}"
-        events = [torch.autograd._record_function_with_args_enter(name, *inputs)]
+        events = [_torch.begin_event(name, inputs)]
 
         def close() -> None:
             if settle is not None:
                 settle()
             if not events:  # a signal handler has closed it
                 return
-            event = events.pop()
             # On a thread of its own: the profiler takes an event that ends on another thread for an asynchronous one.
-            closer = threading.Thread(target=torch.autograd._record_function_with_args_exit, args=(event,))
+            closer = threading.Thread(target=events.pop())
             closer.start()
             closer.join()
 
@@ -286,7 +285,7 @@ class Operations:
             raise ValueError(f"{self._where('all_reduce')}: sparse tensors can only be summed, got {opts.reduceOp.op}")
         local = tensor.coalesce()
         blocking = _Blocking(opts.timeout)
-        meta = torch.tensor([local._nnz(), local.sparse_dim(), *local.shape], dtype=torch.int64)
+        meta = torch.tensor([local.indices().shape[1], local.sparse_dim(), *local.shape], dtype=torch.int64)
         metas = [torch.empty_like(meta) for _ in range(self._size)]
         self.allgather([metas], [meta], blocking)
         if any(not torch.equal(m[1:], meta[1:]) for m in metas):

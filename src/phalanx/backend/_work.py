@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import typing_extensions
-from torch._C._distributed_c10d import Work
+from torch.distributed import Work
 
 from phalanx import _core
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx import _core
+from phalanx import _core, _torch
 from phalanx.checkpoint.image import Image, Part, as_stored
 from phalanx.checkpoint.tree import Json, Leaf, as_dtype
 
@@ -81,9 +81,7 @@ def _shard(leaf: Leaf) -> list[Part]:
 
 
 def _place_of_shard(tensor: Any) -> Block:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = _torch.place_of_shard(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset), tuple(shape)
 
 

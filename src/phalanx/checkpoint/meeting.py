@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from phalanx._errors import CheckpointError, GroupUnusable, printable
 
@@ -65,9 +63,9 @@ def largest(numbers: Sequence[int]) -> list[int]:
     _, world_size = place()
     if world_size == 1:
         return [*numbers]
-    tensor = torch.tensor(numbers, device=_get_object_coll_device())
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.tolist()
+    every: list[Any] = [None] * world_size
+    dist.all_gather_object(every, [*numbers])
+    return [max(column) for column in zip(*every, strict=True)]
 
 
 def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None, about: str = "") -> None:

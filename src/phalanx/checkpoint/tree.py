@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from phalanx import _torch
 from phalanx._tensors import is_stored, unusual_keys
 
 Json = Any
@@ -48,8 +48,8 @@ class Leaf:
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module without wrappers that only prefix its names: data parallel, torch.compile."""
     while True:
-        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
-            module = module._orig_mod  # type: ignore[assignment]
+        if (inner := _torch.uncompiled(module)) is not None:
+            module = inner
         elif type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
             module = module.module  # type: ignore[assignment]
         else:
@@ -91,7 +91,7 @@ class _Packer:
         if type(value) is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
-            with torch._C.DisableTorchFunctionSubclass():  # a class may answer in torch's place
+            with torch.DisableTorchFunctionSubclass():  # a class may answer in torch's place
                 return self._pack_tensor(value.detach(), name, name in self._buffers)
         if isinstance(value, nn.Module):
             value = unwrap(value)
@@ -112,7 +112,7 @@ class _Packer:
 
     def _pack_tensor(self, tensor: Tensor, name: str, is_local: bool) -> Json:
         kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else tensor.layout
-        if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
+        if hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements"):
             kind = f"a {type(tensor).__name__} around others"
         if kind != torch.strided:
             raise TypeError(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
+from phalanx._torch import outside_of_workers
 from phalanx.data.place import rank_and_size
 
 
@@ -59,21 +58,12 @@ class Shard(IterableDataset[Any]):
 
 def _read_whole(iterable: Iterable[Any]) -> Iterator[Any]:
     """Yield all items, whatever the iterable would do for this worker alone."""
-    with _outside_of_workers():
+    with outside_of_workers():
         items = iter(iterable)
     end = object()
     while True:
-        with _outside_of_workers():
+        with outside_of_workers():
             item = next(items, end)
         if item is end:
             return
         yield item
-
-
-@contextlib.contextmanager
-def _outside_of_workers() -> Iterator[None]:
-    info, torch_worker._worker_info = torch_worker._worker_info, None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = info

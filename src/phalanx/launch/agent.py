@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from phalanx import _env, _torch
 from phalanx.launch.channel import Channel
 from phalanx.launch.nodes import read_cause
 
@@ -73,7 +74,7 @@ class NodeAgent(SimpleElasticAgent):
                     "master_addr": worker_group.master_addr,
                     "master_port": self._agree_on_port(worker_group),
                     "run_id": spec.rdzv_handler.get_run_id(),
-                    "restart_count": spec.max_restarts - self._remaining_restarts,
+                    "restart_count": spec.max_restarts - _torch.attribute_of(self, "_remaining_restarts"),
                     "max_restarts": spec.max_restarts,
                 }
             }
@@ -102,7 +103,7 @@ class NodeAgent(SimpleElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, is_restart: bool = False
     ) -> None:
-        self._stop_workers(self._worker_group)
+        self._stop_workers(_torch.attribute_of(self, "_worker_group"))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for packet in self._channel.receive():
@@ -128,14 +129,14 @@ class NodeAgent(SimpleElasticAgent):
         deadline = time.monotonic() + _LEAVE_WAIT_S
         with contextlib.suppress(Exception):  # it has gone: nobody needs us any more
             self._attempt_store.add(_NUM_LEAVING, 1)
-            size = cast(int, self._worker_group.group_world_size)
+            size = cast(int, _torch.attribute_of(self, "_worker_group").group_world_size)
             while self._num(_NUM_LEAVING) < size and time.monotonic() < deadline:
                 time.sleep(_LEAVE_POLL_S)
             time.sleep(4 * _LEAVE_POLL_S)  # the others read it once more
 
     @property
     def _attempt_store(self) -> Store:
-        return cast(Store, self._store)  # there is one since the nodes have met
+        return cast(Store, _torch.attribute_of(self, "_store"))  # there is one since the nodes have met
 
     def _num(self, key: str) -> int:
         return int(self._attempt_store.add(key, 0))
@@ -154,7 +155,7 @@ class NodeAgent(SimpleElasticAgent):
             if not self.cause["is_victim"] or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        if self._remaining_restarts > 0:
+        if _torch.attribute_of(self, "_remaining_restarts") > 0:
             self._channel.send({"restart": self.cause})
         rank = self.cause["rank"]
         failure = ProcessFailure(rank, self.cause["pid"], self.cause["returncode"], error_file="")
@@ -223,7 +224,7 @@ def _await_name(channel: Channel, job: dict[str, Any]) -> None:
 def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     job = json.loads(sys.argv[2])
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    _env.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     try:
         _await_name(channel, job)
         handler = _rendezvous_handler(job)

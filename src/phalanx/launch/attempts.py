@@ -10,8 +10,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from phalanx._cgroups import count_oom_kills
 from phalanx._snapshots import announce_restart, common_heads, forbid
@@ -21,41 +20,20 @@ from phalanx.launch.folding import owner_of
 from phalanx.launch.job import Job
 from phalanx.launch.notes import modules_file
 from phalanx.launch.ports import ReservedPort, port_advice, port_problem
+from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.tracebacks import class_name
 
 _SITE = re.compile(r'^\s*File "(.+)", line (\d+)')
 _AT_ONCE_S = 10.0  # a rank that fails sooner than this can't start; slow imports are part of it
 
 
-class Ranks(Protocol):
-    """What those who choose the attempts need of the supervisor."""
-
-    received: int | None
-    began_s: float
-    spared: list[int]
-
-    @property
-    def ends(self) -> list[RankEnd]: ...
-    @property
-    def has_progress(self) -> bool: ...
-    def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> RankEnd | None: ...
-    def stop_attempt(self) -> None: ...
-    def wait(self, timeout_s: float | None = None) -> None: ...
-    def watch(self, fd: int, callback: Callable[[], None]) -> None: ...
-    def unwatch(self, fd: int) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
-def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | None:
+def run_on_this_node(ranks: Supervisor, job: Job) -> RankEnd | None:
     """Start the ranks until they succeed or may not be started again; return the last cause, None if all went well.
-
-    Args:
-        snapshots_fd: The memory in which the ranks keep their snapshots.
 
     Raises:
         SystemExit: The port was taken meanwhile; that has been said.
     """
-    course = Course(job, snapshots_fd)
+    course = Course(job, ranks.snapshots_fd)
     while True:
         num_oom_kills = count_oom_kills()
         with contextlib.closing(_reserve_port(ranks, job)) as reserved:
@@ -88,13 +66,13 @@ def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | Non
             return culprit
         say_failure(ranks, culprit)
         if count_oom_kills() > num_oom_kills:
-            forbid(snapshots_fd)
+            forbid(ranks.snapshots_fd)
             ranks.say("the kernel has killed for want of memory: no more snapshots in memory are taken")
         for step in steps:
             ranks.say(step)
 
 
-def say_failure(ranks: Ranks, culprit: RankEnd) -> None:
+def say_failure(ranks: Supervisor, culprit: RankEnd) -> None:
     """Say what failed, before the ranks are started again."""
     ranks.say(brief_report(culprit))
 
@@ -230,7 +208,7 @@ def _common_mistake(ends: Sequence[RankEnd]) -> str:
     return f"{kind} at {os.path.basename(path)}:{number}"
 
 
-def _reserve_port(ranks: Ranks, job: Job) -> ReservedPort:
+def _reserve_port(ranks: Supervisor, job: Job) -> ReservedPort:
     try:
         return ReservedPort(job.master_port)
     except OSError:  # somebody has taken it since

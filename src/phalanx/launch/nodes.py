@@ -10,13 +10,14 @@ import sys
 import time
 from typing import Any
 
-from phalanx.launch.attempts import Ranks, say_failure
+from phalanx.launch.attempts import say_failure
 from phalanx.launch.channel import Channel
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import LastWords, RankEnd
 from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.job import Job
 from phalanx.launch.ports import ReservedPort
+from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.warden import die_with_parent, hold_signals
 
 # Not with -m, which would let a json.py in the current folder take the library's place.
@@ -25,7 +26,7 @@ _MAX_LINES = 42
 _PATIENCE_S = 10.0  # before we say that we still wait for other nodes
 
 
-def run_with_other_nodes(ranks: Ranks, job: Job) -> RankEnd | None:
+def run_with_other_nodes(ranks: Supervisor, job: Job) -> RankEnd | None:
     """Take this node's part in `job` and return the cause of its failure, on whichever node; None if all went well.
 
     Raises:
@@ -63,7 +64,7 @@ def run_with_other_nodes(ranks: Ranks, job: Job) -> RankEnd | None:
 class _Orders:
     """The agent's process, and what it has ordered and we have not done yet."""
 
-    def __init__(self, ranks: Ranks, job: Job) -> None:
+    def __init__(self, ranks: Supervisor, job: Job) -> None:
         self._ranks = ranks
         self._job = job
         self._pending: list[dict[str, Any]] = []
@@ -87,12 +88,12 @@ class _Orders:
                 os._exit(1)
         theirs.close()
         self._ranks.spared.append(self._pid)
-        self._ranks.watch(self._channel.fileno(), self._take)
+        self._ranks.events.watch(self._channel.fileno(), self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(KeyError):
-            self._ranks.unwatch(self._channel.fileno())
+            self._ranks.events.unwatch(self._channel.fileno())
         self._channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, 9)
@@ -141,7 +142,7 @@ class _Orders:
             else:
                 self._pending.append(packet)
         if not self._channel.alive:
-            self._ranks.unwatch(self._channel.fileno())
+            self._ranks.events.unwatch(self._channel.fileno())
             if self._running:
                 self._ranks.stop_attempt()
 

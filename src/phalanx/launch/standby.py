@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
+from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
 from phalanx.launch.notes import modules_file
 from phalanx.launch.output import Screen
 from phalanx.launch.ranks import Output
 from phalanx.launch.warden_client import Warden
-
-
-class Events(Protocol):
-    """What a standby needs of the supervisor's loop."""
-
-    def watch(self, fd: int, callback: Callable[[], None]) -> None: ...
-    def unwatch(self, fd: int) -> None: ...
-    def watch_output(self, output: Output) -> None: ...
-    def close_output(self, output: Output) -> None: ...
 
 
 class Standby:
@@ -36,7 +27,7 @@ class Standby:
         descriptors: Limits that its ranks keep.
     """
 
-    def __init__(self, job: Job, events: Events, screen: Screen, log: str, descriptors: tuple[int, int]) -> None:
+    def __init__(self, job: Job, events: EventLoop, screen: Screen, log: str, descriptors: tuple[int, int]) -> None:
         self._job = job
         self._events = events
         self._screen = screen

@@ -1,34 +1,29 @@
 """Start the ranks, carry their output, and end them all when one fails.
 
-One thread and one loop. The loop wakes for output, for a signal, for news of a rank from the warden, or for the end of
-a grace period; nothing in it blocks.
+The loop (see `events`) wakes for output, for a signal, for news of a rank from the warden, or for the end of a grace
+period.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from phalanx import _env
-from phalanx._cgroups import count_oom_kills
 from phalanx._launched import Notes
-from phalanx.launch.attempts import run_on_this_node
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
-from phalanx.launch.descriptors import descriptor_problem, open_streams, raise_descriptor_limit
+from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
-from phalanx.launch.failure import LastWords, RankEnd, find_culprit, report
-from phalanx.launch.hints import hint_for
+from phalanx.launch.events import EventLoop
+from phalanx.launch.failure import LastWords, RankEnd, find_culprit
 from phalanx.launch.job import Job
 from phalanx.launch.notes import has_made_room
 from phalanx.launch.output import Screen, prefix, printable
-from phalanx.launch.ports import port_advice, port_problem
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.standby import Standby
@@ -44,32 +39,6 @@ _STDOUT, _STDERR = 1, 2
 _END_OF_INPUT = b"\x04"  # as a terminal writes it
 _LOOK_S = 0.2  # between questions whether the attempt is to end
 
-Event = Callable[[], None]
-
-
-def run(job: Job) -> int:
-    """Run `job` and return the exit code for the shell.
-
-    0 if every rank exits with 0. Otherwise the code of the rank that was the cause, 128 plus the signal if one ended
-    it. When the supervisor itself is told to end while ranks live: 128 plus that signal; whoever read its output and
-    has gone is such a signal, SIGPIPE. Nothing that the job has
-    started lives when this returns; signals are held back from then on, since the outcome is decided.
-    """
-    if job.served_port and (problem := port_problem(job.served_port)):
-        print(f"phalanx run: {problem}; {port_advice(job)}", file=sys.stderr)
-        return 1
-    open_streams()
-    if problem := descriptor_problem(job.num_local_ranks):
-        print(f"phalanx run: {problem}", file=sys.stderr)
-        return 1
-    try:
-        folder = RunFolder(job.log_dir, job.command)
-    except OSError as error:
-        print(f"phalanx run: can't write to --log-dir {job.log_dir}: {error.strerror}", file=sys.stderr)
-        return 1
-    with Supervisor(job, folder) as supervisor:
-        return supervisor.run()
-
 
 class Supervisor:
     """Owns the warden, the ranks' streams and this process's signals."""
@@ -80,30 +49,26 @@ class Supervisor:
         self._out, self._err = (Screen(fd, self._is_ending, self._lose_reader) for fd in (_STDOUT, _STDERR))
         if self._out.is_terminal and self._err.is_terminal:
             self._err = self._out  # one cursor, so one account of where it stands
-        self._selector = selectors.DefaultSelector()
+        self.events = EventLoop(self._say_log_problem)
         self._ranks: list[Rank] = []
         self._num_attempts = 0
-        self._unhandled: list[int] = []  # signals
         self.received: int | None = None  # the one that ends the job
-        self._cause_before: RankEnd | None = None  # of a failure that came before it
+        self.cause_before: RankEnd | None = None  # of a failure that came before it
         self._late: int | None = None  # one that came when all ranks had ended
         self.began_s = 0.0  # when the ranks of this attempt were started
         self._ending_by: int | None = None  # the signal that ranks are being ended with
-        self._deadline: float | None = None  # of the present grace period
         self._first_failure_s: float | None = None
-        self._caught: list[int] = []  # signals
         self.spared: list[int] = []  # children of ours that are not the ranks'
         self._said_log_problem = False
-        self._num_oom_kills = count_oom_kills()
 
     def __enter__(self) -> Supervisor:
         adopt_orphans()  # of a warden that is killed
         self._descriptors = raise_descriptor_limit()
-        self._catch_signals()
+        self.events.catch((*self._job.signals, *_HARMLESS))
         self._standby = Standby(
-            self._job, self, self._err, os.path.join(self._folder.path, "standby.log"), self._descriptors
+            self._job, self.events, self._err, os.path.join(self._folder.path, "standby.log"), self._descriptors
         )
-        self._snapshots = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
+        self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
         self._notes = Notes()
         self._start_warden(self._job.divide(self._job.num_local_ranks).shares)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
@@ -114,7 +79,7 @@ class Supervisor:
         environ = shared_environment(_env.environment(), num_threads=min(share.num_threads for share in shares))
         if not self._job.max_restarts:  # nobody would read them
             return environ
-        return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self._snapshots}"}
+        return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self.snapshots_fd}"}
 
     def _start_warden(self, shares: Sequence[Share]) -> None:
         job = self._job
@@ -130,16 +95,16 @@ class Supervisor:
             descriptors=self._descriptors,
         )
         self._warden_output.hand_over()
-        self.watch_output(self._warden_output)
-        self.watch(self._warden.channel.fileno(), self._hear_warden)
+        self.events.watch_output(self._warden_output)
+        self.events.watch(self._warden.channel.fileno(), self._hear_warden)
 
     def _end_warden(self) -> None:
         if self._warden.channel.alive:
-            self.unwatch(self._warden.channel.fileno())
+            self.events.unwatch(self._warden.channel.fileno())
         if not self._warden_ready:
             self._warden.kill()
         self._warden.close(self.spared)
-        self.close_output(self._warden_output)
+        self.events.close_output(self._warden_output)
 
     def _wants_standby(self) -> bool:
         return self._ending_by is None and self._standby.prepare(self._environ, self._ranks[0].folder)
@@ -154,49 +119,25 @@ class Supervisor:
         self._end_warden()
         self.spared.remove(warden.keeper_pid)
         self._warden, self._warden_output, self._warden_ready = warden, output, True
-        self.watch(warden.channel.fileno(), self._hear_warden)
+        self.events.watch(warden.channel.fileno(), self._hear_warden)
 
     def __exit__(self, *_: object) -> None:
-        # For good: until this process has ended, none may change its exit code, nor may it once Python lets go of them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._caught)
+        self.events.hold_signals()  # until this process has ended, none may change its exit code
         self._standby.drop()
         self._end_warden()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
         with contextlib.suppress(BrokenPipeError):
             self._out.show_cursor()
-        self._selector.close()
-        os.close(self._snapshots)
+        os.close(self.snapshots_fd)
         self._notes.close()
-        signal.set_wakeup_fd(-1)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self.events.close()
 
     # ------------------------------------------------------------ attempts
 
-    def run(self) -> int:
-        job = self._job
-        note = f"; {self._folder.note}" if self._folder.note else ""
-        self.say(f"{job.note}; logs in {self._folder.path}{note}")
-        if job.max_nodes > 1:
-            from phalanx.launch.nodes import run_with_other_nodes
-
-            culprit = run_with_other_nodes(self, job)
-        else:
-            culprit = run_on_this_node(self, job, self._snapshots)
-        if self._have_made_room():
-            self.say(f"all ranks have saved and made room; exit code {_env.PREEMPTED_CODE}, start again to go on")
-            return _env.PREEMPTED_CODE
-        if self.received is not None:
-            if self._cause_before is not None and self._cause_before.raised and not self._cause_before.is_victim:
-                self._report(self._cause_before)
-            return 128 + self.received
-        if culprit is None:
-            return 0
-        self._report(culprit)
-        return culprit.exit_code
-
-    def _have_made_room(self) -> bool:
+    @property
+    def has_made_room(self) -> bool:
+        """Whether every rank of the last attempt has saved because it was asked to end, and can go on."""
         return bool(self._ranks) and all(rank.end is not None and rank.end.made_room for rank in self._ranks)
 
     def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> RankEnd | None:
@@ -243,7 +184,7 @@ class Supervisor:
             if until and self._ending_by is None and all(rank.end is None for rank in self._ranks) and until():
                 self.stop_attempt()
             self._keep_deadline()
-        self._deadline = None
+        self.events.deadline = None
         self._chorus.flush()
         return self._warden_failure or find_culprit(self.ends)
 
@@ -262,7 +203,7 @@ class Supervisor:
         live_rank = job.shown_ranks[0] if job.shown_ranks else 0
         for rank in self._ranks:
             for output in rank.outputs:
-                self.close_output(output)
+                self.events.close_output(output)
         self._ranks = []
         num_shown = len(job.shown_ranks) if job.shown_ranks else attempt.num_local_ranks
         self._chorus = chorus = Chorus(self._err.write_lines, num_shown)
@@ -281,7 +222,7 @@ class Supervisor:
                     shown=shown and not kept_off,
                     voice=partial(Voice, chorus, rank_number) if stream == _STDERR and num_shown > 1 else None,
                 )
-                self.watch_output(output)
+                self.events.watch_output(output)
                 outputs.append(output)
             self._ranks.append(Rank(rank_number, folder, *outputs))
         self._num_attempts += 1
@@ -306,8 +247,8 @@ class Supervisor:
             with contextlib.suppress(OSError):  # closed
                 return os.dup(0)
         elif os.isatty(rank.stdout.rank_fd):
-            if 0 not in self._selector.get_map():
-                self.watch(0, self._pass_input_on)
+            if not self.events.is_watched(0):
+                self.events.watch(0, self._pass_input_on)
             return os.dup(rank.stdout.rank_fd)
         return os.open(os.devnull, os.O_RDONLY)
 
@@ -316,45 +257,21 @@ class Supervisor:
         with contextlib.suppress(OSError):  # EIO: we are in the background
             typed = os.read(0, 4096)
         if not typed:
-            self.unwatch(0)
+            self.events.unwatch(0)
         with contextlib.suppress(BlockingIOError):  # it does not read: so much for typing ahead
             os.write(self._ranks[0].stdout.fd, typed or _END_OF_INPUT)
 
     # ------------------------------------------------------------ events
 
-    def watch(self, fd: int, callback: Event) -> None:
-        """Call `callback` from `wait` whenever `fd` can be read."""
-        self._selector.register(fd, selectors.EVENT_READ, callback)
-
-    def unwatch(self, fd: int) -> None:
-        self._selector.unregister(fd)
-
     def wait(self, timeout_s: float | None = None) -> None:
         """Take in what has happened, signals too; return after the first news, `timeout_s` or at the deadline."""
-        timeout = timeout_s
-        if self._deadline is not None:
-            left_s = max(0.0, self._deadline - time.monotonic())
-            timeout = left_s if timeout_s is None else min(timeout_s, left_s)
-        for key, _ in self._selector.select(timeout):
-            if key.fd in self._selector.get_map():  # one callback may close what another waits for
-                key.data()
+        self.events.wait(timeout_s)
         self._obey_signals()
 
-    def watch_output(self, output: Output) -> None:
-        def carry() -> None:
-            output.carry()
-            if output.ended:
-                self.unwatch(output.fd)
-            if output.log_problem and not self._said_log_problem:
-                self._said_log_problem = True
-                self.say(f"the logs in {self._folder.path} are not whole: {output.log_problem}")
-
-        self.watch(output.fd, carry)
-
-    def close_output(self, output: Output) -> None:
-        if output.fd in self._selector.get_map():
-            self.unwatch(output.fd)
-        output.close()
+    def _say_log_problem(self, problem: str) -> None:
+        if not self._said_log_problem:
+            self._said_log_problem = True
+            self.say(f"the logs in {self._folder.path} are not whole: {problem}")
 
     def _hear_warden(self) -> None:
         for packet in self._warden.channel.receive():
@@ -365,7 +282,7 @@ class Supervisor:
             else:
                 self._rank_ended(packet["ended"], packet["status"])
         if not self._warden.channel.alive:
-            self.unwatch(self._warden.channel.fileno())
+            self.events.unwatch(self._warden.channel.fileno())
             self._lose_ranks()
 
     def _rank_started(self, number: int, pid: int) -> None:
@@ -419,7 +336,7 @@ class Supervisor:
         if culprit.made_room:  # and so will the others
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
-            self._deadline = give_up_s
+            self.events.deadline = give_up_s
         else:
             self._end_ranks(signal.SIGTERM)
 
@@ -435,18 +352,18 @@ class Supervisor:
             rank.asked_to_end = True
         self._ending_by = sig
         wait_s = _KILL_WAIT_S if sig == signal.SIGKILL else self._job.grace_s
-        self._deadline = time.monotonic() + wait_s
+        self.events.deadline = time.monotonic() + wait_s
         self._warden.signal(sig, [rank.pid for rank in living if rank.pid])
 
     def _keep_deadline(self) -> None:
-        if self._deadline is not None and self._ending_by is not None and time.monotonic() >= self._deadline:
+        if self._ending_by is not None and self.events.is_late:
             if self._ending_by == signal.SIGKILL:
                 self._warden.kill()
             self._end_ranks(signal.SIGKILL)
 
     def _obey_signals(self) -> None:
-        while self._unhandled:
-            sig = self._unhandled.pop(0)
+        while self.events.signals:
+            sig = self.events.signals.pop(0)
             if sig == signal.SIGWINCH:
                 for output in (output for rank in self._ranks for output in rank.outputs):
                     output.resize()
@@ -460,7 +377,7 @@ class Supervisor:
                 self._late = sig  # the outcome is decided, unless ranks are to be started again
             else:
                 self.received = sig
-                self._cause_before = find_culprit([rank.end for rank in self._ranks if rank.end])
+                self.cause_before = find_culprit([rank.end for rank in self._ranks if rank.end])
                 living = [rank for rank in self._ranks if rank.end is None]
                 why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
                 again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
@@ -488,29 +405,11 @@ class Supervisor:
     def _lose_reader(self) -> None:
         """End as on a signal, so that ranks can save. Where one has come, it has ended our reader, too: Ctrl-C does."""
         if not self._is_ending():
-            self._unhandled.append(signal.SIGPIPE)
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._wake_write, b"\0")
+            self.events.note(signal.SIGPIPE)
 
     def _is_ending(self) -> bool:
         """Whether we have been told to end: then output that nobody reads must not hold us up."""
-        return self.received is not None or any(sig not in _HARMLESS for sig in self._unhandled)
-
-    def _catch_signals(self) -> None:
-        # Handlers only note the signal; the byte that Python writes to the pipe wakes the loop.
-        self._wake_read, self._wake_write = os.pipe()
-        for fd in (self._wake_read, self._wake_write):
-            os.set_blocking(fd, False)
-        self.watch(self._wake_read, self._drain_wakes)
-        for sig in dict.fromkeys((*self._job.signals, *_HARMLESS)):
-            if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup stays nohup
-                signal.signal(sig, lambda got, _: self._unhandled.append(got))
-                self._caught.append(sig)
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-
-    def _drain_wakes(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
+        return self.received is not None or any(sig not in _HARMLESS for sig in self.events.signals)
 
     # ------------------------------------------------------------ words
 
@@ -519,14 +418,11 @@ class Supervisor:
         self._err.end_line()
         self._err.write_lines(printable(f"phalanx run: {text}\n"))
 
-    def _report(self, culprit: RankEnd) -> None:
-        """Write the last words of the job: the cause, then what became of the others."""
-        hint = hint_for(
-            culprit, self.ends, num_oom_kills=count_oom_kills() - self._num_oom_kills, command=self._job.command
-        )
+    def say_last(self, text: str) -> None:
+        """Write the last words of the job, as they are."""
         self._out.end_line()
         self._err.end_line()
-        self._err.write(printable(report(culprit, self.ends, hint=hint)))
+        self._err.write(printable(text))
 
 
 def _count(ranks: Sequence[Rank]) -> str:

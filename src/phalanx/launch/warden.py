@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from phalanx import _env
 from phalanx.launch.channel import MAX_PACKET_BYTES
 
 FD_VARIABLE = "PHALANX_WARDEN_FD"
@@ -206,7 +207,7 @@ def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], warden_pid: int)
     if packet["cpus"]:
         with contextlib.suppress(OSError):  # the cpuset has changed since: unpinned is slower, not wrong
             os.sched_setaffinity(0, packet["cpus"])
-    os.environ.update(packet["environ"])
+    _env.update(packet["environ"])
 
 
 def execute(command: Sequence[str]) -> Begin:
@@ -235,8 +236,8 @@ def serve_preloaded(loaded_before: Collection[str]) -> None:
     Args:
         loaded_before: Modules that Python itself loads at start.
     """
-    channel = socket.socket(fileno=int(os.environ.pop(FD_VARIABLE)))
-    modules_file = os.environ.pop(MODULES_VARIABLE)
+    channel = socket.socket(fileno=int(_env.take(FD_VARIABLE)))
+    modules_file = _env.take(MODULES_VARIABLE)
     try:
         _prepare_and_serve(channel, modules_file, loaded_before)
     except BaseException as error:  # site would go on, and the script would run here

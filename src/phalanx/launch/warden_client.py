@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
+from phalanx import _env
 from phalanx.launch import warden
 from phalanx.launch.channel import Channel
 from phalanx.launch.keeper import fork_warden
@@ -61,8 +62,7 @@ class Warden:
                 fork_warden(supervisor_pid, tell, theirs)
                 if preload:
                     _execute_preloading(command, environ, theirs, modules_file)
-                os.environ.clear()
-                os.environ.update(environ)
+                _env.replace_all(environ)
                 warden.serve(theirs, warden.execute(command))
             except BaseException as error:
                 print(f"the process that was to start the ranks failed: {error!r}", file=sys.stderr, flush=True)

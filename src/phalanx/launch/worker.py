@@ -18,6 +18,7 @@ from collections.abc import Callable
 from multiprocessing import connection, forkserver, reduction
 from typing import Any
 
+from phalanx import _env
 from phalanx.launch.environment import Attempt, rank_environment
 from phalanx.launch.warden import die_with_parent
 
@@ -182,10 +183,8 @@ def _settle(rank: int, plan: Plan) -> None:
     os.sched_setaffinity(0, plan.cpus)
     stacks = open(os.path.join(plan.folder, f"stacks_{rank}"), "w")  # noqa: SIM115 until the end
     faulthandler.enable(stacks, all_threads=True)
-    os.environ.clear()
-    os.environ.update(plan.environ)
-    os.environ.update(rank_environment(plan.attempt, rank, os.path.join(plan.folder, f"error_{rank}.json")))
-    os.environ.update(plan.attempt.launch("phalanx.spawn", plan.notes, rank))
+    own = rank_environment(plan.attempt, rank, os.path.join(plan.folder, f"error_{rank}.json"))
+    _env.replace_all({**plan.environ, **own, **plan.attempt.launch("phalanx.spawn", plan.notes, rank)})
     multiprocessing.set_start_method(plan.start_method, force=True)  # not the server's own, whose children import all
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():

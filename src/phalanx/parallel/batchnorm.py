@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from phalanx import _torch
+from phalanx._torch import BatchNorm
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """torch's SyncBatchNorm, on the CPU too: statistics are those of one batch that holds the samples of all ranks.
 
     Forward and backward equal `BatchNorm*d` of one process on the whole batch up to rounding, however unequal the
@@ -41,15 +43,15 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self.process_group = process_group
 
-    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
-    _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
+    _check_input_dim: Any = _torch.check_input_dim
+    _check_non_zero_input_channels: Any = _torch.check_non_zero_input_channels
 
     def forward(self, input: Tensor) -> Tensor:
         group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
         if not self.training or group is None or dist.get_world_size(group) == 1:
             return super().forward(input)
         if input.is_cuda:
-            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type] # torch's own kernels
+            return nn.SyncBatchNorm.forward(self, input)  # torch's own kernels
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         output, mean, var, count = _Normalize.apply(input, self.weight, self.bias, self.eps, group)
@@ -71,16 +73,16 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Return the module with every BatchNorm layer in it replaced; parameters and buffers stay the same objects."""
         converted: dict[nn.Module, nn.Module] = {}
-        for parent in [nn.ModuleList([module]), *module.modules()]:
-            for name, child in parent._modules.items():  # named_children() leaves out a layer's second name
-                if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
-                    if child not in converted:
-                        converted[child] = cls._replacement(child, process_group)
-                    parent._modules[name] = converted[child]
+        for path, child in [*module.named_modules(remove_duplicate=False)]:  # a layer may have a second name
+            if isinstance(child, BatchNorm) and not isinstance(child, SyncBatchNorm):
+                if child not in converted:
+                    converted[child] = cls._replacement(child, process_group)
+                if path:
+                    module.set_submodule(path, converted[child])
         return converted.get(module, module)
 
     @classmethod
-    def _replacement(cls, norm: _BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
+    def _replacement(cls, norm: BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
         sync = cls(
             norm.num_features,
             norm.eps,
@@ -89,7 +91,8 @@ class SyncBatchNorm(_BatchNorm):
             norm.track_running_stats,
             process_group or getattr(norm, "process_group", None),  # torch's SyncBatchNorm has one
         )
-        sync._parameters, sync._buffers = norm._parameters, norm._buffers
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            setattr(sync, name, getattr(norm, name))
         sync.training = norm.training
         return sync
 

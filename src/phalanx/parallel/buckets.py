@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.parallel.layout import flat, is_dense, shaped
+from phalanx._tensors import is_one_range
+from phalanx._torch import foreach_mul_
+from phalanx.parallel.layout import flat, shaped
 
 CommHook: TypeAlias = Callable[[Any, Any], torch.futures.Future]
 
@@ -246,7 +248,7 @@ class CoalescedBucket(Bucket):
         squares = self._average(self._tensors, self._used_anywhere, with_squares=self._wants_squares)
         self._squares = squares * self.scale**2 if self._wants_squares else None
         if self.scale != 1:
-            torch._foreach_mul_(self._tensors, self.scale)
+            foreach_mul_(self._tensors, self.scale)
 
     def store(self) -> None:
         self.wait()
@@ -280,7 +282,7 @@ def _dense(parameter: nn.Parameter, grad: Tensor) -> Tensor:
 def _in_memory_order(parameter: nn.Parameter, grad: Tensor) -> Tensor:
     """Return the gradient, flat if its layout is the parameter's, which is the same on every rank."""
     grad = _dense(parameter, grad)
-    return flat(grad) if grad.stride() == parameter.stride() and is_dense(grad) else grad
+    return flat(grad) if grad.stride() == parameter.stride() and is_one_range(grad) else grad
 
 
 class SparseBucket(Bucket):
@@ -335,7 +337,7 @@ class SparseBucket(Bucket):
         self.wait()
         assert self._sum is not None
         grad = self.parameters[0].grad
-        if self._sum._nnz():
+        if self._sum.coalesce().values().numel():
             self.parameters[0].grad = self._sum if grad is None or grad.is_sparse else self._sum.to_dense()
 
     def norm(self) -> Tensor:
@@ -388,7 +390,9 @@ def make_buckets(
 
 def _averages(group: dist.ProcessGroup, device: torch.device) -> bool:
     """True if the group's backend knows ReduceOp.AVG."""
-    return hasattr(group, "average_coalesced") or group._get_backend(device).name() == "nccl"
+    if hasattr(group, "average_coalesced"):
+        return True
+    return f"{device.type}:nccl" in str(dist.get_backend_config(group)).split(",")
 
 
 def _views(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from phalanx import _torch
 from phalanx._errors import RankFailed
+from phalanx._torch import current_graph_task_id, disable_dynamo, queue_callback
 from phalanx.data.epochs import repeated_orders
 from phalanx.parallel.buckets import Bucket, CommHook, make_buckets
 from phalanx.parallel.group import group_or_world
@@ -109,7 +110,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = set(getattr(module, _torch.MARK_IGNORED_BY_DDP, ()))
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         with_buffers = self.broadcast_buffers or forward_sync_buffers is not None
@@ -184,13 +185,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         if with_buffers:
             tensors += [b.detach() for _, b in self._buffers_of_module()]
         if tensors:
-            dist._broadcast_coalesced(self.process_group, tensors, _BROADCAST_BYTES, src)
+            _torch.broadcast_coalesced(self.process_group, tensors, _BROADCAST_BYTES, src)
 
     def _build(self) -> None:
         """Make buckets for the parameters that are trained now, and hang a hook on each."""
         trained = [(name, p) for name, p in self._parameters_of_module() if p.requires_grad]
         self._names = {p: name for name, p in trained}
-        if any(hasattr(p, "_in_backward_optimizers") for p in self._names):
+        if any(hasattr(p, _torch.MARK_STEPS_IN_BACKWARD) for p in self._names):
             raise ValueError(
                 f"rank {dist.get_rank()}: DistributedDataParallel: a parameter has an optimizer that steps within "
                 "backward, before gradients are averaged; call optimizer.step() after backward() instead"
@@ -226,21 +227,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._after_forward(output)
         return output
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _before_forward(self, inputs: Any, kwargs: Any) -> Any:
         if [p.requires_grad for p in self._candidates] != self._trained:
             self._build()  # something was frozen or unfrozen
-        if self._join_config.enable:
+        if self._is_joining():
             Join.notify_join_context(self)
         if self._has_buffers and self.require_forward_param_sync:
             self._sync_buffers()
-        if self._join_config.enable:
+        if self._is_joining():
             self._count_active(active=self._averages_now())
         if self.device_ids:
             return _to_device((inputs, kwargs), self.device)
         return inputs, kwargs
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _after_forward(self, output: Any) -> None:
         # As in torch: buffers become rank 0's before the first evaluation after training, then stay. So ranks may
         # evaluate different numbers of batches.
@@ -251,13 +252,16 @@ class DistributedDataParallel(nn.Module, Joinable):
             if not self.require_backward_grad_sync:
                 self._pass.armed = False
             return
-        if self._pass.task is not None and self._pass.task != torch._C._current_graph_task_id():
+        if self._pass.task is not None and self._pass.task != current_graph_task_id():
             self._abandon()
         self._pass.armed = True
         begin = functools.partial(_call_weakly, weakref.ref(self))
         for tensor in _find_tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: begin(None))
+
+    def _is_joining(self) -> bool:
+        return bool(_torch.attribute_of(self, "_join_config").enable)
 
     def _averages_now(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -272,11 +276,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def _sync_buffers(self, *, active: bool = True) -> None:
-        buffers = [b for _, b in self._buffers_of_module()]
-        src = self._last_active_rank(active=active) if self._join_config.enable else 0
+        buffers = [b.data for _, b in self._buffers_of_module()]  # not detach(): backward may have saved this version
+        src = self._last_active_rank(active=active) if self._is_joining() else 0
         try:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-                dist._broadcast_coalesced(self.process_group, buffers, _BROADCAST_BYTES, src)
+            _torch.broadcast_coalesced(self.process_group, buffers, _BROADCAST_BYTES, src)
         except Exception as error:
             _add_hint(error, "was broadcasting buffers at the beginning of forward()")
             raise
@@ -285,16 +288,16 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _begin_backward(self) -> None:
         """Called when gradients first reach an output of the model in this backward pass."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == self._pass.task:
             return
         if self._pass.task is not None:
             self._abandon()
-        self._pass = _Pass(task, torch._C._current_autograd_node())
+        self._pass = _Pass(task, _torch.current_autograd_node())
         for bucket in self._buckets:
             if bucket.overlaps:
                 bucket.num_awaited = sum(self._expected[p] for p in bucket.parameters) if self._expected else -1
-        Variable._execution_engine.queue_callback(functools.partial(self._finish_backward, task))
+        queue_callback(functools.partial(self._finish_backward, task))
 
     def _abandon(self) -> None:
         """Forget the backward pass that runs, or that an error ended, but for the gradients that it has made."""
@@ -517,7 +520,7 @@ def _fills_grads(node: Any) -> bool:
     while following := [below for below, _ in node.next_functions if below is not None]:
         node = following[0]
     try:
-        return torch._C._will_engine_execute_node(node)  # backward() comes to every leaf
+        return _torch.will_engine_execute_node(node)  # backward() comes to every leaf
     except RuntimeError:
         return False  # a leaf that autograd.grad() was asked for
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx._tensors import is_expanded
 from phalanx.parallel.buckets import make_buckets
 from phalanx.parallel.group import group_or_world
 
@@ -32,7 +33,7 @@ def average_gradients(
     parameters = model.parameters() if isinstance(model, nn.Module) else model
     trained = list(dict.fromkeys(p for p in parameters if p.requires_grad))  # one that is given twice: once
     for parameter in trained:
-        if parameter.grad is not None and torch._debug_has_internal_overlap(parameter.grad) == 1:
+        if parameter.grad is not None and is_expanded(parameter.grad):
             parameter.grad = parameter.grad.clone()  # one number, expanded: nothing can be stored there
     for bucket in make_buckets(trained, group, bucket_cap_mb=25, sparse=_sparse_anywhere(trained, group)):
         bucket.used = {parameter for parameter in bucket.parameters if parameter.grad is not None}

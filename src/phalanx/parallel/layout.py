@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-
-def is_dense(tensor: Tensor) -> bool:
-    """True if the elements fill one range of memory, in whatever order."""
-    return torch._debug_has_internal_overlap(tensor) == 0
+from phalanx._tensors import is_one_range
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -18,6 +14,6 @@ def flat(tensor: Tensor) -> Tensor:
 
 def shaped(buffer: Tensor, like: Tensor) -> Tensor:
     """View ``like.numel()`` contiguous elements in the shape of `like` and, if that is dense, its memory layout."""
-    if is_dense(like):
+    if is_one_range(like):
         return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset())
     return buffer.view(like.shape)

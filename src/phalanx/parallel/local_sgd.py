@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
+from phalanx._torch import foreach_copy_
 from phalanx.parallel.group import group_or_world
 from phalanx.parallel.hosts import HostGroups, gather_from_all, pieces_of, share_out
 from phalanx.parallel.layout import shaped
@@ -112,11 +113,11 @@ class LocalSGD:
         groups = self._groups
         for members in _by_kind(tensors):
             flat, views = _empty_like(members)
-            torch._foreach_copy_(views, members)
+            foreach_copy_(views, members)
             if groups.across is not None and groups.rail == 0:
                 dist.broadcast(flat, src=dist.get_global_rank(groups.across, 0), group=groups.across)
             share_out([flat], groups)
-            torch._foreach_copy_(members, views)
+            foreach_copy_(members, views)
         for window in self._windows:
             window.begin()
 
@@ -160,7 +161,7 @@ class LocalSGD:
             self.outer_optimizer.step()
             self.outer_optimizer.zero_grad()
         for window in self._windows:
-            torch._foreach_copy_(window.members, [p.detach() for p in window.starts])
+            foreach_copy_(window.members, [p.detach() for p in window.starts])
         for members in self._buffers:
             self._average_buffers(members)
         self.num_steps_apart = 0
@@ -183,7 +184,7 @@ class LocalSGD:
     def _average_buffers(self, members: list[Tensor]) -> None:
         groups = self._groups
         flat, views = _empty_like(members)
-        torch._foreach_copy_(views, members)
+        foreach_copy_(views, members)
         if groups.host is not None:  # ranks of a host have each seen their own samples
             dist.all_reduce(flat, group=groups.host)
         pieces = pieces_of(flat, groups)
@@ -191,7 +192,7 @@ class LocalSGD:
             dist.all_reduce(pieces[groups.rail], group=groups.across)
         share_out(pieces, groups)
         flat.div_(groups.num_ranks)
-        torch._foreach_copy_(members, views)
+        foreach_copy_(members, views)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class _Window:
 
     def begin(self) -> None:
         """Let the window start where the parameters are now."""
-        torch._foreach_copy_([p.detach() for p in self.starts], self.members)
+        foreach_copy_([p.detach() for p in self.starts], self.members)
 
     def average_way(self) -> Tensor:
         """Return start minus now, flat, averaged over the hosts by the number of their ranks."""

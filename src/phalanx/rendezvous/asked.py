@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 import torch.distributed as dist
 
-from phalanx import _env
+from phalanx import _env, _torch
 from phalanx._launched import Launch
 
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
@@ -150,16 +150,14 @@ def launch_of(environ: dict[str, str]) -> Launch | None:
 def caller() -> tuple[str | None, str]:
     """Return the backend that ``init_process_group`` was called with, and the line of the script that did.
 
-    Neither torch's rendezvous nor a store is told the backend: it is read from the frame of the call. None: something
-    else calls the rendezvous.
+    None: something else calls the rendezvous.
     """
     backend, frame = None, sys._getframe(1)
     while frame.f_back is not None:
         code = frame.f_code
-        if code.co_name == "init_process_group" and code.co_filename == dist.distributed_c10d.__file__:
-            backend = str(frame.f_locals.get("backend") or "")
-            backend = "" if backend == dist.Backend.UNDEFINED else backend  # what torch makes of None
-        elif not code.co_filename.startswith((*_SKIPPED, "<frozen")):
+        found = _torch.backend_argument(frame)
+        backend = found if found is not None else backend
+        if not code.co_filename.startswith((*_SKIPPED, "<frozen")):
             break
         frame = frame.f_back
     path = frame.f_code.co_filename

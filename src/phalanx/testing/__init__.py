@@ -15,27 +15,21 @@ Ranks are forked from one server process that has imported torch, so a group of
 two starts in well under a tenth of a second. A rank never outlives the test: it
 is killed at its limit, when the test leaves the block, and when the test's own
 process dies.
-
-`hosts` makes hosts out of one machine, with networks of their own and links of a chosen rate and delay, to be cut.
 """
 
 from phalanx.launch.outcome import Outcome, RankError
 from phalanx.launch.workers import start_server
-from phalanx.testing.hosts import Host, hosts, why_no_hosts
 from phalanx.testing.rank import await_release, reached
 from phalanx.testing.ranks import Ranks, kill_rank, run_ranks, spawn_ranks
 
 __all__ = [
-    "Host",
     "Outcome",
     "RankError",
     "Ranks",
     "await_release",
-    "hosts",
     "kill_rank",
     "reached",
     "run_ranks",
     "spawn_ranks",
     "start_server",
-    "why_no_hosts",
 ]

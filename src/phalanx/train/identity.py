@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import data as torch_data
 
 from phalanx._errors import CheckpointError, counted, printable
+from phalanx._torch import SCHEDULER_COUNTERS
 from phalanx.train.ranks import Ranks
 from phalanx.train.settings import Settings
 
@@ -38,7 +39,7 @@ _NO_HYPERPARAMETERS = {
     "params", "param_names", "initial_lr",
     "foreach", "fused", "capturable", "differentiable",  # how it is computed, not what
 }  # fmt: skip
-_COUNTERS = {"base_lrs", "last_epoch", "_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step"}
+_COUNTERS = {"base_lrs", "last_epoch", *SCHEDULER_COUNTERS}
 _MODEL = "model."
 _MODULE = "module."
 _TORCH = "torch"  # of another version modules are not compared

@@ -22,6 +22,7 @@ from phalanx import checkpoint, session
 from phalanx._env import PREEMPTED_CODE
 from phalanx._errors import NonFinite, RankFailed, counted
 from phalanx._loop import synchronizing
+from phalanx._torch import foreach_mul_
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules, note_room_made
@@ -339,7 +340,7 @@ class Trainer:
             self._grad_norm = model.grad_norm()  # added up while gradients were averaged
             if self._grad_norm > largest:
                 grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-                torch._foreach_mul_(grads, float(largest / (self._grad_norm + 1e-6)))
+                foreach_mul_(grads, float(largest / (self._grad_norm + 1e-6)))
         else:
             self._grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), largest)
         self._guard.look_at_norm(self._grad_norm, self.step + 1, self.epoch)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from phalanx._torch import BatchNorm, foreach_add_
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.ranks import Ranks
 from phalanx.train.wrapper import is_sharded
@@ -21,7 +22,7 @@ def check_model(model: nn.Module) -> None:
     if is_sharded(model):
         raise ValueError('Trainer: deterministic="world" adds whole gradients: it can\'t have a model of fully_shard')
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        if isinstance(module, BatchNorm) and module.track_running_stats:
             raise ValueError(
                 f'Trainer: deterministic="world" can\'t have {name}, a {type(module).__name__}: its running statistics '
                 "depend on which rank sees what. Use GroupNorm or LayerNorm, or track_running_stats=False"
@@ -54,7 +55,7 @@ def sum_gradients(
         total = [loss.reshape(1), *(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)]
         size = 1
         while pending and pending[-1][0] == size:
-            torch._foreach_add_(pending[-1][1], total)
+            foreach_add_(pending[-1][1], total)
             total, size = pending.pop()[1], 2 * size
         pending.append((size, total))
     [(_, own)] = pending

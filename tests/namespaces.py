@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from phalanx.testing import _wire
+from tests import wire
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -44,9 +44,9 @@ class Host:
     def __init__(self, name: str, address: str, rate_bit_s: float, delay_s: float) -> None:
         self.name, self.address = name, address
         self._started: list[subprocess.Popen[Any]] = []
-        wire = [sys.executable, "-I", "-S", _wire.__file__, name, repr(rate_bit_s), repr(delay_s)]
+        holder = [sys.executable, "-I", "-S", wire.__file__, name, repr(rate_bit_s), repr(delay_s)]
         self._holder = subprocess.Popen(
-            ["unshare", "--net", "--uts", *wire],
+            ["unshare", "--net", "--uts", *holder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -72,7 +72,7 @@ class Host:
         """
         environ = {**os.environ, **(env or {})}
         # Whoever sees the host open from inside is there when the holder, which closes it first, kills all.
-        checked = ["sh", "-c", f'read word < {_wire.DOOR} && [ "$word" = open ] && exec "$@"', "sh", *command]
+        checked = ["sh", "-c", f'read word < {wire.DOOR} && [ "$word" = open ] && exec "$@"', "sh", *command]
         self._started.append(subprocess.Popen([*self._inside(), *checked], env=environ, **options))
         return self._started[-1]
 
@@ -87,7 +87,7 @@ class Host:
         """Kill every process of this host. Its system lives: their peers see connections end."""
         for process in self._started:  # one that has only just started may not be inside yet
             process.kill()
-        _wire.kill_all(self.pid)
+        wire.kill_all(self.pid)
 
     def cut(self) -> None:
         """Pull its cable out of the switch: packets vanish both ways, and nobody is told."""

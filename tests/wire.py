@@ -1,6 +1,6 @@
-"""The process that is a host of `phalanx.testing.hosts`: it holds the namespaces, and is the host's end of the wire.
+"""The process that is a host of `tests.namespaces`: it holds the namespaces, and is the host's end of the wire.
 
-``python _wire.py NAME RATE_BIT_S DELAY_S`` in fresh namespaces. Every packet that comes in waits here, in the kernel's
+``python wire.py NAME RATE_BIT_S DELAY_S`` in fresh namespaces. Every packet that comes in waits here, in the kernel's
 NFQUEUE, for as long as a line of that rate and length would have taken: one packet after the other at the rate, then
 the delay. (Linux has tc-netem for this, but many kernels are built without it; and a token bucket lets a small message
 pass as if the line had no rate.) Only the first bytes of a packet are copied to this process.

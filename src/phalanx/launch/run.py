@@ -1,0 +1,64 @@
+"""A whole job: what can't work is refused, attempts are made, and the last words and the exit code say how it went."""
+
+from __future__ import annotations
+
+import sys
+
+from phalanx import _env
+from phalanx._cgroups import count_oom_kills
+from phalanx.launch.attempts import run_on_this_node
+from phalanx.launch.descriptors import descriptor_problem, open_streams
+from phalanx.launch.failure import report
+from phalanx.launch.hints import hint_for
+from phalanx.launch.job import Job
+from phalanx.launch.ports import port_advice, port_problem
+from phalanx.launch.run_folder import RunFolder
+from phalanx.launch.supervisor import Supervisor
+
+
+def run(job: Job) -> int:
+    """Run `job` and return the exit code for the shell.
+
+    0 if every rank exits with 0. Otherwise the code of the rank that was the cause, 128 plus the signal if one ended
+    it. When the supervisor itself is told to end while ranks live: 128 plus that signal; whoever read its output and
+    has gone is such a signal, SIGPIPE. Nothing that the job has
+    started lives when this returns; signals are held back from then on, since the outcome is decided.
+    """
+    if job.served_port and (problem := port_problem(job.served_port)):
+        print(f"phalanx run: {problem}; {port_advice(job)}", file=sys.stderr)
+        return 1
+    open_streams()
+    if problem := descriptor_problem(job.num_local_ranks):
+        print(f"phalanx run: {problem}", file=sys.stderr)
+        return 1
+    try:
+        folder = RunFolder(job.log_dir, job.command)
+    except OSError as error:
+        print(f"phalanx run: can't write to --log-dir {job.log_dir}: {error.strerror}", file=sys.stderr)
+        return 1
+    with Supervisor(job, folder) as supervisor:
+        return _run_attempts(supervisor, job, folder)
+
+
+def _run_attempts(supervisor: Supervisor, job: Job, folder: RunFolder) -> int:
+    num_oom_kills = count_oom_kills()
+    note = f"; {folder.note}" if folder.note else ""
+    supervisor.say(f"{job.note}; logs in {folder.path}{note}")
+    if job.max_nodes > 1:
+        from phalanx.launch.nodes import run_with_other_nodes
+
+        culprit = run_with_other_nodes(supervisor, job)
+    else:
+        culprit = run_on_this_node(supervisor, job)
+    if supervisor.has_made_room:
+        supervisor.say(f"all ranks have saved and made room; exit code {_env.PREEMPTED_CODE}, start again to go on")
+        return _env.PREEMPTED_CODE
+    if supervisor.received is not None:
+        cause = supervisor.cause_before
+        culprit = cause if cause is not None and cause.raised and not cause.is_victim else None
+    if culprit is not None:
+        hint = hint_for(culprit, supervisor.ends, num_oom_kills=count_oom_kills() - num_oom_kills, command=job.command)
+        supervisor.say_last(report(culprit, supervisor.ends, hint=hint))
+    if supervisor.received is not None:
+        return 128 + supervisor.received
+    return culprit.exit_code if culprit is not None else 0
