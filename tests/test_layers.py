@@ -46,9 +46,15 @@ def unit_of(module: str) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return the units of phalanx that a file imports anywhere, lazily or for type checking too."""
+    """Return the units of phalanx that a file imports anywhere, lazily or for type checking too.
+
+    But not what the package's front door shows to type checkers: it names what stands on every floor.
+    """
     units = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if path == PACKAGE / "__init__.py":
+        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+    for node in ast.walk(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             modules = [node.module] if node.module != "phalanx" else [f"phalanx.{alias.name}" for alias in node.names]

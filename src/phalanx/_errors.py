@@ -20,7 +20,7 @@ class PhalanxError(RuntimeError):
         super().__init__(message)
         self.op = op
         self.seq = seq
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
         self.__dict__.update(facts)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -7,8 +7,8 @@ torch.distributed, and no backend.
 from phalanx.checkpoint.folder import Checkpoint
 from phalanx.checkpoint.loading import Loaded, load
 from phalanx.checkpoint.memory import snapshot
-from phalanx.checkpoint.retention import list, prune, verify
+from phalanx.checkpoint.retention import list_checkpoints, prune, verify
 from phalanx.checkpoint.saving import save, wait
 from phalanx.checkpoint.tree import unwrap
 
-__all__ = ["Checkpoint", "Loaded", "list", "load", "prune", "save", "snapshot", "unwrap", "verify", "wait"]
+__all__ = ["Checkpoint", "Loaded", "list_checkpoints", "load", "prune", "save", "snapshot", "unwrap", "verify", "wait"]

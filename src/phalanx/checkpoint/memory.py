@@ -54,10 +54,10 @@ class SnapshotMemory:
         self._regions: dict[int, mmap.mmap] = {}
         self._slot = 0
         self._is_forbidden = False
-        self.size_bytes = 0
+        self.size_bytes: int = 0
         environ = _env.environment()
         self._attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        self.problem = self._open(environ)
+        self.problem: str = self._open(environ)
 
     def _open(self, environ: Mapping[str, str]) -> str:
         path = environ.get(_env.SNAPSHOT_VARIABLE)
@@ -210,7 +210,7 @@ def _digest(folder: str) -> bytes:
     return hashlib.blake2b(os.path.abspath(folder).encode(), digest_size=16).digest()
 
 
-memory = SnapshotMemory()
+memory: SnapshotMemory = SnapshotMemory()
 """Of this process; opened when phalanx.checkpoint is imported, in a rank."""
 
 

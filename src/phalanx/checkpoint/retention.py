@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import os
 
@@ -10,7 +9,7 @@ from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.folder import Checkpoint, Damaged
 
 
-def list(folder: str | os.PathLike[str]) -> builtins.list[Checkpoint]:
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the checkpoints in a folder, oldest first, without those whose manifest is not whole."""
     found = []
     for step in folders.steps(os.fspath(folder)):
@@ -19,7 +18,7 @@ def list(folder: str | os.PathLike[str]) -> builtins.list[Checkpoint]:
     return found
 
 
-def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> builtins.list[str]:
+def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> list[str]:
     """Return what is wrong with a checkpoint, a sentence for each file; nothing if every bit is as it was saved.
 
     Raises:
@@ -43,7 +42,7 @@ def prune(
     keep_every: int | None = None,
     keep_best: int | None = None,
     best_is_least: bool = False,
-) -> builtins.list[int]:
+) -> list[int]:
     """Remove older checkpoints and return their steps; one rank or all may call it.
 
     Args:
@@ -56,7 +55,7 @@ def prune(
         ValueError: A number is less than 1.
     """
     check_numbers(keep_last, keep_every, keep_best)
-    found = list(folder)
+    found = list_checkpoints(folder)
     kept = {checkpoint.step for checkpoint in found[-keep_last:]}
     if keep_every is not None:
         kept |= {checkpoint.step for checkpoint in found if checkpoint.step % keep_every == 0}

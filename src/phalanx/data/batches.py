@@ -52,8 +52,8 @@ class GlobalBatches:
         self.micro_batch_size = micro_batch_size
         self.num_parts = num_parts
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self.epoch = 0
-        self.place = 0  # in the epoch's order, of the next batch
+        self.epoch: int = 0
+        self.place: int = 0  # in the epoch's order, of the next batch
 
     def __len__(self) -> int:
         """Return the number of global batches of a whole epoch."""

@@ -77,4 +77,4 @@ class RepeatedOrders:
             )
 
 
-repeated_orders = RepeatedOrders()
+repeated_orders: RepeatedOrders = RepeatedOrders()

@@ -97,7 +97,7 @@ class DataLoader(torch_data.DataLoader[Any]):
             worker_init_fn=worker_init_fn or _SeedWorker(rank),
             **options,
         )
-        self.is_own_part = bool(is_own_part)
+        self.is_own_part: bool = bool(is_own_part)
         self._num_batches = 0  # handed out in this epoch
         self._is_over = False
 

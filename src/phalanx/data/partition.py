@@ -15,7 +15,7 @@ class Partition(Dataset[Any]):
 
     def __init__(self, data: Any, indices: Sequence[int]) -> None:
         self.data = data
-        self.indices = list(indices)
+        self.indices: list[int] = list(indices)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -47,7 +47,7 @@ class DataPartitioner:
         ends = [round(len(order) * math.fsum(sizes[: number + 1])) for number in range(len(sizes))]
         starts = [0, *ends][: len(ends)]
         self.data = data
-        self.partitions = [order[start:end] for start, end in zip(starts, ends, strict=True)]
+        self.partitions: list[list[int]] = [order[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def use(self, partition: int) -> Partition:
         """Return part number `partition`."""

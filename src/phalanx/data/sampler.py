@@ -13,7 +13,7 @@ from phalanx.data.epochs import warn_caller
 from phalanx.data.place import rank_and_size
 
 
-class DistributedSampler(torch_distributed.DistributedSampler):
+class DistributedSampler(torch_distributed.DistributedSampler[Any]):
     """Divides a dataset among ranks, in torch's order.
 
     The order of an epoch is a pure function of seed, epoch and the dataset's length: rank r of W takes places r, r + W,
@@ -50,12 +50,13 @@ class DistributedSampler(torch_distributed.DistributedSampler):
     ) -> None:
         rank, num_replicas = rank_and_size(rank, num_replicas)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.epoch: int
         self.pad = pad
         self._start = 0  # place in the epoch's order where the next iteration begins
         self._num_taken = 0  # by this rank since then
         self._is_running = False  # an iteration has begun since the epoch was set
         self._is_over = False  # and has come to its end
-        self.expects_set_epoch = True  # False: an epoch that begins without it is nobody's mistake
+        self.expects_set_epoch: bool = True  # False: an epoch that begins without it is nobody's mistake
 
     def __len__(self) -> int:
         """Return how many samples a whole epoch gives this rank."""

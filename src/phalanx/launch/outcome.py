@@ -87,14 +87,14 @@ class RankError(RuntimeError):
 
     def __init__(self, message: str, culprit: Outcome, outcomes: Sequence[Outcome]) -> None:
         super().__init__(message, culprit, outcomes)
-        self.rank = culprit.rank
-        self.pid = culprit.pid
-        self.exitcode = culprit.exitcode
-        self.signal = culprit.signal
-        self.error = culprit.error
-        self.traceback = culprit.traceback
-        self.hung = [outcome.rank for outcome in outcomes if outcome.hung]
-        self.outcomes = list(outcomes)
+        self.rank: int = culprit.rank
+        self.pid: int = culprit.pid
+        self.exitcode: int | None = culprit.exitcode
+        self.signal: int | None = culprit.signal
+        self.error: BaseException | None = culprit.error
+        self.traceback: str = culprit.traceback
+        self.hung: list[int] = [outcome.rank for outcome in outcomes if outcome.hung]
+        self.outcomes: list[Outcome] = list(outcomes)
 
     def __str__(self) -> str:
         return str(self.args[0])

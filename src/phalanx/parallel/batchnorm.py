@@ -94,7 +94,9 @@ class SyncBatchNorm(_BatchNorm):
         return sync
 
 
-convert_sync_batchnorm = SyncBatchNorm.convert_sync_batchnorm
+def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Return the module with every BatchNorm layer in it replaced, as `SyncBatchNorm.convert_sync_batchnorm` does."""
+    return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:

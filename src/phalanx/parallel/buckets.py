@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from phalanx.parallel.layout import flat, is_dense, shaped
 
-CommHook: TypeAlias = Callable[[Any, Any], torch.futures.Future]
+CommHook: TypeAlias = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class GradBucket:
     """What a communication hook gets, with the methods of ``torch.distributed.GradBucket``."""
 
-    def __init__(self, index: int, buffer: Tensor, gradients: list[Tensor], parameters: list, is_last: bool) -> None:
+    def __init__(
+        self, index: int, buffer: Tensor, gradients: list[Tensor], parameters: list[nn.Parameter], is_last: bool
+    ) -> None:
         self._index = index
         self._buffer = buffer
         self._gradients = gradients
@@ -41,7 +43,7 @@ class GradBucket:
         """The gradients as views of the buffer, in the shapes of the parameters."""
         return self._gradients
 
-    def parameters(self) -> list[Tensor]:
+    def parameters(self) -> list[nn.Parameter]:
         """The parameters, in the order of `gradients`."""
         return self._parameters
 
@@ -56,16 +58,16 @@ class Bucket(abc.ABC):
     ``load()`` collects them, ``start()`` begins, ``store()`` waits and hands the means to the parameters.
     """
 
-    started = False
+    started: bool = False
     """True from `start` until `store`."""
     overlaps = True
     """It may be started while backward runs."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.parameters = list(parameters)
+        self.parameters: list[nn.Parameter] = list(parameters)
         self.used: set[nn.Parameter] = set()  # those that have a gradient to average
         self.num_awaited = -1  # gradients that are still to come in this backward pass; -1: not known
-        self.scale = 1.0  # of the mean, where it is not over all ranks
+        self.scale: float = 1.0  # of the mean, where it is not over all ranks
         self.index = 0
         self.is_last = True
         self._group = group

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class DataParallel(nn.DataParallel):
+class DataParallel(nn.DataParallel[nn.Module]):
     """torch's DataParallel on several GPUs; on one device or a CPU it runs the module and says once what is faster.
 
     Args: as torch's. `device_ids` are all GPUs by default.

@@ -97,20 +97,19 @@ class DistributedDataParallel(nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
         _refuse(unsupported)
-        self.process_group = _choose_group(process_group, device_mesh)
+        self.process_group: dist.ProcessGroup = _choose_group(process_group, device_mesh)
         self.module = module
         self.dim = dim
-        self.broadcast_buffers = (
-            broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        ) is not False
-        self.forward_sync_buffers = self.broadcast_buffers
+        buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.broadcast_buffers: bool = buffers is not False
+        self.forward_sync_buffers: bool = self.broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
+        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.require_backward_grad_sync: bool = True
+        self.require_forward_param_sync: bool = True
         with_buffers = self.broadcast_buffers or forward_sync_buffers is not None
         if init_sync:
             self._verify_model(with_buffers)
@@ -139,17 +138,17 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "use the module as it is"
             )
         devices = {p.device for _, p in self._parameters_of_module()}
-        self.device = next(iter(devices))
-        self.device_type = self.device.type
-        self.is_multi_device_module = len(devices) > 1
+        self.device: torch.device = next(iter(devices))
+        self.device_type: str = self.device.type
+        self.is_multi_device_module: bool = len(devices) > 1
         if device_ids and (len(device_ids) > 1 or self.device_type == "cpu" or self.is_multi_device_module):
             raise ValueError(
                 f"rank {dist.get_rank()}: DistributedDataParallel: device_ids must name the one GPU that holds the "
                 f"module, got {device_ids} for a module on {', '.join(map(str, sorted(devices, key=str)))}; "
                 "leave it out on a CPU and for a module on several devices"
             )
-        self.device_ids = list(device_ids) if device_ids else None
-        self.output_device = output_device or (device_ids[0] if device_ids else None)
+        self.device_ids: list[int | torch.device] | None = list(device_ids) if device_ids else None
+        self.output_device: int | torch.device | None = output_device or (device_ids[0] if device_ids else None)
 
     def _parameters_of_module(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter once, with its name in the module, without those that the module wants ignored."""

@@ -69,9 +69,9 @@ class LocalSGD:
             process_group = HostGroups(None, group, group.size(), 1, group.size())
         self.every = every
         self.warmup_steps = warmup_steps
-        self.num_steps = 0
+        self.num_steps: int = 0
         """Steps taken since the beginning."""
-        self.num_steps_apart = 0
+        self.num_steps_apart: int = 0
         """Steps taken since the last meeting."""
         self._groups = process_group
         parameters = [p.detach() for p in params]
@@ -81,7 +81,8 @@ class LocalSGD:
         self._windows = [_Window(members, self._groups, compress) for members in _by_kind(parameters)]
         self._buffers = _by_kind(averaged)
         self._start_alike(parameters + averaged)
-        self.outer_optimizer = outer_optimizer and outer_optimizer([p for w in self._windows for p in w.starts])
+        starts = [parameter for window in self._windows for parameter in window.starts]
+        self.outer_optimizer: optim.Optimizer | None = outer_optimizer and outer_optimizer(starts)
         """Steps from the common start; give it to a scheduler to change its learning rate."""
 
     def _verify(self, problem: str, settings: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:

@@ -113,7 +113,7 @@ class ShardedOptimizer(optim.Optimizer):
         for outer, indices in self._groups_with_indices():
             settings = {name: value for name, value in outer.items() if name != "param_names"}
             groups.append({**settings, "params": [s for i in indices for s in by_index.get(i, [])]})
-        self.optimizer = optimizer_class(groups, **defaults)
+        self.optimizer: optim.Optimizer = optimizer_class(groups, **defaults)
         for outer, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):
             for name, value in inner.items():
                 outer.setdefault(name, value)  # what the optimizer has by default: schedulers look for it

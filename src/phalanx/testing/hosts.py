@@ -42,7 +42,8 @@ class Host:
     interface = "eth0"
 
     def __init__(self, name: str, address: str, rate_bit_s: float, delay_s: float) -> None:
-        self.name, self.address = name, address
+        self.name: str = name
+        self.address: str = address
         self._started: list[subprocess.Popen[Any]] = []
         wire = [sys.executable, "-I", "-S", _wire.__file__, name, repr(rate_bit_s), repr(delay_s)]
         self._holder = subprocess.Popen(
@@ -53,7 +54,7 @@ class Host:
             text=True,
             start_new_session=True,  # Ctrl-C is for the parent, which then ends this
         )
-        self.pid = self._holder.pid
+        self.pid: int = self._holder.pid
         assert self._holder.stdout is not None
         if not self._holder.stdout.readline():
             self.close()  # says why

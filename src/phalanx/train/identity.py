@@ -99,8 +99,8 @@ class Identity:
         self._is_known, self._may_force = is_known, may_force
         self._text = json.dumps(facts)
         self.changed: frozenset[str] = frozenset()
-        self.is_forced = False
-        self.news = ""
+        self.is_forced: bool = False
+        self.news: str = ""
 
     def state(self) -> str:
         """Return the facts as a checkpoint holds them."""
