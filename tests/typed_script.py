@@ -14,7 +14,7 @@ def by_hand(session: phalanx.Session, data: TensorDataset) -> Loaded | None:
     sampler = phalanx.DistributedSampler(data, shuffle=True, seed=1)
     loader = phalanx.DataLoader(data, batch_size=8, sampler=sampler)
     model = phalanx.DistributedDataParallel(nn.Linear(8, 1).to(session.device))
-    optimizer = phalanx.ShardedOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     state = {"model": model, "optimizer": optimizer, "sampler": sampler, "random": phalanx.RandomState()}
     loaded = phalanx.checkpoint.load("runs/loop", state)
     for inputs, targets in loader:

@@ -354,7 +354,7 @@ def every_optimizer_goes_on_bit_for_bit(rank, world_size, folder):
 @behaviour
 def a_sharded_optimizer_goes_on_bit_for_bit(rank, world_size, folder):
     def sharded(parameters):
-        return phalanx.ShardedOptimizer(optim.AdamW, parameters, lr=0.01)
+        return phalanx.ZeroRedundancyOptimizer(parameters, optim.AdamW, lr=0.01)
 
     optimizer_goes_on(sharded, rank, folder, 1)
     module = model()  # and its checkpoint is the plain optimizer's

@@ -36,7 +36,7 @@ def fresh(kind):
             fully_shard(layer)
         fully_shard(module)
     if kind == "sharded":
-        return module, phalanx.ShardedOptimizer(optim.Adam, module.parameters(), lr=0.01)
+        return module, phalanx.ZeroRedundancyOptimizer(module.parameters(), optim.Adam, lr=0.01)
     return module, optim.Adam(module.parameters(), lr=0.01)
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def spawn(
     nprocs: int = 1,
     join: bool = True,
     daemon: bool = False,
+    start_method: str = "spawn",
 ) -> Any:
     """Run ``fn(rank, *args)`` in `nprocs` processes, like ``torch.multiprocessing.spawn``.
 
@@ -41,18 +43,23 @@ def spawn(
         args: Follow the rank; sent by value.
         nprocs: Number of ranks, at least 1.
         join: Wait for all and return what they returned, in rank order. Otherwise return a `SpawnContext` at once.
-        daemon: As of ``multiprocessing.Process``: ends with this process at the latest, and can have no children.
+        daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``: they may have no children.
+        start_method: Accepted as in torch, which warns of anything but "spawn", too. Ranks are forked from a server
+            process that has imported torch.
 
     Raises:
         RankError: A rank raised or died; names the first true failure and has its remote traceback. Its ``__cause__``
             is the exception itself.
         TypeError: `fn` is no function, or `fn` or `args` can't be sent to another process.
-        ValueError: `nprocs` is no whole number of at least 1.
+        ValueError: `nprocs` is not a whole number of at least 1.
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function, got {fn!r}; {_RIGHT}")
     if not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs must be a whole number of at least 1, got {nprocs!r}; {_RIGHT}")
+    if start_method != "spawn":
+        message = f"phalanx.spawn starts ranks in one way only; leave out start_method={start_method!r}, it is ignored"
+        warnings.warn(message, FutureWarning, stacklevel=2)
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise TypeError(f"args must be a tuple, got {args!r}; right: phalanx.spawn(fn, args=({args!r},))")
     if getattr(multiprocessing.current_process(), "_inheriting", False):

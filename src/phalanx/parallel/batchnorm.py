@@ -36,8 +36,10 @@ class SyncBatchNorm(_BatchNorm):
         process_group: dist.ProcessGroup | None = None,
         device: Any = None,
         dtype: Any = None,
-        **options: Any,  # bias: not in every torch
+        *,
+        bias: bool = True,
     ) -> None:
+        options = {} if bias else {"bias": False}  # not in every torch
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self.process_group = process_group
 

@@ -28,15 +28,6 @@ from phalanx.parallel.buckets import Bucket, CommHook, make_buckets
 from phalanx.parallel.group import group_or_world
 
 _BROADCAST_BYTES = 250 << 20
-_UNSUPPORTED = {
-    "delay_all_reduce_named_params",
-    "param_to_hook_all_reduce",
-    "mixed_precision",
-    "skip_all_reduce_unused_params",
-    "bucket_cap_mb_list",
-    "batched_grad_copy",
-    "lazy_bucket_allocation",
-}
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -54,7 +45,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     - A loop that forgets ``set_epoch`` of torch's DistributedSampler hears of it, once and on rank 0.
     - ``grad_norm()``; parameters may be frozen and unfrozen at any time; SyncBatchNorm works on the CPU too (as
       :class:`phalanx.SyncBatchNorm`).
-    - `gradient_as_bucket_view` is on by default: ``.grad`` are views of the buckets.
+    - `gradient_as_bucket_view` is True by default. Where gradients are averaged in a buffer, a copy of each would cost
+      its memory again and up to a tenth of a step.
+    - Not supported, and refused by name: `delay_all_reduce_named_params`, `param_to_hook_all_reduce`,
+      `mixed_precision`, `skip_all_reduce_unused_params`, `bucket_cap_mb_list`, `batched_grad_copy` and
+      `lazy_bucket_allocation`.
 
     Args:
         module: The model; its parameters and buffers become those of rank 0.
@@ -82,7 +77,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_ids: list[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool | None = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -90,13 +85,27 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
         device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
-        **unsupported: Any,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        _refuse(unsupported)
+        _refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            batched_grad_copy=batched_grad_copy,
+            lazy_bucket_allocation=lazy_bucket_allocation,
+        )
         self.process_group: dist.ProcessGroup = _choose_group(process_group, device_mesh)
         self.module = module
         self.dim = dim
@@ -487,10 +496,13 @@ class _Shadow(JoinHook):
         if not ddp.require_forward_param_sync:
             return
         for bucket in ddp._buckets:
+            bucket.used.clear()
             bucket.load_nothing()
             bucket.start(ddp._hook, ddp._hook_state)
         for bucket in ddp._buckets:
-            bucket.wait()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+            bucket.store()  # for an optimizer that takes part, too: ZeroRedundancyOptimizer
 
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self.ddp
@@ -540,10 +552,8 @@ def _remove_all(handles: Iterable[Any]) -> None:
         handle.remove()
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in _UNSUPPORTED:
-            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument {name!r}")
+def _refuse(**unsupported: Any) -> None:
+    for name, value in unsupported.items():
         if value not in (None, False):
             raise ValueError(
                 f"DistributedDataParallel: {name} is not supported; use torch.nn.parallel.DistributedDataParallel, "
