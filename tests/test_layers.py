@@ -13,6 +13,7 @@ PACKAGE = Path(phalanx.__file__).parent
 FLOORS = {
     "__init__": 0,
     "_cgroups": 0,
+    "_command_line": 0,
     "_core": 0,
     "_env": 0,
     "_launched": 0,
