@@ -1,7 +1,7 @@
-"""Checkpoints that are published whole or not at all, verified before they are loaded, never unpickled.
+"""Checkpoints that are published whole or not at all, verified before loading, and never unpickled.
 
-On disk one folder for each step, in memory a snapshot of each step for a group that is started again. Knows
-torch.distributed, and no backend.
+On disk there is a folder for each saved step; in memory there are snapshots, for ranks that are restarted. Works with
+any backend.
 """
 
 from phalanx.checkpoint.folder import Checkpoint

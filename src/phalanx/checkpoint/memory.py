@@ -46,7 +46,7 @@ class SnapshotMemory:
     """The memory in which this rank keeps snapshots, and finds those of an attempt before.
 
     Attributes:
-        size_bytes: Of both snapshots of this rank, once there is one.
+        size_bytes: Size of both snapshots of this rank, once there is one.
     """
 
     def __init__(self) -> None:

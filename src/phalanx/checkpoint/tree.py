@@ -35,7 +35,7 @@ class Leaf:
     """A tensor of the state.
 
     Attributes:
-        name: Where it stands, such as ``model.0.weight``; the same on every rank.
+        name: Position in the state, such as ``model.0.weight``; the same on every rank.
         tensor: The rank's own, or its DTensor.
         is_local: Whether it is each rank's own: buffers of modules, bytes, arrays of NumPy.
     """
@@ -46,7 +46,11 @@ class Leaf:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module without wrappers that only prefix its names: data parallel, torch.compile."""
+    """Return the module without wrappers: DistributedDataParallel, DataParallel and torch.compile's.
+
+    Args:
+        module: Module that may be wrapped.
+    """
     while True:
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
             module = module._orig_mod  # type: ignore[assignment]

@@ -36,8 +36,8 @@ class DataLoader(torch_data.DataLoader[Any]):
             `Partition` needs True or False.
 
     Raises:
-        RuntimeError: Several ranks, and no process group yet.
-        ValueError: Nobody can know whether a `Partition` is that of this rank or of all.
+        RuntimeError: There are several ranks and no process group yet.
+        ValueError: The dataset is a `Partition`, and `is_own_part` does not say whether it is this rank's part.
     """
 
     def __init__(
@@ -114,20 +114,28 @@ class DataLoader(torch_data.DataLoader[Any]):
         self._is_over = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler, if it wants to know."""
+        """Pass the number of the epoch to the sampler, if that has a ``set_epoch``."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where all ranks stand: after the batch that was handed out last, whatever workers have loaded ahead.
+        """Return the position of all ranks: after the last batch that was handed out, whatever workers loaded ahead.
 
         Raises:
-            TypeError: The sampler is not a phalanx one, or batches are not made of its samples one by one.
+            TypeError: The sampler is not a `phalanx.DistributedSampler`.
         """
         return self._own_sampler().state_dict(self._num_batches * (self.batch_size or 1), self._is_over)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batch at which `state` was taken, with any number of ranks."""
+        """Continue at a saved position, which any number of ranks may have saved.
+
+        Args:
+            state: State that `state_dict` returned.
+
+        Raises:
+            TypeError: The sampler is not a `phalanx.DistributedSampler`.
+            ValueError: `state` belongs to another dataset, seed or order.
+        """
         self._own_sampler().load_state_dict(state)
         self._num_batches, self._is_over = 0, False
 
@@ -142,7 +150,7 @@ class DataLoader(torch_data.DataLoader[Any]):
 def _part_of_stream(
     stream: torch_data.IterableDataset[Any], rank: int, num_replicas: int, is_own_part: bool | None
 ) -> torch_data.IterableDataset[Any]:
-    """Return what this rank reads of a stream: its turns, unless the stream is divided already."""
+    """Return this rank's part of a stream, or the stream itself if it is divided already."""
     if is_own_part or num_replicas == 1 or isinstance(stream, Shard):
         return stream
     if is_own_part is None and rank == 0:
@@ -155,7 +163,7 @@ def _part_of_stream(
 
 
 class _SeedWorker:
-    """Seeds a worker; a class, since it must reach one that is spawned."""
+    """Seeds a worker; a class, because it must be pickled for workers that are spawned."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -1,4 +1,4 @@
-"""One model on many ranks: data parallel training on any backend of torch.distributed."""
+"""Data parallel training on any backend of torch.distributed."""
 
 from phalanx.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from phalanx.parallel.bridge import Bf16State, bf16_feedback_hook, bridge_hook

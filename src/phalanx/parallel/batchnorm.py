@@ -12,17 +12,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SyncBatchNorm(_BatchNorm):
-    """torch's SyncBatchNorm, on the CPU too: statistics are those of one batch that holds the samples of all ranks.
+    """torch's SyncBatchNorm, on the CPU too: it normalizes with the statistics of all ranks' samples.
 
-    Forward and backward equal `BatchNorm*d` of one process on the whole batch up to rounding, however unequal the
-    ranks' batches are (one may be empty). Inputs have shape (N, C, ...), statistics are kept in float32 at least.
-    Gradients of weight and bias are those of this rank's samples, as torch's: DistributedDataParallel averages them.
-    It is no subclass of torch's, which torch's DistributedDataParallel refuses on a CPU.
+    Up to rounding, forward and backward equal those of ``BatchNorm*d`` in one process on the whole batch, however
+    unequal the ranks' batches are; one may be empty. Inputs have shape (N, C, ...). Statistics are computed in float32
+    or wider. As with torch's, gradients of weight and bias are those of this rank's samples, which
+    DistributedDataParallel averages. It is not a subclass of torch's, which torch's DistributedDataParallel refuses on
+    a CPU.
 
-    Args: as torch's; `process_group` is the group to normalize over, by default the whole world.
+    Args:
+        num_features: Number of channels C.
+        eps: Number added to the variance, for stability.
+        momentum: Weight of a batch in the running statistics; None: they are the mean over all batches.
+        affine: Whether the layer has a trained weight, and a bias.
+        track_running_stats: Whether running statistics are kept for evaluation.
+        process_group: Ranks to normalize over; by default all.
+        device: Device of parameters and buffers.
+        dtype: Dtype of parameters and buffers.
+        bias: Whether an affine layer has a bias; False needs a torch whose BatchNorm has the argument.
 
     Raises:
-        ValueError: The input has fewer than two dimensions, or all ranks together hold one value for each channel.
+        ValueError: The input has fewer than two dimensions, or all ranks together have one value for each channel.
+
     Source: Chan, Golub, LeVeque 1979 for joining the statistics of the ranks.
     """
 
@@ -60,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
-        """Let the running statistics follow; with ``momentum=None`` they are the mean of all batches."""
+        """Update the running statistics; with ``momentum=None`` they are the mean over all batches."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -71,7 +82,12 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Return the module with every BatchNorm layer in it replaced; parameters and buffers stay the same objects."""
+        """Return the module with every BatchNorm layer replaced by one of this class, with the same tensors.
+
+        Args:
+            module: Module to convert in place; a BatchNorm layer itself is replaced by what is returned.
+            process_group: Ranks to normalize over; by default all.
+        """
         converted: dict[nn.Module, nn.Module] = {}
         for parent in [nn.ModuleList([module]), *module.modules()]:
             for name, child in parent._modules.items():  # named_children() leaves out a layer's second name
@@ -97,7 +113,12 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Return the module with every BatchNorm layer in it replaced, as `SyncBatchNorm.convert_sync_batchnorm` does."""
+    """Return the module with every BatchNorm layer replaced: `SyncBatchNorm.convert_sync_batchnorm` as a function.
+
+    Args:
+        module: Module to convert in place; a BatchNorm layer itself is replaced by what is returned.
+        process_group: Ranks to normalize over; by default all.
+    """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 

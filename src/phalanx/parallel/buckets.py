@@ -16,7 +16,7 @@ CommHook: TypeAlias = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class GradBucket:
-    """What a communication hook gets, with the methods of ``torch.distributed.GradBucket``."""
+    """Bucket of gradients for a communication hook, with the methods of ``torch.distributed.GradBucket``."""
 
     def __init__(
         self, index: int, buffer: Tensor, gradients: list[Tensor], parameters: list[nn.Parameter], is_last: bool
@@ -28,27 +28,27 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Position of the bucket; buckets are reduced in this order."""
+        """Return the position of the bucket in the order of reduction."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """All gradients of the bucket, of shape (number of elements,)."""
+        """Return all gradients of the bucket, in one tensor of shape ``(num_elems,)``."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replace what `buffer` returns."""
+        """Replace the tensor that `buffer` returns."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """The gradients as views of the buffer, in the shapes of the parameters."""
+        """Return the gradients, as views of the buffer with the shapes of the parameters."""
         return self._gradients
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters, in the order of `gradients`."""
+        """Return the parameters, in the order of `gradients`."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """True for the bucket that is reduced last."""
+        """Return whether this bucket is the last to be reduced."""
         return self._is_last
 
 

@@ -81,7 +81,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         process_group: Ranks to divide the state among; by default all.
         parameters_as_bucket_view: Accepted as in torch. The parameters move into one buffer for each dtype and device
             in any case.
-        overlap_with_ddp: Not supported: a step inside backward would need a hook of torch's DistributedDataParallel.
+        overlap_with_ddp: Accepted as in torch, but True is refused: only torch's DistributedDataParallel can overlap.
         share_parameters: Whether the parameters live in memory that all ranks of the host share, on the CPU. A step
             then ends with a barrier instead of copies, and whatever else writes to parameters in place (clipping of
             weights, an average of models) must be done by one rank alone.
@@ -336,7 +336,14 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's shard of a whole state, saved here with any number of ranks or by the plain optimizer."""
+        """Load this rank's shard of a whole state.
+
+        Args:
+            state_dict: State that any number of ranks has saved, or the plain optimizer.
+
+        Raises:
+            ValueError: The state has other groups of parameters.
+        """
         self._consolidated = None
         saved_groups = state_dict["param_groups"]
         saved_sizes, own_sizes = ([len(g["params"]) for g in groups] for groups in (saved_groups, self.param_groups))
@@ -401,10 +408,10 @@ def _cuts(begins: Sequence[int], numels: Sequence[int], num_shards: int, cut: in
     """Return where a buffer of tensors is cut into shards that are as equal as can be.
 
     Args:
-        begins: Where each tensor begins in the buffer, in elements.
-        numels: Elements of each tensor.
-        num_shards: How many shards, at least 1; there is one cut less.
-        cut: A tensor may be cut at multiples of this from its own start; 0: only between tensors.
+        begins: Offsets of the tensors in the buffer, in elements.
+        numels: Numbers of elements of the tensors.
+        num_shards: Number of shards, at least 1; there is one cut less.
+        cut: Number of elements from a tensor's start at multiples of which it may be cut; 0: only between tensors.
     """
     total = sum(numels)
     cuts: list[int] = []
