@@ -64,9 +64,9 @@ if not HAS_PYTHON_BACKENDS:
 
 
 def install_as_default() -> None:
-    """Make phalanx what torch picks for CPU tensors when no backend is named, in the place of gloo.
+    """Make phalanx torch's default backend for CPU tensors, instead of gloo.
 
-    Call it before ``init_process_group()``. Affects this process only.
+    Call it before ``init_process_group()``. It affects only this process.
     """
     _plugin.register()
     dist.Backend.default_device_backend_map["cpu"] = "phalanx"

@@ -239,11 +239,12 @@ def as_dtype(name: str) -> torch.dtype:
 
 
 def unpack(node: Json, read: Read, like: Any = None) -> Any:
-    """Return the value of a tree; where `like` has a tensor of the same shape, in that one.
+    """Return the value of a tree. A tensor of the same shape in `like` is filled and returned.
 
     Args:
-        read: Given a tensor's node, and the tensor that is to hold it or None: returns it, filled.
-        like: A value of the same form, or None.
+        node: Tree that `pack` returned.
+        read: Function that takes a tensor's node, and the tensor to fill or None, and returns the tensor.
+        like: Value of the same form, or None.
     """
     if not isinstance(node, dict):
         return node

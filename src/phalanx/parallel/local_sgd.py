@@ -21,7 +21,11 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def nesterov(params: list[nn.Parameter]) -> optim.Optimizer:
-    """Return the outer optimizer of DiLoCo: SGD with learning rate 0.7 and Nesterov momentum 0.9."""
+    """Return the outer optimizer of DiLoCo: SGD with learning rate 0.7 and Nesterov momentum 0.9.
+
+    Args:
+        params: Parameters that the optimizer steps.
+    """
     return optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
