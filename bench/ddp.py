@@ -1,8 +1,8 @@
 """``python -m bench.ddp``: what data parallel training costs over the same step without any communication.
 
 Two ranks with one thread each train in turns, in one pair of processes: without communication, with phalanx's and with
-torch's DistributedDataParallel on phalanx and on Gloo, and with phalanx.ShardedOptimizer and parameters in shared
-memory. Also measured: an epoch of 10,000 images on one rank and on two, and the memory of parameters and state.
+torch's DistributedDataParallel on phalanx and on Gloo, and with phalanx.ZeroRedundancyOptimizer and parameters in
+shared memory. Also measured: an epoch of 10,000 images on one rank and on two, and the memory of parameters and state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BATCH = 64
 _NONE = "no communication"
 _OURS = "phalanx DDP on phalanx"
 _TORCH = "torch DDP on phalanx"
-_SHARDED = "phalanx DDP, ShardedOptimizer"
+_SHARDED = "phalanx DDP, ZeroRedundancyOptimizer"
 _VARIANTS = (_NONE, _OURS, _TORCH, _SHARDED, "phalanx DDP on Gloo", "torch DDP on Gloo")
 
 
@@ -83,8 +83,8 @@ class _Trainer:
         module = case.build()
         group = gloo if variant.endswith("Gloo") else None
         if variant == _SHARDED:
-            self.optimizer = phalanx.ShardedOptimizer(
-                case.optimizer, module.parameters(), lr=1e-3, share_parameters=True
+            self.optimizer = phalanx.ZeroRedundancyOptimizer(
+                module.parameters(), case.optimizer, lr=1e-3, share_parameters=True
             )
         else:
             self.optimizer = case.optimizer(module.parameters(), lr=1e-3)
@@ -172,8 +172,8 @@ def measure_memory(rank: int, sharded: bool) -> float:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     if sharded:
-        optimizer: torch.optim.Optimizer = phalanx.ShardedOptimizer(
-            torch.optim.Adam, parameters, lr=1e-3, share_parameters=True
+        optimizer: torch.optim.Optimizer = phalanx.ZeroRedundancyOptimizer(
+            parameters, torch.optim.Adam, lr=1e-3, share_parameters=True
         )
     else:
         optimizer = torch.optim.Adam(parameters, lr=1e-3)
@@ -270,7 +270,8 @@ def main() -> None:
         console.print(line)
     console.print(
         f"parameters and Adam's state of two ranks: {memory['plain'] / model_mib:.1f} times the model's "
-        f"{model_mib:.0f} MiB as they are, {memory['sharded'] / model_mib:.1f} with ShardedOptimizer in shared memory"
+        f"{model_mib:.0f} MiB as they are, {memory['sharded'] / model_mib:.1f} with ZeroRedundancyOptimizer "
+        "in shared memory"
     )
     given.out.mkdir(parents=True, exist_ok=True)
     record = {

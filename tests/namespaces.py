@@ -30,19 +30,20 @@ _BURST_BYTES = 256 << 10  # the wire itself is exact; this is at least four of t
 
 
 class Host:
-    """One host; `hosts` makes it.
+    """Simulated host, made by `hosts`.
 
     Attributes:
-        name: Its hostname: ``host-a``, ``host-b``, ...
-        address: Its IPv4 address.
-        interface: The interface that has it, for GLOO_SOCKET_IFNAME.
-        pid: The process that holds its namespaces.
+        name: Hostname: ``host-a``, ``host-b``, ...
+        address: IPv4 address of the host.
+        interface: Network interface with this address, for GLOO_SOCKET_IFNAME.
+        pid: Process that holds the host's namespaces.
     """
 
     interface = "eth0"
 
     def __init__(self, name: str, address: str, rate_bit_s: float, delay_s: float) -> None:
-        self.name, self.address = name, address
+        self.name: str = name
+        self.address: str = address
         self._started: list[subprocess.Popen[Any]] = []
         holder = [sys.executable, "-I", "-S", wire.__file__, name, repr(rate_bit_s), repr(delay_s)]
         self._holder = subprocess.Popen(
@@ -53,7 +54,7 @@ class Host:
             text=True,
             start_new_session=True,  # Ctrl-C is for the parent, which then ends this
         )
-        self.pid = self._holder.pid
+        self.pid: int = self._holder.pid
         assert self._holder.stdout is not None
         if not self._holder.stdout.readline():
             self.close()  # says why
@@ -64,11 +65,12 @@ class Host:
     def start(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a program in this host; it is killed when the hosts go.
+        """Start a program on this host. It is killed at the end of the `hosts` block.
 
         Args:
-            env: Variables added to this process's environment.
-            options: Of `subprocess.Popen`. Its `pid` is the program's.
+            command: Program and its arguments.
+            env: Variables to add to this process's environment.
+            options: Further arguments of `subprocess.Popen`, whose ``pid`` is the program's.
         """
         environ = {**os.environ, **(env or {})}
         # Whoever sees the host open from inside is there when the holder, which closes it first, kills all.
@@ -77,31 +79,35 @@ class Host:
         return self._started[-1]
 
     def run(self, *command: str) -> str:
-        """Return what a program in this host prints; raise with its message if it fails."""
+        """Run a program on this host and return what it prints.
+
+        Raises:
+            OSError: The program failed; the error has its message.
+        """
         done = subprocess.run([*self._inside(), *command], capture_output=True, text=True, timeout=60)
         if done.returncode != 0:
             raise OSError(f"{' '.join(command)} on {self.name}: {done.stderr.strip()}")
         return done.stdout
 
     def kill(self) -> None:
-        """Kill every process of this host. Its system lives: their peers see connections end."""
+        """Kill every process on this host. Its system stays up, so peers see their connections end."""
         for process in self._started:  # one that has only just started may not be inside yet
             process.kill()
         wire.kill_all(self.pid)
 
     def cut(self) -> None:
-        """Pull its cable out of the switch: packets vanish both ways, and nobody is told."""
+        """Unplug the host's cable: packets vanish in both directions, and nobody is notified."""
         self._plug("nomaster")
 
     def mend(self) -> None:
-        """Put the cable back."""
+        """Plug the cable in again."""
         self._plug("master", "switch")
 
     def _plug(self, *how: str) -> None:
         self._switch.run("ip", "link", "set", self.name, *how)
 
     def _connect(self, switch: Host, rate_bit_s: float) -> None:
-        """Lay the cable from this host's interface to a port of the switch that has the host's name."""
+        """Connect this host's interface to a port of the switch, which gets the host's name."""
         self._switch = switch
         ends = ["link", "add", self.name, "type", "veth", "peer", "name", self.interface, "netns", str(self.pid)]
         switch.run("ip", *ends)
@@ -114,7 +120,11 @@ class Host:
             self.run("tc", "qdisc", "add", "dev", self.interface, "root", "tbf", *shape)
 
     def close(self) -> None:
-        """Kill everything in it and remove it; raise if its end of the wire broke."""
+        """Kill all its processes and remove the host.
+
+        Raises:
+            OSError: The namespaces or the wire failed.
+        """
         for process in self._started:
             process.kill()
         try:
@@ -131,17 +141,17 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(num_hosts: int, rate: str | None = None, delay_ms: float = 0.0) -> Iterator[tuple[Host, ...]]:
-    """Make `num_hosts` hosts on one switch, and remove them with everything that runs in them.
+    """Make simulated hosts on one switch; at the end of the block, remove them and everything that runs on them.
 
     Args:
-        num_hosts: 1 to 26.
-        rate: What each host's link carries in each direction, as ``"10gbit"`` or ``"100mbit"``; None is no limit.
-        delay_ms: What every packet takes one way, besides its time at the rate, in milliseconds. Where there is a rate
-            or a delay it is at least 0.05, and accurate to about 0.1. For IPv4 only.
+        num_hosts: Number of hosts, 1 to 26.
+        rate: Bandwidth of each host's link in each direction, such as "10gbit" or "100mbit"; None: unlimited.
+        delay_ms: Milliseconds that a packet takes in one direction, in addition to its time at the rate. With a rate or
+            a delay it is at least 0.05, and accurate to about 0.1. IPv4 only.
 
     Raises:
-        ValueError: An argument is not what it says here.
-        OSError: This cannot be done here; `why_no_hosts` says why.
+        ValueError: An argument is out of range.
+        OSError: This machine can't do it; `why_no_hosts` tells why.
     """
     if not 1 <= num_hosts <= 26:
         raise ValueError(f"num_hosts must lie in [1, 26], got {num_hosts}")
@@ -169,7 +179,7 @@ def _parse_rate(rate: str | None) -> float:
 
 
 def why_no_hosts() -> str:
-    """Return why `hosts` cannot work here, or "" if it can: it makes two hosts to find out, which takes a moment."""
+    """Return the reason why `hosts` can't work here; empty if it can. It tries, which takes a moment."""
     if not sys.platform.startswith("linux"):
         return "hosts are Linux namespaces"
     missing = {tool: package for tool, package in _TOOLS.items() if shutil.which(tool) is None}

@@ -23,25 +23,47 @@ def run_phalanx(*args, **options):
     return subprocess.run([*PHALANX, *args], capture_output=True, text=True, timeout=60, **options)
 
 
+RIGHT = "phalanx run --nproc-per-node 2 train.py [args]"
+COMMANDS = ("run", "doctor", "report", "ckpt", "verify-resume")
+
+
+def refused(args, said, right, **options):
+    """Check that a call is refused with its usage, and a line with the mistake and the right call for it."""
+    done = run_phalanx(*args, **options)
+    usage, mistake, *more = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, more) == (2, "", []), done
+    assert usage.startswith("usage: phalanx ")
+    assert f": {said}" in mistake
+    assert mistake.endswith(f"; right: {right}"), mistake
+
+
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "said", "right"),
     [
-        ([], "no command given"),
-        (["fly"], "unknown command 'fly'"),
-        (["run"], "no script given"),
-        (["run", "missing.py"], "no script 'missing.py'"),
-        (["run", "--nproc", "2", "x.py"], "did you mean --nproc-per-node?"),
-        (["run", "--nproc-per-node", "two", "x.py"], "got 'two'"),
-        (["run", "--nproc-per-node"], "--nproc-per-node needs a value"),
+        ([], "no command given", RIGHT),
+        (["fly"], "unknown command 'fly'", "phalanx --help"),
+        (["rn", "train.py"], "unknown command 'rn', did you mean run?", "phalanx run train.py"),
+        (["train.py", "--lr", "1"], "train.py is a script, not a command", "phalanx run train.py --lr 1"),
+        (["run"], "no script given", RIGHT),
+        (["run", "missing.py"], "no script 'missing.py'", RIGHT),
+        (["run", "--nproc", "3", "x.py"], "unknown flag --nproc, did", "phalanx run --nproc-per-node 3 x.py"),
+        (["run", "-n3", "x.py"], "unknown flag -n3", RIGHT),
+        (["run", "--np=3", "x.py", "-v"], "unknown flag --np: the", "phalanx run --nproc-per-node=3 x.py -v"),
+        (["run", "--nproc-per-node", "two", "x.py"], "--nproc-per-node must be", RIGHT),
+        (["run", "--nproc-per-node"], "--nproc-per-node needs a value", RIGHT),
+        (["run", "--run-path", "x.py"], "unknown flag --run-path", "phalanx run train.py [args]"),
+        (["report"], "missing FOLDER", "phalanx report runs/train"),
+        (["report", "one", "two"], "unexpected argument 'two'", "phalanx report runs/train"),
+        (["ckpt"], "no command given", "phalanx ckpt ls runs/train"),
+        (["ckpt", "verfy", "x"], "unknown command 'verfy', did you mean verify?", "phalanx ckpt verify x"),
+        (["ckpt", "verify", "x", "--al"], "unknown flag --al, did you mean --all?", "phalanx ckpt verify x --all"),
+        (["doctor", "--jsn"], "unknown flag --jsn, did you mean --json?", "phalanx doctor --json"),
+        (["verify-resume"], "no script given", "phalanx verify-resume --nproc-per-node 2 train.py [args]"),
     ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_that_shows_the_right_call(args, said):
-    done = run_phalanx(*args)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert said in done.stderr
-    assert "phalanx run --nproc-per-node 2 train.py" in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_a_mistake_shows_the_usage_and_the_right_call_for_it(args, said, right):
+    refused(args, said, right)
 
 
 def test_ctrl_c_while_the_command_itself_is_imported_leaves_no_traceback(tmp_path):
@@ -56,28 +78,23 @@ def test_a_misspelt_subcommand_of_ckpt_shows_the_nearest(capsys):
         assert f"unknown command {name!r}, did you mean {near}?" in capsys.readouterr().err
 
 
-def test_a_script_that_cannot_run_is_refused_once_with_the_call_that_would_do(tmp_path):
+def test_a_script_that_cannot_run_is_refused_with_the_call_that_would_do(tmp_path):
     for name in ("train.py", "tool.sh"):
         (tmp_path / name).touch(mode=0o644)
-    for args, said in (
-        (["run", "trian.py"], f"no script 'trian.py' in {tmp_path}, did you mean train.py?"),
-        (["run", "."], "the folder '.' has no __main__.py"),
-        (["run", "--no-python", "./tool.sh"], "'./tool.sh' may not be executed; right: chmod +x ./tool.sh"),
-        (["run", "python", "train.py", "--lr", "1"], "without python; right: phalanx run train.py --lr 1"),
-        (["train.py"], "train.py is a script, not a command; right: phalanx run train.py"),
-        (["rn", "train.py"], "unknown command 'rn', did you mean run?"),
-        (["run", "--run-path", "train.py"], "leave it out; right: phalanx run train.py"),
+    for args, said, right in (
+        (["run", "trian.py"], f"no script 'trian.py' in {tmp_path}, did you mean train.py?", RIGHT),
+        (["run", "."], "the folder '.' has no __main__.py", RIGHT),
+        (["run", "--no-python", "./tool.sh"], "'./tool.sh' may not be executed", "chmod +x ./tool.sh"),
+        (["run", "python", "train.py", "--lr", "1"], "the script is named alone", "phalanx run train.py --lr 1"),
     ):
-        done = run_phalanx(*args, cwd=tmp_path)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert said in done.stderr
+        refused(args, said, right, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("flag", ["--nproc-per-node", "--nproc_per_node"])
 def test_flags_take_dashes_and_underscores_and_the_rest_is_the_scripts(tmp_path, flag):
     script = tmp_path / "script.py"
     script.write_text("import sys; print(*sys.argv[1:])\n")
-    done = run_phalanx("run", flag, "2", str(script), "--nproc-per-node", "9", "--", "-x")
+    done = run_phalanx("run", flag, "2", "--", str(script), "--nproc-per-node", "9", "--", "-x")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "[rank 0] --nproc-per-node 9 -- -x",
@@ -92,9 +109,9 @@ def test_a_module_and_a_program_can_be_run(tmp_path):
 
 
 def test_help_is_no_mistake_and_fits_80_columns():
-    commands = [["run"], ["run", "--nproc-per-node", "2"], ["doctor"], ["report"], ["verify-resume"], ["ckpt"]]
-    asked = [[*command, flag] for command in [[], *commands] for flag in ("-h", "--help")]
-    asked += [["ckpt", name, "--help"] for name in ("ls", "show", "verify", "diff", "export")]
+    commands = [[], *([name] for name in COMMANDS), ["run", "--nproc-per-node", "2"]]
+    commands += [["ckpt", name] for name in ("ls", "show", "verify", "diff", "export")]
+    asked = [call for command in commands for call in ([*command, "-h"], [*command, "--help"], ["help", *command])]
     # One interpreter for all, so that torch is imported once.
     code = f"""
 import phalanx.cli
@@ -112,8 +129,12 @@ assert codes == [0] * {len(asked)}, codes
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
         assert len(line) <= 80, line
-    helps = re.split(r"^phalanx.* (?:-h|--help)\n", done.stdout, flags=re.MULTILINE)
-    assert [text.startswith("usage:") for text in helps] == [True] * len(asked) + [False]
+    helps = re.split(r"^phalanx .*(?:-h|help).*\n", done.stdout, flags=re.MULTILINE)[:-1]
+    assert len(helps) == len(asked)
+    for first, *others in zip(*(helps[number::3] for number in range(3)), strict=True):
+        assert first.startswith("usage: phalanx ")
+        assert "  -h, --help\n      show this help" in first
+        assert others == [first] * 2
 
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
@@ -211,7 +232,7 @@ def test_every_command_ends_quietly_when_its_reader_has_gone(folder_with_a_run, 
     assert ended == [(b"", 141)] * len(commands)
 
 
-@pytest.mark.parametrize("command", ["run", "report", "ckpt", "doctor", "verify-resume"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_ends_quietly_after_ctrl_c(command):
     # It comes as early as it can, while modules are imported, which is where a person meets the traceback.
     program = """

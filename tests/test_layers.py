@@ -17,6 +17,7 @@ PACKAGE = Path(phalanx.__file__).parent
 FLOORS = {
     "__init__": 0,
     "_cgroups": 0,
+    "_command_line": 0,
     "_core": 0,
     "_env": 0,
     "_launched": 0,
@@ -49,9 +50,15 @@ def unit_of(module: str) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return the units of phalanx that a file imports anywhere, lazily or for type checking too."""
+    """Return the units of phalanx that a file imports anywhere, lazily or for type checking too.
+
+    But not what the package's front door shows to type checkers: it names what stands on every floor.
+    """
     units = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if path == PACKAGE / "__init__.py":
+        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+    for node in ast.walk(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             modules = [node.module] if node.module != "phalanx" else [f"phalanx.{alias.name}" for alias in node.names]

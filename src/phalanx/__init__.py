@@ -1,14 +1,98 @@
 """Train one PyTorch model on many processes as if they were one.
 
 ``torch.distributed.init_process_group("phalanx")`` is all that a script needs: it works without importing this package.
-Names below are loaded on first use, so that importing :mod:`phalanx` costs nothing and cannot break.
+The names and packages below are loaded on first use, so that importing :mod:`phalanx` costs nothing and cannot break.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
+    from phalanx import checkpoint, data, parallel, testing, train
+    from phalanx._env import GroupOptions
+    from phalanx._errors import (
+        CheckpointError,
+        CollectiveMismatch,
+        CollectiveTimeout,
+        GroupAborted,
+        GroupUnusable,
+        NonFinite,
+        OutOfSharedMemory,
+        PhalanxError,
+        RankFailed,
+    )
+    from phalanx._plugin import install_as_default
+    from phalanx.data import (
+        DataLoader,
+        DataPartitioner,
+        DistributedSampler,
+        RandomState,
+        seed_everything,
+        shard_iterable,
+    )
+    from phalanx.launch.outcome import RankError
+    from phalanx.launch.spawn import SpawnContext, spawn
+    from phalanx.parallel import (
+        DataParallel,
+        DistributedDataParallel,
+        HostGroups,
+        LocalSGD,
+        SyncBatchNorm,
+        ZeroRedundancyOptimizer,
+        average_gradients,
+        convert_sync_batchnorm,
+        host_groups,
+        ring_all_reduce,
+    )
+    from phalanx.session import Session, init, shutdown
+    from phalanx.train import Trainer
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "CheckpointError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "DataLoader",
+    "DataParallel",
+    "DataPartitioner",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "GroupAborted",
+    "GroupOptions",
+    "GroupUnusable",
+    "HostGroups",
+    "LocalSGD",
+    "NonFinite",
+    "OutOfSharedMemory",
+    "PhalanxError",
+    "RandomState",
+    "RankError",
+    "RankFailed",
+    "Session",
+    "SpawnContext",
+    "SyncBatchNorm",
+    "Trainer",
+    "ZeroRedundancyOptimizer",
+    "__version__",
+    "average_gradients",
+    "checkpoint",
+    "convert_sync_batchnorm",
+    "data",
+    "host_groups",
+    "init",
+    "install_as_default",
+    "parallel",
+    "ring_all_reduce",
+    "seed_everything",
+    "shard_iterable",
+    "shutdown",
+    "spawn",
+    "testing",
+    "train",
+]
+
+_PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
 _EXPORTS = {
     "PhalanxError": "phalanx._errors",
     "CheckpointError": "phalanx._errors",
@@ -21,6 +105,7 @@ _EXPORTS = {
     "RankFailed": "phalanx._errors",
     "GroupOptions": "phalanx._env",
     "RankError": "phalanx.launch.outcome",
+    "SpawnContext": "phalanx.launch.spawn",
     "spawn": "phalanx.launch.spawn",
     "Session": "phalanx.session",
     "init": "phalanx.session",
@@ -33,8 +118,9 @@ _EXPORTS = {
     "shard_iterable": "phalanx.data",
     "DataParallel": "phalanx.parallel",
     "DistributedDataParallel": "phalanx.parallel",
+    "HostGroups": "phalanx.parallel",
     "LocalSGD": "phalanx.parallel",
-    "ShardedOptimizer": "phalanx.parallel",
+    "ZeroRedundancyOptimizer": "phalanx.parallel",
     "SyncBatchNorm": "phalanx.parallel",
     "average_gradients": "phalanx.parallel",
     "convert_sync_batchnorm": "phalanx.parallel",
@@ -44,15 +130,15 @@ _EXPORTS = {
     "install_as_default": "phalanx._plugin",
 }
 
-__all__ = ["__version__", "checkpoint", *_EXPORTS]
 
+if not TYPE_CHECKING:  # or they would accept any name
 
-def __getattr__(name: str) -> Any:
-    if name == "checkpoint":
-        return importlib.import_module("phalanx.checkpoint")
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return importlib.import_module(f"phalanx.{name}")
+        if name in _EXPORTS:
+            return getattr(importlib.import_module(_EXPORTS[name]), name)
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

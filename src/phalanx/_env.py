@@ -51,22 +51,22 @@ def variable_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """Settings of one group, given as its ``pg_options``; the same on all of its ranks.
+    """Settings of one group, passed as ``pg_options`` of ``init_process_group`` or ``new_group``, alike on all ranks.
 
     Attributes:
-        bridge: The engine between hosts, instead of what PHALANX_BRIDGE says.
-        silence_s: Instead of PHALANX_SILENCE_S.
+        bridge: Engine between hosts, "gloo" or "mpi"; None: that of PHALANX_BRIDGE.
+        silence_s: Seconds of silence after which a connection to another host counts as lost; None: PHALANX_SILENCE_S.
     """
 
     bridge: str | None = None
     silence_s: float | None = None
 
     def over(self, settings: Settings) -> Settings:
-        """Return the settings with these in their place.
+        """Return `settings` with the options that are given in their place.
 
         Raises:
-            ValueError: There is no such engine, or the number is out of its range.
-            TypeError: It is no number.
+            ValueError: The engine does not exist, or a number is out of range.
+            TypeError: A value is not a number.
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
         for one in fields(Settings):

@@ -1,18 +1,18 @@
-"""What can go wrong in the world, as opposed to in a call (those are ``ValueError`` and ``TypeError``).
+"""Errors of the world: a rank died, a file is damaged. A wrong call raises ``ValueError`` or ``TypeError`` instead.
 
-Every error names the rank, the operation and what to do, carries its facts as attributes and survives pickling, since
-errors cross processes.
+Every message names the rank, the operation and what to do. Errors carry these facts as attributes and can be pickled,
+because they cross processes.
 """
 
 from __future__ import annotations
 
 
 class PhalanxError(RuntimeError):
-    """Base of all errors of phalanx.
+    """Base class of all errors that phalanx raises.
 
     Attributes:
-        op: Operation, such as ``"all_reduce"``; empty when no operation was involved.
-        seq: Number of the collective in its group, from 1; 0 for point-to-point.
+        op: Operation, such as ``"all_reduce"``; empty if there was none.
+        seq: Number of the collective in its group, from 1; 0 for point-to-point messages.
         ranks: Global ranks at fault: missing, dead or in disagreement.
     """
 
@@ -20,7 +20,7 @@ class PhalanxError(RuntimeError):
         super().__init__(message)
         self.op = op
         self.seq = seq
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
         self.__dict__.update(facts)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -49,16 +49,16 @@ def _rebuild(cls: type[PhalanxError], message: str, facts: dict[str, object]) ->
 
 
 class CollectiveMismatch(PhalanxError):
-    """The ranks of a group called different operations; the message has a table of what each rank called, and where."""
+    """The ranks of a group called different operations. The message lists each rank's call and source line."""
 
 
 class RankFailed(PhalanxError):
     """A peer died or left the group.
 
     Attributes:
-        pid: Process of the dead rank.
-        exit_code: Its exit code, or None when it was killed or the kernel does not tell.
-        signal: The signal that killed it, or None.
+        pid: Process id of the dead rank, or None.
+        exit_code: Exit code of the dead rank; None if a signal killed it or the kernel does not tell.
+        signal: Signal that killed the dead rank, or None.
     """
 
     pid: int | None
@@ -67,35 +67,36 @@ class RankFailed(PhalanxError):
 
 
 class CollectiveTimeout(PhalanxError, TimeoutError):
-    """An operation passed its deadline; ``ranks`` are those that were missing."""
+    """An operation passed its deadline; `ranks` are those that did not come."""
 
     @property
     def missing(self) -> tuple[int, ...]:
+        """Global ranks that did not come."""
         return self.ranks
 
 
 class GroupAborted(PhalanxError):
-    """``abort()`` was called, or a signal such as Ctrl-C interrupted a rank in the middle of an operation."""
+    """The group was ended by ``abort()``, or by a signal such as Ctrl-C in the middle of an operation."""
 
 
 class GroupUnusable(PhalanxError):
-    """The group had ended before this call; the message says why."""
+    """The group ended before this call; the message says why."""
 
 
 class OutOfSharedMemory(PhalanxError, MemoryError):
-    """The shared segment cannot grow: a memory limit of the container or the host is reached."""
+    """The shared segment cannot grow, because a memory limit of the container or the host is reached."""
 
 
 class CheckpointError(PhalanxError):
-    """A checkpoint could not be saved, or none could be loaded; the message says why, and what is still there."""
+    """A checkpoint could not be saved or loaded; the message says why, and which checkpoints are left."""
 
 
 class NonFinite(PhalanxError, FloatingPointError):
-    """A training came to a loss, a gradient or a parameter that is not finite; ``ranks`` are those that saw it first.
+    """A loss, a gradient or a parameter is not finite; `ranks` are those that saw it first.
 
     Attributes:
-        step: Optimizer step in which it was seen, from 1.
-        epoch: That step's epoch, from 0; the message counts from 1, as the screen does.
+        step: Number of the optimizer step, from 1.
+        epoch: Number of the epoch, from 0; the message counts from 1, as the screen does.
     """
 
     step: int

@@ -1,5 +1,6 @@
-"""What a training loop of one's own needs of all ranks: results together, one rank first, gradients averaged now or
-later, half precision. `Session` offers it.
+"""`LoopTools`: what a hand-written training loop needs across ranks.
+
+Gathering results, letting one rank go first, gradient accumulation and mixed precision.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LoopTools:
-    """What a `Session` offers beside its attributes."""
+    """Methods of a `Session` for a hand-written training loop."""
 
     rank: int
     local_rank: int
@@ -32,53 +33,55 @@ class LoopTools:
         return self.rank == 0
 
     def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 alone; the arguments are those of the built-in ``print``."""
+        """Print on rank 0 only. Arguments are those of the built-in ``print``."""
         if self.is_main:
             builtins.print(*values, **options)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here, at most as long as the group's timeout."""
+        """Wait until every rank is here, for at most the group's timeout."""
         dist.barrier()
 
     def main_process_first(self, *, per_host: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose block runs on rank 0 first, such as a download, and then on the others.
+        """Return a context whose block, such as a download, runs on rank 0 first and then on the other ranks.
 
-        The others wait at most as long as the group's timeout. If the first one's block raises, theirs is not run, and
-        `PhalanxError` names the error there.
+        The others wait for at most the group's timeout. If the block raises on rank 0, it does not run on the others:
+        they raise a `PhalanxError` that names the error.
 
         Args:
-            per_host: The first of each host go first, where hosts share no files.
+            per_host: Whether the first rank of each host goes first, for hosts that share no file system.
         """
         return _first(self.rank, self.local_rank == 0 if per_host else self.is_main)
 
     def gather(self, value: Any, total: int | None = None) -> Any:
-        """Return the rows of all ranks' tensors together, on every rank; ranks may have different numbers of rows.
+        """Return the rows of all ranks' tensors, concatenated, on every rank.
+
+        Ranks may have different numbers of rows.
 
         Args:
-            value: A tensor, or mappings, lists and tuples of them; what is no tensor becomes a list of what the ranks
-                have. Numbers without a dimension become one row each.
-            total: Rows without padding. They are then in the order in which torch's `DistributedSampler` and ours deal
-                samples out, rank after rank; what a sampler has added at the end of an epoch is left out. By default
-                the rows stand rank by rank.
+            value: Tensor, or mappings, lists and tuples of tensors. Tensors without a dimension count as one row;
+                anything else becomes a list with one entry for each rank.
+            total: Number of samples in the dataset. The rows are then returned in the dataset's order, as ours and
+                torch's `DistributedSampler` without shuffling deal it out, and padding is dropped. By default the
+                rows of rank 0 come first, then those of rank 1, and so on.
 
         Raises:
-            ValueError: On every rank: the ranks' values are not alike, or do not have that many rows.
+            ValueError: The ranks' values differ in structure, dtype or shape, or have too few rows; on every rank.
         """
         on_cpu = any(name in self.backend for name in ("phalanx", "gloo", "mpi"))
         return _gather(value, total, torch.device("cpu") if on_cpu else self.device)
 
     @contextlib.contextmanager
     def accumulate(self, model: Any, step: int, every: int, num_steps: int | None = None) -> Iterator[bool]:
-        """Let gradients of `every` passes add up, and average them over the ranks in the last of them.
+        """Accumulate gradients over `every` passes, and average them over the ranks in the last pass only.
 
-        The context holds forward and backward of one pass. Divide its loss by `every`; step and zero the optimizer
-        after a pass whose context was true.
+        Run forward and backward of one pass inside the context, with the loss divided by `every`. The context's value
+        is True in a pass after which the optimizer is to step.
 
         Args:
-            model: In a DistributedDataParallel, ours or torch's, or of FSDP2; another only counts.
-            step: Number of the pass, from 0.
-            every: Passes whose gradients make one step.
-            num_steps: Passes of the epoch; the last makes a step, too.
+            model: Model in our or torch's DistributedDataParallel, or FSDP2's; with any other, passes are only counted.
+            step: Number of the pass in the epoch, from 0.
+            every: Number of passes for each optimizer step.
+            num_steps: Number of passes in the epoch, the last of which always ends with a step; None: unknown.
 
         Raises:
             ValueError: `every` is less than 1.
@@ -90,10 +93,13 @@ class LoopTools:
             yield averages
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        """Return ``torch.autocast`` on this device for "bf16" or "fp16"; for "fp32" a context that does nothing.
+        """Return ``torch.autocast`` for this device; for "fp32" a context that does nothing.
+
+        Args:
+            precision: "fp32", "bf16" or "fp16".
 
         Raises:
-            ValueError: There is no such precision.
+            ValueError: `precision` is none of these.
         """
         if precision not in _DTYPES:
             raise ValueError(f"autocast: precision must be one of {', '.join(_DTYPES)}, got {precision!r}")
@@ -101,13 +107,13 @@ class LoopTools:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def grad_scaler(self, precision: str) -> torch.amp.GradScaler:
-        """Return torch's gradient scaler, which "fp16" needs; for other precisions it passes everything through."""
+        """Return torch's ``GradScaler`` for this device, which only scales if `precision` is "fp16"."""
         return torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
 
 
 @contextlib.contextmanager
 def synchronizing(model: Any, averages: bool) -> Iterator[None]:
-    """Average gradients over the ranks in this backward pass, or let them add up."""
+    """Average gradients over the ranks in this backward pass, or only accumulate them."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(averages)
     with contextlib.nullcontext() if averages or not hasattr(model, "no_sync") else model.no_sync():
@@ -116,10 +122,10 @@ def synchronizing(model: Any, averages: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _first(rank: int, is_first: bool) -> Iterator[None]:
-    """Run a block on the ranks that are first, then on the others; every rank calls it.
+    """Run a block on the ranks that go first, then on the others. Every rank calls it.
 
     Raises:
-        PhalanxError: On the others, if the block of a first one has raised; it is not run there.
+        PhalanxError: The block raised on a rank that went first; on the others, where it does not run.
     """
     if is_first:
         try:
@@ -130,8 +136,8 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
     failures = _told("")
     if failed := [number for number, failure in enumerate(failures) if failure]:
         raise PhalanxError(
-            f"rank {rank}: main_process_first: rank {failed[0]} goes first and has failed with "
-            f"{failures[failed[0]]}{'' if is_first else '; the block was not run here'}. Mend what failed there",
+            f"rank {rank}: main_process_first: rank {failed[0]} went first and failed with "
+            f"{failures[failed[0]]}{'' if is_first else '; the block did not run here'}. Fix the error on that rank",
             op="main_process_first",
             ranks=tuple(failed),
         )
@@ -146,17 +152,7 @@ def _told(failure: str) -> list[str]:
 
 
 def _gather(value: Any, total: int | None, device: torch.device) -> Any:
-    """Return the tensors of all ranks, one after another along their first dimension, on every rank.
-
-    Args:
-        value: A tensor, or mappings, lists and tuples of them; what is no tensor becomes a list of what the ranks have.
-        total: Rows that all ranks have together. They are then put in the order in which a sampler has dealt them out,
-            in turns, and what comes behind is padding.
-
-    Raises:
-        ValueError: On every rank: the ranks' values differ in structure, dtype or in shape behind the first dimension,
-            or do not have `total` rows.
-    """
+    """Do what `LoopTools.gather` says, with tensors exchanged on `device`."""
     leaves: list[Any] = []
     shape = _take_apart(value, leaves)
     world_size = dist.get_world_size()
@@ -188,11 +184,14 @@ def _gather_tensor(tensor: Tensor, num_rows: Sequence[int], total: int | None, d
 
 
 def _check(told: Sequence[Any]) -> None:
-    """Raise unless the ranks have values of the same kind, and as many rows as they should."""
+    """Raise unless the ranks have values of the same structure, and enough rows."""
     kinds = [(shape, [leaf[1:] if len(leaf) > 1 else None for leaf in leaves], total) for shape, leaves, total in told]
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:
-            raise ValueError(f"gather: rank 0 has {kinds[0]} and rank {rank} has {kind}; they must be alike")
+            raise ValueError(
+                f"gather: rank 0 has {kinds[0]} and rank {rank} has {kind}; give all ranks the same structure, dtypes "
+                "and shapes"
+            )
     total = told[0][2]
     for number in range(len(told[0][1])) if total is not None else ():
         of_ranks = [leaves[number] for _, leaves, _ in told]
@@ -201,20 +200,18 @@ def _check(told: Sequence[Any]) -> None:
         num_rows = [rows for rows, *_ in of_ranks]
         least = [(total - rank + len(told) - 1) // len(told) for rank in range(len(told))]
         if total < 0 or any(num < needed for num, needed in zip(num_rows, least, strict=True)):
-            raise ValueError(
-                f"gather: total={total} rows dealt out in turns are {least} of the ranks, and they have {num_rows}"
-            )
+            raise ValueError(f"gather: total={total} needs at least {least} rows from the ranks, got {num_rows}")
 
 
 def _describe(leaf: Any) -> tuple[Any, ...]:
-    """Return rows, dtype and the rest of the shape of a tensor; of anything else itself."""
+    """Return the number of rows, the dtype and the other dimensions of a tensor; anything else as it is."""
     if not isinstance(leaf, Tensor):
         return (leaf,)
     return (len(leaf) if leaf.dim() else 1, str(leaf.dtype), tuple(leaf.shape[1:]))
 
 
 def _take_apart(value: Any, leaves: list[Any]) -> Any:
-    """Append what is no container to `leaves`, and return how the containers nest."""
+    """Append everything that is not a container to `leaves`, and return how the containers nest."""
     if isinstance(value, Mapping):
         return [(repr(key), _take_apart(item, leaves)) for key, item in value.items()]
     if isinstance(value, tuple | list):

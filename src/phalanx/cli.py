@@ -15,21 +15,20 @@ from collections.abc import Sequence
 
 import phalanx
 from phalanx import _env
-from phalanx.launch.flags import RIGHT_CALL, UsageError
+from phalanx._command_line import Parser, UsageError, nearest
+from phalanx.launch.flags import RIGHT_CALL, add_flags, run_parser
 from phalanx.launch.plan import make_plan
 from phalanx.launch.run import run
 
-_DOCTOR = "phalanx doctor [the flags of phalanx run]"
-_REPORT = "phalanx report FOLDER"
-_CKPT = "phalanx ckpt ls|show|verify|diff|export FOLDER"
-_VERIFY_RESUME = "phalanx verify-resume --nproc-per-node 2 train.py [args]"
-
-_HELP = {
-    RIGHT_CALL: "start a script on several ranks, with torchrun's flags",
-    _DOCTOR: "try whether this machine can train, and hosts reach each other",
-    _REPORT: "write the report of a run, finished or not",
-    _CKPT: "look at checkpoints, verify, compare and export them",
-    _VERIFY_RESUME: "prove that a script with a Trainer resumes to the same bits",
+_COMMANDS = {
+    "run": (RIGHT_CALL, "start a script on several ranks, with torchrun's flags"),
+    "doctor": ("phalanx doctor [flags]", "check that this machine can train, and that hosts reach each other"),
+    "report": ("phalanx report FOLDER", "write the report of a run, finished or not"),
+    "ckpt": ("phalanx ckpt ls|show|verify|diff|export FOLDER", "list, verify, compare and export checkpoints"),
+    "verify-resume": (
+        "phalanx verify-resume --nproc-per-node 2 train.py [args]",
+        "prove that a script with a Trainer resumes to the same bits",
+    ),
 }
 
 
@@ -67,33 +66,52 @@ def _drop_output_without_reader() -> bool:
 
 
 def _command(args: list[str]) -> int:
-    if args[:1] == ["run"]:
-        return _run(args[1:])
-    if args[:1] == ["report"]:
-        return _report(args[1:])
-    if args[:1] == ["ckpt"]:
+    name, rest = (args[0], args[1:]) if args else ("", [])
+    if name == "help":
+        return _command([*rest, "--help"])
+    if name == "run":
+        return _run(rest)
+    if name == "report":
+        return _report(rest)
+    if name == "ckpt":
         from phalanx.checkpoint.command import main as ckpt  # brings torch
 
-        return ckpt(args[1:])
-    if args[:1] == ["doctor"]:
+        return ckpt(rest)
+    if name == "doctor":
         from phalanx.doctor.command import main as doctor  # not where a job is started
 
-        return doctor(args[1:])
-    if args[:1] == ["verify-resume"]:
-        return _verify_resume(args[1:])
-    if args[:1] in (["-h"], ["--help"]):
-        lines = "\n".join(f"  {call}\n      {what}" for call, what in _HELP.items())
-        print(f"usage:\n{lines}\n\nEach lists its flags with --help.")
-        return 0
-    if args[:1] == ["--version"]:
-        print(f"phalanx {phalanx.__version__}")
-        return 0
-    if not args:
-        return _refuse("phalanx", "no command given")
-    if args[0].endswith(".py"):
-        return _refuse("phalanx", f"{args[0]} is a script, not a command", f"phalanx run {' '.join(args)}")
-    near = _env.did_you_mean(args[0], ("run", "doctor", "report", "ckpt", "verify-resume"))
-    return _refuse("phalanx", f"unknown command {args[0]!r}{near}")
+        return doctor(rest)
+    if name == "verify-resume":
+        return _verify_resume(rest)
+    return _no_command(args)
+
+
+def _no_command(args: list[str]) -> int:
+    parser = Parser(
+        "phalanx",
+        "phalanx COMMAND [args]",
+        "Train one PyTorch model on many processes as if they were one. phalanx help COMMAND lists a command's flags.",
+        RIGHT_CALL,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"phalanx {phalanx.__version__}", help="show the version"
+    )
+    parser.add_commands(dict(_COMMANDS.values()))
+    try:
+        if not args:
+            raise UsageError("no command given")
+        if args[0].endswith(".py"):
+            raise UsageError(f"{args[0]} is a script, not a command", f"phalanx run {' '.join(args)}")
+        if not args[0].startswith("-"):
+            near = nearest(args[0], _COMMANDS)
+            raise UsageError(
+                f"unknown command {args[0]!r}{near and f', did you mean {near}?'}",
+                parser.call(args, {args[0]: near}) if near else "phalanx --help",
+            )
+        parser.parse_args(args)
+    except UsageError as error:
+        return parser.refuse(error)
+    return 0
 
 
 def _print_any_name() -> None:
@@ -112,10 +130,11 @@ def _encode_name(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def _run(args: list[str]) -> int:
+    parser = run_parser()
     try:
-        plan = make_plan(args, _env.environment())
+        plan = make_plan(args, _env.environment(), parser)
     except UsageError as error:
-        return _refuse("phalanx run", str(error), error.right)
+        return parser.refuse(error)
     if plan.is_dry:
         print(plan.describe())
         return 0
@@ -125,35 +144,33 @@ def _run(args: list[str]) -> int:
 def _report(args: list[str]) -> int:
     from phalanx.train.report import write_report  # not where a job is started
 
-    if args in (["-h"], ["--help"]):
-        print(f"usage: {_REPORT}\n\nWrites FOLDER/report.html: what became of the run whose folder this is.")
-        return 0
-    if len(args) != 1:
-        return _refuse("phalanx report", f"one folder is needed, got {len(args)}", right=_REPORT)
+    about = "Writes FOLDER/report.html: one page with the state, curves, timings and restarts of a run."
+    parser = Parser("phalanx report", "phalanx report FOLDER", about, "phalanx report runs/train")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of the run, such as runs/train")
     try:
-        page = write_report(args[0])
+        page = write_report(parser.parse_args(args).folder)
+    except UsageError as error:
+        return parser.refuse(error)
     except (OSError, ValueError) as error:
-        return _refuse("phalanx report", str(error), right=_REPORT)
+        print(f"phalanx report: {error}", file=sys.stderr)
+        return 2
     print(page)
     return 0
 
 
 def _verify_resume(args: list[str]) -> int:
-    if args in (["-h"], ["--help"]):
-        print(
-            f"usage: {_VERIFY_RESUME}\n\nRuns a script that trains with a Trainer whole, with a rank killed, and\n"
-            "preempted and started again; says whether all end with the same bits.\nTakes the flags of phalanx run."
-        )
-        return 0
+    right, _ = _COMMANDS["verify-resume"]
+    parser = Parser(
+        "phalanx verify-resume",
+        right,
+        "Runs a script that trains with a Trainer three times: whole, with a rank killed, and preempted and started "
+        "again; says whether all end with the same bits. Exit code 1 if not. Takes the flags of phalanx run.",
+    )
+    add_flags(parser, {})
     try:
-        make_plan(args, _env.environment())
+        make_plan(args, _env.environment(), parser)
     except UsageError as error:
-        return _refuse("phalanx verify-resume", str(error), right=_VERIFY_RESUME)
+        return parser.refuse(error)
     from phalanx.train.verification import verify_resume  # brings torch
 
     return verify_resume(args)
-
-
-def _refuse(who: str, what: str, right: str = RIGHT_CALL) -> int:
-    print(f"{who}: {what}; right: {right}", file=sys.stderr)
-    return 2

@@ -1,4 +1,4 @@
-"""`phalanx.init`: this process's place in the job, its device and its process group, whoever started it."""
+"""`phalanx.init`: finds this process's place in the job and its device, and makes the process group."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ _LOCAL_ADDRESS = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True)
 class Session(LoopTools):
-    """This process's part in the job; ends with `shutdown`, or with the ``with`` block that it opens.
+    """This process's place in the job. It ends with `shutdown`, or at the end of a ``with`` block.
 
     Attributes:
-        rank: Of this process among `world_size`.
-        local_rank: Among the `local_world_size` on this host.
-        node_rank: This host among `num_nodes`.
-        device: Where this rank's model belongs.
-        backend: Given to ``init_process_group``.
-        reason: Why that is not the phalanx backend on CPUs; empty if it is, or if the caller chose it.
-        scheduler: Who said which rank this is.
+        rank: Rank of this process in the job.
+        world_size: Number of ranks in the job.
+        local_rank: Rank of this process on its host.
+        local_world_size: Number of ranks on this host.
+        node_rank: Number of this host in the job.
+        num_nodes: Number of hosts in the job.
+        device: Device for this rank's model.
+        backend: Backend of the process group, as ``init_process_group`` takes it.
+        reason: Reason why `backend` is not phalanx for CPU tensors; empty if it is, or if the caller chose it.
+        scheduler: Name of the launcher or scheduler that assigned the rank.
     """
 
     rank: int
@@ -81,7 +84,7 @@ _R = TypeVar("_R")
 
 
 def _naming_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have an argument that there is not named together with those that there are."""
+    """Make an unknown argument an error that lists the arguments that exist."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -105,22 +108,25 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Session:
-    """Join the job that this process was started in and return its `Session`; alone, be a world of one.
+    """Join the job that this process belongs to and return its `Session`. A process without a job is a world of one.
 
-    The place comes from the arguments, or from whoever started the process: ``phalanx run``, torchrun, ``srun``,
-    ``mpirun``, Kubeflow, or variables set by hand. torchrun's variables are set where they are missing, until
-    `shutdown`. Called again with the same arguments, it returns the same session.
+    The place in the job comes from the arguments, or from the launcher: ``phalanx run``, torchrun, ``srun``,
+    ``mpirun``, Kubeflow, or variables set by hand. Where torchrun's variables are missing, they are set until
+    `shutdown`. A second call with the same arguments returns the same session.
 
     Args:
-        backend: As of ``init_process_group``. Default: ``"phalanx"``, with CUDA ``"cpu:phalanx,cuda:nccl"``.
-        device: Default: the GPU of this local rank, made current; without GPUs the CPU.
-        timeout: Of collectives, in seconds; default: the backend's.
-        init_method: As of ``init_process_group``, such as ``"file:///shared/file"``.
-        rank: With `world_size`, instead of what the environment says.
+        backend: Backend, as ``init_process_group`` takes it; default: ``"phalanx"``, and with CUDA
+            ``"cpu:phalanx,cuda:nccl"``.
+        device: Device for this rank; default: the GPU with the number of the local rank, which becomes the current
+            one, or the CPU if there is no GPU.
+        timeout: Timeout for collectives, in seconds; default: the backend's.
+        init_method: URL where the ranks meet, such as ``"file:///shared/file"``; default: the launcher's.
+        rank: Rank of this process, together with `world_size`; default: the launcher's.
+        world_size: Number of ranks, together with `rank`; default: the launcher's.
 
     Raises:
-        ValueError: The environment or the arguments contradict themselves, or `timeout` is not positive; says how.
-        RuntimeError: There are more ranks on this host than GPUs, or a session with other arguments exists.
+        ValueError: The environment or the arguments contradict themselves, or `timeout` is not positive.
+        RuntimeError: This host has fewer GPUs than ranks, or a session with other arguments exists.
     """
     global _current
     import torch.distributed as dist
@@ -177,15 +183,15 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job: end the process group that `init` made and unset what it set. Nothing happens without a session.
+    """Leave the job: destroy the process group that `init` made, and unset the variables that it set.
 
-    A group that was there before `init` stays.
+    A process group that existed before `init` stays. Without a session, nothing happens.
     """
     _end(None)
 
 
 def _end(error: BaseException | None) -> None:
-    """End the session; an error is told to the ranks that wait for this one."""
+    """End the session, and tell an error to the ranks that wait for this one."""
     global _current
     if _current is None:
         return
@@ -271,7 +277,7 @@ def _meet(place: Placement, init_method: str | None, timeout: timedelta | None, 
 
 
 def _place_by_hosts(place: Placement, store: Any) -> Placement:
-    """Return the place with its host and its place there, which the ranks have told each other in `store`."""
+    """Return the place with its host and local rank, which the ranks exchange through `store`."""
     mine = host_identity(_env.read_settings().host)
     store.set(f"phalanx/host/{place.rank}", mine)
     hosts = [store.get(f"phalanx/host/{rank}").decode() for rank in range(place.world_size)]
@@ -286,7 +292,7 @@ def _place_by_hosts(place: Placement, store: Any) -> Placement:
 
 
 def _meet_on_this_host(place: Placement) -> Any:
-    """Return a store on a free port that rank 0 has told the others through a file of this job's own."""
+    """Return a store on a free port, which rank 0 passes to the others in a file that belongs to this job."""
     import torch.distributed as dist
 
     global _num_meetings
@@ -307,7 +313,7 @@ def _meet_on_this_host(place: Placement) -> Any:
 
 
 def _meet_by_mpi(place: Placement) -> Any:
-    """Return a store on a free port of rank 0's host, which MPI has told the others."""
+    """Return a store on a free port of rank 0's host, which MPI passes to the others."""
     import torch.distributed as dist
 
     from phalanx.backend._mpi import tell_all, world_rank
@@ -327,7 +333,7 @@ def _meet_by_mpi(place: Placement) -> Any:
 
 
 def _check_mpis_world(place: Placement) -> None:
-    """Raise if mpi4py speaks another MPI than the one that started the ranks: each would be a world of its own."""
+    """Raise if mpi4py uses another MPI than the one that started the ranks: each rank would be alone in its world."""
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.Get_size() == place.world_size:
@@ -343,7 +349,7 @@ def _check_mpis_world(place: Placement) -> None:
 def meet_under_scheduler() -> tuple[Any, int, int] | None:
     """Return store, rank and world size for ``env://`` where mpirun or the like started this process without RANK.
 
-    None: torch's own way is right.
+    None means that torch's own handler is right.
     """
     environ = _env.environment()
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
@@ -355,9 +361,9 @@ def meet_under_scheduler() -> tuple[Any, int, int] | None:
 
 
 def _launcher_of(rank_variable: str) -> str:
-    """Return a name of the process that started the ranks of this host, which no other ever has.
+    """Return a name for the process that started the ranks of this host; no other process ever has that name.
 
-    That is the nearest ancestor that has no rank itself: a rank may run under a shell or another wrapper.
+    It is the nearest ancestor without a rank, because a rank may run under a shell or another wrapper.
     """
     pid = os.getpid()
     while True:
@@ -379,7 +385,7 @@ def _launcher_of(rank_variable: str) -> str:
 
 
 def _choose_backend() -> tuple[str, str]:
-    """Return the backend, and why the CPU's part of it is not phalanx; empty if it is."""
+    """Return the backend, and the reason why its part for CPU tensors is not phalanx; empty if it is."""
     import torch
     import torch.distributed as dist
 

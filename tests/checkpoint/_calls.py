@@ -40,7 +40,7 @@ def files_are_ones_of_safetensors(rank, world_size, folder):
     module = model()
     state = {"model": module, "half": torch.ones(3, dtype=torch.bfloat16), "z": torch.ones(2, dtype=torch.complex64)}
     save(folder, state)
-    checkpoint = ckpt.list(folder)[0]
+    checkpoint = ckpt.list_checkpoints(folder)[0]
     found = {}
     for name in checkpoint.files:
         with safe_open(os.path.join(checkpoint.path, name), "pt") as file:

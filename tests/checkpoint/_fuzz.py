@@ -174,7 +174,7 @@ def manifest(folder: Path) -> Attack:
             path.write_bytes(damaged(data, content))
         else:
             path.write_text(folders._sign(mutated(data, document)))
-        ckpt.list(folder)
+        ckpt.list_checkpoints(folder)
         assert ckpt.verify(folder) is not None
         try_load(folder)
         try_command(data, folder)

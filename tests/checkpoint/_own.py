@@ -49,7 +49,7 @@ def what_differs_in_one_bit_is_each_ranks_own(rank, world_size, folder):
 @behaviour
 def what_is_alike_beside_it_is_still_saved_once(rank, world_size, folder):
     save(folder, {"alike": torch.ones(NUM_ELEMS), "own": lonely(rank, 7)}, 1)
-    size_bytes = ckpt.list(folder)[0].size_bytes
+    size_bytes = ckpt.list_checkpoints(folder)[0].size_bytes
     assert size_bytes < 4 * NUM_ELEMS * (1 + world_size) + 20_000 * world_size
 
 

@@ -171,7 +171,7 @@ def what_would_have_to_be_pickled_is_named_on_every_rank(rank, world_size, folde
     for dtype in (torch.int4, torch.uint2):
         with pytest.raises(CheckpointError, match=r"thing is a tensor of u?int[24], which can't be loaded"):
             ckpt.save(folder, {"thing": torch.zeros(8, dtype=torch.uint8).view(dtype)}, 1)
-    assert not ckpt.list(folder)
+    assert not ckpt.list_checkpoints(folder)
 
 
 class Hollow(torch.Tensor):
@@ -220,7 +220,7 @@ def a_tensor_without_its_memory_is_named_on_every_rank(rank, world_size, folder)
             ckpt.save(folder, {"model": {"thing": mine}}, 1)
     with pytest.raises(CheckpointError, match=r"thing is a Tensor without memory of its own"):
         torch.func.vmap(lambda x: ckpt.save(folder, {"thing": x}, 1))(torch.ones(2, 3))
-    assert not ckpt.list(folder)
+    assert not ckpt.list_checkpoints(folder)
 
 
 @behaviour
@@ -354,7 +354,7 @@ def every_optimizer_goes_on_bit_for_bit(rank, world_size, folder):
 @behaviour
 def a_sharded_optimizer_goes_on_bit_for_bit(rank, world_size, folder):
     def sharded(parameters):
-        return phalanx.ShardedOptimizer(optim.AdamW, parameters, lr=0.01)
+        return phalanx.ZeroRedundancyOptimizer(parameters, optim.AdamW, lr=0.01)
 
     optimizer_goes_on(sharded, rank, folder, 1)
     module = model()  # and its checkpoint is the plain optimizer's

@@ -122,7 +122,7 @@ def test_every_single_bit_of_the_manifest_counts(damaged):
         for position in range(8 * len(text)):
             place, byte = position // 8, text[position // 8]
             os.pwrite(file.fileno(), bytes([byte ^ 1 << position % 8]), place)
-            assert [checkpoint.step for checkpoint in ckpt.list(folder)] == [1], position
+            assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(folder)] == [1], position
             os.pwrite(file.fileno(), bytes([byte]), place)
     assert not ckpt.verify(folder)
 
@@ -310,7 +310,7 @@ def test_a_manifest_that_can_not_be_read_is_damage(damaged):
     found = damaged(replace, FILES[1])
     try:
         assert_gives_way(found)
-        assert [checkpoint.step for checkpoint in ckpt.list(found)] == [1]
+        assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(found)] == [1]
     finally:
         (found / "step-00000002" / FILES[1]).rmdir()
 
@@ -319,7 +319,7 @@ def test_what_is_no_checkpoint_is_left_alone(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "copy")
     for name in ("step-9", "step-000000009", "step-٠٠٠٠٠٠٠٣", "step-00000003.bak", "notes"):
         (folder / name).mkdir()
-    assert [checkpoint.step for checkpoint in ckpt.list(folder)] == [1, 2]
+    assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(folder)] == [1, 2]
     save(folder, {"epoch": 4}, 4)
     assert {"step-9", "step-000000009", "step-٠٠٠٠٠٠٠٣", "step-00000003.bak", "notes"} <= {
         path.name for path in folder.iterdir()

@@ -119,7 +119,7 @@ def save_as_nobody(rank, world_size, folder):
     with pytest.raises(CheckpointError, match=r"rank 0: can't save to .*: Permission denied"):
         ckpt.save(folder, {"x": 1}, 2)
     assert ckpt.load(folder, {"x": 0}).step == 1
-    assert [checkpoint.step for checkpoint in ckpt.list(folder)] == [1]
+    assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(folder)] == [1]
     if is_root:
         os.seteuid(0)
 

@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def steps(folder):
-    return [checkpoint.step for checkpoint in ckpt.list(folder)]
+    return [checkpoint.step for checkpoint in ckpt.list_checkpoints(folder)]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_save_prunes_when_it_has_published(tmp_path):
 def test_a_list_says_what_each_is(tmp_path):
     before = time.time()
     save(tmp_path, {"x": bytes(10_000)}, 12, metric=0.5)
-    [checkpoint] = ckpt.list(tmp_path)
+    [checkpoint] = ckpt.list_checkpoints(tmp_path)
     assert (checkpoint.step, checkpoint.world_size, checkpoint.metric) == (12, 1, 0.5)
     assert checkpoint.path == str(tmp_path / "step-00000012")
     assert before - 1 <= checkpoint.saved_at <= time.time() + 1
@@ -70,7 +70,7 @@ def test_a_list_says_what_each_is(tmp_path):
 
 
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
-    assert ckpt.list(tmp_path / "none") == []
+    assert ckpt.list_checkpoints(tmp_path / "none") == []
     assert ckpt.prune(tmp_path / "none") == []
     with pytest.raises(FileNotFoundError, match="has no checkpoint of step latest"):
         ckpt.verify(tmp_path / "none")

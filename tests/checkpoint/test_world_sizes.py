@@ -36,7 +36,7 @@ def fresh(kind):
             fully_shard(layer)
         fully_shard(module)
     if kind == "sharded":
-        return module, phalanx.ShardedOptimizer(optim.Adam, module.parameters(), lr=0.01)
+        return module, phalanx.ZeroRedundancyOptimizer(module.parameters(), optim.Adam, lr=0.01)
     return module, optim.Adam(module.parameters(), lr=0.01)
 
 
@@ -158,7 +158,7 @@ def load_too_few(rank, world_size, base):
 
 def save_what_all_have(rank, world_size, folder):
     save(folder, {"x": torch.zeros(300, 300)})
-    files = ckpt.list(folder)[0].files
+    files = ckpt.list_checkpoints(folder)[0].files
     return [file["size_bytes"] for file in files.values()]
 
 

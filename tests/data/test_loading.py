@@ -201,7 +201,7 @@ def test_a_partition_is_not_divided_again_unless_told_to(run_ranks):
 
 
 def test_an_iterator_is_no_stream():
-    with pytest.raises(TypeError, match="can be read once only"):
+    with pytest.raises(TypeError, match="can be read only once"):
         phalanx.shard_iterable(iter([1, 2]))
 
 

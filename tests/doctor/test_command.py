@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from phalanx._command_line import UsageError
 from phalanx.doctor.command import read_place
 from phalanx.doctor.finding import LEVELS, Finding
 from phalanx.doctor.report import merged
-from phalanx.launch.flags import UsageError
 from tests.clusters._machines import PHALANX, machines
 
 NODES = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"]
@@ -95,12 +95,12 @@ def test_two_hosts_are_examined_and_the_first_prints_all(needs_hosts, tmp_path):
         (["--jsn"], "did you mean --json?"),
     ],
 )
-def test_a_mistake_is_one_line_that_shows_the_right_call(args, said):
+def test_a_mistake_shows_the_usage_and_the_right_call(args, said):
     done = doctor(*args)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert "right: phalanx doctor" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == 2
 
 
 def test_help_names_its_flags():

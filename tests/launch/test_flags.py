@@ -7,7 +7,8 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
 from phalanx import _env
-from phalanx.launch.flags import FLAGS, UsageError, help_text
+from phalanx._command_line import UsageError
+from phalanx.launch.flags import FLAGS, run_parser
 from phalanx.launch.plan import make_plan
 
 
@@ -202,7 +203,7 @@ def test_every_flag_is_an_environment_variable_that_ranks_do_not_take_for_a_miss
 
 
 def test_the_help_names_every_flag_in_80_columns():
-    text = help_text()
+    text = run_parser().format_help()
     assert all(f"--{name}" in text for name in FLAGS)
     assert max(map(len, text.splitlines())) <= 80
 

@@ -151,9 +151,7 @@ def test_gather_of_values_that_differ_raises_on_every_rank(results):
     for of_rank in results if len(results) > 1 else ():
         unlike, too_few = of_rank["mismatches"]
         assert "rank 0 has" in unlike
-        assert (
-            "total=100 rows dealt out in turns are [25, 25, 25, 25] of the ranks, and they have [2, 2, 2, 2]" in too_few
-        )
+        assert "total=100 needs at least [25, 25, 25, 25] rows from the ranks, got [2, 2, 2, 2]" in too_few
 
 
 def test_rank_0_goes_first_and_its_error_releases_the_others(results):
@@ -162,7 +160,7 @@ def test_rank_0_goes_first_and_its_error_releases_the_others(results):
     assert first == (True, "FileNotFoundError", "no data here")
     for ran, kind, message in others:
         assert (ran, kind) == (False, "PhalanxError")
-        assert "rank 0 goes first and has failed with FileNotFoundError: no data here" in message
+        assert "rank 0 went first and failed with FileNotFoundError: no data here" in message
         assert is_victim([kind], message)  # the launcher names rank 0
 
 

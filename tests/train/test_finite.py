@@ -68,7 +68,7 @@ class _BackwardOfNan(torch.autograd.Function):
 
 
 def saved_steps(folder):
-    return [c.step for c in phalanx.checkpoint.list(f"{folder}/checkpoints")]
+    return [c.step for c in phalanx.checkpoint.list_checkpoints(f"{folder}/checkpoints")]
 
 
 def fails(folder, **options):
@@ -230,7 +230,7 @@ def evaluations_of_nan(folder):
     trainer, printed = train(
         folder, model=model, validation=make_data(9), callbacks=(Count(),), max_epochs=9, patience=2, keep_last=1
     )
-    checkpoints = phalanx.checkpoint.list(trainer.checkpoints)
+    checkpoints = phalanx.checkpoint.list_checkpoints(trainer.checkpoints)
     return trainer.epoch, [(c.step, c.metric is None) for c in checkpoints], printed, trainer._judge.best
 
 

@@ -390,7 +390,7 @@ def launched(script, *arguments, **environ):
 def test_a_restart_of_the_same_job_is_never_refused_and_one_of_a_refused_job_always(script):
     done = launched(script, "--fail")  # whose script draws another learning rate each time
     assert done.returncode == 0, done.stdout + done.stderr
-    assert checkpoint.list(script.parent / "run" / "checkpoints")[-1].step == 4
+    assert checkpoint.list_checkpoints(script.parent / "run" / "checkpoints")[-1].step == 4
     done = launched(script, LR="0.7")
     assert done.returncode == 1, done.stdout + done.stderr
     assert (done.stdout + done.stderr).count("holds another run (step 4)") >= 2

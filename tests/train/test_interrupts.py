@@ -48,7 +48,7 @@ def test_ctrl_c_saves_and_says_so(terminal, tmp_path, command, code):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     [preempted] = [record for record in records if record["kind"] == "preempted"]
     assert preempted["signal"] == signal.SIGINT
-    assert checkpoint.list(folder / "checkpoints")[-1].step == preempted["step"]
+    assert checkpoint.list_checkpoints(folder / "checkpoints")[-1].step == preempted["step"]
     assert "preempted" in (folder / "report.html").read_text()
 
 

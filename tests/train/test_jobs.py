@@ -61,7 +61,7 @@ def test_a_job_that_is_asked_to_make_room_saves_and_ends_with_75_and_is_queued_a
     assert "restart" not in errors
     assert (tmp_path / "queued").read_text() == "requeue 4711\n"
     [preempted] = records_of(tmp_path / "run", "preempted")
-    assert [c.step for c in checkpoint.list(tmp_path / "run" / "checkpoints")][-1] == preempted["step"] >= 5
+    assert [c.step for c in checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == preempted["step"] >= 5
 
 
 # torch waits half a minute for those who may still come, unless it is told not to.

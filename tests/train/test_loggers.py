@@ -68,7 +68,7 @@ def train(folder, given, steps=14):
 def forget_after(folder, step):
     """Remove the checkpoints behind `step`: the next attempt repeats what came after it."""
     if dist.get_rank() == 0:
-        for saved in phalanx.checkpoint.list(f"{folder}/checkpoints"):
+        for saved in phalanx.checkpoint.list_checkpoints(f"{folder}/checkpoints"):
             if saved.step > step:
                 shutil.rmtree(saved.path)
     dist.barrier()

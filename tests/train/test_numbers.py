@@ -111,7 +111,7 @@ def train_with_validation(rank, world_size, folder):
     trainer = phalanx.Trainer(model, optimizer, nn.functional.mse_loss, max_epochs=1, folder=folder)
     result, _ = quietly(trainer.fit, Numbered(50), Numbered(10))
     assert not dist.is_initialized() or dist.get_world_size() == 1
-    return phalanx.checkpoint.list(trainer.checkpoints)[-1].metric, result["loss"]
+    return phalanx.checkpoint.list_checkpoints(trainer.checkpoints)[-1].metric, result["loss"]
 
 
 def test_the_commit_is_found_without_git(tmp_path):

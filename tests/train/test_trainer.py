@@ -144,7 +144,7 @@ def train_in_half_precision(folder):
 def stop_early(folder):
     seen = Seen()
     trainer, _ = train(folder, validation=make_data(9), lr=0.0, patience=2, max_epochs=9, callbacks=(seen,))
-    steps = [c.step for c in phalanx.checkpoint.list(trainer.checkpoints)]
+    steps = [c.step for c in phalanx.checkpoint.list_checkpoints(trainer.checkpoints)]
     again = Seen()
     same, _ = train(folder, validation=make_data(9), lr=0.0, patience=2, max_epochs=9, callbacks=(again,))
     return trainer.epoch, steps, seen.events[:3], seen.num_steps, again.num_steps, again.events, same.evaluation
@@ -180,9 +180,9 @@ def keep_the_best(folder):
     """Evaluations get worse from the second on; checkpoints are saved in mid-epoch too, and by a resumed run."""
     settings = {"validation": make_data(9), "lr": 5.0, "save_every": 5, "keep_last": 1}
     trainer, _ = train(folder, max_epochs=4, **settings)
-    values = {c.step: c.metric for c in phalanx.checkpoint.list(trainer.checkpoints)}
+    values = {c.step: c.metric for c in phalanx.checkpoint.list_checkpoints(trainer.checkpoints)}
     train(folder, max_epochs=9, steps=30, **settings)
-    after = {c.step: c.metric for c in phalanx.checkpoint.list(trainer.checkpoints)}
+    after = {c.step: c.metric for c in phalanx.checkpoint.list_checkpoints(trainer.checkpoints)}
     return -trainer._judge.best, values, after
 
 
@@ -194,7 +194,13 @@ def begin_anew(folder):
     for _ in range(2):  # within a second
         train(f"{folder}/soon", steps=1, resume="never")
     num_aside = sum(name.startswith("metrics.jsonl.before") for name in os.listdir(f"{folder}/soon"))
-    return new.step, again.step, [c.step for c in phalanx.checkpoint.list(new.checkpoints)], printed, num_aside
+    return (
+        new.step,
+        again.step,
+        [c.step for c in phalanx.checkpoint.list_checkpoints(new.checkpoints)],
+        printed,
+        num_aside,
+    )
 
 
 def resume_before_a_short_batch(folder):
@@ -442,7 +448,7 @@ def train_until_signalled(rank, world_size, folder, number):
     try:
         train(folder, callbacks=(Interrupt(),))
     except SystemExit as end:
-        saved = [c.step for c in phalanx.checkpoint.list(f"{folder}/checkpoints")]
+        saved = [c.step for c in phalanx.checkpoint.list_checkpoints(f"{folder}/checkpoints")]
         resumed, _ = train(folder)
         return end.code, saved, state_of(resumed.model)
     return None

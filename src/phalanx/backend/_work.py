@@ -299,7 +299,7 @@ class PhalanxWork(Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[Any]:
         """Return the future of the result, the list of tensors; a failure reaches who waits for it as RuntimeError."""
         if not self.over:
             self._handle.require_reachable()

@@ -1,14 +1,14 @@
-"""Checkpoints that are published whole or not at all, verified before they are loaded, never unpickled.
+"""Checkpoints that are published whole or not at all, verified before loading, and never unpickled.
 
-On disk one folder for each step, in memory a snapshot of each step for a group that is started again. Knows
-torch.distributed, and no backend.
+On disk there is a folder for each saved step; in memory there are snapshots, for ranks that are restarted. Works with
+any backend.
 """
 
 from phalanx.checkpoint.folder import Checkpoint
 from phalanx.checkpoint.loading import Loaded, load
 from phalanx.checkpoint.memory import snapshot
-from phalanx.checkpoint.retention import list, prune, verify
+from phalanx.checkpoint.retention import list_checkpoints, prune, verify
 from phalanx.checkpoint.saving import save, wait
 from phalanx.checkpoint.tree import unwrap
 
-__all__ = ["Checkpoint", "Loaded", "list", "load", "prune", "save", "snapshot", "unwrap", "verify", "wait"]
+__all__ = ["Checkpoint", "Loaded", "list_checkpoints", "load", "prune", "save", "snapshot", "unwrap", "verify", "wait"]

@@ -89,8 +89,8 @@ class Reader:
     """Fills tensors from the images of all ranks that saved.
 
     Args:
-        images: In rank order.
-        own: The image whose own tensors (small ones, buffers) are this rank's.
+        images: Images of all ranks, in rank order.
+        own: Rank whose own values, such as small tensors and buffers, are this rank's.
     """
 
     def __init__(self, images: Sequence[Image], own: int) -> None:

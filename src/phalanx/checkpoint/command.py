@@ -8,9 +8,9 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
-from phalanx._env import did_you_mean
+from phalanx._command_line import Parser, UsageError, nearest, whole_number
 from phalanx._errors import printable
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.comparison import compare
@@ -22,15 +22,22 @@ _CALLS = {
     "ls": "phalanx ckpt ls FOLDER",
     "show": "phalanx ckpt show FOLDER [--step N] [--rank R]",
     "verify": "phalanx ckpt verify FOLDER [--step N | --all]",
-    "diff": "phalanx ckpt diff FOLDER STEP STEP  or  phalanx ckpt diff FOLDER_A FOLDER_B",
-    "export": "phalanx ckpt export FOLDER OUT.safetensors [--step N] [--key model] [--rank R]",
+    "diff": "phalanx ckpt diff FOLDER STEP STEP | FOLDER_A FOLDER_B",
+    "export": "phalanx ckpt export FOLDER OUT [--step N] [--key KEY] [--rank R]",
+}
+_RIGHT = {
+    "ls": "phalanx ckpt ls runs/train",
+    "show": "phalanx ckpt show runs/train --step 100",
+    "verify": "phalanx ckpt verify runs/train --all",
+    "diff": "phalanx ckpt diff runs/train 100 200",
+    "export": "phalanx ckpt export runs/train model.safetensors",
 }
 _HELP = {
-    "ls": "which checkpoints there are",
-    "show": "names, dtypes, shapes and values in one",
-    "verify": "whether every bit is as it was saved; exit code 1 if not",
-    "diff": "what differs between two; exit code 1 if anything does",
-    "export": "the whole model of any number of ranks as one .safetensors or .pt file",
+    "ls": "list the checkpoints in a folder",
+    "show": "list the names, dtypes, shapes and values in a checkpoint",
+    "verify": "check that every bit is as it was saved; exit code 1 if not",
+    "diff": "compare two checkpoints; exit code 1 if they differ",
+    "export": "write the whole model, saved by any number of ranks, as one file",
 }
 
 
@@ -38,51 +45,55 @@ class _Mistake(Exception):
     """The command can't be carried out; says why."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _Mistake(message)
-
-    def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file)  # argparse's hides that nobody reads it
-
-
 def main(args: Sequence[str]) -> int:
-    """Run ``phalanx ckpt`` and return its exit code: 2 for what can't be done, with one line that says why."""
-    if not args or args[0] in ("-h", "--help"):
-        lines = "\n".join(f"  {_CALLS[name]}\n      {_HELP[name]}" for name in _CALLS)
-        print(f"usage:\n{lines}\n\nFOLDER: that of a run, of its checkpoints, or one checkpoint (else the newest).")
-        return 0
-    name = args[0]
+    """Run ``phalanx ckpt`` and return its exit code: 2 for what can't be done, with a line that says why."""
+    name = args[0] if args else ""
+    parser = _parser(name)
     try:
+        if name and name not in _CALLS and not name.startswith("-"):
+            near = nearest(name, _CALLS)
+            right = parser.call(args, {name: near}) if near else ""
+            raise UsageError(f"unknown command {name!r}{near and f', did you mean {near}?'}", right)
+        given = parser.parse_args(args[1:] if name in _CALLS else args)
         if name not in _CALLS:
-            raise _Mistake(f"unknown command {name!r}{did_you_mean(name, _CALLS)}")
-        return _COMMANDS[name](_parse(name, args[1:]))
+            raise UsageError("no command given")
+        return _COMMANDS[name](given)
     except BrokenPipeError:  # whoever read our output has gone
         raise
+    except UsageError as error:
+        return parser.refuse(error)
     except (_Mistake, Damaged, ValueError, FileNotFoundError) as error:
-        _say(f"phalanx ckpt: {error}; right: {_CALLS.get(name, 'phalanx ckpt --help')}", sys.stderr)
+        _say(f"{parser.prog}: {error}", sys.stderr)
     except OSError as error:
-        _say(f"phalanx ckpt: {error.filename or ''}: {error.strerror}", sys.stderr)
+        _say(f"{parser.prog}: {error.filename or ''}: {error.strerror}", sys.stderr)
     return 2
 
 
-def _parse(name: str, args: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog=f"phalanx ckpt {name}", usage=f"\n  {_CALLS[name]}", description=_HELP[name], allow_abbrev=False
-    )
-    parser.add_argument("folder", metavar="FOLDER")
+def _parser(name: str) -> Parser:
+    """Return the parser of a command, or of all where there is none of that name."""
+    if name not in _CALLS:
+        about = "Look at checkpoints. FOLDER is that of a run, of its checkpoints, or one checkpoint (else the newest)."
+        parser = Parser("phalanx ckpt", f"phalanx ckpt {'|'.join(_CALLS)} FOLDER", about, _RIGHT["ls"])
+        parser.add_commands({call: _HELP[name] for name, call in _CALLS.items()})
+        return parser
+    parser = Parser(f"phalanx ckpt {name}", _CALLS[name], f"{_HELP[name].capitalize()}.", _RIGHT[name])
+    parser.add_argument("folder", metavar="FOLDER", help="folder of a run, of its checkpoints, or of one checkpoint")
     if name == "diff":
-        parser.add_argument("others", nargs="+", metavar="STEP")
+        parser.add_argument("others", nargs="+", metavar="STEP", help="two steps, or another folder")
     if name == "export":
-        parser.add_argument("out", metavar="OUT")
-        parser.add_argument("--key", help="what of it, such as model.encoder (default: model, if there is one)")
+        parser.add_argument("out", metavar="OUT", help="file to write, which ends in .safetensors or .pt")
+        parser.add_argument("--key", help="part to export, such as model.encoder (default: model, if there is one)")
     if name in ("show", "verify", "export"):
-        parser.add_argument("--step", type=int, help="default: the newest")
+        parser.add_argument(
+            "--step", type=whole_number, metavar="N", help="step of the checkpoint (default: the newest)"
+        )
     if name in ("show", "export"):
-        parser.add_argument("--rank", type=int, help="whose, where ranks have saved what is their own")
+        parser.add_argument(
+            "--rank", type=whole_number, metavar="R", help="rank whose own tensors and values are meant"
+        )
     if name == "verify":
-        parser.add_argument("--all", action="store_true", help="every checkpoint of the folder")
-    return parser.parse_args(args)
+        parser.add_argument("--all", action="store_true", help="verify every checkpoint in the folder")
+    return parser
 
 
 def _find(path: str, step: int | None = None) -> Checkpoint:
@@ -147,7 +158,7 @@ def _show(given: argparse.Namespace) -> int:
 
 def _verify(given: argparse.Namespace) -> int:
     if given.all and given.step is not None:
-        raise _Mistake("--step and --all contradict each other")
+        raise UsageError("--step and --all contradict each other")
     folder = folders.find(given.folder)
     if not (published := folders.steps(folder)):
         raise _Mistake(folders.say_missing(folder))
@@ -161,7 +172,7 @@ def _verify(given: argparse.Namespace) -> int:
 
 def _diff(given: argparse.Namespace) -> int:
     if len(given.others) > 2 or (len(given.others) == 2 and not all(other.isdecimal() for other in given.others)):
-        raise _Mistake(
+        raise UsageError(
             f"a folder and two steps, or two folders are needed, got {given.folder} {' '.join(given.others)}"
         )
     if len(given.others) == 2:

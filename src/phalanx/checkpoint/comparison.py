@@ -21,10 +21,10 @@ class Difference:
     """One thing that is not the same in two checkpoints.
 
     Attributes:
-        name: Where it stands, such as ``model.0.weight``; of a rank's own values with the rank.
-        first: In one checkpoint, shortened.
-        second: In the other.
-        largest: Of a tensor of numbers the largest absolute difference, else None.
+        name: Position in the state, such as ``model.0.weight``, with the rank if each rank has its own values.
+        first: Value in one checkpoint, shortened.
+        second: Value in the other, shortened.
+        largest: Largest absolute difference between two tensors of numbers; None for anything else.
     """
 
     name: str

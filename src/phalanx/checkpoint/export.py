@@ -59,13 +59,15 @@ def _no_tensor(node: Json, _: Tensor | None) -> Tensor:
 
 
 def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:
-    """Return what stands under `key`, such as ``"model"``, whole.
+    """Return the whole value under `key`.
 
     Args:
-        rank: Whose; only where each rank has saved tensors of its own, one must be named.
+        checkpoint: Checkpoint to read.
+        key: Position in the state, such as ``model`` or ``model.encoder``; empty for all of it.
+        rank: Rank whose values are meant; None is only allowed if no rank has saved tensors of its own.
 
     Raises:
-        ValueError: There is no such key, or a rank must be named.
+        ValueError: The key does not exist, or `rank` is needed.
     """
     images = images_of(checkpoint)
     if rank is None and not images[0].metadata["is_alike"]:

@@ -40,13 +40,13 @@ class Checkpoint:
     """A published checkpoint, as its manifest describes it.
 
     Attributes:
-        step: Of the training.
-        path: Of its folder.
-        size_bytes: Of its files.
-        world_size: Ranks that saved it.
-        saved_at: Seconds since the epoch.
-        metric: What `save` was given to rank it by, or None.
-        files: Size in bytes and SHA-256 of each file.
+        step: Step of the training.
+        path: Folder of this checkpoint.
+        size_bytes: Size of all its files.
+        world_size: Number of ranks that saved it.
+        saved_at: Time of the save, in seconds since 1970.
+        metric: Score that was passed to `save`, or None.
+        files: Size in bytes and SHA-256 of each file, by name.
     """
 
     step: int
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 class Damaged(CheckpointError):
-    """A checkpoint is not what was saved."""
+    """A checkpoint is damaged: it differs from what was saved."""
 
 
 def path_of(folder: str, step: int) -> str:
@@ -80,21 +80,21 @@ def steps(folder: str) -> list[int]:
 
 
 def find(folder: str) -> str:
-    """Return where the checkpoints are: in `folder`, or if it has none in its ``checkpoints``, as in a Trainer's."""
+    """Return the folder of the checkpoints: `folder`, or its ``checkpoints`` if only that has any, as in a run's."""
     below = os.path.join(folder, "checkpoints")
     return below if not steps(folder) and os.path.isdir(below) and steps(below) else folder
 
 
 def say_missing(folder: str) -> str:
-    """Return what to say of a folder in which nothing was found."""
+    """Return the message for a folder without checkpoints."""
     return f"{folder} holds no checkpoint" if os.path.isdir(folder) else f"{folder} is no folder"
 
 
 def read_manifest(folder: str, step: int) -> Checkpoint:
-    """Return what the checkpoint of `step` says of itself.
+    """Return the checkpoint of `step`, from its manifest.
 
     Raises:
-        Damaged: Its manifest is missing or not as it was written.
+        Damaged: The manifest is missing, or not as it was written.
     """
     path = path_of(folder, step)
     name = os.path.join(path, _MANIFEST)

@@ -32,8 +32,8 @@ class Part:
     """A block of one tensor of the state.
 
     Attributes:
-        name: Of the whole tensor.
-        offset: Of the block in it, one number for each dimension.
+        name: Name of the whole tensor.
+        offset: Position of the block in the tensor, one number for each dimension.
         block: The rank's own memory.
     """
 

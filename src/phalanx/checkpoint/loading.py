@@ -1,4 +1,4 @@
-"""`load`: the newest checkpoint that is whole, from memory or from disk, on any number of ranks."""
+"""`load`: restores the newest whole checkpoint, from memory or from disk, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ from phalanx.checkpoint.tree import unpack
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What `load` has loaded: the checkpoint of `step`, from ``"memory"`` or ``"disk"``."""
+    """Checkpoint that `load` has restored.
+
+    Attributes:
+        step: Step of the checkpoint.
+        source: "memory" for a snapshot, "disk" for a saved checkpoint.
+    """
 
     step: int
     source: str
@@ -37,24 +42,27 @@ def load(
     strict: bool = True,
     missing: Literal["note", "ignore", "error"] = "note",
 ) -> Loaded | None:
-    """Restore `state` from a checkpoint and return which; None if there is none yet. Every rank calls it.
+    """Restore `state` from a checkpoint and return which one. Every rank calls it.
 
-    Modules, optimizers, tensors and whatever has ``load_state_dict`` are restored in place, plain values replaced. The
-    number of ranks may be another than that which saved. Every file is compared with its hash before anything is
-    loaded, and nothing is unpickled. Under ``phalanx run`` a snapshot in memory that is newer is taken.
+    Modules, optimizers, tensors and other objects with ``load_state_dict`` are restored in place; plain values are
+    replaced. Any number of ranks can load what any number has saved. Every file is compared with its hash before
+    anything is loaded, and nothing is unpickled. Under ``phalanx run``, a snapshot in memory is loaded if it is newer.
 
     Args:
-        folder: As of `save`, or the folder of a run whose ``checkpoints`` are meant.
-        state: Of the form that was saved; entries that it lacks are not loaded.
-        step: Of a checkpoint, or "latest": the newest that is whole; newer ones that are not are named in a warning.
-        strict: Refuse a checkpoint that lacks an entry of `state`.
-        missing: What to do where there is no checkpoint: "note": print a line on rank 0 and return None; "ignore":
-            return None; "error": raise.
+        folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
+        state: State of the form that was saved; saved entries that it lacks are left out.
+        step: Step of the checkpoint; "latest" is the newest whole one, and a warning names newer damaged ones.
+        strict: Whether a checkpoint that lacks an entry of `state` is refused.
+        missing: Action if there is no checkpoint: "note" prints a line on rank 0 and returns None, "ignore" returns
+            None, "error" raises.
+
+    Returns:
+        The checkpoint that was loaded; None if there is none.
 
     Raises:
         ValueError: `missing` is none of these.
-        CheckpointError: None that was asked for is whole, it does not fit `state`, or not all ranks call this; on every
-            rank.
+        CheckpointError: There is no whole checkpoint of that step, it does not fit `state`, or not all ranks call
+            this; on every rank.
     """
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
@@ -100,7 +108,7 @@ def _say_missing(path: str, rank: int, missing: str) -> None:
 
 
 def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, int]]]:
-    """Return what is wrong, the folder that holds the checkpoints, and what may be loaded, best first."""
+    """Return what is wrong, the folder of the checkpoints, and the candidates to load, best first."""
     try:
         path = given if memory.newest(given) is not None else folders.find(given)
         published = folders.steps(path)
@@ -119,7 +127,7 @@ def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, 
 
 
 def _check(path: str, source: str, step: int, rank: int, world_size: int) -> tuple[Any, list[str]]:
-    """Return the checkpoint's images, and what any rank has found wrong with them."""
+    """Return the checkpoint's images, and the problems that any rank found with them."""
     problem, images = "", []
     try:
         if source == "memory":
@@ -140,18 +148,19 @@ def _check(path: str, source: str, step: int, rank: int, world_size: int) -> tup
 
 
 def _own(images: list[Image], rank: int, world_size: int) -> int:
-    """Return whose values this rank gets: its own, or rank 0's if there were more or fewer ranks."""
+    """Return the rank whose values this rank gets: itself, or 0 if another number of ranks saved."""
     return rank if len(images) == world_size else 0
 
 
 def images_of(checkpoint: Checkpoint, owners: Iterable[int] | None = None) -> list[Image]:
-    """Return what each rank has saved, in rank order.
+    """Return each rank's image, in rank order.
 
     Args:
-        owners: Ranks whose trees are to be used; by default all.
+        checkpoint: Checkpoint to read.
+        owners: Ranks whose trees are needed; by default all.
 
     Raises:
-        Damaged: One of these trees is not whole, or what it needs is not.
+        Damaged: One of these trees, or a tensor in it, is not whole.
     """
     try:
         names = map(folders.file_of, range(checkpoint.world_size))
@@ -163,7 +172,7 @@ def images_of(checkpoint: Checkpoint, owners: Iterable[int] | None = None) -> li
 
 
 def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
-    """Raise any error unless the images are those of a step, and the trees of `owners` can be unpacked from them."""
+    """Raise any error unless the images belong to `step` and the trees of `owners` can be unpacked from them."""
     for rank, image in enumerate(images):
         said = [image.metadata[key] for key in ("step", "rank", "world_size")]
         if said != [step, rank, len(images)] or type(image.metadata["is_alike"]) is not bool:

@@ -43,10 +43,10 @@ _MAX_SHARE_OF_REST = 0.5  # of what is not used of them: training goes on to nee
 
 
 class SnapshotMemory:
-    """The memory in which this rank keeps snapshots, and finds those of an attempt before.
+    """Memory in which this rank keeps snapshots and finds those of the previous attempt.
 
     Attributes:
-        size_bytes: Of both snapshots of this rank, once there is one.
+        size_bytes: Size of both snapshots of this rank, once there is one.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class SnapshotMemory:
         self._regions: dict[int, mmap.mmap] = {}
         self._slot = 0
         self._is_forbidden = False
-        self.size_bytes = 0
+        self.size_bytes: int = 0
         environ = _env.environment()
         self._attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        self.problem = self._open(environ)
+        self.problem: str = self._open(environ)
 
     def _open(self, environ: Mapping[str, str]) -> str:
         path = environ.get(_env.SNAPSHOT_VARIABLE)
@@ -210,20 +210,25 @@ def _digest(folder: str) -> bytes:
     return hashlib.blake2b(os.path.abspath(folder).encode(), digest_size=16).digest()
 
 
-memory = SnapshotMemory()
+memory: SnapshotMemory = SnapshotMemory()
 """Of this process; opened when phalanx.checkpoint is imported, in a rank."""
 
 
 def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int) -> str:
-    """Keep `state` in memory that outlives this rank; every rank does, after the same step.
+    """Keep `state` in memory that outlives this rank. Every rank calls it, after the same step.
 
-    When ``phalanx run`` starts the group again, `load` of the same folder finds it. Two snapshots of each rank are
-    kept, together in at most a quarter of the memory that the host has and the cgroups allow, and half of what of it is
-    not used yet.
+    When ``phalanx run`` restarts the ranks, `load` finds the snapshot. Two snapshots of each rank are kept. All of them
+    together take at most a quarter of the memory that the host has and the cgroups allow, and at most half of what is
+    still free.
+
+    Args:
+        folder: Folder of the checkpoints, as passed to `save`.
+        state: State as for `save`.
+        step: Step of the training, at least 0.
 
     Returns:
-        Why there is no snapshot: no supervisor, not enough memory, or an attempt that the kernel has killed for want of
-        it; empty when there is one.
+        The reason why there is no snapshot: no launcher holds memory for it, memory is short, or the kernel killed an
+        earlier attempt because memory ran out. Empty if there is a snapshot.
 
     Raises:
         CheckpointError: A value can't be saved on some rank; on every rank.

@@ -1,8 +1,7 @@
-"""What is in a folder of checkpoints, whether it is whole, and what of it stays."""
+"""Lists, verifies and removes the checkpoints in a folder."""
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import os
 
@@ -10,8 +9,12 @@ from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.folder import Checkpoint, Damaged
 
 
-def list(folder: str | os.PathLike[str]) -> builtins.list[Checkpoint]:
-    """Return the checkpoints in a folder, oldest first, without those whose manifest is not whole."""
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Return the checkpoints in a folder, oldest first, except those with a damaged manifest.
+
+    Args:
+        folder: Folder of the checkpoints, as passed to `save`.
+    """
     found = []
     for step in folders.steps(os.fspath(folder)):
         with contextlib.suppress(Damaged):
@@ -19,8 +22,12 @@ def list(folder: str | os.PathLike[str]) -> builtins.list[Checkpoint]:
     return found
 
 
-def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> builtins.list[str]:
-    """Return what is wrong with a checkpoint, a sentence for each file; nothing if every bit is as it was saved.
+def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> list[str]:
+    """Return the problems of a checkpoint, one sentence for each file; empty if every bit is as it was saved.
+
+    Args:
+        folder: Folder of the checkpoints, as passed to `save`.
+        step: Step of the checkpoint, or "latest".
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
@@ -43,20 +50,21 @@ def prune(
     keep_every: int | None = None,
     keep_best: int | None = None,
     best_is_least: bool = False,
-) -> builtins.list[int]:
-    """Remove older checkpoints and return their steps; one rank or all may call it.
+) -> list[int]:
+    """Remove old checkpoints and return their steps. One rank or all may call it.
 
     Args:
-        keep_last: Of the newest, at least 1.
-        keep_every: Those of steps that it divides stay too.
-        keep_best: As many of the largest metric stay too.
-        best_is_least: Of the smallest metric instead, such as a loss.
+        folder: Folder of the checkpoints, as passed to `save`.
+        keep_last: Number of newest checkpoints to keep, at least 1.
+        keep_every: Number whose multiples are steps to keep, too; None: no others.
+        keep_best: Number of checkpoints with the best metric to keep, too; None: no others.
+        best_is_least: Whether the smallest metric is the best, as with a loss; otherwise the largest is.
 
     Raises:
         ValueError: A number is less than 1.
     """
     check_numbers(keep_last, keep_every, keep_best)
-    found = list(folder)
+    found = list_checkpoints(folder)
     kept = {checkpoint.step for checkpoint in found[-keep_last:]}
     if keep_every is not None:
         kept |= {checkpoint.step for checkpoint in found if checkpoint.step % keep_every == 0}

@@ -1,4 +1,4 @@
-"""`save`: copy the state, let training go on, write and publish in the background."""
+"""`save`: copies the state, lets training go on, and writes and publishes in the background."""
 
 from __future__ import annotations
 
@@ -33,35 +33,36 @@ def save(
     keep: Mapping[str, Any] | None = None,
     wait: bool = False,
 ) -> None:
-    """Save `state` as the checkpoint of `step`; every rank calls it.
+    """Save `state` as the checkpoint of `step`. Every rank calls it.
 
-    Returns when the state is copied: the next step may change it. Files are written in the background and get their
-    name when those of all ranks are safe on disk; a save that is cut short leaves the checkpoints before it as they
-    were. The last one is completed before the interpreter ends.
+    It returns when the state is copied, so the next step may change it. The files are written in the background, and
+    the checkpoint gets its name when the files of all ranks are safe on disk. A save that is interrupted leaves earlier
+    checkpoints as they were. The last save is completed before the interpreter ends.
+
+    Every rank gets back what it saved, bit for bit. Tensors of 64 KiB and more are compared between the ranks. One with
+    the same bits on all ranks is saved once, divided among them. If one differs, each rank saves its own, and only the
+    same number of ranks can load the checkpoint. Of a DTensor each shard is saved once; its replicas are equal by
+    contract, and only the first is saved. Buffers of modules, NumPy arrays, smaller tensors and plain values are saved
+    for each rank; another number of ranks gets those of rank 0.
 
     Args:
-        folder: Holds the checkpoints; on a file system that all ranks share.
-        state: Any nesting of dicts, lists, tensors, modules, optimizers, whatever has ``state_dict`` and
-            ``load_state_dict``, and plain values. Every rank gets back what it has saved, bit by bit. Tensors of
-            64 KiB and more are compared between the ranks: one that has the same bits on all of them is saved once,
-            divided among them. Where one differs, each rank keeps its own, and only as many ranks can load the
-            checkpoint. Of a DTensor each shard is saved once, and of its replicas, which are equal by its contract,
-            the first. Buffers of modules, arrays of NumPy, smaller tensors and plain values are saved for each rank;
-            another number of ranks gets rank 0's.
-        step: Of the training, at least 0; a checkpoint of the same step is replaced.
-        metric: Ranks the checkpoint for ``prune(keep_best=...)``.
-        keep: Arguments of `prune`, called when this checkpoint is published.
-        wait: Return only when the checkpoint is published.
+        folder: Folder of the checkpoints, on a file system that all ranks share.
+        state: Any nesting of dicts, lists, tensors, modules, optimizers, other objects with ``state_dict`` and
+            ``load_state_dict``, and plain values.
+        step: Step of the training, at least 0; a checkpoint of the same step is replaced.
+        metric: Score of the checkpoint for ``prune(keep_best=...)``.
+        keep: Arguments for `prune`, which runs when this checkpoint is published; None: it does not run.
+        wait: Whether to return only when the checkpoint is published.
 
     Raises:
-        CheckpointError: A rank can't save, an earlier save has failed in the background, or not all ranks call this;
-            on every rank.
+        CheckpointError: A rank can't save, an earlier save failed in the background, or not all ranks call this; on
+            every rank.
     """
     _saver.save(os.path.abspath(folder), state, step, metric, dict(keep or {}), wait)
 
 
 def wait() -> None:
-    """Return when the last save is published; every rank calls it.
+    """Wait until the last save is published. Every rank calls it.
 
     Raises:
         CheckpointError: A rank could not write; on every rank.
@@ -70,7 +71,7 @@ def wait() -> None:
 
 
 class Saver:
-    """The saves of this process, one at a time."""
+    """Saves of this process, one at a time."""
 
     def __init__(self) -> None:
         self._pending: Future[str] | None = None
@@ -125,7 +126,7 @@ class Saver:
         threads.shutdown(wait=False)
 
     def settle(self) -> str:
-        """Wait for the save in the background; return why it failed, once, or nothing."""
+        """Wait for the save in the background; return why it failed, once, or an empty string."""
         pending, self._pending = self._pending, None
         return pending.result() if pending is not None else ""
 

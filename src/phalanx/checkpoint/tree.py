@@ -35,7 +35,7 @@ class Leaf:
     """A tensor of the state.
 
     Attributes:
-        name: Where it stands, such as ``model.0.weight``; the same on every rank.
+        name: Position in the state, such as ``model.0.weight``; the same on every rank.
         tensor: The rank's own, or its DTensor.
         is_local: Whether it is each rank's own: buffers of modules, bytes, arrays of NumPy.
     """
@@ -46,7 +46,11 @@ class Leaf:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module without wrappers that only prefix its names: data parallel, torch.compile."""
+    """Return the module without wrappers: DistributedDataParallel, DataParallel and torch.compile's.
+
+    Args:
+        module: Module that may be wrapped.
+    """
     while True:
         if (inner := _torch.uncompiled(module)) is not None:
             module = inner
@@ -235,11 +239,12 @@ def as_dtype(name: str) -> torch.dtype:
 
 
 def unpack(node: Json, read: Read, like: Any = None) -> Any:
-    """Return the value of a tree; where `like` has a tensor of the same shape, in that one.
+    """Return the value of a tree. A tensor of the same shape in `like` is filled and returned.
 
     Args:
-        read: Given a tensor's node, and the tensor that is to hold it or None: returns it, filled.
-        like: A value of the same form, or None.
+        node: Tree that `pack` returned.
+        read: Function that takes a tensor's node, and the tensor to fill or None, and returns the tensor.
+        like: Value of the same form, or None.
     """
     if not isinstance(node, dict):
         return node

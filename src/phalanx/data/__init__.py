@@ -1,4 +1,4 @@
-"""Who trains on what: samplers, partitions, loaders and seeds. Knows torch.distributed, and no backend."""
+"""Data for several ranks: samplers, partitions, loaders and seeds. Works with any backend."""
 
 from phalanx.data.batches import GlobalBatches
 from phalanx.data.loader import DataLoader

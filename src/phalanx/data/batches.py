@@ -1,4 +1,4 @@
-"""`GlobalBatches`: the batches that all ranks train on together, and this rank's part of each."""
+"""`GlobalBatches`: batches that all ranks train on together, and this rank's part of each."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from phalanx.data.seeds import derive_seed, seed_process
 
 
 class GlobalBatches:
-    """Yields this rank's indices of one global batch after the other, in parts that fit one forward pass.
+    """Yields this rank's indices of each global batch, in parts that fit one forward pass.
 
-    Order and batches are a pure function of (seed, epoch): another number of ranks trains on the same samples in the
-    same steps. Rank r of W takes places ``[r * n // W, (r + 1) * n // W)`` of a batch of n.
+    The batches are a pure function of seed and epoch, so any number of ranks trains on the same samples in the same
+    steps. Of a batch of n samples, rank r of W takes ``[r * n // W, (r + 1) * n // W)``.
 
     Args:
-        length: Samples in the dataset.
-        batch_size: Samples of all ranks together; the last batch of an epoch is what is left.
-        micro_batch_size: At most so many of this rank in one forward pass; None: all of its part.
-        num_parts: Instead of `micro_batch_size`: cut a batch into so many parts over all ranks, whatever their number.
-        shuffle: Permute the dataset anew in each epoch.
-        seed: The same on all ranks.
-        drop_last: Leave out what is left at the end of an epoch.
+        length: Number of samples in the dataset.
+        batch_size: Number of samples in a batch, over all ranks; the last batch of an epoch may be smaller.
+        micro_batch_size: Largest number of this rank's samples in one forward pass; None: unlimited.
+        num_parts: Number of parts of a batch over all ranks, to use instead of `micro_batch_size`.
+        shuffle: Whether each epoch has a new order.
+        seed: Seed of the order, the same on all ranks.
+        drop_last: Whether a smaller batch at the end of an epoch is left out.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        place: Position of the next batch in the epoch's order.
 
     Raises:
         ValueError: The sizes do not fit the number of ranks.
@@ -52,17 +56,17 @@ class GlobalBatches:
         self.micro_batch_size = micro_batch_size
         self.num_parts = num_parts
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self.epoch = 0
-        self.place = 0  # in the epoch's order, of the next batch
+        self.epoch: int = 0
+        self.place: int = 0  # in the epoch's order, of the next batch
 
     def __len__(self) -> int:
-        """Return the number of global batches of a whole epoch."""
+        """Return the number of global batches in an epoch."""
         whole, rest = divmod(self.length, self.batch_size)
         return whole + (rest > 0 and not self._drop_last)
 
     @property
     def parts_of_a_batch(self) -> int:
-        """Return how many forward passes this rank needs for a whole batch."""
+        """Number of forward passes that this rank needs for a full batch."""
         return len(self._cuts(self.batch_size))
 
     def __iter__(self) -> Iterator[list[list[int]]]:
@@ -72,27 +76,27 @@ class GlobalBatches:
             yield [order[first + part.start : first + part.stop] for part in self._cuts(size)]
 
     def advance(self) -> None:
-        """Note that all ranks have trained on one more batch."""
+        """Count one more batch that all ranks have trained on."""
         self.place += self.batch_size
 
     def sizes(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield for each batch of the rest of the epoch its samples over all ranks, and those in this rank's parts."""
+        """Yield the number of samples in each remaining batch: over all ranks, and in each of this rank's parts."""
         for _, size in self._left():
             yield size, [len(part) for part in self._cuts(size)]
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the epoch has no further batch."""
+        """Whether the epoch has no more batches."""
         return next(self._left(), None) is None
 
     def _left(self) -> Iterator[tuple[int, int]]:
-        """Yield where each batch that is left begins in the order, and its size."""
+        """Yield the position and the size of each remaining batch."""
         end = self.length - (self.batch_size - 1 if self._drop_last else 0)
         for first in range(self.place, end, self.batch_size):
             yield first, min(self.batch_size, self.length - first)
 
     def _cuts(self, size: int) -> list[range]:
-        """Return the places of this rank's parts in a batch of that size."""
+        """Return the ranges of this rank's parts in a batch of `size` samples."""
         rank, world_size = self._rank, self._world_size
         if self.num_parts is not None:
             own = self.num_parts // world_size
@@ -110,14 +114,17 @@ class GlobalBatches:
         return torch.randperm(self.length, generator=generator).tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where all ranks stand, for any number of ranks."""
+        """Return the position of all ranks, which any number of ranks can load."""
         return {"epoch": self.epoch, "place": self.place, "seed": self._seed, "length": self.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there: what was not trained on in the epoch comes, once.
+        """Continue at a saved position: each remaining sample of the epoch comes once.
+
+        Args:
+            state: State that `state_dict` returned.
 
         Raises:
-            ValueError: `state` is of another dataset or order.
+            ValueError: `state` belongs to another dataset or order.
         """
         own = self.state_dict()
         for name in ("length", "seed"):
@@ -131,19 +138,20 @@ class GlobalBatches:
 
 
 class GivenBatches(GlobalBatches):
-    """The same of the global batches that a batch sampler makes; `place` counts batches.
+    """Global batches that a batch sampler makes; `place` counts batches.
 
-    What the sampler draws from the default generators, and from ``set_epoch``, is a function of (seed, epoch).
+    The random numbers that the sampler draws are a function of seed and epoch, if it draws them from the default
+    generators or from one that ``set_epoch`` seeds.
 
     Args:
-        length: Samples in the dataset.
-        batch_sampler: Lists of indices, anew for each epoch; the same on all ranks.
-        micro_batch_size: At most so many of this rank in one forward pass; None: all of its part.
-        num_parts: Instead of `micro_batch_size`: cut a batch into so many parts over all ranks, whatever their number.
-        seed: The same on all ranks.
+        length: Number of samples in the dataset.
+        batch_sampler: Iterable of lists of indices, one for each batch; the same on all ranks.
+        micro_batch_size: Largest number of this rank's samples in one forward pass; None: unlimited.
+        num_parts: Number of parts of a batch over all ranks, to use instead of `micro_batch_size`.
+        seed: Seed of the sampler's random numbers, the same on all ranks.
 
     Raises:
-        ValueError: The sampler does not give lists of indices, or others when it is asked again.
+        ValueError: The sampler does not yield lists of indices, or yields other lists for the same epoch.
     """
 
     def __init__(
@@ -167,13 +175,13 @@ class GivenBatches(GlobalBatches):
 
     @property
     def batches(self) -> list[list[int]]:
-        """The batches of this epoch."""
+        """Batches of this epoch."""
         if self._of_epoch[0] != self.epoch:
             self._of_epoch = self.epoch, self._draw()
         return self._of_epoch[1]
 
     def __len__(self) -> int:
-        """Return the number of global batches of this epoch."""
+        """Return the number of global batches in this epoch."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[list[int]]]:
@@ -182,11 +190,11 @@ class GivenBatches(GlobalBatches):
             yield [batch[part.start : part.stop] for part in self._cuts(len(batch))]
 
     def advance(self) -> None:
-        """Note that all ranks have trained on one more batch."""
+        """Count one more batch that all ranks have trained on."""
         self.place += 1
 
     def _left(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of each batch that is left, and its size."""
+        """Yield the number and the size of each remaining batch."""
         for number, batch in enumerate(self.batches[self.place :], start=self.place):
             yield number, len(batch)
 
@@ -208,5 +216,5 @@ class GivenBatches(GlobalBatches):
             drawn.load_state_dict(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where all ranks stand, for any number of ranks."""
+        """Return the position of all ranks, which any number of ranks can load."""
         return {**super().state_dict(), "batches": "given"}

@@ -1,4 +1,4 @@
-"""Whether each epoch has an order of its own: what notices a forgotten `set_epoch`, and how it is said."""
+"""Notices that a loop forgets `set_epoch`, and warns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import distributed as torch_distributed
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the innermost line outside torch and phalanx: where the loop over the batches stands."""
+    """Warn at the innermost line outside torch and phalanx, which is the loop over the batches."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "phalanx"):
         frame, level = frame.f_back, level + 1
@@ -22,12 +22,11 @@ def warn_caller(message: str) -> None:
 
 
 class RepeatedOrders:
-    """Says once that torch's `DistributedSampler` repeats its order, if a model is trained on it and nobody calls
-    `set_epoch`.
+    """Warns once if a model is trained on a `DistributedSampler` of torch's and nobody calls `set_epoch`.
 
-    An epoch counts if it begins while a watched model is in training mode and gradients are on: evaluation may well
-    have one order. It is repeated if the model was trained since the epoch before began: a look at the first batch is
-    no epoch.
+    An epoch counts if it begins while a watched model is in training mode and gradients are on, because evaluation may
+    repeat its order. It is a repetition if the model was trained since the previous epoch began, because a look at the
+    first batch is not an epoch.
     """
 
     def __init__(self) -> None:
@@ -36,18 +35,18 @@ class RepeatedOrders:
         self._is_listening = self._has_said = False
 
     def watch(self, model: Any) -> None:
-        """Look at the samplers while `model`, a DistributedDataParallel, is trained."""
+        """Watch the samplers while `model`, a DistributedDataParallel, is trained."""
         self._models.add(model)
         if not self._is_listening:
             self._is_listening = True
             self._listen()
 
     def count_pass(self) -> None:
-        """A watched model has averaged its gradients."""
+        """Count a pass in which a watched model averaged its gradients."""
         self._num_passes += 1
 
     def _listen(self) -> None:
-        """Hear of each epoch that begins. The sampler tells nobody, so two methods of torch's class are wrapped."""
+        """Wrap two methods of torch's class, because a sampler has no other sign that an epoch begins."""
         kind = torch_distributed.DistributedSampler
         torchs_iter, torchs_set_epoch = kind.__iter__, kind.set_epoch
 
@@ -77,4 +76,4 @@ class RepeatedOrders:
             )
 
 
-repeated_orders = RepeatedOrders()
+repeated_orders: RepeatedOrders = RepeatedOrders()

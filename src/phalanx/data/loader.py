@@ -1,10 +1,9 @@
-"""`DataLoader`: torch's, with the defaults that several ranks on one machine need."""
+"""`DataLoader`: torch's, of this rank's part of the data."""
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,35 +16,28 @@ from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.data.shards import Shard
 
-_MAX_DEFAULT_WORKERS = 4
-
 
 class DataLoader(torch_data.DataLoader[Any]):
-    """Loads this rank's batches; any argument of torch's is torch's, and these have other defaults:
+    """torch's DataLoader, which loads this rank's part of the data. Arguments and defaults are torch's.
 
-    - `sampler`: a `DistributedSampler` for the ranks of the default group, if there are several and neither a sampler
-      nor a batch sampler is given; `shuffle` and `drop_last` are its too. Without `drop_last` it pads when it shuffles,
-      as torch's does, and gives each sample exactly once when it does not. Its epochs advance by themselves;
-      `set_epoch` chooses another.
-    - `num_workers`: one less than the CPUs that this rank is pinned to, at most 4; 0 for an ``IterableDataset``, of
-      which every worker would yield every item, unless it comes from `shard_iterable`.
-    - `pin_memory`: with CUDA.
-    - `persistent_workers`: with workers.
-    - `worker_init_fn`: each worker of each rank draws numbers of its own, from Python, NumPy and torch.
+    Where torch's does nothing by default, this one does what several ranks need:
 
-    Several ranks take turns at the items of an ``IterableDataset``, so it must come out the same on each. Workers that
-    you ask for are the stream's own matter, as with torch: one that does not look at ``get_worker_info()`` repeats
-    itself; `shard_iterable` divides any.
-
-    `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks.
+    - Without `sampler` and `batch_sampler`, a `DistributedSampler` divides the dataset among the ranks of the default
+      group; `shuffle` and `drop_last` are passed to it. Without `drop_last` it pads when it shuffles, as torch's does,
+      and gives each sample exactly once when it does not. Its epochs advance by themselves, or `set_epoch` chooses one.
+    - Without `worker_init_fn`, each worker of each rank draws its own random numbers from Python, NumPy and torch.
+    - Ranks take turns at the items of an ``IterableDataset``, so it must yield the same items on each rank. Its workers
+      are its own matter, as with torch: a stream that does not look at ``get_worker_info()`` yields every item in every
+      worker; `shard_iterable` divides any stream.
+    - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks.
 
     Args:
-        is_own_part: The dataset is this rank's own part already, and is taken as it is. Several ranks must say so, or
-            say False, of a `Partition`.
+        is_own_part: Whether the dataset is this rank's own part already, to be taken as it is. With several ranks, a
+            `Partition` needs True or False.
 
     Raises:
-        RuntimeError: Several ranks, and no process group yet.
-        ValueError: Nobody can know whether a `Partition` is that of this rank or of all.
+        RuntimeError: There are several ranks and no process group yet.
+        ValueError: The dataset is a `Partition`, and `is_own_part` does not say whether it is this rank's part.
     """
 
     def __init__(
@@ -53,21 +45,24 @@ class DataLoader(torch_data.DataLoader[Any]):
         dataset: torch_data.Dataset[Any],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
-        *,
-        sampler: Any = None,
-        batch_sampler: Any = None,
-        num_workers: int | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
         drop_last: bool = False,
-        pin_memory: bool | None = None,
-        persistent_workers: bool | None = None,
+        timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
         is_own_part: bool | None = None,
-        **options: Any,
     ) -> None:
         rank, num_replicas = rank_and_size()
-        if num_workers is None:
-            is_alike = isinstance(dataset, torch_data.IterableDataset) and not isinstance(dataset, Shard)
-            num_workers = 0 if is_alike else min(_MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)) - 1)
         if isinstance(dataset, torch_data.IterableDataset):
             dataset = _part_of_stream(dataset, rank, num_replicas, is_own_part)
         elif sampler is None and batch_sampler is None and not is_own_part:
@@ -91,13 +86,19 @@ class DataLoader(torch_data.DataLoader[Any]):
             sampler,
             batch_sampler,
             num_workers,
-            drop_last=drop_last,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-            persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
-            worker_init_fn=worker_init_fn or _SeedWorker(rank),
-            **options,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn or _SeedWorker(rank),
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
         )
-        self.is_own_part = bool(is_own_part)
+        self.is_own_part: bool = bool(is_own_part)
         self._num_batches = 0  # handed out in this epoch
         self._is_over = False
 
@@ -113,20 +114,28 @@ class DataLoader(torch_data.DataLoader[Any]):
         self._is_over = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler, if it wants to know."""
+        """Pass the number of the epoch to the sampler, if that has a ``set_epoch``."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where all ranks stand: after the batch that was handed out last, whatever workers have loaded ahead.
+        """Return the position of all ranks: after the last batch that was handed out, whatever workers loaded ahead.
 
         Raises:
-            TypeError: The sampler is not a phalanx one, or batches are not made of its samples one by one.
+            TypeError: The sampler is not a `phalanx.DistributedSampler`.
         """
         return self._own_sampler().state_dict(self._num_batches * (self.batch_size or 1), self._is_over)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batch at which `state` was taken, with any number of ranks."""
+        """Continue at a saved position, which any number of ranks may have saved.
+
+        Args:
+            state: State that `state_dict` returned.
+
+        Raises:
+            TypeError: The sampler is not a `phalanx.DistributedSampler`.
+            ValueError: `state` belongs to another dataset, seed or order.
+        """
         self._own_sampler().load_state_dict(state)
         self._num_batches, self._is_over = 0, False
 
@@ -141,7 +150,7 @@ class DataLoader(torch_data.DataLoader[Any]):
 def _part_of_stream(
     stream: torch_data.IterableDataset[Any], rank: int, num_replicas: int, is_own_part: bool | None
 ) -> torch_data.IterableDataset[Any]:
-    """Return what this rank reads of a stream: its turns, unless the stream is divided already."""
+    """Return this rank's part of a stream, or the stream itself if it is divided already."""
     if is_own_part or num_replicas == 1 or isinstance(stream, Shard):
         return stream
     if is_own_part is None and rank == 0:
@@ -154,7 +163,7 @@ def _part_of_stream(
 
 
 class _SeedWorker:
-    """Seeds a worker; a class, since it must reach one that is spawned."""
+    """Seeds a worker; a class, because it must be pickled for workers that are spawned."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -1,4 +1,4 @@
-"""`DataPartitioner`: the tutorials' exercise of dividing a dataset by hand, without losing a sample."""
+"""`DataPartitioner`: divides a dataset by hand, as in the distributed tutorials, without losing a sample."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from torch.utils.data import Dataset
 
 
 class Partition(Dataset[Any]):
-    """Part of a dataset: ``partition[i]`` is ``data[indices[i]]``."""
+    """Part of a dataset: ``partition[i]`` is ``data[indices[i]]``.
+
+    Args:
+        data: Whole dataset.
+        indices: Indices of the samples in this part.
+    """
 
     def __init__(self, data: Any, indices: Sequence[int]) -> None:
         self.data = data
-        self.indices = list(indices)
+        self.indices: list[int] = list(indices)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -25,16 +30,16 @@ class Partition(Dataset[Any]):
 
 
 class DataPartitioner:
-    """Shuffles a dataset once and cuts it into parts, the same on every rank.
+    """Shuffles a dataset once and cuts it into parts, in the same way on every rank.
 
     Args:
-        data: Anything with a length and items.
-        sizes: Fractions, each at least 0, together at most 1. If they make 1, every sample is in exactly one part;
-            each part is at most one sample off its fraction.
-        seed: Of the shuffle.
+        data: Dataset with a length and items.
+        sizes: Fractions of the parts, each at least 0, together at most 1. If they add up to 1, every sample is in
+            exactly one part. Each part is at most one sample off its fraction.
+        seed: Seed of the shuffle.
 
     Raises:
-        ValueError: `sizes` are negative, or more than the whole.
+        ValueError: A size is negative, or the sizes add up to more than 1.
     """
 
     def __init__(self, data: Any, sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234) -> None:
@@ -47,8 +52,12 @@ class DataPartitioner:
         ends = [round(len(order) * math.fsum(sizes[: number + 1])) for number in range(len(sizes))]
         starts = [0, *ends][: len(ends)]
         self.data = data
-        self.partitions = [order[start:end] for start, end in zip(starts, ends, strict=True)]
+        self.partitions: list[list[int]] = [order[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def use(self, partition: int) -> Partition:
-        """Return part number `partition`."""
+        """Return a part.
+
+        Args:
+            partition: Number of the part, from 0; often the rank.
+        """
         return Partition(self.data, self.partitions[partition])

@@ -1,4 +1,4 @@
-"""`RandomState`: the state of all that this rank draws random numbers from."""
+"""`RandomState`: the state of this rank's random number generators."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from phalanx.data.seeds import derive_seed, seed_process
 
 
 class RandomState:
-    """Python's, NumPy's and torch's generators, to be put into a checkpoint's state.
+    """Python's, NumPy's and torch's random number generators, as an entry for a checkpoint's state.
 
-    Each rank gets its own back. With another number of ranks they are seeded anew, from what rank 0 had and the rank.
+    Each rank gets its own state back. With another number of ranks, each rank's generators are seeded anew, from rank
+    0's state and the rank.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generators' states."""
+        """Return the states of the generators."""
         version, numbers, gauss = random.getstate()
         state: dict[str, Any] = {
             "place": rank_and_size(),
@@ -35,7 +36,11 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the generators to what `state_dict` has returned."""
+        """Set the generators to a saved state.
+
+        Args:
+            state: State that `state_dict` returned.
+        """
         rank, _ = place = rank_and_size()
         if state["place"] != place:
             digest = hashlib.blake2b(bytes(state["torch"].tolist()), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""`DistributedSampler`: torch's, with epochs that advance, evaluation without padding, and exact resumption."""
+"""`DistributedSampler`: torch's, with epochs that advance, evaluation without padding and exact resumption."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from phalanx.data.epochs import warn_caller
 from phalanx.data.place import rank_and_size
 
 
-class DistributedSampler(torch_distributed.DistributedSampler):
-    """Divides a dataset among ranks, in torch's order.
+class DistributedSampler(torch_distributed.DistributedSampler[Any]):
+    """torch's DistributedSampler, which divides a dataset among ranks, in the same order.
 
-    The order of an epoch is a pure function of seed, epoch and the dataset's length: rank r of W takes places r, r + W,
-    r + 2 W, ... of it, whatever W is. An epoch that begins without `set_epoch` is the one after the last: a forgotten
-    `set_epoch` repeats no order. It is said once, unless somebody else keeps the epoch: the loader that made this
-    sampler, or a script that saves and loads its state.
+    The order of an epoch is a pure function of seed, epoch and the dataset's length. Rank r of W takes the samples at
+    positions r, r + W, r + 2 W, ... of it, whatever W is. An iteration that begins without `set_epoch` is the next
+    epoch, so a forgotten `set_epoch` does not repeat an order. Rank 0 then warns once, unless the epoch is kept
+    elsewhere: by the loader that made this sampler, or by a script that saves and loads its state.
 
     Args:
-        dataset: Anything with a length.
-        num_replicas: Ranks that share it; default: those of the default group.
-        rank: This one.
-        shuffle: Permute the dataset anew in each epoch.
-        seed: The same on all ranks.
-        drop_last: Leave out the last samples that do not make one for each rank.
-        pad: Without `drop_last`, let every rank have equally many by repeating the first samples, as torch does. False
-            for evaluation: each sample exactly once, so that ranks may differ by one.
+        dataset: Dataset with a length.
+        num_replicas: Number of ranks that share the dataset; default: those of the default group.
+        rank: Rank of this process among them; default: its rank in the default group.
+        shuffle: Whether each epoch has a new order.
+        seed: Seed of the order, the same on all ranks.
+        drop_last: Whether the last samples of an epoch are dropped if there is not one for each rank.
+        pad: Whether, without `drop_last`, the first samples are repeated until every rank has the same number, as torch
+            does. False gives each sample exactly once, for evaluation; ranks then differ by at most one.
 
     Raises:
-        RuntimeError: Several ranks, and no process group yet.
+        RuntimeError: There are several ranks and no process group yet.
         ValueError: `rank` is outside the group.
 
     Source: ``torch/utils/data/distributed.py``.
@@ -50,15 +50,16 @@ class DistributedSampler(torch_distributed.DistributedSampler):
     ) -> None:
         rank, num_replicas = rank_and_size(rank, num_replicas)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.epoch: int
         self.pad = pad
         self._start = 0  # place in the epoch's order where the next iteration begins
         self._num_taken = 0  # by this rank since then
         self._is_running = False  # an iteration has begun since the epoch was set
         self._is_over = False  # and has come to its end
-        self.expects_set_epoch = True  # False: an epoch that begins without it is nobody's mistake
+        self.expects_set_epoch: bool = True  # False: an epoch that begins without it is nobody's mistake
 
     def __len__(self) -> int:
-        """Return how many samples a whole epoch gives this rank."""
+        """Return the number of samples that this rank gets in an epoch."""
         return self._num_of_rank(len(self.dataset))  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[int]:
@@ -69,19 +70,21 @@ class DistributedSampler(torch_distributed.DistributedSampler):
         return self._walk(self._order()[self._start :])
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be of `epoch`; one that `load_state_dict` has left half done goes on there."""
+        """Choose the epoch of the next iteration. An epoch that `load_state_dict` restored continues where it was."""
         if epoch != self.epoch or self._is_running:
             self._start = self._num_taken = 0
         self.epoch = epoch
         self._is_running = self._is_over = False
 
     def state_dict(self, num_taken: int | None = None, is_over: bool | None = None) -> dict[str, Any]:
-        """Return where all ranks stand, for any world size; the same on each rank if all have taken equally many.
+        """Return the position of all ranks, which any number of ranks can load.
+
+        It is the same on each rank if all have taken the same number of samples.
 
         Args:
-            num_taken: Samples of this epoch that this rank has trained on; default: those that were taken from the
-                sampler, which a loader with workers does ahead of time.
-            is_over: Whether this rank has come to its end of the epoch; default: whether the sampler has.
+            num_taken: Number of samples of this epoch that this rank has trained on; default: the number taken from
+                the sampler, which is more if workers load ahead.
+            is_over: Whether this rank has finished the epoch; default: whether the sampler has.
         """
         self.expects_set_epoch = False
         length = len(self.dataset)  # type: ignore[arg-type]
@@ -99,10 +102,13 @@ class DistributedSampler(torch_distributed.DistributedSampler):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, with any number of ranks: what was not trained on comes, once.
+        """Continue at a saved position, with any number of ranks: each remaining sample of the epoch comes once.
+
+        Args:
+            state: State that `state_dict` returned.
 
         Raises:
-            ValueError: `state` is of another dataset, seed or order.
+            ValueError: `state` belongs to another dataset, seed or order.
         """
         ours = {"seed": self.seed, "shuffle": self.shuffle, "length": len(self.dataset)}  # type: ignore[arg-type]
         for name, value in ours.items():
@@ -142,7 +148,7 @@ class DistributedSampler(torch_distributed.DistributedSampler):
         self._is_over = True
 
     def _num_of_rank(self, length: int) -> int:
-        """Return this rank's part of `length` samples that are left."""
+        """Return how many of `length` remaining samples this rank gets."""
         if self.drop_last:
             return length // self.num_replicas
         if self.pad:

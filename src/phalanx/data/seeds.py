@@ -1,4 +1,4 @@
-"""`seed_everything`: one number from which Python, NumPy and torch draw, on every rank and in every worker."""
+"""`seed_everything`: seeds Python, NumPy and torch, on every rank and in every worker."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from phalanx.data.place import rank_and_size
 
 
 def seed_everything(seed: int, *, per_rank: bool = False) -> int:
-    """Seed Python, torch on all devices, and NumPy if it is in use; return the seed that was set.
+    """Seed Python, torch on all devices and, if it is imported, NumPy; return the seed.
 
-    Workers of a `phalanx.DataLoader` are seeded from it too, each differently.
+    Workers of a `phalanx.DataLoader` get seeds of their own, which are derived from it.
 
     Args:
-        seed: At least 0.
-        per_rank: Give each rank a seed of its own, derived from `seed`: for dropout and augmentation. Otherwise all
-            have the same: for the weights of a model that nothing makes equal afterwards.
+        seed: Seed, at least 0.
+        per_rank: Whether each rank gets a seed of its own, derived from `seed`, as dropout and augmentation need.
+            Otherwise all ranks get the same seed, so that they build the same model.
 
     Raises:
         ValueError: `seed` is negative.
-        RuntimeError: `per_rank` with several ranks, and no process group yet.
+        RuntimeError: `per_rank` is set, and there are several ranks and no process group yet.
     """
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
@@ -33,7 +33,7 @@ def seed_everything(seed: int, *, per_rank: bool = False) -> int:
 
 
 def seed_process(seed: int) -> None:
-    """Seed all that this process draws from."""
+    """Seed all generators of this process."""
     random.seed(seed)
     torch.manual_seed(seed)  # CUDA's generators as well
     if "numpy" in sys.modules:
@@ -41,6 +41,6 @@ def seed_process(seed: int) -> None:
 
 
 def derive_seed(seed: int, *path: str | int) -> int:
-    """Return a seed in [0, 2^63) that no other path from `seed`, nor a neighbour of `seed`, is likely to share."""
+    """Return a seed in [0, 2^63) that other paths from `seed`, and other seeds, are unlikely to share."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,4 @@
-"""`shard_iterable`: a stream that every rank and every worker reads a part of."""
+"""`shard_iterable`: divides a stream among ranks and their workers."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from phalanx.data.place import rank_and_size
 def shard_iterable(
     iterable: Iterable[Any], num_replicas: int | None = None, rank: int | None = None
 ) -> IterableDataset[Any]:
-    """Return a dataset that yields this rank's part of `iterable`, each item once over all ranks and their workers.
+    """Return a dataset with this rank's part of `iterable`. Over all ranks and their workers, each item comes once.
 
-    Every worker reads the whole stream and keeps its share, so it must come out the same each time it is read. While it
-    is read, ``get_worker_info()`` returns None, so a stream that divides itself among workers is not divided twice.
+    Every worker reads the whole stream and keeps its share, so the stream must yield the same items each time. While it
+    is read, ``get_worker_info()`` returns None, so that a stream that divides itself among workers is not divided
+    twice.
 
     Args:
-        iterable: Can be iterated anew by every worker: an ``IterableDataset``, a list, but no generator.
-        num_replicas: Ranks that share it; default: those of the default group.
-        rank: This one.
+        iterable: Stream that every worker can iterate anew: an ``IterableDataset`` or a list, but not a generator.
+        num_replicas: Number of ranks that share the stream; default: those of the default group.
+        rank: Rank of this process among them; default: its rank in the default group.
 
     Raises:
-        TypeError: `iterable` is an iterator: it could be read once only.
-        RuntimeError: Several ranks, and no process group yet.
+        TypeError: `iterable` is an iterator, which can be read only once.
+        RuntimeError: There are several ranks and no process group yet.
         ValueError: `rank` is outside the group.
     """
     if isinstance(iterable, Iterator):
-        raise TypeError(f"an iterator can be read once only, got {iterable!r}: pass what it came from")
+        raise TypeError(f"an iterator can be read only once, got {iterable!r}: pass the iterable that it came from")
     return Shard(iterable, *rank_and_size(rank, num_replicas))
 
 
 class Shard(IterableDataset[Any]):
-    """This rank's part of a stream, and of it this worker's.
+    """This rank's part of a stream, divided among the rank's workers.
 
     Args:
-        over_workers: False: the stream divides itself among the workers of a rank, as torch asks of it.
+        over_workers: Whether the workers share the part; False if the stream divides itself among them, as torch's do.
     """
 
     def __init__(self, iterable: Iterable[Any], rank: int, num_replicas: int, *, over_workers: bool = True) -> None:
@@ -57,7 +58,7 @@ class Shard(IterableDataset[Any]):
 
 
 def _read_whole(iterable: Iterable[Any]) -> Iterator[Any]:
-    """Yield all items, whatever the iterable would do for this worker alone."""
+    """Yield all items of an iterable that may divide itself among workers."""
     with outside_of_workers():
         items = iter(iterable)
     end = object()

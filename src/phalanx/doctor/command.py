@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
+from phalanx._command_line import Parser, UsageError
 from phalanx._network import interfaces
 from phalanx.doctor.examination import Place, examine
 from phalanx.doctor.report import as_json, exit_code, print_report
 from phalanx.launch.cpus import read_machine
-from phalanx.launch.flags import GROUPS, Flag, Setting, UsageError, describe
+from phalanx.launch.flags import GROUPS, Flag, Setting, add_flags
 from phalanx.launch.plan import check_nodes, count_local_ranks, read_command, rendezvous
-
-RIGHT_CALL = "phalanx doctor [--nnodes 2 --node-rank 0 --master-addr HOST]"
 
 
 def _switch(text: str) -> bool:
@@ -46,8 +45,7 @@ def main(args: Sequence[str]) -> int:
     try:
         place, is_json = read_place(args, environ)
     except UsageError as error:
-        print(f"phalanx doctor: {error}; right: {RIGHT_CALL}", file=sys.stderr)
-        return 2
+        return make_parser().refuse(error)
     if place is None:
         return 0
     diagnosis = examine(place, environ, _say)
@@ -66,7 +64,7 @@ def read_place(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Place |
     Raises:
         UsageError: Something is wrong or contradicts something else.
     """
-    settings, _, found = read_command(args, environ, also=FLAGS, own_help=help_text)
+    settings, _, found = read_command(args, environ, parser=make_parser(), also=FLAGS)
     if found is not None and found.local_rank > 0:
         return None, False
     check_nodes(settings, found)
@@ -113,16 +111,16 @@ def _say(line: str) -> None:
     print(f"phalanx doctor: {line}", file=sys.stderr, flush=True)
 
 
-def help_text() -> str:
-    """Return what ``phalanx doctor --help`` prints, for 80 columns."""
-    import textwrap
-
-    about = (
+def make_parser() -> Parser:
+    """Return the parser of ``phalanx doctor``."""
+    parser = Parser(
+        "phalanx doctor",
+        "phalanx doctor [flags]",
         "Tries whether this host can train, in a few seconds, and says what is wrong and what to do. Started on each "
         "host of a job with the flags of its phalanx run (or under srun or mpirun), also whether the hosts reach each "
         "other: host 0 prints the table of all. Exit code 1 if there is a problem. Takes every flag of phalanx run; "
-        "these matter:"
+        "these matter:",
+        "phalanx doctor --nnodes 2 --node-rank 0 --master-addr HOST",
     )
-    matter = describe([*FLAGS, GROUPS["Ranks"][0], *GROUPS["Several nodes"][:4]])
-    lines = [f"usage: {RIGHT_CALL}", "", *textwrap.wrap(about, 80), *matter]
-    return "\n".join(lines)
+    add_flags(parser, {"Examination": FLAGS, "Hosts": (GROUPS["Ranks"][0], *GROUPS["Several nodes"][:4])})
+    return parser

@@ -45,7 +45,7 @@ class Listener:
         else:
             self._socket = socket.create_server(("0.0.0.0", 0))
         self.port: int = self._socket.getsockname()[1]
-        self.token = os.urandom(_TOKEN_BYTES).hex()
+        self.token: str = os.urandom(_TOKEN_BYTES).hex()
         threading.Thread(target=self._accept, name="doctor-listener", daemon=True).start()
 
     def _accept(self) -> None:

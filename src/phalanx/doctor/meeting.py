@@ -63,9 +63,9 @@ class Meeting:
         self._place, self._go, self._send = place, go, send
         self.rank: int = place["node_rank"]
         self._num: int = place["num_hosts"]
-        self.where = f"{place['master_addr']}:{place['master_port']}"
+        self.where: str = f"{place['master_addr']}:{place['master_port']}"
         self._ends_s = time.monotonic() + place["timeout_s"]
-        self.listener = links.Listener()
+        self.listener: links.Listener = links.Listener()
         self.hosts: list[dict[str, Any]] = []
         self.level = ""
         self._garbled: dict[int, str] = {}  # by rank: what is wrong with what it tells

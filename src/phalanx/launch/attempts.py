@@ -93,9 +93,10 @@ class Course:
     def __init__(self, job: Job, snapshots_fd: int) -> None:
         self._job = job
         self._fd = snapshots_fd
-        self.num_ranks = job.num_local_ranks
-        self.num_ended = 0
-        self.is_regrowing = self.is_over = False
+        self.num_ranks: int = job.num_local_ranks
+        self.num_ended: int = 0
+        self.is_regrowing: bool = False
+        self.is_over: bool = False
         self._num_restarts = 0  # those that count
         self._proven = 0  # ranks that made progress before we went back to MAX; 0: we did not
         self._is_trial = False  # of MAX ranks, by our own choice

@@ -25,7 +25,7 @@ _KINDS = {
 _TEXTS = re.compile(
     r"running the callback: (?:RankFailed|GroupAborted|GroupUnusable|CollectiveTimeout):"  # of a future of phalanx
     r"|made calls that do not fit together, as rank \d+ reports"  # of a rank that knows no more
-    r"|main_process_first: rank \d+ goes first and has failed"  # of a session
+    r"|main_process_first: rank \d+ went first and failed"  # of a session
     r"|closed by (?:remote )?peer|[Cc]onnection reset by peer|Broken pipe"  # Gloo and NCCL
     r"|Timed out waiting \d+ ?ms for (?:recv|send) operation"  # Gloo
     r"|failed to pass monitoredBarrier"

@@ -20,7 +20,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self.alive = True
+        self.alive: bool = True
 
     @staticmethod
     def pair() -> tuple[Channel, socket.socket]:

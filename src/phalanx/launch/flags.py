@@ -1,32 +1,26 @@
 """The flags of ``phalanx run``: declared once, read from the command line, the environment or the scheduler.
 
 Names and meanings are torchrun's; the last group is our own. Each flag is also an environment variable, ours before
-torchrun's: ``--max-restarts``, ``PHALANX_MAX_RESTARTS``, ``PET_MAX_RESTARTS``. A parser of our own, because argparse
-can't tell where a value came from and takes as long to import as the rest of the supervisor's own modules.
+torchrun's: ``--max-restarts``, ``PHALANX_MAX_RESTARTS``, ``PET_MAX_RESTARTS``. The parser leaves out what is not given,
+so that each value is known with where it came from.
 
 Source of the names: ``torch/distributed/run.py`` and ``torch/distributed/launch.py``.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx._env import did_you_mean, is_service_link
+from phalanx._command_line import Parser, UsageError
+from phalanx._env import is_service_link
 
 RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"
 _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # nobody can handle them
-
-
-class UsageError(ValueError):
-    """The caller's mistake, in one line; `right` is the call that was probably meant."""
-
-    def __init__(self, message: str, right: str = RIGHT_CALL) -> None:
-        super().__init__(message)
-        self.right = right
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,9 +251,9 @@ def read_flags(
     environ: Mapping[str, str],
     scheduled: Mapping[str, str],
     scheduler: str,
+    parser: Parser,
     *,
     also: Sequence[Flag] = (),
-    own_help: Callable[[], str] | None = None,
 ) -> tuple[dict[str, Setting], list[str]]:
     """Return every flag's setting, and the script with its arguments.
 
@@ -267,14 +261,14 @@ def read_flags(
 
     Args:
         scheduled: What the scheduler says, by flag.
-        also: Flags of another command that takes these too; they have no environment variables.
-        own_help: Its help; default: that of ``phalanx run``.
+        parser: Parser of a command that takes these flags, see `add_flags`.
+        also: Further flags of that command; they have no environment variables.
 
     Raises:
         UsageError: A flag is unknown, lacks its value or has a wrong one.
         SystemExit: The help was asked for, and has been printed.
     """
-    given, target = _split(argv, _spellings((*FLAGS.values(), *also)), own_help or help_text)
+    given, target = _parse(parser, argv)
     settings = {}
     for name, flag in (FLAGS | {flag.name: flag for flag in also}).items():
         variables = () if flag in also else flag.variables
@@ -311,7 +305,7 @@ _NUM_RANKS_ELSEWHERE = [
 ]
 _HOSTS_ELSEWHERE = ["-H", "-hosts", "--host", "--hosts", "--hostfile", "-hostfile", "--machinefile"]
 _ELSEWHERE = {
-    **dict.fromkeys(_NUM_RANKS_ELSEWHERE, ("the number of ranks on this node is --nproc-per-node", RIGHT_CALL)),
+    **dict.fromkeys(_NUM_RANKS_ELSEWHERE, ("the number of ranks on this node is --nproc-per-node", "")),
     **dict.fromkeys(
         _HOSTS_ELSEWHERE,
         (
@@ -324,48 +318,44 @@ _ELSEWHERE = {
 }
 
 
-def _unknown_flag(name: str, known: Sequence[str]) -> UsageError:
-    if name in _ELSEWHERE:
+_TARGET = "target"
+_NUM_RANKS = "--nproc-per-node"
+
+
+def _parse(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """Return how each flag given was spelt and its text, and what follows: the script and its arguments."""
+    found = next((word for word in argv if word.partition("=")[0] in _ELSEWHERE), "")
+    try:
+        namespace, unknown = parser.parse_known_args(argv)
+    except UsageError as error:
+        # argparse takes -hosts for -h.
+        if not found or f"{found[:2]} takes no value" not in str(error):
+            raise
+        unknown = [found]
+    if unknown:
+        name = unknown[0].partition("=")[0].replace("_", "-")
+        if name not in _ELSEWHERE:
+            raise parser.unknown(unknown[0], argv)
         what, right = _ELSEWHERE[name]
-        return UsageError(f"unknown flag {name}: {what}", right)
-    long = [other for other in known if other.startswith("--")]
-    return UsageError(f"unknown flag {name}{did_you_mean(name, long, cutoff=0.75)}")
+        raise UsageError(
+            f"unknown flag {name}: {what}", right or parser.call(argv, {unknown[0].partition("=")[0]: _NUM_RANKS})
+        )
+    given = vars(namespace)
+    target = given.pop(_TARGET)
+    return given, target[1:] if target[:1] == ["--"] else target
 
 
 def _spellings(flags: Sequence[Flag]) -> dict[str, Flag]:
     return {f"--{flag.name}": flag for flag in flags} | {flag.short: flag for flag in flags if flag.short}
 
 
-def _split(
-    argv: Sequence[str], spellings: Mapping[str, Flag], show_help: Callable[[], str]
-) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return how each flag given was spelt and its text, and what follows: the script and its arguments."""
-    given: dict[str, tuple[str, str]] = {}
-    rest = list(argv)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.pop(0)
-        if word == "--":
-            break
-        name, has_value, text = word.partition("=")
-        if not word.startswith("--") and len(word) > 2 and name not in _ELSEWHERE:  # -r3
-            name, has_value, text = word[:2], "=", word[2:].removeprefix("=")
-        name = name.replace("_", "-")
-        if name in ("-h", "--help"):
-            print(show_help())
-            raise SystemExit(0)
-        flag = spellings.get(name)
-        if flag is None:
-            raise _unknown_flag(name, list(spellings))
-        if not flag.placeholder:
-            if has_value:
-                raise UsageError(f"{name} takes no value, got {text!r}")
-            text = "1"
-        elif not has_value:
-            if not rest:
-                raise UsageError(f"{name} needs a value: {name} {flag.placeholder}")
-            text = rest.pop(0)
-        given[flag.name] = (name, text)
-    return given, rest
+class _Given(argparse.Action):
+    """Keeps how a flag was spelt with its text; a flag that is not given leaves nothing."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, ((option or "").replace("_", "-"), "1" if self.nargs == 0 else values))
 
 
 def split_off_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -384,30 +374,39 @@ def split_off_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return ours, others
 
 
-def help_text() -> str:
-    """Return what ``phalanx run --help`` prints, for 80 columns."""
-    import textwrap
+def add_flags(parser: Parser, shown: Mapping[str, Sequence[Flag]]) -> None:
+    """Let a command take flags, and a script with arguments behind them.
 
-    lines = ["usage: phalanx run [flags] script.py | -m module | --no-python program  [args]", ""]
-    about = (
+    Args:
+        shown: Flags that the help lists, by title; those of ``phalanx run`` beside them are taken, but not listed.
+    """
+    listed = {flag.name for flags in shown.values() for flag in flags}
+    others = [flag for flag in FLAGS.values() if flag.name not in listed]
+    for title, flags in [*shown.items(), (None, others)]:
+        group = parser.add_argument_group(title) if title else parser
+        for flag in flags:
+            default = f" (default: {flag.default})" if flag.placeholder and flag.default else ""
+            long = f"--{flag.name}"
+            group.add_argument(
+                *dict.fromkeys(filter(None, (flag.short, long, f"--{flag.name.replace('-', '_')}"))),
+                dest=flag.name,
+                action=_Given,
+                default=argparse.SUPPRESS,
+                help=f"{flag.help}{default}".replace("%", "%%") if title else argparse.SUPPRESS,
+                **({"metavar": flag.placeholder} if flag.placeholder else {"nargs": 0}),
+            )
+    parser.add_argument(_TARGET, nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run_parser() -> Parser:
+    """Return the parser of ``phalanx run``."""
+    parser = Parser(
+        "phalanx run",
+        "phalanx run [flags] script.py | -m module | --no-python program  [args]",
         "Run a script on several ranks of this machine, or of several, with torchrun's flags and environment. Flags "
         "stand before the script, may be written with - or _, and can be set in the environment too: --max-restarts "
-        "is PHALANX_MAX_RESTARTS, or PET_MAX_RESTARTS as for torchrun."
+        "is PHALANX_MAX_RESTARTS, or PET_MAX_RESTARTS as for torchrun.",
+        RIGHT_CALL,
     )
-    lines += textwrap.wrap(about, 80)
-    for title, flags in GROUPS.items():
-        lines += ["", f"{title}:", *describe(flags)]
-    return "\n".join(lines)
-
-
-def describe(flags: Sequence[Flag]) -> list[str]:
-    """Return the help's lines of these flags."""
-    import textwrap
-
-    lines = []
-    for flag in flags:
-        names = ", ".join(filter(None, (flag.short, f"--{flag.name}")))
-        default = f" (default: {flag.default})" if flag.placeholder and flag.default else ""
-        lines.append(f"  {names} {flag.placeholder}".rstrip())
-        lines += textwrap.wrap(flag.help + default, 80, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return lines
+    add_flags(parser, GROUPS)
+    return parser

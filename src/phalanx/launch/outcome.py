@@ -21,14 +21,18 @@ _MAX_ROWS = 14  # of the culprit's traceback: the interpreter prints that of the
 
 @dataclasses.dataclass
 class Outcome:
-    """How one rank ended: `value` if its function returned, else `error`, `exitcode` or `hung`.
+    """How a rank ended.
 
     Attributes:
-        exitcode: 0, what the rank exited with, or minus the signal that ended it.
-        traceback: The remote traceback; for a fatal signal or a hang, the stacks of all threads.
-        hung: It was killed, because it had not ended at the limit.
-        ended_by_us: It was told to end, because another had failed.
-        when_s: Moment of the failure on the machine's monotonic clock.
+        rank: Rank that ended.
+        pid: Process id of the rank.
+        value: Result of the function, if it returned.
+        error: Exception that the rank raised, or None.
+        traceback: Remote traceback; after a fatal signal or a hang, the stacks of all threads.
+        exitcode: Exit code of the rank, or minus the number of the signal that ended it.
+        hung: Whether the rank was killed because it had not ended at the time limit.
+        ended_by_us: Whether the rank was told to end because another had failed.
+        when_s: Time of the failure on the machine's monotonic clock.
     """
 
     rank: int
@@ -43,11 +47,12 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
+        """Whether the function returned."""
         return self.exitcode == 0 and self.error is None and not self.hung
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended the rank, if one did; a ``signal.Signals`` where it has a name."""
+        """Signal that ended the rank, as a ``signal.Signals`` if it has a name; None if no signal did."""
         code = self.exitcode
         if code is None or code >= 0:
             return None
@@ -57,13 +62,13 @@ class Outcome:
 
     @property
     def is_victim(self) -> bool:
-        """Whether it raised because a peer was gone."""
+        """Whether the rank raised because a peer was gone."""
         error = self.error
         return error is not None and is_victim((kind.__name__ for kind in type(error).__mro__), str(error))
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """Words for how the rank ended, such as "was killed by SIGKILL"."""
         if self.ok:
             how = "returned"
         elif self.ended_by_us:
@@ -83,18 +88,29 @@ class Outcome:
 
 
 class RankError(RuntimeError):
-    """A rank failed; carries the first true failure and the `outcomes` of all ranks."""
+    """A rank failed. The error describes the first true failure.
+
+    Attributes:
+        rank: Rank that failed first.
+        pid: Process id of that rank.
+        exitcode: Exit code of that rank, or minus the number of the signal that ended it.
+        signal: Signal that ended that rank, or None.
+        error: Exception that the rank raised, or None.
+        traceback: Remote traceback of that rank.
+        hung: Ranks that hung.
+        outcomes: Outcomes of all ranks, in rank order.
+    """
 
     def __init__(self, message: str, culprit: Outcome, outcomes: Sequence[Outcome]) -> None:
         super().__init__(message, culprit, outcomes)
-        self.rank = culprit.rank
-        self.pid = culprit.pid
-        self.exitcode = culprit.exitcode
-        self.signal = culprit.signal
-        self.error = culprit.error
-        self.traceback = culprit.traceback
-        self.hung = [outcome.rank for outcome in outcomes if outcome.hung]
-        self.outcomes = list(outcomes)
+        self.rank: int = culprit.rank
+        self.pid: int = culprit.pid
+        self.exitcode: int | None = culprit.exitcode
+        self.signal: int | None = culprit.signal
+        self.error: BaseException | None = culprit.error
+        self.traceback: str = culprit.traceback
+        self.hung: list[int] = [outcome.rank for outcome in outcomes if outcome.hung]
+        self.outcomes: list[Outcome] = list(outcomes)
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -58,9 +58,9 @@ class Screen:
         self._on_closed = on_closed
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
-        self.is_terminal = os.isatty(fd)
+        self.is_terminal: bool = os.isatty(fd)
         # Of the live rank, whose two outputs share the cursor as they would without us.
-        self.open_line = b""  # on the terminal, not yet ended
+        self.open_line: bytes = b""  # on the terminal, not yet ended
         self.style = b""  # set before the line has begun
         self._is_broken = False
         self._hides_cursor = False

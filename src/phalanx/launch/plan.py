@@ -7,13 +7,14 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
+from phalanx._command_line import Parser, UsageError
 from phalanx._env import did_you_mean
 from phalanx.launch.cpus import Machine, count_gpus, divide, format_ranges, has_module, read_machine, torch_uses_gpus
-from phalanx.launch.flags import Flag, Setting, UsageError, read_flags
+from phalanx.launch.flags import Flag, Setting, read_flags, run_parser
 from phalanx.launch.job import Job
 from phalanx.launch.run_folder import name_of
 from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
@@ -55,13 +56,16 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
+def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | None = None) -> Plan:
     """Return what ``phalanx run`` with these arguments is to do.
+
+    Args:
+        parser: Parser of another command that takes these flags too; default: that of ``phalanx run``.
 
     Raises:
         UsageError: Something is wrong or contradicts something else.
     """
-    settings, target, place = read_command(argv, environ)
+    settings, target, place = read_command(argv, environ, parser=parser)
     value = {name: setting.value for name, setting in settings.items()}
     machine = read_machine()
     min_ranks, num_ranks, why = count_local_ranks(settings["nproc-per-node"], machine, environ)
@@ -95,14 +99,14 @@ def read_command(
     argv: Sequence[str],
     environ: Mapping[str, str],
     *,
+    parser: Parser | None = None,
     also: Sequence[Flag] = (),
-    own_help: Callable[[], str] | None = None,
 ) -> tuple[dict[str, Setting], list[str], Placement | None]:
     """Return every flag's setting, the script with its arguments, and the place that a scheduler gave us.
 
     Args:
-        also: Flags of another command that takes those of ``phalanx run`` too.
-        own_help: Its help.
+        parser: Parser of another command that takes these flags too; default: that of ``phalanx run``.
+        also: Further flags of that command.
 
     Raises:
         UsageError: A flag or a variable is wrong.
@@ -113,7 +117,7 @@ def read_command(
     except ValueError as error:
         raise UsageError(str(error)) from None
     who = place.scheduler if place else ""
-    return *read_flags(argv, environ, _scheduled(place), who, also=also, own_help=own_help), place
+    return *read_flags(argv, environ, _scheduled(place), who, parser or run_parser(), also=also), place
 
 
 def _scheduled(place: Placement | None) -> dict[str, str]:

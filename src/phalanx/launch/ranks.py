@@ -49,10 +49,12 @@ class Output:
     ) -> None:
         self._screen = screen
         self._live = live
-        self.tail = b""
-        self.log_problem = ""
-        self.ended = False
+        self.tail: bytes = b""
+        self.log_problem: str = ""
+        self.ended: bool = False
         self._num_lost = 0  # interrupts
+        self.fd: int
+        self.rank_fd: int
         self.fd, self.rank_fd = _open_terminal(screen) if live else os.pipe()
         os.set_blocking(self.fd, False)
         try:

@@ -22,12 +22,12 @@ class RunFolder:
     """
 
     def __init__(self, log_dir: str, command: Sequence[str]) -> None:
-        self.note = ""
+        self.note: str = ""
         base = log_dir or os.path.join("runs", name_of(command))
         run = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         try:
             os.makedirs(base, exist_ok=True)
-            self.path = _make_new(os.path.join(base, run))
+            self.path: str = _make_new(os.path.join(base, run))
         except OSError as error:
             if log_dir:
                 raise

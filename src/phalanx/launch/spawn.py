@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,31 +29,38 @@ def spawn(
     nprocs: int = 1,
     join: bool = True,
     daemon: bool = False,
+    start_method: str = "spawn",
 ) -> Any:
-    """Run ``fn(rank, *args)`` in `nprocs` processes, like ``torch.multiprocessing.spawn``.
+    """Run ``fn(rank, *args)`` in `nprocs` processes, like ``torch.multiprocessing.spawn``, and return the results.
 
-    Each rank finds torchrun's environment: ``init_process_group()`` needs no arguments. Cores are divided among the
-    ranks (OMP_NUM_THREADS, unless it is set). No rank outlives this process, nor the failure of another. What a
-    rank has started ends with the rank, or with this process if it has left the rank's process group.
+    Each rank has torchrun's environment, so ``init_process_group()`` needs no arguments. Cores are divided among the
+    ranks, through OMP_NUM_THREADS unless it is set. No rank outlives this process, or the failure of another rank.
+    Processes that a rank starts end with the rank, or with this process if they leave the rank's process group.
 
     Args:
-        fn: Any function: of a module, of a script that guards its call with ``if __name__ == "__main__":``, of a
-            notebook's cell; a lambda.
-        args: Follow the rank; sent by value.
+        fn: Function of a module, of a script that guards its call with ``if __name__ == "__main__":``, or of a
+            notebook; or a lambda.
+        args: Arguments after the rank; they are pickled.
         nprocs: Number of ranks, at least 1.
-        join: Wait for all and return what they returned, in rank order. Otherwise return a `SpawnContext` at once.
-        daemon: As of ``multiprocessing.Process``: ends with this process at the latest, and can have no children.
+        join: Whether to wait for the ranks and return their results in rank order; otherwise a `SpawnContext` is
+            returned at once.
+        daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``: they may have no children.
+        start_method: Accepted as in torch, which warns of anything but "spawn", too. Ranks are forked from a server
+            process that has imported torch.
 
     Raises:
-        RankError: A rank raised or died; names the first true failure and has its remote traceback. Its ``__cause__``
-            is the exception itself.
-        TypeError: `fn` is no function, or `fn` or `args` can't be sent to another process.
-        ValueError: `nprocs` is no whole number of at least 1.
+        RankError: A rank raised or died. It names the first true failure and has its remote traceback; its
+            ``__cause__`` is the exception itself.
+        TypeError: `fn` is not a function, or `fn` or `args` can't be sent to another process.
+        ValueError: `nprocs` is not a whole number of at least 1.
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function, got {fn!r}; {_RIGHT}")
     if not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs must be a whole number of at least 1, got {nprocs!r}; {_RIGHT}")
+    if start_method != "spawn":
+        message = f"phalanx.spawn starts ranks in one way only; leave out start_method={start_method!r}, it is ignored"
+        warnings.warn(message, FutureWarning, stacklevel=2)
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise TypeError(f"args must be a tuple, got {args!r}; right: phalanx.spawn(fn, args=({args!r},))")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -65,10 +73,10 @@ def spawn(
 
 
 class SpawnContext:
-    """The running ranks of ``spawn(..., join=False)``.
+    """Running ranks of ``spawn(..., join=False)``.
 
     Attributes:
-        results: What the ranks returned, in rank order, once `join` has returned True.
+        results: Results of the ranks, in rank order, once `join` has returned True.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, daemon: bool) -> None:
@@ -84,20 +92,20 @@ class SpawnContext:
 
     @property
     def processes(self) -> list[Any]:
-        """One ``multiprocessing.Process`` per rank."""
+        """One ``multiprocessing.Process`` for each rank."""
         return [handle.process for handle in self._workers.handles]
 
     def pids(self) -> list[int]:
-        """Return the process of each rank."""
+        """Return the process id of each rank."""
         return [outcome.pid for outcome in self._workers.outcomes]
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the ranks; return whether all have ended.
+        """Wait for the ranks, and return whether all have ended.
 
-        Once a rank has failed, the others are ended. Ctrl-C here is passed on to them.
+        When a rank fails, the others are ended. Ctrl-C is passed on to the ranks.
 
         Args:
-            timeout: Seconds, at least 0; None: as long as it takes.
+            timeout: Seconds to wait at most; None: no limit.
 
         Raises:
             RankError: A rank raised or died.

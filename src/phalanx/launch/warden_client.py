@@ -48,10 +48,11 @@ class Warden:
     ) -> None:
         self._descriptors = descriptors
         self._status: int | None = None
+        self.channel: Channel
         self.channel, theirs = Channel.pair()
         supervisor_pid = os.getpid()
         told, tell = os.pipe()
-        self.keeper_pid = os.fork()
+        self.keeper_pid: int = os.fork()
         if self.keeper_pid == 0:
             try:
                 os.setpgid(0, 0)  # Ctrl-C at the terminal is ours to pass on
@@ -70,7 +71,7 @@ class Warden:
                 os._exit(1)
         theirs.close()
         os.close(tell)
-        self.pid = int(os.read(told, 32) or self.keeper_pid)
+        self.pid: int = int(os.read(told, 32) or self.keeper_pid)
         os.close(told)
 
     def start_rank(

@@ -188,9 +188,9 @@ class Handle:
     """
 
     def __init__(self, rank: int, process: Any, pipe: connection.Connection, folder: str) -> None:
-        self.outcome = Outcome(rank, process.pid)
+        self.outcome: Outcome = Outcome(rank, process.pid)
         self.points: dict[str, Any] = {}
-        self.ended = False
+        self.ended: bool = False
         self.process = process
         self._pipe = pipe
         self._stacks = os.path.join(folder, f"stacks_{rank}")

@@ -1,4 +1,4 @@
-"""One model on many ranks: data parallel training on any backend of torch.distributed."""
+"""Data parallel training on any backend of torch.distributed."""
 
 from phalanx.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from phalanx.parallel.bridge import Bf16State, bf16_feedback_hook, bridge_hook
@@ -7,7 +7,7 @@ from phalanx.parallel.ddp import DistributedDataParallel
 from phalanx.parallel.exercises import average_gradients, ring_all_reduce
 from phalanx.parallel.hosts import HostGroups, host_groups
 from phalanx.parallel.local_sgd import LocalSGD
-from phalanx.parallel.sharded import ShardedOptimizer
+from phalanx.parallel.zero import ZeroRedundancyOptimizer
 
 __all__ = [
     "Bf16State",
@@ -15,8 +15,8 @@ __all__ = [
     "DistributedDataParallel",
     "HostGroups",
     "LocalSGD",
-    "ShardedOptimizer",
     "SyncBatchNorm",
+    "ZeroRedundancyOptimizer",
     "average_gradients",
     "bf16_feedback_hook",
     "bridge_hook",

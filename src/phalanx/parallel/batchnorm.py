@@ -14,17 +14,28 @@ from phalanx._torch import BatchNorm
 
 
 class SyncBatchNorm(BatchNorm):
-    """torch's SyncBatchNorm, on the CPU too: statistics are those of one batch that holds the samples of all ranks.
+    """torch's SyncBatchNorm, on the CPU too: it normalizes with the statistics of all ranks' samples.
 
-    Forward and backward equal `BatchNorm*d` of one process on the whole batch up to rounding, however unequal the
-    ranks' batches are (one may be empty). Inputs have shape (N, C, ...), statistics are kept in float32 at least.
-    Gradients of weight and bias are those of this rank's samples, as torch's: DistributedDataParallel averages them.
-    It is no subclass of torch's, which torch's DistributedDataParallel refuses on a CPU.
+    Up to rounding, forward and backward equal those of ``BatchNorm*d`` in one process on the whole batch, however
+    unequal the ranks' batches are; one may be empty. Inputs have shape (N, C, ...). Statistics are computed in float32
+    or wider. As with torch's, gradients of weight and bias are those of this rank's samples, which
+    DistributedDataParallel averages. It is not a subclass of torch's, which torch's DistributedDataParallel refuses on
+    a CPU.
 
-    Args: as torch's; `process_group` is the group to normalize over, by default the whole world.
+    Args:
+        num_features: Number of channels C.
+        eps: Number added to the variance, for stability.
+        momentum: Weight of a batch in the running statistics; None: they are the mean over all batches.
+        affine: Whether the layer has a trained weight, and a bias.
+        track_running_stats: Whether running statistics are kept for evaluation.
+        process_group: Ranks to normalize over; by default all.
+        device: Device of parameters and buffers.
+        dtype: Dtype of parameters and buffers.
+        bias: Whether an affine layer has a bias; False needs a torch whose BatchNorm has the argument.
 
     Raises:
-        ValueError: The input has fewer than two dimensions, or all ranks together hold one value for each channel.
+        ValueError: The input has fewer than two dimensions, or all ranks together have one value for each channel.
+
     Source: Chan, Golub, LeVeque 1979 for joining the statistics of the ranks.
     """
 
@@ -38,8 +49,10 @@ class SyncBatchNorm(BatchNorm):
         process_group: dist.ProcessGroup | None = None,
         device: Any = None,
         dtype: Any = None,
-        **options: Any,  # bias: not in every torch
+        *,
+        bias: bool = True,
     ) -> None:
+        options = {} if bias else {"bias": False}  # not in every torch
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self.process_group = process_group
 
@@ -60,7 +73,7 @@ class SyncBatchNorm(BatchNorm):
         return output
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
-        """Let the running statistics follow; with ``momentum=None`` they are the mean of all batches."""
+        """Update the running statistics; with ``momentum=None`` they are the mean over all batches."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -71,7 +84,12 @@ class SyncBatchNorm(BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Return the module with every BatchNorm layer in it replaced; parameters and buffers stay the same objects."""
+        """Return the module with every BatchNorm layer replaced by one of this class, with the same tensors.
+
+        Args:
+            module: Module to convert in place; a BatchNorm layer itself is replaced by what is returned.
+            process_group: Ranks to normalize over; by default all.
+        """
         converted: dict[nn.Module, nn.Module] = {}
         for path, child in [*module.named_modules(remove_duplicate=False)]:  # a layer may have a second name
             if isinstance(child, BatchNorm) and not isinstance(child, SyncBatchNorm):
@@ -97,7 +115,14 @@ class SyncBatchNorm(BatchNorm):
         return sync
 
 
-convert_sync_batchnorm = SyncBatchNorm.convert_sync_batchnorm
+def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Return the module with every BatchNorm layer replaced: `SyncBatchNorm.convert_sync_batchnorm` as a function.
+
+    Args:
+        module: Module to convert in place; a BatchNorm layer itself is replaced by what is returned.
+        process_group: Ranks to normalize over; by default all.
+    """
+    return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from phalanx.parallel.hosts import HostGroups, share_out
 
 
 def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook:
-    """Return a communication hook that averages exactly within hosts, and by `hook` between them.
+    """Return a communication hook that averages exactly within hosts, and with `hook` between them.
 
     For DistributedDataParallel, torch's or ours, over all ranks of the hosts::
 
@@ -22,18 +22,19 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
         state = PowerSGDState(groups.across, matrix_approximation_rank=2, start_powerSGD_iter=10)
         ddp.register_comm_hook(None, phalanx.parallel.bridge_hook(groups, state, powerSGD_hook))
 
-    Ranks of a host add their gradients; each rail runs `hook` on some of the bucket's gradients, whole ones, so hooks
-    that look at matrices see them; then the host's ranks share what came. So one copy for each host crosses, and all
-    ranks of a host get the same bits. The result is the mean over all ranks, also where hosts have different numbers
-    of them. While one bucket crosses, backward goes on.
+    The ranks of a host add their gradients. Each rail then runs `hook` on its share of the bucket, which consists of
+    whole gradients, so that hooks that work on matrices get matrices. Last, the ranks of the host share the results.
+    So each host sends one copy of the gradients, and all its ranks get the same bits. The result is the mean over all
+    ranks, even where hosts have different numbers of ranks. Backward goes on while a bucket crosses.
 
     Args:
-        groups: What `host_groups` returned.
-        hook_state: The first argument of `hook`; it averages over ``groups.across``.
-        hook: One of torch's, such as ``powerSGD_hook``, `bf16_feedback_hook`, or your own.
+        groups: Groups of this rank, from `host_groups`.
+        hook_state: First argument of `hook`, which must average over ``groups.across``.
+        hook: Communication hook to use between hosts: `bf16_feedback_hook`, one of torch's such as
+            ``powerSGD_hook``, or your own.
 
     Raises:
-        ValueError: `hook_state` names another group.
+        ValueError: `hook_state` averages over another group.
     """
     group = getattr(hook_state, "process_group", hook_state)
     if (group is None or isinstance(group, dist.ProcessGroup)) and group is not groups.across:
@@ -75,7 +76,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
 
 
 class _Late(torch.futures.Future):
-    """The future of a bucket; whoever waits for it in Python has it finished first."""
+    """The future of a bucket; waiting for it in Python finishes the bucket first."""
 
     def __init__(self, finish: Callable[[], None], device: torch.device) -> None:
         super().__init__(devices=[device] if device.type == "cuda" else [])
@@ -87,7 +88,7 @@ class _Late(torch.futures.Future):
 
 
 class _Crossing:
-    """A bucket whose parts are on their way between hosts."""
+    """A bucket whose parts are crossing between hosts."""
 
     def __init__(
         self, buffer: Tensor, parts: list[Tensor], rail: int, future: torch.futures.Future | None, result: _Late
@@ -100,7 +101,7 @@ class _Crossing:
 
     @torch.no_grad()
     def finish(self, groups: HostGroups) -> None:
-        """Wait for this rail's part, share all of them on the host, hand over the bucket."""
+        """Wait for this rail's part, share all parts on the host, and complete the future."""
         if self._future is not None:
             value = self._future.wait()
             mean = value[0] if isinstance(value, list | tuple) else value
@@ -111,7 +112,7 @@ class _Crossing:
 
 
 def _parts_of(bucket: Any, num_rails: int) -> list[GradBucket]:
-    """Divide a bucket between gradients into parts of about equal size, one for each rail."""
+    """Divide a bucket into parts of whole gradients and about equal size, one for each rail."""
     buffer, gradients, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
     sizes = [g.numel() * (2 if g.is_complex() else 1) for g in gradients]
     total = sum(sizes)
@@ -132,21 +133,29 @@ def _parts_of(bucket: Any, num_rails: int) -> list[GradBucket]:
 
 
 class Bf16State:
-    """State of `bf16_feedback_hook`: who averages, and what rounding has left out of each gradient so far.
+    """State of `bf16_feedback_hook`: the rounding error of each gradient so far.
 
-    It is not saved: after a restart it begins with nothing left out.
+    It is not saved; after a restart it begins at zero.
+
+    Args:
+        process_group: Ranks to average over; None: all.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
         self.left_out: dict[int, tuple[list[Tensor], Tensor]] = {}
-        """By index of the bucket: its parameters, and a flat tensor."""
+        """Parameters and rounding error, a flat tensor, of each bucket by its index."""
 
 
 def bf16_feedback_hook(state: Bf16State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in bf16, half of float32's bytes; what rounding leaves out is added to the next gradients.
+    """Average a bucket in bf16, half of float32's bytes, and add the rounding error to the next gradients.
 
-    torch's ``bf16_compress_hook`` without feedback loses it: updates too small for bf16 never come through.
+    Without this feedback, as in torch's ``bf16_compress_hook``, updates that are too small for bf16 are lost.
+
+    Args:
+        state: State of the hook, one for each model.
+        bucket: Bucket of gradients, which DistributedDataParallel passes.
+
     Source: Seide et al. 2014, Karimireddy et al. 2019 (error feedback).
     """
     group = state.process_group or dist.group.WORLD

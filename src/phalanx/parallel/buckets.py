@@ -14,13 +14,15 @@ from phalanx._tensors import is_one_range
 from phalanx._torch import foreach_mul_
 from phalanx.parallel.layout import flat, shaped
 
-CommHook: TypeAlias = Callable[[Any, Any], torch.futures.Future]
+CommHook: TypeAlias = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class GradBucket:
-    """What a communication hook gets, with the methods of ``torch.distributed.GradBucket``."""
+    """Bucket of gradients for a communication hook, with the methods of ``torch.distributed.GradBucket``."""
 
-    def __init__(self, index: int, buffer: Tensor, gradients: list[Tensor], parameters: list, is_last: bool) -> None:
+    def __init__(
+        self, index: int, buffer: Tensor, gradients: list[Tensor], parameters: list[nn.Parameter], is_last: bool
+    ) -> None:
         self._index = index
         self._buffer = buffer
         self._gradients = gradients
@@ -28,27 +30,27 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Position of the bucket; buckets are reduced in this order."""
+        """Return the position of the bucket in the order of reduction."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """All gradients of the bucket, of shape (number of elements,)."""
+        """Return all gradients of the bucket, in one tensor of shape ``(num_elems,)``."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replace what `buffer` returns."""
+        """Replace the tensor that `buffer` returns."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """The gradients as views of the buffer, in the shapes of the parameters."""
+        """Return the gradients, as views of the buffer with the shapes of the parameters."""
         return self._gradients
 
-    def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of `gradients`."""
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters, in the order of `gradients`."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """True for the bucket that is reduced last."""
+        """Return whether this bucket is the last to be reduced."""
         return self._is_last
 
 
@@ -58,16 +60,16 @@ class Bucket(abc.ABC):
     ``load()`` collects them, ``start()`` begins, ``store()`` waits and hands the means to the parameters.
     """
 
-    started = False
+    started: bool = False
     """True from `start` until `store`."""
     overlaps = True
     """It may be started while backward runs."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.parameters = list(parameters)
+        self.parameters: list[nn.Parameter] = list(parameters)
         self.used: set[nn.Parameter] = set()  # those that have a gradient to average
         self.num_awaited = -1  # gradients that are still to come in this backward pass; -1: not known
-        self.scale = 1.0  # of the mean, where it is not over all ranks
+        self.scale: float = 1.0  # of the mean, where it is not over all ranks
         self.index = 0
         self.is_last = True
         self._group = group

@@ -1,4 +1,4 @@
-"""One process, several GPUs: torch's DataParallel, and what to use instead of it."""
+"""torch's DataParallel, which uses several GPUs from one process, and what to use instead."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import torch
 from torch import nn
 
 
-class DataParallel(nn.DataParallel):
-    """torch's DataParallel on several GPUs; on one device or a CPU it runs the module and says once what is faster.
+class DataParallel(nn.DataParallel[nn.Module]):
+    """torch's DataParallel. With one device it only runs the module, and warns that there is a faster way.
 
-    Args: as torch's. `device_ids` are all GPUs by default.
+    Args:
+        module: Model to run.
+        device_ids: GPUs to use; by default all.
+        output_device: GPU that collects the outputs; by default the first of `device_ids`.
+        dim: Dimension along which inputs are divided.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""DistributedDataParallel: one model on every rank, gradients averaged while backward runs.
+"""DistributedDataParallel: one model on every rank, with gradients averaged while backward runs.
 
-A gradient's way: the hook of its parameter (`_on_gradient`) -> its bucket (see `buckets`), reduced when all of its
-gradients are there -> the parameter's ``.grad``. What is left is reduced when backward ends (`_finish_backward`),
-whatever the reason: a parameter that got no gradient is no error here.
+The path of a gradient: the hook of its parameter (`_on_gradient`) -> its bucket (see `buckets`), which is reduced when
+all its gradients have come -> the parameter's ``.grad``. Buckets that are left are reduced when backward ends
+(`_finish_backward`), because a parameter without a gradient is not an error here.
 """
 
 from __future__ import annotations
@@ -30,52 +30,48 @@ from phalanx.parallel.buckets import Bucket, CommHook, make_buckets
 from phalanx.parallel.group import group_or_world
 
 _BROADCAST_BYTES = 250 << 20
-_UNSUPPORTED = {
-    "delay_all_reduce_named_params",
-    "param_to_hook_all_reduce",
-    "mixed_precision",
-    "skip_all_reduce_unused_params",
-    "bucket_cap_mb_list",
-    "batched_grad_copy",
-    "lazy_bucket_allocation",
-}
 
 
 class DistributedDataParallel(nn.Module, Joinable):
     """torch's DistributedDataParallel, on any backend: same arguments, same gradients, same ``state_dict``.
 
-    Each rank calls it with the same module and feeds it its own part of the batch; after ``backward()`` every
-    parameter's ``.grad`` is the mean over the ranks, the same bits on all of them.
+    Every rank wraps the same module and feeds it its own part of the batch. After ``backward()`` each parameter's
+    ``.grad`` is the mean over the ranks, with the same bits on all of them.
 
     What differs from torch's:
 
-    - Parameters that got no gradient in a backward pass neither hang nor raise. Where another rank had a gradient,
-      this one counts as zeros; where no rank had one, ``.grad`` stays as it was. They are named once per rank, unless
-      `find_unused_parameters` says that they are expected.
-    - Models whose parameters differ between ranks raise one error on all ranks that names the first difference.
-    - A loop that forgets ``set_epoch`` of torch's DistributedSampler hears of it, once and on rank 0.
-    - ``grad_norm()``; parameters may be frozen and unfrozen at any time; SyncBatchNorm works on the CPU too (as
-      :class:`phalanx.SyncBatchNorm`).
-    - `gradient_as_bucket_view` is on by default: ``.grad`` are views of the buckets.
+    - Parameters without a gradient in a backward pass neither hang nor raise. If another rank has a gradient, this
+      rank counts as zeros; if no rank has one, ``.grad`` stays as it was. Each rank names them once, unless
+      `find_unused_parameters` is set.
+    - If the models differ between ranks, all ranks raise one error that names the first difference.
+    - If a loop forgets ``set_epoch`` of torch's DistributedSampler, rank 0 warns once.
+    - ``grad_norm()`` returns the norm of all gradients. Parameters may be frozen and unfrozen at any time.
+      :class:`phalanx.SyncBatchNorm` works on the CPU.
+    - `gradient_as_bucket_view` is True by default. Where gradients are averaged in a buffer, a copy of each would cost
+      its memory again and up to a tenth of a step.
+    - Not supported, and refused by name: `delay_all_reduce_named_params`, `param_to_hook_all_reduce`,
+      `mixed_precision`, `skip_all_reduce_unused_params`, `bucket_cap_mb_list`, `batched_grad_copy` and
+      `lazy_bucket_allocation`.
 
     Args:
-        module: The model; its parameters and buffers become those of rank 0.
-        device_ids: The one GPU of this rank, to which inputs are moved; None for the CPU or several devices.
-        output_device: Accepted as in torch; only moves outputs in torch's multi-device form, which is gone.
+        module: Model to train; its parameters and buffers are set to those of rank 0.
+        device_ids: GPU of this rank, in a list, to which inputs are moved; None for the CPU or several devices.
+        output_device: Accepted as in torch, where it moves outputs of a module on several devices.
         dim: Accepted as in torch.
-        broadcast_buffers: Buffers become those of rank 0 at each forward pass.
-        init_sync: Verify shapes and copy the state of rank 0 now.
-        process_group: Who trains together, by default the whole world.
-        bucket_cap_mb: MiB of gradients that are reduced together, 25 by default.
-        find_unused_parameters: Do not name parameters that got no gradient.
-        check_reduction: Accepted as in torch, where it has no meaning either.
-        gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves their memory once.
-        static_graph: Accepted; needed for nothing here.
-        device_mesh: A one-dimensional mesh, instead of `process_group`.
-        forward_sync_buffers: Instead of `broadcast_buffers`; False still copies rank 0's buffers now.
+        broadcast_buffers: Whether each forward pass sets the buffers to those of rank 0; None: True.
+        init_sync: Whether to compare the ranks' models and copy rank 0's parameters and buffers now.
+        process_group: Ranks that train together; by default all.
+        bucket_cap_mb: MiB of gradients that are reduced together; None: 25.
+        find_unused_parameters: Whether parameters without a gradient are expected, and not named.
+        check_reduction: Accepted as in torch, where it has no effect either.
+        gradient_as_bucket_view: Whether each ``.grad`` is a view of its bucket, which saves a copy of the gradients.
+        static_graph: Accepted as in torch; it has no effect here.
+        device_mesh: One-dimensional mesh to use instead of `process_group`.
+        forward_sync_buffers: Replacement of `broadcast_buffers`; even False copies rank 0's buffers once, now.
 
     Raises:
-        ValueError: Nothing to train, devices that do not fit, or a model that differs between ranks.
+        ValueError: The module has nothing to train, is on devices that do not fit, or differs between ranks; or an
+            argument is not supported.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_ids: list[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool | None = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -92,27 +88,40 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
         device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
-        **unsupported: Any,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        _refuse(unsupported)
-        self.process_group = _choose_group(process_group, device_mesh)
+        _refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            batched_grad_copy=batched_grad_copy,
+            lazy_bucket_allocation=lazy_bucket_allocation,
+        )
+        self.process_group: dist.ProcessGroup = _choose_group(process_group, device_mesh)
         self.module = module
         self.dim = dim
-        self.broadcast_buffers = (
-            broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        ) is not False
-        self.forward_sync_buffers = self.broadcast_buffers
+        buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.broadcast_buffers: bool = buffers is not False
+        self.forward_sync_buffers: bool = self.broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-        self.parameters_to_ignore = set(getattr(module, _torch.MARK_IGNORED_BY_DDP, ()))
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
+        self.parameters_to_ignore: set[str] = set(getattr(module, _torch.MARK_IGNORED_BY_DDP, ()))
+        self.require_backward_grad_sync: bool = True
+        self.require_forward_param_sync: bool = True
         with_buffers = self.broadcast_buffers or forward_sync_buffers is not None
         if init_sync:
             self._verify_model(with_buffers)
@@ -141,20 +150,20 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "use the module as it is"
             )
         devices = {p.device for _, p in self._parameters_of_module()}
-        self.device = next(iter(devices))
-        self.device_type = self.device.type
-        self.is_multi_device_module = len(devices) > 1
+        self.device: torch.device = next(iter(devices))
+        self.device_type: str = self.device.type
+        self.is_multi_device_module: bool = len(devices) > 1
         if device_ids and (len(device_ids) > 1 or self.device_type == "cpu" or self.is_multi_device_module):
             raise ValueError(
                 f"rank {dist.get_rank()}: DistributedDataParallel: device_ids must name the one GPU that holds the "
                 f"module, got {device_ids} for a module on {', '.join(map(str, sorted(devices, key=str)))}; "
                 "leave it out on a CPU and for a module on several devices"
             )
-        self.device_ids = list(device_ids) if device_ids else None
-        self.output_device = output_device or (device_ids[0] if device_ids else None)
+        self.device_ids: list[int | torch.device] | None = list(device_ids) if device_ids else None
+        self.output_device: int | torch.device | None = output_device or (device_ids[0] if device_ids else None)
 
     def _parameters_of_module(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter once, with its name in the module, without those that the module wants ignored."""
+        """Yield each parameter once, with its name, except those that the module wants ignored."""
         for name, parameter in self.module.named_parameters():
             if name not in self.parameters_to_ignore:
                 yield name, parameter
@@ -163,7 +172,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return [(name, b) for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     def _verify_model(self, with_buffers: bool) -> None:
-        """Raise the same error on every rank if the ranks' models differ in a tensor's name, shape or dtype."""
+        """Raise the same error on every rank if the models differ in a tensor's name, shape or dtype."""
         own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._parameters_of_module()]
         if with_buffers:
             own += [(name, tuple(b.shape), str(b.dtype), True) for name, b in self._buffers_of_module()]
@@ -391,11 +400,16 @@ class DistributedDataParallel(nn.Module, Joinable):
         return taken
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Let ``hook(state, bucket)`` average each bucket instead: torch's hooks, or one of your own.
+        """Let ``hook(state, bucket)`` average each bucket.
 
         Args:
-            state: Passed to the hook.
-            hook: Takes a ``GradBucket``, returns a ``torch.futures.Future`` of the averaged ``bucket.buffer()``.
+            state: First argument of the hook.
+            hook: One of torch's hooks, or a function of your own that returns a ``torch.futures.Future`` of the
+                averaged ``bucket.buffer()``.
+
+        Raises:
+            TypeError: `hook` is not callable.
+            RuntimeError: A hook was registered before.
         """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
@@ -412,7 +426,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Return a context in which ranks that run out of data shadow the others, as torch's."""
+        """Return torch's ``Join`` context, in which ranks that run out of data take part with zeros.
+
+        Args:
+            divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, and not of those
+                that still have data.
+            enable: Whether the context does anything.
+            throw_on_early_termination: Whether all ranks raise when the first runs out of data.
+        """
         return Join(
             [self],
             enable,
@@ -479,7 +500,7 @@ class _Pass:
 
 
 class _Shadow(JoinHook):
-    """What a rank that has no more data does while others go on: takes part, with zeros."""
+    """Takes part with zeros, on a rank that has no more data while others go on."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = ddp
@@ -492,10 +513,13 @@ class _Shadow(JoinHook):
         if not ddp.require_forward_param_sync:
             return
         for bucket in ddp._buckets:
+            bucket.used.clear()
             bucket.load_nothing()
             bucket.start(ddp._hook, ddp._hook_state)
         for bucket in ddp._buckets:
-            bucket.wait()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+            bucket.store()  # for an optimizer that takes part, too: ZeroRedundancyOptimizer
 
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self.ddp
@@ -544,10 +568,8 @@ def _remove_all(handles: Iterable[Any]) -> None:
         handle.remove()
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in _UNSUPPORTED:
-            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument {name!r}")
+def _refuse(**unsupported: Any) -> None:
+    for name, value in unsupported.items():
         if value not in (None, False):
             raise ValueError(
                 f"DistributedDataParallel: {name} is not supported; use torch.nn.parallel.DistributedDataParallel, "

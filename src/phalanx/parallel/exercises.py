@@ -1,4 +1,4 @@
-"""What the distributed tutorials have their readers write by hand, done right."""
+"""Functions that the distributed tutorials have their readers write by hand."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from phalanx.parallel.group import group_or_world
 def average_gradients(
     model: nn.Module | Iterable[nn.Parameter], process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Replace every parameter's ``.grad`` by its mean over all ranks; call it between ``backward()`` and ``step()``.
+    """Replace every parameter's ``.grad`` by its mean over the ranks. Call it between ``backward()`` and ``step()``.
 
-    The tutorials' loop of one all_reduce per parameter, as one per bucket of 25 MB. A gradient that is None on some
-    ranks counts as zeros there; one that is None on all stays None. For training use DistributedDataParallel, which
-    does this within the backward pass. Sparse gradients stay sparse.
+    It does what the tutorials' loop of one all_reduce for each parameter does, with one for each 25 MiB. A gradient
+    that is None on some ranks counts as zeros there; one that is None on all ranks stays None. Sparse gradients stay
+    sparse. For training, DistributedDataParallel does the same during the backward pass.
 
     Args:
-        model: A module, or its parameters in the same order on all ranks.
-        process_group: Whom to average with, by default the whole world.
+        model: Module, or its parameters in the same order on all ranks.
+        process_group: Ranks to average over; by default all.
 
     Raises:
         ValueError: There is no process group yet, or this rank is not in it.
@@ -43,16 +43,16 @@ def average_gradients(
 
 
 def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
-    """Replace `tensor` by its sum over all ranks, with nothing but ``isend`` and ``irecv``; returns it.
+    """Replace `tensor` by its sum over the ranks, using only ``isend`` and ``irecv``, and return it.
 
-    Each rank cuts the tensor in as many chunks as there are ranks. For n - 1 rounds it adds the chunk that comes from
-    its left neighbour to its own and passes it on to the right, after which it holds one chunk of the sum; in n - 1
-    more rounds these go around. Each rank sends 2 (n - 1) / n of the tensor, however many ranks there are. The same
-    bits on all ranks. To learn from: ``dist.all_reduce`` is faster.
+    The tensor is cut into n chunks, one for each of n ranks. In each of n - 1 rounds a rank receives a chunk from its
+    left neighbour, adds its own and sends the sum on to the right; then it holds one chunk of the result. In n - 1
+    more rounds these chunks go around. Each rank sends 2 (n - 1) / n of the tensor, however large n is, and all ranks
+    get the same bits. It is meant for learning: ``dist.all_reduce`` is faster.
 
     Args:
-        tensor: Any shape and number type; the same on all ranks. Changed in place.
-        process_group: Who takes part, by default the whole world.
+        tensor: Tensor to sum in place, of the same shape and dtype on all ranks.
+        process_group: Ranks to sum over; by default all.
 
     Source: Patarasuk & Yuan 2009; Baidu's ring all-reduce, 2017.
     """
@@ -91,7 +91,7 @@ def _group_with_this_rank(process_group: dist.ProcessGroup | None, caller: str) 
 
 
 def _sparse_anywhere(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
-    """Return the parameters that have a sparse gradient on any rank; a rank without one can't know by itself."""
+    """Return the parameters with a sparse gradient on any rank, which a rank without a gradient can't know itself."""
     if not parameters:
         return []
     marks = torch.tensor(

@@ -1,7 +1,7 @@
-"""Groups of ranks by host: those that are near one another, and rails of ranks that meet across the slow link.
+"""Groups of ranks by host: the ranks of one host, and rails of ranks that meet across the slow link.
 
-Rail i is the rank of index i on each host. What hosts exchange is cut into one piece for each rail, so it crosses once
-for each host, over all rails at once, and is shared out on the host afterwards.
+Rail i consists of the i-th rank of each host. A message between hosts is cut into one piece for each rail. So each host
+sends it once, over all rails at the same time, and its ranks share what arrives.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from phalanx._network import host_identity
 
 
 class HostGroups(NamedTuple):
-    """The groups of this rank, as `host_groups` makes them.
+    """Groups that this rank belongs to, made by `host_groups`.
 
     Attributes:
-        host: The ranks of this host; None where this rank stands for a host by itself.
-        across: This rank's rail, one rank of each host; None on a rank beyond the number of rails.
-        num_hosts: Of all ranks.
-        num_rails: As many as the host with the fewest ranks has.
-        num_ranks: On all hosts together.
+        host: Group of the ranks on this host; None if this rank counts as a host of its own.
+        across: Group of this rank's rail, one rank of each host; None on a rank that is in no rail.
+        num_hosts: Number of hosts.
+        num_rails: Number of rails, which is the number of ranks on the smallest host.
+        num_ranks: Number of ranks on all hosts together.
     """
 
     host: dist.ProcessGroup | None
@@ -35,29 +35,29 @@ class HostGroups(NamedTuple):
 
     @property
     def rail(self) -> int:
-        """Place of this rank among those of its host, in the order of their ranks: its rail, if there are so many."""
+        """Number of this rank among the ranks of its host, from 0; its rail, if there are that many."""
         return dist.get_rank(self.host) if self.host is not None else 0
 
     @property
     def weight(self) -> float:
-        """Ranks of this host, in those of a mean one: 1 where all hosts have equally many."""
+        """Number of ranks on this host divided by the mean over the hosts; 1 where all have equally many."""
         return (self.host.size() if self.host is not None else 1) * self.num_hosts / self.num_ranks
 
 
 def host_groups(
     name: str | None = None, *, host_backend: str | None = None, across_backend: str | None = None
 ) -> HostGroups:
-    """Return the group of this rank's host and the one that crosses to the others. Every rank of the world calls it.
+    """Return the group of this rank's host, and its group across hosts. Every rank of the job calls it.
 
-    Where hosts have different numbers of ranks, there are as many rails as the smallest host has ranks. A rank beyond
-    them has no ``across``: what its host exchanges, the others carry, and it hears the result from them.
+    If hosts have different numbers of ranks, there are as many rails as the smallest host has ranks. The further ranks
+    of a host have no ``across``; they get the results from the other ranks of their host.
 
     Args:
-        name: Of this rank's host. By default ranks share a host if its name, boot and network are the same, and the
-            launcher has told them the same ``GROUP_RANK``. Pass one where the slow link lies elsewhere, such as between
-            data centres, or to try things out on one host.
-        host_backend: Of ``host``, such as ``"phalanx"`` in a world on Gloo; by default the world's.
-        across_backend: Of ``across``, likewise.
+        name: Name of this rank's host. By default two ranks share a host if its name, boot and network are the same
+            and the launcher gave them the same ``GROUP_RANK``. Pass a name where the slow link lies elsewhere, such as
+            between data centres, or to try things out on one host.
+        host_backend: Backend of ``host``, such as ``"phalanx"`` in a job on Gloo; by default the job's.
+        across_backend: Backend of ``across``; by default the job's.
 
     Raises:
         ValueError: There is no process group yet.
@@ -90,13 +90,13 @@ def _this_host() -> str:
 
 
 def pieces_of(flat: Tensor, groups: HostGroups) -> list[Tensor]:
-    """Return the piece of a flat tensor that each rail carries; their sizes differ by at most one element."""
+    """Return the pieces of a flat tensor, one for each rail; their sizes differ by at most one element."""
     cuts = [flat.numel() * rail // groups.num_rails for rail in range(groups.num_rails + 1)]
     return [flat[begin:end] for begin, end in itertools.pairwise(cuts)]
 
 
 def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
-    """Give every rank of this host the piece of each rail, from the rank of that rail."""
+    """Send each rail's piece from its rank to all ranks of this host."""
     if groups.host is None or groups.host.size() == 1:
         return
     works = [
@@ -109,7 +109,7 @@ def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
 
 
 def gather_from_all(value: Any, groups: HostGroups) -> list[Any]:
-    """Return what every rank of every host has passed, host by host: the same list everywhere."""
+    """Return the values of all ranks, host by host: the same list on every rank."""
     on_host: list[Any] = [value]
     if groups.host is not None:
         on_host = [None] * groups.host.size()

@@ -22,35 +22,47 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def nesterov(params: list[nn.Parameter]) -> optim.Optimizer:
-    """Return the outer optimizer of DiLoCo: SGD with learning rate 0.7 and Nesterov momentum 0.9."""
+    """Return the outer optimizer of DiLoCo: SGD with learning rate 0.7 and Nesterov momentum 0.9.
+
+    Args:
+        params: Parameters that the optimizer steps.
+    """
     return optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class LocalSGD:
-    """Lets hosts meet every `every` steps instead of averaging gradients between them at each.
+    """Synchronizes the hosts' models every `every` steps, instead of averaging gradients between hosts in each step.
 
-    Within a host, ranks train together at every step, as by DistributedDataParallel over the group of the host. Call
-    ``step()`` after ``optimizer.step()``, on every rank; after a meeting, parameters have the same bits on all ranks
-    (whose processors are of one kind).
-    Make it when the model has its first weights: those of rank 0 of the group are copied to all.
+    Within a host, ranks train together in every step, as with DistributedDataParallel over the host's group. Every rank
+    calls ``step()`` after ``optimizer.step()``. After a synchronization all ranks have the same parameters, bit for bit
+    if their processors are of one kind. Make it when the model has its initial weights: those of rank 0 are copied to
+    all ranks.
 
-    Of memory it takes one copy of the parameters, another while ranks meet, and the outer optimizer's state.
+    It keeps one copy of the parameters, a second one during a synchronization, and the outer optimizer's state.
 
     Args:
-        params: What is trained, such as ``model.parameters()``; or tensors that share its memory, such as the local
-            shards of FSDP2's DTensors, with the group of ranks that hold the same shard.
-        every: Steps from one meeting to the next, at least 1.
-        process_group: What `host_groups` returned; or ranks each of which trains by itself; by default the whole
-            world, likewise.
-        outer_optimizer: Makes the optimizer that steps when hosts meet, given parameters; by default that of DiLoCo.
-            None: parameters become their mean, which is local SGD.
-        warmup_steps: So many first steps are averaged each, plainly.
-        compress: ``"bf16"`` halves what crosses: the way gone is rounded, and what rounding left out is added to the
-            next one, so nothing is lost but what the sum of the hosts itself rounds.
-        buffers: Averaged over all ranks when they meet, such as ``model.buffers()``; integers stay as they are.
+        params: Parameters to train, such as ``model.parameters()``; or tensors that share their memory, such as the
+            local shards of FSDP2's DTensors, together with the group of ranks that hold the same shard.
+        every: Number of steps between two synchronizations, at least 1.
+        process_group: Groups from `host_groups`, or a group whose ranks each train alone; by default all ranks, each
+            alone.
+        outer_optimizer: Function that makes the outer optimizer for a list of parameters; by default that of DiLoCo.
+            The outer optimizer steps along the pseudo-gradient, the mean difference since the last synchronization.
+            None: the parameters are averaged, which is local SGD.
+        warmup_steps: Number of steps at the beginning after each of which the parameters are averaged.
+        compress: "bf16" to halve the bytes between hosts; None: no compression. The pseudo-gradient is rounded, and its
+            rounding error is added to the next one.
+        buffers: Buffers to average over all ranks at each synchronization, such as ``model.buffers()``; integers stay
+            as they are.
+
+    Attributes:
+        num_steps: Number of steps since the beginning.
+        num_steps_apart: Number of steps since the last synchronization.
+        outer_optimizer: Outer optimizer, whose learning rate a scheduler may change; None without one.
 
     Raises:
         ValueError: An argument is out of range, or differs between ranks; on every rank.
+
     Source: Stich 2018 (local SGD), Lin et al. 2018 (post-local SGD), Douillard et al. 2023 (DiLoCo).
     """
 
@@ -70,10 +82,8 @@ class LocalSGD:
             process_group = HostGroups(None, group, group.size(), 1, group.size())
         self.every = every
         self.warmup_steps = warmup_steps
-        self.num_steps = 0
-        """Steps taken since the beginning."""
-        self.num_steps_apart = 0
-        """Steps taken since the last meeting."""
+        self.num_steps: int = 0
+        self.num_steps_apart: int = 0
         self._groups = process_group
         parameters = [p.detach() for p in params]
         averaged = [b.detach() for b in buffers if b.is_floating_point()]
@@ -82,8 +92,8 @@ class LocalSGD:
         self._windows = [_Window(members, self._groups, compress) for members in _by_kind(parameters)]
         self._buffers = _by_kind(averaged)
         self._start_alike(parameters + averaged)
-        self.outer_optimizer = outer_optimizer and outer_optimizer([p for w in self._windows for p in w.starts])
-        """Steps from the common start; give it to a scheduler to change its learning rate."""
+        starts = [parameter for window in self._windows for parameter in window.starts]
+        self.outer_optimizer: optim.Optimizer | None = outer_optimizer and outer_optimizer(starts)
 
     def _verify(self, problem: str, settings: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
         """Raise the same error on every rank if one has a problem, or has other arguments than the first."""
@@ -109,7 +119,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def _start_alike(self, tensors: list[Tensor]) -> None:
-        """Copy parameters and buffers from rank 0 of the group, over the slow link once for each host."""
+        """Copy parameters and buffers from rank 0 of the group, which crosses the slow link once for each host."""
         groups = self._groups
         for members in _by_kind(tensors):
             flat, views = _empty_like(members)
@@ -124,10 +134,13 @@ class LocalSGD:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Count a step of the inner optimizer; True if the hosts have met after it. Every rank calls it.
+        """Count a step of the inner optimizer, and synchronize if it is time. Every rank calls it.
+
+        Returns:
+            Whether the hosts synchronized after this step.
 
         Raises:
-            ValueError: The hosts come to this meeting after different numbers of steps.
+            ValueError: The hosts have taken different numbers of steps.
         """
         self.num_steps += 1
         self.num_steps_apart += 1
@@ -138,9 +151,13 @@ class LocalSGD:
         return True
 
     def sync(self) -> bool:
-        """Meet now, as at the end of training; False if no step was taken since the last meeting.
+        """Synchronize now, as at the end of training. Every rank calls it.
 
-        Every rank calls it, after the same number of steps; else it raises as `step` does.
+        Returns:
+            Whether the hosts synchronized: False if there was no step since the last synchronization.
+
+        Raises:
+            ValueError: The hosts have taken different numbers of steps.
         """
         if self.num_steps_apart == 0:
             return False
@@ -167,7 +184,7 @@ class LocalSGD:
         self.num_steps_apart = 0
 
     def _verify_steps(self) -> None:
-        """Raise if hosts have taken different numbers of steps: their windows would end apart from then on."""
+        """Raise if the hosts have taken different numbers of steps: their windows would no longer end together."""
         groups, device = self._groups, self._windows[0].start.device
         most = torch.tensor([self.num_steps, -self.num_steps], device=device)
         for group in (groups.across, groups.host):
@@ -197,9 +214,9 @@ class LocalSGD:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank; with model and optimizer it resumes in the middle of a window, to the bit.
+        """Return the state of this rank. With those of model and optimizer, training resumes bit for bit at any step.
 
-        Between two meetings each rank's state is its own, and only as many ranks can load it as have saved.
+        Between two synchronizations each rank has its own state, and only the same number of ranks can load it.
         """
         groups = self._groups
         place = [
@@ -223,10 +240,14 @@ class LocalSGD:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; load the model's as well. What rounding left out is dropped if hosts are others now.
+        """Load a state; the model's must be loaded as well. Rounding errors are dropped if the hosts have changed.
+
+        Args:
+            state_dict: State that `state_dict` returned.
 
         Raises:
-            ValueError: The state is of other parameters, or of another kind of outer optimizer.
+            ValueError: The state has other parameters, or an outer optimizer where this one has none, or none where
+                this one has one.
         """
         saved = [list(start.shape) for start in state_dict["starts"]]
         own = [list(window.start.shape) for window in self._windows]
@@ -249,13 +270,13 @@ class LocalSGD:
 
 
 class _Window:
-    """Parameters of one dtype on one device, and where they stood when the window began.
+    """Parameters of one dtype on one device, and their values when the window began.
 
     Attributes:
-        members: The model's own.
-        start: Where they stood, flat: the one copy.
-        starts: Views of it, as parameters for the outer optimizer.
-        left_out: What rounding left out of this rail's piece at the last meeting; None without compression.
+        members: Parameters of the model.
+        start: Values at the beginning of the window, in one flat tensor.
+        starts: Views of `start`, as parameters for the outer optimizer.
+        left_out: Rounding error of this rail's piece at the last synchronization; None without compression.
     """
 
     def __init__(self, members: list[Tensor], groups: HostGroups, compress: str | None) -> None:
@@ -269,11 +290,11 @@ class _Window:
             self.left_out = torch.zeros_like(pieces_of(self.start, groups)[groups.rail] if carries else self.start[:0])
 
     def begin(self) -> None:
-        """Let the window start where the parameters are now."""
+        """Begin a window with the present parameters."""
         foreach_copy_([p.detach() for p in self.starts], self.members)
 
     def average_way(self) -> Tensor:
-        """Return start minus now, flat, averaged over the hosts by the number of their ranks."""
+        """Return the pseudo-gradient: start minus present value, averaged over all ranks, flat."""
         groups = self._groups
         way = torch.empty_like(self.start)
         for view, start, now in zip(_views(way, self.members), self.starts, self.members, strict=True):
@@ -299,7 +320,7 @@ class _Window:
 
 
 def _problem_of(parameters: list[Tensor], every: int, warmup_steps: int, compress: str | None) -> str:
-    """Return what is wrong with the arguments, or nothing."""
+    """Return what is wrong with the arguments; empty if nothing is."""
     if every < 1:
         return f"every must be at least 1, got {every}"
     if warmup_steps < 0:
@@ -327,7 +348,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _empty_like(members: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return a flat tensor for all members, and the view of it for each."""
+    """Return a flat tensor for all members, and a view of it for each."""
     num_elems = sum(t.numel() for t in members)
     flat = torch.empty(num_elems, dtype=members[0].dtype, device=members[0].device)
     return flat, _views(flat, members)
@@ -339,7 +360,7 @@ def _views(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _to_bytes(tensor: Tensor | None) -> bytes | None:
-    """Return what no other rank has: a checkpoint saves bytes for each rank, and tensors once for all if alike."""
+    """Return a tensor as bytes, which a checkpoint saves for each rank, as it does not with tensors that are alike."""
     return None if tensor is None else tensor.cpu().view(torch.uint8).numpy().tobytes()
 
 

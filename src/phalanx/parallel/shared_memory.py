@@ -18,7 +18,12 @@ _HEADER_BYTES = mmap.PAGESIZE  # begins with a nonce, by which a rank knows that
 def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """Return a zeroed CPU tensor of shape ``(num_elems,)`` whose memory is the same on all ranks of the group.
 
-    The memory has no name: the kernel frees it with the last process that maps it, however that ends.
+    The memory has no name. The kernel frees it when the last process that maps it has ended, in whatever way.
+
+    Args:
+        num_elems: Length of the tensor.
+        dtype: Dtype of the tensor.
+        group: Ranks that share the tensor.
 
     Raises:
         RuntimeError: The ranks are not processes of one user on one host, or memory is short; on every rank.

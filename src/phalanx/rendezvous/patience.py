@@ -26,8 +26,8 @@ class Patience:
         self._began_s = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="phalanx-patience", daemon=True)
-        self.awaits = ("", "")
-        self.deadline = self._began_s + asked.timeout_s
+        self.awaits: tuple[str, str] = ("", "")
+        self.deadline: float = self._began_s + asked.timeout_s
 
     @property
     def left_s(self) -> float:

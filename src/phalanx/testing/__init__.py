@@ -8,12 +8,11 @@
     def test_all_reduce_sums_every_rank():
         assert run_ranks(total, 2, 3) == [[1.0] * 3] * 2
 
-`run_ranks` returns what every rank returned, or raises the first true failure.
-`spawn_ranks` hands out the living ranks, for tests that kill, stop or step them.
+`run_ranks` returns the results of all ranks, or raises the first true failure. `spawn_ranks` yields the running ranks,
+for tests that kill, stop or step them.
 
-Ranks are forked from one server process that has imported torch, so a group of
-two starts in well under a tenth of a second. A rank never outlives the test: it
-is killed at its limit, when the test leaves the block, and when the test's own
+Ranks are forked from one server process that has imported torch, so a group of two starts in well under a tenth of a
+second. A rank never outlives the test: it is killed at its time limit, at the end of the block, and when the test's own
 process dies.
 """
 

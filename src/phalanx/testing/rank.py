@@ -1,4 +1,4 @@
-"""The side of the rank: its process group, and the points at which the test steps it."""
+"""The rank's side: its process group, and the points at which the test steps it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,24 @@ from phalanx.launch.worker import Function, channel_to_parent, load_function
 
 
 def reached(point: str, payload: Any = None) -> None:
-    """Tell the test that this rank has come to `point`; it meets it in `wait_until_reached`."""
+    """Tell the test that this rank has reached `point`, for which it waits in `Ranks.wait_until_reached`.
+
+    Args:
+        point: Name of the point.
+        payload: Value to send to the test; it must be picklable.
+    """
     channel_to_parent().send_bytes(pickle.dumps(("reached", point, payload)))
 
 
 def await_release(point: str, timeout_s: float = 30.0) -> Any:
-    """Wait until the test calls ``release(point)`` and return its payload.
+    """Wait until the test calls ``release(point)``, and return its payload.
+
+    Args:
+        point: Name of the point.
+        timeout_s: Seconds to wait at most.
 
     Raises:
-        TimeoutError: It did not within `timeout_s`.
+        TimeoutError: The test did not release the point within `timeout_s`.
     """
     parent = channel_to_parent()
     deadline = time.monotonic() + timeout_s
@@ -37,12 +46,12 @@ def await_release(point: str, timeout_s: float = 30.0) -> Any:
 
 @dataclasses.dataclass
 class Group:
-    """How the ranks of one run meet; without a `backend` they do not.
+    """Process group of one run; without a `backend` there is none.
 
     Attributes:
-        init_method: ``"file"``, ``"tcp"``, ``"env"`` or any URL that torch takes.
-        folder: Private to the run.
-        hosts: How many ranks each host is taken to have, where one host stands for several.
+        init_method: "file", "tcp", "env" or any URL that torch takes.
+        folder: Private folder of the run.
+        hosts: Numbers of ranks on simulated hosts; empty: all ranks are on one host.
     """
 
     backend: str | None
@@ -53,7 +62,7 @@ class Group:
     hosts: tuple[int, ...] = ()
 
     def take_host(self, rank: int) -> None:
-        """Share memory with the ranks of this one's host alone."""
+        """Put this rank on its simulated host, so that it shares memory only with the ranks there."""
         for number, last in enumerate(accumulate(self.hosts)):
             if rank < last:
                 _env.export({"PHALANX_HOST": f"host-{number}"})
@@ -77,7 +86,7 @@ class Group:
 
 
 def run_in_group(rank: int, group: Group, function: Function | Callable[..., Any], *args: Any) -> Any:
-    """Return what the test's function returns on `rank`, inside the process group that it asked for."""
+    """Run the test's function on `rank`, inside the process group, and return its result."""
     import torch.distributed as dist
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""The side of the test: start the ranks, step them, signal them, and say how they ended."""
+"""The test's side: starts the ranks, steps and signals them, and tells how they ended."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ def run_ranks(
     expect_failures: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """Return what ``fn(rank, world_size, *args)`` returned on each rank, in rank order.
+    """Run ``fn(rank, world_size, *args)`` on each rank and return the results, in rank order.
 
     Args:
-        fn: A function at the top level of an importable module, such as a test module.
-        world_size: Number of processes, at least 1.
-        timeout_s: Every rank that has not ended by then is killed.
-        expect_failures: Return one `Outcome` per rank and raise nothing, for ranks that
-            are meant to raise or die. All ranks then have until `timeout_s`.
-        options: `backend`, `init`, `init_method`, `group_timeout_s`, `env` and `hosts`,
-            as in `spawn_ranks`.
+        fn: Function at the top level of an importable module, such as a test module.
+        world_size: Number of ranks, at least 1.
+        args: Further arguments of `fn`; they must be picklable.
+        timeout_s: Seconds after which ranks that have not ended are killed.
+        expect_failures: Whether ranks are meant to raise or die. One `Outcome` for each rank is then returned, nothing
+            is raised, and a failure does not shorten the time of the others.
+        options: Keyword arguments of `spawn_ranks`.
 
     Raises:
-        RankError: A rank raised, died or hung. It names the first true failure: a rank
-            that died comes before one that raised, and one that raised because its peer
-            was gone comes after both.
+        RankError: A rank raised, died or hung. The error names the first true failure: a rank that died comes before
+            one that raised, and a rank that raised because a peer was gone comes last.
     """
     with spawn_ranks(fn, world_size, *args, **options) as ranks:
         outcomes = ranks.join(timeout_s, stop_at_failure=not expect_failures)
@@ -64,18 +63,23 @@ def spawn_ranks(
     env: Mapping[str, str] | None = None,
     hosts: Sequence[int] = (),
 ) -> Iterator[Ranks]:
-    """Start the ranks and yield them; every one still alive at the end is killed.
+    """Start the ranks and yield them. Ranks that are alive at the end of the block are killed.
 
     Args:
-        fn: Called as ``fn(rank, world_size, *args)``, see `run_ranks`.
-        backend: Given to ``init_process_group``; None starts plain processes.
-        init: False leaves ``init_process_group`` to `fn`; ``env://`` is prepared either way.
-        init_method: ``"file"`` (the default), ``"tcp"`` or ``"env"``, each on an address of
-            this run's own, or any URL that torch takes.
-        group_timeout_s: The timeout of the default group; None keeps the backend's.
-        env: Variables added to this process's environment on every rank.
-        hosts: How many ranks each host has, in rank order, to try on one host what crosses several: ranks of different
-            ones share no memory. Empty: all are on this one.
+        fn: Function to run as ``fn(rank, world_size, *args)``, see `run_ranks`.
+        world_size: Number of ranks, at least 1.
+        args: Further arguments of `fn`; they must be picklable.
+        backend: Backend for ``init_process_group``; None starts plain processes.
+        init: Whether to call ``init_process_group``. If not, `fn` may do so; ``env://`` is prepared in any case.
+        init_method: "file", "tcp" or "env", each with an address of this run's own, or any URL that torch takes; None:
+            "file".
+        group_timeout_s: Timeout of the default group, in seconds; None: the backend's.
+        env: Variables to add to the environment of every rank.
+        hosts: Numbers of ranks on simulated hosts, in rank order. Ranks of different hosts share no memory, so what
+            crosses hosts can be tested on one. Empty: all ranks are on one host.
+
+    Raises:
+        ValueError: `world_size` is less than 1, or `hosts` does not add up to it.
     """
     if hosts and sum(hosts) != world_size:
         raise ValueError(f"hosts must add up to the {world_size} ranks, got {list(hosts)}")
@@ -92,12 +96,12 @@ def spawn_ranks(
 
 
 def kill_rank(ranks: Ranks, rank: int, sig: int = signal.SIGKILL) -> None:
-    """Send `sig` to one of the ranks that `spawn_ranks` yielded; the same as ``ranks.kill``."""
+    """Send a signal to one of the ranks that `spawn_ranks` yielded, as ``ranks.kill`` does."""
     ranks.kill(rank, sig)
 
 
 class Ranks:
-    """The living ranks of `spawn_ranks`, and the only way to signal and to step them."""
+    """Running ranks, which `spawn_ranks` yields, to be signalled and stepped."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -107,10 +111,11 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
+        """Process ids, in rank order."""
         return [outcome.pid for outcome in self._workers.outcomes]
 
     def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:
-        """Send `sig` to `rank`; nothing happens if it has ended."""
+        """Send `sig` to `rank`; nothing happens if the rank has ended."""
         self._workers.handles[rank].send_signal(sig)
 
     def stop(self, rank: int) -> None:
@@ -122,10 +127,15 @@ class Ranks:
         self.kill(rank, signal.SIGCONT)
 
     def wait_until_reached(self, point: str, ranks: Sequence[int] | None = None, timeout_s: float = 30.0) -> list[Any]:
-        """Return the payloads with which `ranks` (all by default) called ``reached(point)``.
+        """Wait until ranks have called ``reached(point)``, and return their payloads.
+
+        Args:
+            point: Name of the point.
+            ranks: Ranks to wait for; by default all.
+            timeout_s: Seconds to wait at most.
 
         Raises:
-            RankError: One of them ended first, or had not come there after `timeout_s`.
+            RankError: A rank ended before it got there, or did not get there within `timeout_s`.
         """
         wanted = [self._workers.handles[rank] for rank in (range(len(self)) if ranks is None else ranks)]
         deadline = time.monotonic() + timeout_s
@@ -143,16 +153,16 @@ class Ranks:
         return [handle.points[point] for handle in wanted]
 
     def release(self, point: str, payload: Any = None, ranks: Sequence[int] | None = None) -> None:
-        """Let `ranks` (all by default) return `payload` from ``await_release(point)``."""
+        """Let ranks, by default all, return `payload` from ``await_release(point)``."""
         for rank in range(len(self)) if ranks is None else ranks:
             self._workers.handles[rank].send(("release", point, payload))
 
     def join(self, timeout_s: float = 60.0, *, stop_at_failure: bool = False) -> list[Outcome]:
-        """Return every rank's outcome in rank order, having killed those that hang.
+        """Wait for the ranks, kill those that hang, and return all outcomes in rank order.
 
         Args:
-            timeout_s: The limit for all ranks together.
-            stop_at_failure: Once a rank has failed, leave the others only a few seconds.
+            timeout_s: Seconds after which ranks that have not ended are killed.
+            stop_at_failure: Whether the others get only a few more seconds once a rank has failed.
         """
         workers = self._workers
         limit = deadline = time.monotonic() + timeout_s

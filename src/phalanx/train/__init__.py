@@ -4,7 +4,15 @@ Names are loaded on first use: reading a run's metrics and writing its report ne
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
+    from phalanx.train.metrics import read_metrics, write_csv
+    from phalanx.train.report import write_report
+    from phalanx.train.settings import Settings
+    from phalanx.train.trainer import Trainer
+
+__all__ = ["Settings", "Trainer", "read_metrics", "write_csv", "write_report"]
 
 _EXPORTS = {
     "Settings": "phalanx.train.settings",
@@ -14,13 +22,13 @@ _EXPORTS = {
     "write_report": "phalanx.train.report",
 }
 
-__all__ = [*_EXPORTS]
 
+if not TYPE_CHECKING:  # or they would accept any name
 
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module 'phalanx.train' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _EXPORTS:
+            return getattr(importlib.import_module(_EXPORTS[name]), name)
+        raise AttributeError(f"module 'phalanx.train' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

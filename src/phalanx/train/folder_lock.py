@@ -46,9 +46,9 @@ class FolderLock:
         self._folder, self._ranks = folder, ranks
         self._file: FileIO | None = None
         self._job = _job()
-        self.problem = ""
-        self.was_ours = False
-        self.is_first = not restarts.is_restart()
+        self.problem: str = ""
+        self.was_ours: bool = False
+        self.is_first: bool = not restarts.is_restart()
 
     def __enter__(self) -> FolderLock:
         holder: dict[str, Any] | None = None

@@ -126,8 +126,8 @@ class Identity:
         self._is_known, self._may_force = is_known, may_force
         self._text = json.dumps(facts)
         self.changed: frozenset[str] = frozenset()
-        self.is_forced = False
-        self.news = ""
+        self.is_forced: bool = False
+        self.news: str = ""
 
     def state(self) -> str:
         """Return the facts as a checkpoint holds them."""
@@ -199,7 +199,7 @@ def _short(text: str) -> str:
 
 
 def _facts_of_optimizer(optimizer: torch.optim.Optimizer) -> Facts:
-    inner = getattr(optimizer, "optimizer", None)  # a ShardedOptimizer's state is that of the plain one
+    inner = getattr(optimizer, "optim", None)  # a ZeroRedundancyOptimizer's state is that of the plain one
     facts = {"optimizer": _name_of(type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer))}
     for number, group in enumerate(optimizer.param_groups):
         name = "optimizer" if len(optimizer.param_groups) == 1 else f"optimizer.group {number}"

@@ -23,7 +23,7 @@ class Judge:
     def __init__(self, monitor: str) -> None:
         self._monitor = monitor
         self.best: float | None = None
-        self.num_worse = 0
+        self.num_worse: int = 0
         self._score: float | None = None  # of the last evaluation, after `_step`
         self._step = -1
 

@@ -71,9 +71,9 @@ class Objective:
             )
         self._loss, self._training_step, self._evaluation_step = loss, training_step, evaluation_step
         metrics = check_metrics(metrics)
-        self.stateful = {name: metric for name, metric in metrics.items() if has_state(metric)}
+        self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if has_state(metric)}
         self._functions = {name: metric for name, metric in metrics.items() if name not in self.stateful}
-        self.is_split = loss is not None and evaluation_step is None  # into inputs and targets, to evaluate
+        self.is_split: bool = loss is not None and evaluation_step is None  # into inputs and targets, to evaluate
         if self._functions and not self.is_split:
             raise ValueError(
                 f"Trainer: metrics need a loss: of a training_step or evaluation_step nobody knows outputs and "

@@ -32,7 +32,7 @@ class Preemption:
     """
 
     def __init__(self, *, speaks: bool = False) -> None:
-        self.signal = 0
+        self.signal: int = 0
         self._speaks = speaks
         self._noted_s = 0.0
         self._previous: dict[int, object] = {}

@@ -19,7 +19,8 @@ class Ranks:
     """All ranks of the job; every rank calls the same methods in the same order. One that is alone asks nobody."""
 
     def __init__(self, session: Session) -> None:
-        self.rank, self.world_size = session.rank, session.world_size
+        self.rank: int = session.rank
+        self.world_size: int = session.world_size
         on_cpu = any(name in session.backend for name in ("phalanx", "gloo", "mpi"))
         self._device = torch.device("cpu") if on_cpu else session.device
         self._number = torch.zeros((), dtype=torch.int64, device=self._device)

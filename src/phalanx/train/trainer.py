@@ -101,6 +101,20 @@ class Trainer:
         ImportError: A logger's package is missing on rank 0.
     """
 
+    model: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    callbacks: Sequence[Any]
+    settings: Settings
+    session: session.Session
+    device: torch.device
+    folder: str
+    checkpoints: str
+    step: int
+    epoch: int
+    evaluation: dict[str, float]
+
     def __init__(
         self,
         model: nn.Module,

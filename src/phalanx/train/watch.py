@@ -75,11 +75,11 @@ class Watch:
         self._bar: ProgressBar | None = None
         self._said_missing: set[str] = set()
         self._said_s = time.monotonic()
-        self.clock = Clock()
+        self.clock: Clock = Clock()
         self._losses: list[torch.Tensor] = []  # of the steps since `log` was called
         self._num_samples: list[int] = []
         self._epoch = _Mean(1, is_whole=True)
-        self.last_loss = math.nan  # of all ranks, when it was logged last
+        self.last_loss: float = math.nan  # of all ranks, when it was logged last
         self.last_losses: list[float] = []  # of each
         if ranks.rank == 0:
             with self.sparing_the_training("metrics.jsonl"):

@@ -1,4 +1,4 @@
-"""ShardedOptimizer steps to the bits of the plain optimizer, with one copy of its state among the ranks."""
+"""ZeroRedundancyOptimizer steps to the bits of the plain optimizer, with one copy of its state among the ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, optim
+from torch.distributed.algorithms.join import Join
 
 import phalanx
 from phalanx.parallel import shared_memory
-from phalanx.parallel.sharded import _cuts
+from phalanx.parallel.zero import _cuts
 
 CASES = {
     "SGD": (optim.SGD, {"lr": 0.1}),
@@ -73,7 +74,9 @@ def step_both(rank, world_size, case, share_parameters):
     plain, sharded = build_model(), build_model()
     optimizers = [
         optimizer_class(groups_of(plain), **settings),
-        phalanx.ShardedOptimizer(optimizer_class, groups_of(sharded), share_parameters=share_parameters, **settings),
+        phalanx.ZeroRedundancyOptimizer(
+            groups_of(sharded), optimizer_class, share_parameters=share_parameters, **settings
+        ),
     ]
     for model, optimizer in zip((plain, sharded), optimizers, strict=True):
         schedule = optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -81,7 +84,7 @@ def step_both(rank, world_size, case, share_parameters):
         for step in range(5):
             train(ddp, optimizer, rank, 1, step)
             schedule.step()
-    own = sum(s.numel() for g in optimizers[1].optimizer.param_groups for s in g["params"])
+    own = sum(s.numel() for g in optimizers[1].optim.param_groups for s in g["params"])
     return equal_parameters(plain, sharded) and equal_states(*(o.state_dict() for o in optimizers)), own
 
 
@@ -110,7 +113,7 @@ def save_and_load(rank, world_size, folder):
     torch.set_num_threads(1)
     path = os.path.join(folder, "state.pt")
     model = build_model()
-    optimizer = phalanx.ShardedOptimizer(optim.AdamW, model.parameters(), lr=1e-3)
+    optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-3)
     if os.path.exists(path):
         states = torch.load(path)
         model.load_state_dict(states["model"])
@@ -143,6 +146,52 @@ def test_state_resumes_on_any_world_size_and_in_the_plain_optimizer(run_ranks, t
     assert equal_parameters(model, resumed)
 
 
+def consolidate(rank, world_size):
+    """Save as scripts for torch's do: on one rank alone."""
+    torch.set_num_threads(1)
+    model = build_model()
+    optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-3)
+    train(model, optimizer, 0, 2)
+    whole = optimizer.state_dict()
+    optimizer.consolidate_state_dict(to=1)
+    if rank == 1:
+        same = equal_states(whole, optimizer.state_dict())
+    else:
+        with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(to=0\) on all ranks"):
+            optimizer.state_dict()
+        same = True
+    train(model, optimizer, 0, 1)
+    return same, float(optimizer.state_dict()["state"][0]["step"])  # of all ranks again
+
+
+def test_a_consolidated_state_is_had_by_one_rank_alone_until_the_next_step(run_ranks):
+    assert run_ranks(consolidate, 2) == [(True, 3.0)] * 2
+
+
+def train_unevenly(rank, world_size, optimizer_class, backend):
+    torch.set_num_threads(1)
+    model = build_model()
+    ddp = phalanx.DistributedDataParallel(model)
+    if optimizer_class is phalanx.ZeroRedundancyOptimizer:
+        optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, momentum=0.9)
+        joined = [ddp, optimizer]
+    else:
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        joined = [ddp]
+    with Join(joined):
+        train(ddp, optimizer, rank, 2 + 2 * rank)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_ranks_may_run_out_of_data_earlier_than_others(run_ranks, backend):
+    plain, sharded = (
+        run_ranks(train_unevenly, 2, optimizer_class, backend, backend=backend)
+        for optimizer_class in (optim.SGD, phalanx.ZeroRedundancyOptimizer)
+    )
+    assert all(torch.equal(parameters, plain[1]) for parameters in (*sharded, plain[0]))
+
+
 def memory_for_adam(rank, world_size, how):
     from bench.ddp import proportional_mib  # brings matplotlib, which other ranks need not import
 
@@ -156,7 +205,7 @@ def memory_for_adam(rank, world_size, how):
     if how == "plain":
         optimizer = optim.Adam(model.parameters())
     else:
-        optimizer = phalanx.ShardedOptimizer(optim.Adam, model.parameters(), share_parameters=how == "shared")
+        optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), optim.Adam, share_parameters=how == "shared")
     model(x).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -177,7 +226,7 @@ def test_two_ranks_keep_one_copy_of_parameters_and_state(run_ranks):
 def disagree(rank, world_size):
     torch.manual_seed(rank)
     model = nn.Linear(40, 5)
-    optimizer = phalanx.ShardedOptimizer(optim.SGD, model.parameters(), lr=1.0, share_parameters=True)
+    optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=1.0, share_parameters=True)
     alike = [torch.empty_like(model.weight) for _ in range(world_size)]
     dist.all_gather(alike, model.weight.detach())
     dist.barrier()  # the one weight is what a slower rank may still be copying
@@ -190,7 +239,7 @@ def disagree(rank, world_size):
         lambda: optimizer.add_param_group({"params": []}),
         lambda: optimizer.load_state_dict({"param_groups": []}),
     ):
-        with pytest.raises((NotImplementedError, ValueError), match="ShardedOptimizer"):
+        with pytest.raises((NotImplementedError, ValueError), match="ZeroRedundancyOptimizer"):
             bad()
     calls = []
     assert optimizer.step(lambda: calls.append(torch.is_grad_enabled()) or 5) == 5
@@ -203,13 +252,13 @@ def test_shared_parameters_begin_as_those_of_rank_0_and_are_one(run_ranks):
 
 def sparse_gradient(rank, world_size):
     embedding = nn.Embedding(1000, 64, sparse=True)
-    optimizer = phalanx.ShardedOptimizer(optim.SGD, embedding.parameters(), lr=1.0)
+    optimizer = phalanx.ZeroRedundancyOptimizer(embedding.parameters(), optim.SGD, lr=1.0)
     embedding(torch.tensor([1])).sum().backward()
     optimizer.step()
 
 
 def test_a_sparse_gradient_of_a_cut_parameter_is_refused(run_ranks):
-    with pytest.raises(phalanx.RankError, match=r"rank \d: ShardedOptimizer: step\(\) takes dense gradients"):
+    with pytest.raises(phalanx.RankError, match=r"rank \d: ZeroRedundancyOptimizer: step\(\) takes dense gradients"):
         run_ranks(sparse_gradient, 2)
 
 
@@ -222,7 +271,7 @@ def share_with_a_stranger(rank, world_size):
 
     shared_memory._create = lie
     with pytest.raises(RuntimeError) as failure:
-        phalanx.ShardedOptimizer(optim.SGD, nn.Linear(2, 2).parameters(), lr=1.0, share_parameters=True)
+        phalanx.ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), optim.SGD, lr=1.0, share_parameters=True)
     return str(failure.value)
 
 
@@ -233,7 +282,7 @@ def test_ranks_that_cannot_share_say_so_on_every_rank(run_ranks):
 
 def test_no_process_group_is_an_error_that_shows_the_call():
     with pytest.raises(ValueError, match=r"phalanx\.init\(\)"):
-        phalanx.ShardedOptimizer(optim.SGD, nn.Linear(1, 1).parameters(), lr=1.0)
+        phalanx.ZeroRedundancyOptimizer(nn.Linear(1, 1).parameters(), optim.SGD, lr=1.0)
 
 
 @given(

@@ -1,0 +1,4 @@
+# The built core; csrc/bindings.cpp says what is in it.
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,57 @@
+"""What users see of the package: every name is there, lazily, with a type that checkers and editors know."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+
+import phalanx
+import phalanx.train
+
+TYPED_SCRIPT = Path(__file__).with_name("typed_script.py")
+PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
+
+
+@pytest.mark.parametrize("package", [phalanx, phalanx.train], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_that_are_loaded_on_first_use(package):
+    tree = ast.parse(Path(package.__file__).read_text())
+    [shown] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    names = {alias.name for node in shown.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    loaded = {*package._EXPORTS, *getattr(package, "_PACKAGES", ())}
+    assert names == loaded == {*package.__all__} - {"__version__"}
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+
+
+def test_import_phalanx_alone_reaches_every_package():
+    # The first look is at a name inside, in a process of its own: nothing else may have imported the package.
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", f"import phalanx; print(phalanx.{name}.__all__)"], stdout=subprocess.PIPE, text=True
+        )
+        for name in PACKAGES
+    }
+    printed = {name: (process.communicate(timeout=60)[0], process.returncode) for name, process in started.items()}
+    assert printed == {name: (f"{getattr(phalanx, name).__all__}\n", 0) for name in PACKAGES}
+
+
+def test_import_phalanx_imports_nothing_else_of_it():
+    code = "import sys, phalanx; print([m for m in sys.modules if m.partition('.')[0] in ('phalanx', 'torch')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "['phalanx']\n"
+
+
+def test_a_users_script_passes_mypy_strict(tmp_path, cache):
+    pytest.importorskip("mypy")
+    if not torch.__version__.startswith("2.15."):
+        pytest.skip("torch's own annotations differ by version")
+    assert resources.files("phalanx").joinpath("py.typed").is_file()
+    command = [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={cache.mkdir('mypy')}", str(TYPED_SCRIPT)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "Success: no issues found in 1 source file\n"), done
