@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -308,7 +309,11 @@ def attribute_of(value: object, attribute: str) -> Any:
 
 
 def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Open an event of the profiler with the shapes of `inputs`, and return what closes it."""
+    """Open an event of the profiler with the shapes of `inputs`, and return what closes it, in whatever order.
+
+    It ends on a thread of its own: so the profiler takes it for an asynchronous one, which need not nest in others.
+    torch 2.11 would lose it.
+    """
     try:
         enter, leave = __getattr__("record_function_enter"), __getattr__("record_function_exit")
     except ImportError:
@@ -319,7 +324,15 @@ def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]
         event.__enter__()
         return lambda: event.__exit__(None, None, None)
     opened = enter(name, *inputs)
-    return lambda: leave(opened)
+
+    def close() -> None:
+        if version() < (2, 13):
+            return leave(opened)
+        closer = threading.Thread(target=leave, args=(opened,))
+        closer.start()
+        closer.join()
+
+    return close
 
 
 def keep_from_compiler(codes: Iterable[CodeType]) -> None:
