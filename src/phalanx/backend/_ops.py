@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -201,10 +200,7 @@ class Operations:
                 settle()
             if not events:  # a signal handler has closed it
                 return
-            # On a thread of its own: the profiler takes an event that ends on another thread for an asynchronous one.
-            closer = threading.Thread(target=events.pop())
-            closer.start()
-            closer.join()
+            events.pop()()
 
         return close
 
