@@ -69,7 +69,7 @@ conformance: $(VENV)/built
 	$(BIN)/python -m tests.conformance.exam --backend gloo --world-size 2 --ddp torch --check
 
 stress: $(VENV)/built
-	PHALANX_TEST_LONG=1 $(BIN)/python -m pytest tests/stress tests/hosts/test_cuts.py -p no:cacheprovider
+	PHALANX_TEST_LONG=1 $(BIN)/python -m pytest tests/stress tests/hosts/test_cuts.py tests/checkpoint/test_fuzz.py -p no:cacheprovider
 
 model:
 	sh model/check.sh

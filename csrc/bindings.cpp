@@ -489,6 +489,7 @@ NB_MODULE(_core, m) {
                     count);
   }, nb::arg("out"), nb::arg("ins"), nb::arg("dtype"), nb::arg("op"), nb::arg("count"));
   m.def("simd_level", &simd_level);
+  m.attr("FEWER_CALLS") = kFewerCalls;
   bind_peers(m);
   m.def("digests", [](const Addresses& pieces, const std::vector<std::size_t>& sizes, int num_threads) {
     std::vector<Bytes> bytes;

@@ -400,11 +400,10 @@ std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
   const std::string how = fell       ? "has left the group because of " + read_text(members_[r].site)
                           : departed ? "has left the group (destroy_process_group)"
                                      : ending.text();
-  // Whoever ends in order while others go on had fewer batches, or has caught what went wrong.
+  // Whoever ends in order while others go on has made fewer calls, or has caught what went wrong.
   const std::string advice =
       !fell && (departed || (ending.signal == 0 && ending.exit_code == 0))
-          ? "If it printed no error, it had less to do: give every rank equally many batches (DistributedSampler, "
-            "drop_last=True), or use join()."
+          ? kFewerCalls
           : "Look at what " + who + " printed last; this rank is only its victim.";
   Failure found = failure(FailureKind::kRankFailed, wait,
                           where(wait) + ": " + who + " (pid " + std::to_string(members_[r].pid) + ") " + how + "\n" +

@@ -47,6 +47,11 @@ struct Call {
   std::string text() const;  // "all_reduce(float32, count=4, op=SUM)"
 };
 
+/// What to look for where a rank has ended in order while others go on; the Python side says the same between hosts.
+inline constexpr const char* kFewerCalls =
+    "If it printed no error, it made fewer calls: look for one under a condition that only some ranks meet "
+    "(if rank == 0), or give every rank equally many batches (DistributedSampler, drop_last=True; or join()).";
+
 /// Names that appear in messages, by code; set once by the bindings.
 struct Names {
   static std::vector<std::string> dtypes;

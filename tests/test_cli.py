@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import phalanx.checkpoint
+from phalanx.cli import main
 from tests.train.runs import FakeRun
 
 PHALANX = [sys.executable, "-m", "phalanx"]
@@ -62,6 +64,18 @@ def refused(args, said, right, **options):
 )
 def test_a_mistake_shows_the_usage_and_the_right_call_for_it(args, said, right):
     refused(args, said, right)
+
+
+def test_ctrl_c_while_the_command_itself_is_imported_leaves_no_traceback(tmp_path):
+    (tmp_path / "shlex.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nquote = join = str\n")
+    done = run_phalanx("run", "train.py", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_misspelt_subcommand_of_ckpt_shows_the_nearest(capsys):
+    for name, near in (("list", "ls"), ("verfy", "verify")):
+        assert main(["ckpt", name, "runs"]) == 2
+        assert f"unknown command {name!r}, did you mean {near}?" in capsys.readouterr().err
 
 
 def test_a_script_that_cannot_run_is_refused_with_the_call_that_would_do(tmp_path):

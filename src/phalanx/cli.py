@@ -103,7 +103,7 @@ def _no_command(args: list[str]) -> int:
         if args[0].endswith(".py"):
             raise UsageError(f"{args[0]} is a script, not a command", f"phalanx run {' '.join(args)}")
         if not args[0].startswith("-"):
-            near = nearest(args[0], _COMMANDS)
+            near = nearest(args[0], _COMMANDS, cutoff=0.6)
             raise UsageError(
                 f"unknown command {args[0]!r}{near and f', did you mean {near}?'}",
                 parser.call(args, {args[0]: near}) if near else "phalanx --help",

@@ -144,9 +144,9 @@ def init(
     exported: tuple[str, ...] = ()
     if owns_group:
         place = _place(rank, world_size)
-        store = _meet(place, init_method, limit)
-        place = place if place.knows_hosts else _place_by_hosts(place, store)
         chosen, reason = (backend, "") if backend else _choose_backend()
+        store = _meet(place, init_method, limit, chosen)
+        place = place if place.knows_hosts else _place_by_hosts(place, store)
         on = _choose_device(device, chosen, place)
         exported = _env.export(_contract(place, store))
         try:
@@ -249,7 +249,7 @@ def _contract(place: Placement, store: Any) -> dict[str, str]:
 # ---------------------------------------------------------------- how ranks meet
 
 
-def _meet(place: Placement, init_method: str | None, timeout: timedelta | None) -> Any:
+def _meet(place: Placement, init_method: str | None, timeout: timedelta | None, backend: str = "") -> Any:
     """Wait for all ranks and return the store in which they met."""
     import torch.distributed as dist
 
@@ -257,7 +257,7 @@ def _meet(place: Placement, init_method: str | None, timeout: timedelta | None) 
 
     if init_method or (place.master_addr and place.master_port):
         url = init_method or f"tcp://{place.master_addr}:{place.master_port}"
-        return meet(url, place.rank, place.world_size, timeout)
+        return meet(url, place.rank, place.world_size, timeout, backend=backend)
     if place.world_size == 1:
         return dist.HashStore()
     if not place.knows_hosts:
@@ -404,7 +404,10 @@ def _choose_device(given: str | torch.device | None, backend: str, place: Placem
 
     if given is not None:
         device = torch.device(given)
-    elif torch.cuda.is_available() and ("cuda" in backend or "nccl" in backend):
+    else:
+        has_gpu = torch.cuda.is_available() and ("cuda" in backend or "nccl" in backend)
+        device = torch.device("cuda" if has_gpu else "cpu")
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if place.local_rank >= count > 1:
             raise RuntimeError(
@@ -413,8 +416,6 @@ def _choose_device(given: str | torch.device | None, backend: str, place: Placem
             )
         # A scheduler may show each rank its own GPU alone.
         device = torch.device("cuda", 0 if count == 1 else place.local_rank)
-    else:
-        device = torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

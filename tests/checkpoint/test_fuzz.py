@@ -1,4 +1,7 @@
-"""What others wrote, and nobody saved, is loaded, gives way to an older checkpoint, or is a CheckpointError."""
+"""What others wrote, and nobody saved, is loaded, gives way to an older checkpoint, or is a CheckpointError.
+
+10,000 inputs to each parser with PHALANX_TEST_LONG=1 (`make stress`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 
 from tests.checkpoint import _fuzz
 
-NUM_INPUTS = 100
+NUM_INPUTS = 10_000 if os.environ.get("PHALANX_TEST_LONG") == "1" else 100
 
 
 @pytest.mark.parametrize("parser", _fuzz.PARSERS, ids=lambda parser: parser.__name__)

@@ -1,10 +1,15 @@
-"""What the fault tests look at from outside: is a rank asleep, does the kernel tell how a process ended."""
+"""What the fault tests look at: is a rank asleep, does it raise, does the kernel tell how a process ended."""
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from phalanx.testing import reached
 
 _FUTEX = {"x86_64": "202", "aarch64": "98"}[platform.machine()]
 _RELEASE = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
@@ -26,3 +31,22 @@ def wait_until_asleep(pid: int, timeout_s: float = 20.0) -> None:
             return
         time.sleep(0.002)  # a waiting thread makes no event
     raise TimeoutError(f"process {pid} did not begin to wait within {timeout_s:g} s")
+
+
+@contextlib.contextmanager
+def telling(point: str, kind: type[BaseException]) -> Iterator[None]:
+    """In a rank: tell the test that the block has raised an error of that kind, which goes on."""
+    try:
+        yield
+    except kind:
+        reached(point)
+        raise
+
+
+def start_waiting(wait: Callable[[], None]) -> threading.Thread:
+    """In a rank: return a thread that runs `wait`, once it sleeps there."""
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert thread.native_id is not None
+    wait_until_asleep(thread.native_id)
+    return thread

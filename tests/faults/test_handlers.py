@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from datetime import timedelta
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from phalanx import CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, checkpoint
 from phalanx.testing import await_release, reached
-from tests.faults._watch import NAMED_WITHIN_S, wait_until_asleep
+from tests.faults._watch import NAMED_WITHIN_S, start_waiting, telling, wait_until_asleep
 from tests.hosts._layouts import layout_name
 
 HOSTS = [(), (1, 1)]
@@ -205,11 +204,8 @@ def end_the_group_in_a_handler(rank, world_size, how):
 
     on_usr1(handler)
     reached("up")
-    try:
+    with telling("handled", PhalanxError):
         dist.all_reduce(torch.ones(3))
-    except PhalanxError:
-        reached("handled")
-        raise
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=layout_name)
@@ -239,9 +235,7 @@ def wait_while_another_thread_does(rank, world_size):
         except PhalanxError as error:
             held.append(error)
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    wait_until_asleep(thread.native_id)
+    thread = start_waiting(hold)
     reached("up")
     try:
         dist.barrier()
@@ -274,9 +268,7 @@ def run_out_of_time_behind_another_thread(rank, world_size):
         with pytest.raises(CollectiveTimeout):
             dist.all_reduce(torch.ones(3))
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    wait_until_asleep(thread.native_id)
+    thread = start_waiting(hold)
     with pytest.raises(CollectiveTimeout) as caught:
         dist.monitored_barrier(timeout=timedelta(seconds=0.2))
     errors.append(str(caught.value))

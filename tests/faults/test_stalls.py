@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from phalanx import CollectiveMismatch, CollectiveTimeout, GroupUnusable, RankFailed
 from phalanx.testing import await_release, reached
-from tests.faults._watch import wait_until_asleep
+from tests.faults._watch import telling, wait_until_asleep
 
 TIMEOUT_S = 0.5
 LATE_BY_S = 1.0  # after the deadline, a waiting rank has to have raised by then
@@ -56,11 +56,8 @@ def wait_for_a_stopped_rank(rank, world_size):
     reached("up")
     if rank == 2:
         await_release("go on")
-    try:
+    with telling("raised", CollectiveTimeout):
         dist.all_reduce(torch.ones(4))
-    except CollectiveTimeout:
-        reached("raised")
-        raise
 
 
 def stand_elsewhere(rank, world_size):

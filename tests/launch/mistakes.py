@@ -1,5 +1,6 @@
 """The usual mistakes, one for each attempt of a job of two ranks; the tests read what each has left in the logs."""
 
+import dataclasses
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx
 from phalanx._launched import note_progress
@@ -37,6 +38,23 @@ class Lambdas(Dataset):
 
     def __getitem__(self, index):
         return {}["image"]
+
+
+class Killed(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclasses.dataclass
+class Settings:
+    rate: float
+
+    def __post_init__(self):
+        if not self.rate:
+            raise ValueError("rate must be more than 0")
 
 
 def init(backend="phalanx"):
@@ -188,6 +206,39 @@ def give_gloo_other_sizes():
     init("gloo")
     dist.all_reduce(ones(3 + 100 * RANK))
     dist.barrier()
+
+
+def call_on_one_rank():
+    init()
+    if RANK == 0:
+        dist.all_reduce(ones(3))
+
+
+def call_gloo_on_one_rank():
+    init("gloo")
+    if RANK == 0:
+        dist.all_reduce(ones(3))
+
+
+def name_a_gpu_to_init():
+    phalanx.init(device="cuda:0")
+
+
+def lose_a_worker():
+    for _ in DataLoader(Killed(), num_workers=1):
+        pass
+
+
+def fail_in_generated_code():
+    Settings(rate=0)
+
+
+def train_to_nan():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float("nan"))
+    data = TensorDataset(ones(8, 3), ones(8, 1))
+    loss = torch.nn.functional.mse_loss
+    phalanx.Trainer(model, optimizer, loss, max_epochs=3, global_batch_size=4, folder="nan").fit(data)
 
 
 def exit_with_words():

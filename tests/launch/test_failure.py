@@ -155,16 +155,20 @@ def test_a_log_dir_that_cannot_be_made_is_refused_in_one_line(tmp_path):
     assert "--log-dir" in done.stderr
 
 
-def test_a_taken_port_names_its_owner(tmp_path):
+def test_a_taken_port_names_its_owner_and_what_to_do(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         done = run_job(tmp_path, SPEAK, "--master-port", str(port))
+        nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
+        first_of_two = run_job(tmp_path, SPEAK, *nodes)
+    assert f"port {port} is taken by pid {os.getpid()} (" in first_of_two.stderr
+    assert "name another --master-port (or --rdzv-endpoint), the same on every node" in first_of_two.stderr
     assert (done.returncode, done.stdout) == (1, "")
     assert f"port {port} is taken by " in done.stderr
     assert f"pid {os.getpid()} (" in done.stderr
-    assert "leave --master-port out" in done.stderr
+    assert "name another --master-port, or leave it out to have a free one chosen" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import phalanx
 from phalanx.rendezvous import patience, roll
 from phalanx.rendezvous.asked import cpu_backend
 
-from .jobs import run_job
+from .jobs import run_job, write_script
 
 LIMIT_S = 30
 
@@ -123,6 +124,36 @@ def test_backends_that_differ_are_named_on_every_rank(run_ranks, other):
         assert f", {other or None!r} on rank 1 (at " in error
 
 
+def test_backends_of_sessions_that_differ_are_named_on_every_rank(run_ranks):
+    for error in errors_of(run_ranks, {"session": True}, {"session": True, "backend": "gloo"}):
+        assert "phalanx.init at " in error
+        assert "the ranks ask for different backends: 'phalanx' on rank 0 (at " in error
+        assert ", 'gloo' on rank 1 (at " in error
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_a_script_without_a_launcher_is_told_how_to_start_it(tmp_path, backend):
+    script = write_script(
+        tmp_path, f"import torch.distributed as dist\ndist.init_process_group({backend!r})", "hello.py"
+    )
+    given = {"RANK": "0"}  # which the script's first lines read
+    environ = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "MASTER_ADDR")}
+    done = subprocess.run([sys.executable, script], env=environ | given, capture_output=True, text=True)
+    assert (
+        "WORLD_SIZE expected, but not set. A launcher sets it: phalanx run --nproc-per-node 2 hello.py" in done.stderr
+    )
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_port_of_another_program_is_named_on_rank_0_with_what_to_set(run_ranks):
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as stranger:  # hangs up at once
+        threading.Thread(target=stranger.serve_forever, daemon=True).start()
+        url = f"tcp://127.0.0.1:{stranger.server_address[1]}"
+        (error,) = errors_of(run_ranks, numbers(0, 2, init_method=url), by_hand=True)
+        stranger.shutdown()
+    assert "is taken by another program. Set MASTER_PORT to a free one, the same on every rank" in error
+
+
 def test_backends_in_different_words_are_the_same():
     assert {cpu_backend(asked) for asked in ("", "gloo", "cpu:gloo,cuda:nccl")} == {"gloo"}
     assert {cpu_backend(asked) for asked in ("phalanx", "cpu:phalanx", "cuda:nccl,cpu:PHALANX")} == {"phalanx"}
@@ -221,7 +252,7 @@ def test_a_name_that_does_not_resolve_is_named(run_ranks, capfd):
 
 def test_ranks_started_by_hand_say_whom_they_wait_for(run_ranks, capfd):
     soon = {"first_s": 0.2}
-    outcomes = outcomes_of(run_ranks, {"after_s": 1.5}, {**soon}, {"after_s": 5, **soon}, by_hand=True)
+    outcomes = outcomes_of(run_ranks, {"after_s": 0.9}, {**soon}, {"after_s": 5, **soon}, by_hand=True)
     assert [outcome.value for outcome in outcomes] == [3, 3, 3], outcomes
     said = capfd.readouterr().err
     assert "phalanx: rank 1: init_process_group at test_first_contact.py:" in said

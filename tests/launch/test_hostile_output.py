@@ -14,6 +14,7 @@ from phalanx.launch.hints import hint_for
 from phalanx.launch.nodes import _end_of, cause_of, read_cause
 from phalanx.launch.output import LiveStream, Screen, printable
 from phalanx.launch.tracebacks import HeldTracebacks
+from tests.launch.streams import Kept
 
 MIB = 1 << 20
 PIECES = st.sampled_from(
@@ -26,18 +27,7 @@ PIECES = st.sampled_from(
 OUTPUT = st.lists(st.one_of(PIECES, st.binary(max_size=9)), max_size=30)
 
 
-class Collected:
-    def __init__(self):
-        self.data = b""
-
-    def feed(self, data):
-        self.data += data
-
-    def finish(self):
-        pass
-
-
-class Counted(Collected):
+class Counted(Kept):
     """Keeps nothing but the number of bytes."""
 
     num_bytes = 0
@@ -86,7 +76,7 @@ def test_an_escape_sequence_without_end_is_given_on():
 @given(OUTPUT)
 def test_what_is_no_victims_traceback_comes_out_as_it_went_in(pieces):
     whole = b"".join(pieces)
-    kept, at_once = Collected(), Collected()
+    kept, at_once = Kept(), Kept()
     view, other = HeldTracebacks(kept), HeldTracebacks(at_once)
     for piece in pieces:
         view.feed(piece)

@@ -69,6 +69,23 @@ def test_each_usual_mistake_fits_on_one_screen(job, name):
         assert 'mistakes.py", line ' in shown or "mistakes.py:" in shown, shown
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_advice_is_given_twice(job, name):
+    shown = screen_of(job[1], name)
+    message = " ".join(line for line in shown.splitlines() if not line.startswith("    "))  # without frames
+    words = re.findall(r"[\w.'=()]+", message)
+    phrases = [" ".join(words[start : start + 5]) for start in range(len(words) - 4)]
+    assert not {phrase for phrase in phrases if phrases.count(phrase) > 1}, shown
+
+
+def test_code_that_python_has_generated_is_no_frame_of_the_users(job):
+    shown = screen_of(job[1], "fail_in_generated_code")
+    assert "<string>" not in shown
+    assert "(1 frame of Python folded)" in shown
+    command = ["Traceback (most recent call last):", '  File "<string>", line 1, in <module>', "ValueError: no"]
+    assert fold(command, 9) == command[1:]  # python -c
+
+
 def test_the_whole_screen_has_each_cause_once(job):
     done, _ = job
     assert "Traceback (most recent call last):\n" not in done.stderr.replace("Original Traceback", "")
@@ -88,6 +105,9 @@ HINTS = [
     ("set_a_gpu", "torch finds no GPU here"),
     ("move_to_a_gpu", "torch finds no GPU here"),
     ("have_fewer_batches", "give every rank equally many batches"),
+    ("call_on_one_rank", "look for one under a condition that only some ranks meet (if rank == 0), or give every"),
+    ("call_gloo_on_one_rank", "a condition that only some ranks meet (if rank == 0)"),
+    ("lose_a_worker", "fewer DataLoader workers, or a smaller batch"),
     ("read_input", "only the first rank has the terminal"),
     ("name_an_empty_world", "takes rank and world size from whoever started the ranks"),
     ("import_what_is_missing", "python -m pip install no_such_package"),
@@ -144,6 +164,18 @@ def test_a_module_that_lies_elsewhere_is_found(tmp_path, monkeypatch):
     end = RankEnd(0, 1, 1, False, words, "logs", 0.0)
     hint = hint_for(end, command=("python", "src/train.py"))
     assert hint == f"'helpers' is in {tmp_path}, which is not on Python's path: PYTHONPATH={tmp_path} phalanx run ..."
+
+
+def test_a_flag_of_ours_behind_the_script_is_put_before_it():
+    said = "train.py: error: unrecognized arguments: --max_restarts=3 --nproc-per-node 2"
+    end = RankEnd(0, 1, 2, False, LastWords(lines=("usage: train.py [--lr LR]", said)), "logs", 0.0)
+    args = ["--lr", "3", "--max_restarts=3", "--nproc-per-node", "2"]
+    for target in (["train.py"], ["-m", "package.train"]):
+        assert hint_for(end, command=["python", *target, *args]) == (
+            "--max_restarts is a flag of phalanx run, and stands before the script: phalanx run --max_restarts=3 "
+            f"--nproc-per-node 2 {' '.join(target)} --lr 3"
+        )
+    assert hint_for(end, command=["python", "train.py", "--verbosity"]) == ""
 
 
 def test_many_frames_and_a_long_message_keep_the_innermost_and_the_advice():

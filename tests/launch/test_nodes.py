@@ -115,6 +115,17 @@ def test_a_node_whose_peer_never_comes_says_where_it_waited(nodes):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_host_that_does_not_resolve_is_named_once_with_the_flag_to_correct(nodes, backend):
+    group = nodes("print('started')")
+    group.start("--rdzv-endpoint", "no-such-host.invalid:29500", "--rdzv-conf", "timeout=1.5", backend=backend)
+    ((code, out, err),) = group.finish()
+    assert (code, out) == (1, "")
+    assert err.count("the name 'no-such-host.invalid' does not resolve here (") == 2, err  # and at the end
+    assert "waiting for it. Correct --" in err
+    assert "[W" not in err  # torch's own
+
+
 def test_a_node_that_comes_later_is_taken_in(nodes):
     source = """
     print("nodes", os.environ["GROUP_WORLD_SIZE"], "ranks", os.environ["WORLD_SIZE"], flush=True)

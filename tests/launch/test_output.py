@@ -10,6 +10,7 @@ from phalanx.launch import tracebacks
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.output import LineStream, LiveStream, Screen
 from phalanx.launch.tracebacks import HeldTracebacks
+from tests.launch.streams import Kept
 
 
 @pytest.fixture
@@ -98,19 +99,6 @@ ValueError: bad learning rate
 ONE_LINE = b"before\nRankFailed: rank 1 (pid 7) was killed by SIGKILL (traceback in the log)\nafter\n"
 
 
-class Kept:
-    """A stream that keeps what it is fed."""
-
-    def __init__(self):
-        self.data = b""
-
-    def feed(self, data):
-        self.data += data
-
-    def finish(self):
-        pass
-
-
 @pytest.mark.parametrize("piece_bytes", [1, 2, 7, 1000])
 @pytest.mark.parametrize(
     ("printed", "shown"),
@@ -195,6 +183,25 @@ def test_a_backtrace_of_native_code_is_one_line(piece_bytes):
         stream.feed(BACKTRACE[start : start + piece_bytes])
     stream.finish()
     assert kept.data == b"[E1122 06:18:31 socket.cpp:1028] timed out\n(C++ frames: see the log)\nafter\n"
+
+
+INTERRUPTED = [
+    b"Traceback (most recent call last):\n  File 'x.py', line 1, in <module>\nKeyboardInterrupt\n",
+    b"Exception ignored in: <function cb>\nTraceback (most recent call last):\nKeyboardInterrupt: \n",
+    b"Fatal Python error: init_import_site: Failed to import the site module\nPython runtime state: initialized\n"
+    b"Traceback (most recent call last):\n  File '<frozen site>', line 1, in main\nKeyboardInterrupt\n",
+]
+
+
+@pytest.mark.parametrize("interrupted", [*INTERRUPTED, INTERRUPTED[1] + INTERRUPTED[0]])
+def test_after_ctrl_c_no_traceback_of_it_is_shown(interrupted):
+    for hides, shown in ((True, b"before\n"), (False, b"before\n" + interrupted)):
+        kept = Kept()
+        stream = HeldTracebacks(kept)
+        stream.hides_interrupts = hides
+        stream.feed(b"before\n" + interrupted)
+        stream.finish()
+        assert kept.data == shown
 
 
 def warn(number):

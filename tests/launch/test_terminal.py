@@ -38,10 +38,17 @@ def test_ctrl_c_ends_the_job_in_one_line_without_a_traceback(terminal):
     assert "KeyboardInterrupt" not in screen.shown
 
 
-def test_a_second_ctrl_c_kills_at_once(terminal):
+@pytest.mark.parametrize(
+    ("does", "said"), [("pass", "no Trainer has saved since the first"), ("note_room_made()", "the state was saved")]
+)
+def test_a_second_ctrl_c_kills_at_once_and_says_what_was_saved(terminal, does, said):
     screen = terminal(
-        """
-        for sig in (signal.SIGINT, signal.SIGTERM): signal.signal(sig, lambda *_: print("not yet", flush=True))
+        f"""
+        from phalanx.launch.notes import note_room_made
+        def stay(*_):
+            {does}
+            print("not yet", flush=True)
+        for sig in (signal.SIGINT, signal.SIGTERM): signal.signal(sig, stay)
         print("up", flush=True)
         while True: signal.pause()
         """
@@ -51,6 +58,28 @@ def test_a_second_ctrl_c_kills_at_once(terminal):
     screen.read_until("not yet", count=2)
     screen.type("\x03")
     assert screen.finish() == 130
+    assert f"phalanx run: SIGINT again: killing 2 ranks at once; {said}\r\n" in screen.shown
+
+
+def test_a_ctrl_c_that_a_rank_has_lost_comes_again_and_leaves_no_traceback(terminal):
+    """As in a callback of an import, where Python prints the exception and goes on."""
+    screen = terminal(
+        """
+        class Callback:
+            def __del__(self):
+                print("up", flush=True)
+                while True: signal.pause()
+        Callback()
+        print("gone on", flush=True)
+        while True: signal.pause()
+        """
+    )
+    screen.read_until("up", count=2)
+    screen.type("\x03")
+    assert screen.finish() == 130
+    assert screen.shown.count("gone on") == 2
+    assert "Exception ignored" not in screen.shown
+    assert "Interrupt" not in screen.shown
 
 
 def test_the_prefix_is_coloured_by_rank(terminal):
@@ -58,6 +87,24 @@ def test_the_prefix_is_coloured_by_rank(terminal):
     assert screen.finish() == 0
     assert "\x1b[36m[rank 0]\x1b[0m hello\r\n" in screen.shown
     assert "\x1b[33m[rank 1]\x1b[0m hello\r\n" in screen.shown
+
+
+def test_a_long_warning_of_all_ranks_is_one_beside_a_progress_bar(terminal):
+    screen = terminal(
+        """
+        import warnings
+        from phalanx.train.progress import ProgressBar
+        bar = ProgressBar.open(3)
+        warnings.warn("a loader that is not divided " * 5, stacklevel=1)
+        print("words", file=sys.stderr)
+        if bar: bar.close()
+        """
+    )
+    assert screen.finish() == 0
+    (line,) = (line for line in screen.shown.splitlines() if "UserWarning" in line)
+    assert "[all ranks] " in line
+    assert line.endswith("divided ")
+    assert screen.shown.count("words") == 2
 
 
 def test_rank_0_reads_what_is_typed(terminal):

@@ -101,7 +101,6 @@ def test_a_rank_that_stops_early_is_named_with_a_hint(run_ranks, with_buffers):
     for outcome in outcomes:
         assert isinstance(outcome.error, phalanx.PhalanxError), outcome
         assert "rank 1" in str(outcome.error)
-        (hint,) = outcome.error.__notes__
-        assert f"rank {outcome.rank} was" in hint
-        assert "model.join()" in hint
-        assert "DistributedSampler" in hint
+        said = "\n".join([str(outcome.error), *getattr(outcome.error, "__notes__", [])])
+        assert "join()" in said
+        assert said.count("DistributedSampler") == 1  # in the backend's own message or in a note, not in both

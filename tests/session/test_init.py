@@ -349,6 +349,8 @@ def test_each_local_rank_has_its_own_gpu_if_there_are_enough(gpus):
     assert session_module._choose_device(None, both, place(3)) == torch.device("cuda:3")
     assert session_module._choose_device(None, "phalanx", place(3)) == torch.device("cpu")
     assert session_module._choose_device("cpu", both, place(3)) == torch.device("cpu")
+    assert session_module._choose_device("cuda", both, place(3)) == torch.device("cuda:3")
+    assert session_module._choose_device("cuda:1", both, place(3)) == torch.device("cuda:1")
     gpus(1)  # each task of a scheduler may see one alone
     assert session_module._choose_device(None, both, place(3)) == torch.device("cuda:0")
     gpus(2)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import phalanx
+from phalanx.train.feed import is_dataset
 
 
 def make_data(length=50):
@@ -82,7 +83,8 @@ def train(folder, *, model=None, data=None, validation=None, steps=None, callbac
     """Train a model and return the trainer and what was printed."""
     model = make_model() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    settings = {"max_epochs": 2, "global_batch_size": 8, **settings}
+    data = make_data() if data is None else data
+    settings = {"max_epochs": 2, **({"global_batch_size": 8} if is_dataset(data) else {}), **settings}
     trainer = phalanx.Trainer(
         model,
         optimizer,
@@ -93,7 +95,7 @@ def train(folder, *, model=None, data=None, validation=None, steps=None, callbac
         folder=str(folder),
         **({**settings, "max_steps": steps} if steps else settings),
     )
-    _, printed = quietly(trainer.fit, make_data() if data is None else data, validation)
+    _, printed = quietly(trainer.fit, data, validation)
     return trainer, printed
 
 

@@ -138,7 +138,7 @@ def own_parts(folder):
             return mean_squares(model(batch[0]), batch[1])
 
         want = sorted(inputs[0].item() for inputs, _ in own)
-        trainer = make_trainer(f"{folder}/{name}", None, training_step=step)
+        trainer = make_trainer(f"{folder}/{name}", None, training_step=step, global_batch_size=size)
         trainer.evaluate(DataLoader(own, batch_size=2))
         is_evaluated = sorted(taken) == want
         taken.clear()
@@ -158,7 +158,7 @@ def padding(folder):
     if dist.get_rank() > 0:
         trainer.evaluate(loader)
         return ""
-    with pytest.warns(UserWarning, match="1 samples are counted twice"):
+    with pytest.warns(UserWarning, match="so 1 sample would be counted twice"):
         trainer.evaluate(loader)
     return "warned"
 
@@ -259,6 +259,19 @@ def without_first(samples):
     return torch_data.default_collate(samples[1:] or samples)
 
 
+def without_positive(samples):
+    inputs, targets = torch_data.default_collate(samples)
+    keep = inputs[:, 0] <= 0
+    return inputs[keep], targets[keep]
+
+
+def left_out(folder):
+    """Evaluate, with a mean and with one number for each sample, where a function leaves samples out."""
+    trainer = make_trainer(folder, metrics={"distance": distance}, collate_fn=without_positive)
+    loader = DataLoader(make_data(LENGTH), batch_size=4, collate_fn=without_positive)
+    return trainer.evaluate(make_data(LENGTH)), trainer.evaluate(loader)
+
+
 def refusals(folder):
     data = make_data(LENGTH)
     wrong = make_trainer(f"{folder}/1", metrics={"accuracy": lambda outputs, targets: outputs.new_zeros(3)})
@@ -283,7 +296,7 @@ def refusals(folder):
         "no lists": refused(plain.fit, data, batch_sampler=[1, 2]),
         "not again": refused(plain.fit, data, batch_sampler=ByLength(torch.Generator())),
         "twice": refused(make_trainer(f"{folder}/9").fit, list(data), batch_sampler=[[1]]),
-        "left out": refused(each.evaluate, data),
+        "left out": refused(each.predict, data),
         "generator": refused(each.fit, data, (batch for batch in batches)),
         "used up": refused(each.evaluate, once),
         "used up in training": refused(make_trainer(f"{folder}/12", max_epochs=2).fit, (b for b in batches)),
@@ -306,7 +319,9 @@ def orders_of_torchs_sampler(folder):
         sampler = torch_data.DistributedSampler(data, size, rank, shuffle=True)
         batches = torch_data.BatchSampler(sampler, 4, drop_last=False)
         loader = DataLoader(data, batch_sampler=batches) if in_batches else DataLoader(data, 4, sampler=sampler)
-        trainer = make_trainer(f"{folder}/{in_batches}", None, training_step=step, max_epochs=2)
+        trainer = make_trainer(
+            f"{folder}/{in_batches}", None, training_step=step, max_epochs=2, global_batch_size=4 * size
+        )
         quietly(trainer.fit, loader)
         half = len(orders) // 2
         results.append((orders[:half] != orders[half:], trainer.step, sampler.epoch))
@@ -315,7 +330,7 @@ def orders_of_torchs_sampler(folder):
 
 PROGRAMS = (
     batch_samplers, loaders, own_parts, padding, streams, steps_of_ones_own, metrics_with_a_state, batches_of_any_kind,
-    refusals, orders_of_torchs_sampler,
+    refusals, left_out, orders_of_torchs_sampler,
 )  # fmt: skip
 
 
@@ -328,8 +343,8 @@ def results(run_ranks, tmp_path_factory):
     }
 
 
-def expected(length=LENGTH):
-    inputs, targets = make_data(length).tensors
+def expected(data=None):
+    inputs, targets = make_data(LENGTH).tensors if data is None else data
     model = make_model().eval()
     with torch.no_grad():
         outputs = model(inputs)
@@ -345,6 +360,14 @@ def test_every_kind_of_loader_evaluates_each_sample_once(results, world_size):
         for name, value in values.items():
             assert value == pytest.approx({"loss": loss, "distance": mean}, rel=1e-5), name
         assert of_rank["streams"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_samples_that_a_function_leaves_out_of_a_batch_do_not_count(results, world_size):
+    loss, mean = expected(without_positive(list(make_data(LENGTH))))
+    for of_rank in results[world_size]:
+        for value in of_rank["left_out"]:
+            assert value == pytest.approx({"loss": loss, "distance": mean}, rel=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -411,7 +434,7 @@ def test_what_makes_no_sense_is_refused_on_every_rank_with_the_right_call(result
         assert "Subset(dataset, indices)" in texts["left out"]
         assert "such as [*generator]" in texts["generator"]
         assert "a generator that is used up" in texts["used up"]
-        assert "a generator that an earlier epoch has used up" in texts["used up in training"]
+        assert "data is needed in each epoch, and a generator is used up" in texts["used up in training"]
         assert ("batch_sampler=batch_sampler, is_own_part=True" in texts["undivided"]) == (world_size > 1)
 
 

@@ -262,6 +262,52 @@ def test_a_schedule_counts_with_its_numbers_but_not_with_texts_and_times():
     assert differences(first, facts_with(small(), schedule=schedule(14, "", default=2)))
 
 
+def counts(name, value):
+    """Return whether another value of a global counts, in a schedule that a script makes anew."""
+
+    def facts(value):
+        made = {name: value}
+        exec(f"schedule = lambda step: step + {name} - {name}", made)
+        return facts_with(small(), schedule=made["schedule"])
+
+    return bool(differences(facts(value), facts(value - 5)))
+
+
+@pytest.mark.parametrize(
+    "read", [time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns, lambda: int(time.time())]
+)
+def test_no_reading_of_a_clock_counts_in_a_schedule(read):
+    assert not counts("started", read())
+    assert counts("total", 14)
+    assert counts("total", 0.5)
+    assert counts("tokens", 3_000_000_000)
+    made = {"pid": os.getpid()}
+    exec("schedule = lambda step: print(pid) or 1.0", made)
+    assert "scheduler.lr_lambdas.0.pid" not in facts_with(small(), schedule=made["schedule"])
+
+
+def test_a_lambda_or_local_function_counts_with_its_code_and_others_with_their_names():
+    def facts(source):
+        made = {"nn": nn}
+        exec(f"def make():\n    {source}\n    return loss", made)
+        return facts_with(small(), made["make"]())
+
+    mean = facts("loss = lambda a, b: nn.functional.mse_loss(a, b)")
+    assert mean == facts("# with a comment\n\n    loss = lambda a, b: nn.functional.mse_loss(a,   b)")
+    for other in (
+        "nn.functional.l1_loss(a, b)",
+        "nn.functional.mse_loss(a, b, reduction='sum')",
+        "nn.functional.mse_loss(b, a)",
+    ):
+        [line] = _lines(differences(mean, facts(f"loss = lambda a, b: {other}")))
+        assert line.startswith("objective.code ")
+    within = "def loss(a, b):\n        '{}'\n        return sum(x {} 1 for x in {{'p', 'q'}} if x in {{1, 2, 3}})"
+    assert facts(within.format("One", "+")) == facts(within.format("Two", "+"))
+    assert differences(facts(within.format("One", "+")), facts(within.format("One", "-")))
+    assert not differences(mean | {"python": "2.7"}, facts("loss = lambda a, b: a - b"))
+    assert "objective.code" not in facts_with(small(), mean_squares)
+
+
 def test_groups_and_schedules_within_schedules_have_their_own_facts():
     model = make_model()
     groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(model.parameters(), start=1)]

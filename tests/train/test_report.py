@@ -168,6 +168,28 @@ def test_values_that_are_not_finite_are_counted_and_break_the_line(tmp_path):
     assert loss.count("M") == 2
 
 
+def test_a_start_that_found_the_run_finished_changes_no_number(tmp_path):
+    restarted_run(tmp_path).time_s += 3600
+    alone = FakeRun(tmp_path, num_ranks=1, max_epochs=2)
+    alone.attempt = 2
+    alone.time_s += 7200
+    alone.start({"step": 299, "source": "disk"})
+    alone.end(299)
+    text = re.sub(r"\s+", " ", page_of(tmp_path).text)
+    for said in ("Ranks 2 phalanx", "Attempts 3", "Epoch 3 of 3", "2 h 0 min with gaps", "finished"):
+        assert said in text, said
+
+
+def test_a_restart_on_one_rank_is_told_in_the_singular(tmp_path):
+    run = FakeRun(tmp_path, num_ranks=1)
+    for resumed in (None, {"step": 2, "source": "disk"}):
+        run.start(resumed)
+        run.steps(1, 3)
+    text = re.sub(r"\s+", " ", page_of(tmp_path).text)
+    assert "step 2, from disk 1 rank 2.5 s" in text
+    assert "1 ranks" not in text
+
+
 def test_of_many_ranks_the_slowest_are_shown(tmp_path):
     run = FakeRun(tmp_path, num_ranks=40)
     run.start()

@@ -42,10 +42,6 @@ _KINDS = {kind.__name__: kind for kind in vars(_errors).values() if isinstance(k
 _VERDICT = {"kind": lambda kind: kind in tuple(_KINDS), "text": str, "ranks": [int], "facts": dict}
 _FACTS = ("pid", "exit_code", "signal")
 _VICTIM = "this rank is only its victim."
-_LESS_TO_DO = (
-    "If it printed no error, it had less to do: give every rank equally many batches (DistributedSampler, "
-    "drop_last=True), or use join()."
-)
 
 
 class Failures:
@@ -244,7 +240,7 @@ class Failures:
         lost = left or lost
         named = place.describe_all(lost)
         if left:
-            text = f"{named} left the group (destroy_process_group)\n{_LESS_TO_DO}"
+            text = f"{named} left the group (destroy_process_group)\n{_core.FEWER_CALLS}"
         elif len(lost) == 1:
             text = f"{named} is gone: its process has ended, or the network to its host is broken"
         else:

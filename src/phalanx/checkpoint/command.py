@@ -51,7 +51,7 @@ def main(args: Sequence[str]) -> int:
     parser = _parser(name)
     try:
         if name and name not in _CALLS and not name.startswith("-"):
-            near = nearest(name, _CALLS)
+            near = nearest(name, _CALLS, cutoff=0.6)
             right = parser.call(args, {name: near}) if near else ""
             raise UsageError(f"unknown command {name!r}{near and f', did you mean {near}?'}", right)
         given = parser.parse_args(args[1:] if name in _CALLS else args)

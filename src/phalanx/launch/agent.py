@@ -39,6 +39,7 @@ _NUM_FAILURES = "phalanx/failures"
 _NUM_DONE = "phalanx/done"
 _NUM_LEAVING = "phalanx/leaving"
 _MASTER_PORT = "phalanx/master_port"
+_NAME_WAIT_S, _NAME_PAUSE_S = 900.0, 1.0  # the limit is that of torch's static rendezvous
 _LEAVE_WAIT_S = 5.0  # all are known to be done
 _LEAVE_POLL_S = 0.05
 
@@ -195,11 +196,36 @@ def _rendezvous_handler(job: dict[str, Any]) -> RendezvousHandler:
     )
 
 
+def _await_name(channel: Channel, job: dict[str, Any]) -> None:
+    """Return once the host where the nodes meet has an address; torch would repeat a warning every few seconds.
+
+    Raises:
+        TimeoutError: It has none at the limit.
+    """
+    host = job["rdzv_endpoint"].rpartition(":")[0].strip("[]")
+    config = job["rdzv_conf"]
+    deadline = time.monotonic() + float(config.get("timeout", config.get("join_timeout", _NAME_WAIT_S)))
+    is_told = False
+    while True:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
+        except (socket.gaierror, UnicodeError) as error:
+            why = f"the name {host!r} does not resolve here ({error.args[-1]})"
+        if time.monotonic() >= deadline:
+            raise TimeoutError(why)
+        if not is_told:
+            channel.send({"unresolved": why})
+            is_told = True
+        time.sleep(_NAME_PAUSE_S)
+
+
 def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     job = json.loads(sys.argv[2])
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
+        _await_name(channel, job)
         handler = _rendezvous_handler(job)
         spec = WorkerSpec(
             role=job["role"],

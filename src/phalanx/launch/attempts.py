@@ -20,7 +20,7 @@ from phalanx.launch.failure import RankEnd, brief_report
 from phalanx.launch.folding import owner_of
 from phalanx.launch.job import Job
 from phalanx.launch.notes import modules_file
-from phalanx.launch.ports import ReservedPort, port_problem
+from phalanx.launch.ports import ReservedPort, port_advice, port_problem
 from phalanx.launch.tracebacks import class_name
 
 _SITE = re.compile(r'^\s*File "(.+)", line (\d+)')
@@ -235,7 +235,8 @@ def _reserve_port(ranks: Ranks, job: Job) -> ReservedPort:
     try:
         return ReservedPort(job.master_port)
     except OSError:  # somebody has taken it since
-        ranks.say(port_problem(job.master_port) or f"port {job.master_port} is taken")
+        problem = port_problem(job.master_port) or f"port {job.master_port} is taken"
+        ranks.say(f"{problem}; {port_advice(job)}")
         raise SystemExit(1) from None
 
 

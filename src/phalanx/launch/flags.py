@@ -251,8 +251,8 @@ def read_flags(
     environ: Mapping[str, str],
     scheduled: Mapping[str, str],
     scheduler: str,
-    parser: Parser,
     *,
+    parser: Parser | None = None,
     also: Sequence[Flag] = (),
 ) -> tuple[dict[str, Setting], list[str]]:
     """Return every flag's setting, and the script with its arguments.
@@ -261,14 +261,14 @@ def read_flags(
 
     Args:
         scheduled: What the scheduler says, by flag.
-        parser: Parser of a command that takes these flags, see `add_flags`.
+        parser: Parser of another command that takes these flags, see `add_flags`; default: that of ``phalanx run``.
         also: Further flags of that command; they have no environment variables.
 
     Raises:
         UsageError: A flag is unknown, lacks its value or has a wrong one.
         SystemExit: The help was asked for, and has been printed.
     """
-    given, target = _parse(parser, argv)
+    given, target = _parse(parser or run_parser(), argv)
     settings = {}
     for name, flag in (FLAGS | {flag.name: flag for flag in also}).items():
         variables = () if flag in also else flag.variables
@@ -356,6 +356,22 @@ class _Given(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         setattr(namespace, self.dest, ((option or "").replace("_", "-"), "1" if self.nargs == 0 else values))
+
+
+def split_off_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the long flags of ours among a script's arguments, with their values, and the other arguments."""
+    spellings = _spellings(tuple(FLAGS.values()))
+    ours: list[str] = []
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, _ = word.partition("=")
+        flag = spellings.get(name.replace("_", "-")) if word.startswith("--") else None
+        (others if flag is None else ours).append(word)
+        if flag is not None and flag.placeholder and not has_value and rest:
+            ours.append(rest.pop(0))
+    return ours, others
 
 
 def add_flags(parser: Parser, shown: Mapping[str, Sequence[Flag]]) -> None:

@@ -15,7 +15,8 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.*\(most recent call first\
 _CALLBACK = re.compile(r"^  (\S.*)\(\d+\): \S+$")  # a frame as pybind11 writes it, under "At:"
 _CARETS = re.compile(r"^\s*[\^~]+\s*$")
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+?)(?:\.py)?(?:/|$)")
-_STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/|^<frozen ")
+_STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/|^<(?!stdin>|ipython-input)")  # or generated, as by dataclasses
+_COMMAND = "<string>"  # of python -c, or generated
 _OURS = os.path.join(os.path.dirname(phalanx.__file__), "")
 
 
@@ -64,12 +65,15 @@ def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
     owners: dict[str, int] = {}
     last_other: list[str] = []
     num_own = num_cpp = 0
+    paths = {found[2] for line in lines if (found := _FRAME.match(line))}
+    is_command = all(map(owner_of, paths))  # else the user's frames are in files
     depth = -1  # of the frame whose source follows
     is_own = has_carets = True
     for line in lines:
         if found := _FRAME.match(line):
             depth, owner = len(found[1]), owner_of(found[2])
-            is_own, has_carets = not owner, found[4] is None  # those of a SyntaxError say where it is
+            is_own = not owner or (is_command and found[2] == _COMMAND)
+            has_carets = found[4] is None  # those of a SyntaxError say where it is
             where = f'{found[1]}File "{_short(found[2])}", line {found[3]}{found[4] or ""}'
             if is_own:
                 num_own += 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import signal
 from collections.abc import Sequence
 
 from phalanx.launch.failure import RankEnd
+from phalanx.launch.flags import split_off_flags
 from phalanx.launch.tracebacks import class_name
 
 _BY_SIGNAL = {
@@ -23,6 +25,8 @@ _OUT_OF_MEMORY = (
     "the kernel has just killed for want of memory: smaller batch, fewer ranks, or fewer DataLoader workers"
 )
 _KILLED = "somebody killed it from outside: a person, a job limit, or a container's memory limit"
+_ADVISED = re.compile("it made fewer calls: |another rank ran out of data earlier: ")  # by the error itself
+_REFUSED = re.compile(r"(?:unrecognized arguments|[Nn]o such option|Unknown command line flag)\b(.*)")
 _SHELLS_SIGKILL = 128 + signal.SIGKILL
 
 
@@ -90,7 +94,7 @@ _HINTS = (
     ),
     Hint(
         r"\w+", r"EADDRINUSE|[Aa]ddress already in use",
-        "the port is taken: leave --master-port out, and a free one is used", "torch 2.15",
+        "the port is taken: name another --master-port, or leave it out to have a free one chosen", "torch 2.15",
     ),
     Hint(
         r"(EnforceNotMet|\w*Error)", r"op\.preamble\.length <= op\.nbytes",
@@ -120,10 +124,6 @@ _HINTS = (
     ),
     Hint(r"\w+", r"No space left on device", "the disk or /dev/shm is full", "Linux"),
     Hint(
-        r"(|SystemExit)", r"unrecognized arguments:.* --(?:nproc|nnodes|node[-_]rank|master|rdzv|max[-_]restarts)",
-        "the flags of phalanx run stand before the script: phalanx run --nproc-per-node 2 train.py", "Python 3.11",
-    ),
-    Hint(
         r"(|SystemExit)", r"unrecognized arguments: --local[-_]rank",
         "the script wants no --local-rank: leave --no-use-env out", "Python 3.11",
     ),
@@ -150,18 +150,35 @@ def hint_for(end: RankEnd, ends: Sequence[RankEnd] = (), *, num_oom_kills: int =
     kind = class_name(end.last_words.kind)
     text = "\n".join([*end.last_words.lines, end.last_words.summary])
     if end.is_victim and (finished := [other.rank for other in ends if other.returncode == 0]):
+        if _ADVISED.search(text):
+            return ""
         return (
-            f"rank {finished[0]} had finished while this one went on: give every rank equally many batches "
-            "(phalanx.DistributedSampler, drop_last=True), or train in `with model.join():`"
+            f"rank {finished[0]} had finished while this one went on: look for a call under a condition that only some "
+            "ranks meet (if rank == 0), or give every rank equally many batches (drop_last=True; or model.join())"
         )
     if kind == "EOFError" and "EOF when reading a line" in text and any(other.rank < end.rank for other in ends):
         return "only the first rank has the terminal: call input() there, and broadcast_object_list the answer"
     if found := re.search(r"^ModuleNotFoundError: No module named '([\w.]+)'", text, re.MULTILINE):
         return _hint_for_module(found[1], list(command))
+    if kind in ("", "SystemExit") and (found := _REFUSED.search(text)):
+        advice = _hint_for_flags(found[1], command)
+        if advice:
+            return advice
     for hint in _HINTS:
         if re.fullmatch(hint.kind, kind) and (found := re.search(hint.text, text, re.MULTILINE)):
             return hint.advice.replace("{python}", command[0] if command else "python")
     return _BY_SIGNAL.get(signal.Signals(-end.returncode), "") if -end.returncode in _BY_SIGNAL else ""
+
+
+def _hint_for_flags(refused: str, command: Sequence[str]) -> str:
+    """Return the right order if a flag that the script has refused is one of ours; else nothing."""
+    target = 3 if list(command[1:2]) == ["-m"] else 2  # the interpreter, and the script or the module
+    ours, its = split_off_flags(command[target:])
+    names = [word.partition("=")[0] for word in ours if word.startswith("-")]
+    if not any(name in refused.replace("=", " ").split() for name in names):
+        return ""
+    right = shlex.join(["phalanx", "run", *ours, *command[1:target], *its])
+    return f"{names[0]} is a flag of phalanx run, and stands before the script: {right}"
 
 
 def _hint_for_module(name: str, command: list[str]) -> str:

@@ -70,6 +70,14 @@ class Job:
     shown_ranks: tuple[int, ...] | None = None
 
     @property
+    def served_port(self) -> int:
+        """The port that somebody is to listen on here; 0: none, or a free one."""
+        if self.max_nodes == 1:
+            return self.master_port
+        is_first = self.rdzv_backend == "static" and self.node_rank == 0
+        return int(self.rdzv_endpoint.rpartition(":")[2]) if is_first else 0
+
+    @property
     def note(self) -> str:
         """One line that says how many ranks there are, and how threads and CPUs were divided."""
         note = self.divide(self.num_local_ranks).note

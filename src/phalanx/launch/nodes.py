@@ -47,6 +47,10 @@ def run_with_other_nodes(ranks: Ranks, job: Job) -> RankEnd | None:
                 orders.num_restarts += 1
                 say_failure(ranks, _end_of(order["restart"]))
                 ranks.say(f"restart {orders.num_restarts} of {job.max_restarts}")
+            elif "unresolved" in order:
+                ranks.say(
+                    f"{order['unresolved']}: waiting for it. {_flag_of_host(job)}, or add it to DNS or /etc/hosts"
+                )
             elif "give_up" in order:
                 ranks.say(f"the nodes of {job.run_id!r} lost each other at {_endpoint(job)}: {order['give_up']}")
                 ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
@@ -197,6 +201,11 @@ def _end_of(cause: dict[str, Any]) -> RankEnd:
 
 def _endpoint(job: Job) -> str:
     return job.rdzv_endpoint or f"{job.master_addr}:{job.master_port}"
+
+
+def _flag_of_host(job: Job) -> str:
+    given = "--rdzv-endpoint" if job.rdzv_backend == "c10d" else "--master-addr (or --rdzv-endpoint)"
+    return f"Correct {given}"
 
 
 def _settings(job: Job) -> dict[str, Any]:

@@ -183,5 +183,6 @@ def _folded(traceback: Sequence[str]) -> list[str]:
     if block is None:
         return []
     shown = fold(block.lines, _MAX_ROWS)
-    number = next((n for n, line in enumerate(shown) if line.startswith(f"{block.kind}:") or line == block.kind), 0)
+    heads = [n for n, line in enumerate(shown) if line.startswith(f"{block.kind}:") or line == block.kind]
+    number = heads[-1] if heads else 0  # of several in a chain the last was raised
     return [*shown[:number], *(f"  {line}" for line in shown[number + 1 :])]

@@ -7,6 +7,8 @@ import errno
 import os
 import socket
 
+from phalanx.launch.job import Job
+
 
 class ReservedPort:
     """A TCP port bound but not listened on, so that no other job is given it.
@@ -41,6 +43,13 @@ def port_problem(port: int) -> str | None:
     finally:
         reserved.close()
     return None
+
+
+def port_advice(job: Job) -> str:
+    """Return what to do where `port_problem` has found one."""
+    if job.max_nodes > 1:
+        return "name another --master-port (or --rdzv-endpoint), the same on every node"
+    return "name another --master-port, or leave it out to have a free one chosen"
 
 
 def _bound_socket(port: int) -> socket.socket:

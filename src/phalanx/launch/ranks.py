@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import select
 import struct
 import termios
@@ -16,6 +17,7 @@ from phalanx.launch.failure import LastWords, RankEnd, write_error_file
 from phalanx.launch.output import LineStream, LiveStream, Screen, prefix
 from phalanx.launch.tracebacks import HeldTracebacks, Stream
 
+_LOST_INTERRUPT = re.compile(rb"^Exception ignored [^\n]*\n(?:[ T][^\n]*\n)*KeyboardInterrupt", re.MULTILINE)
 _MAX_READS = 64  # more than a full pipe
 _TAIL_BYTES = 64 * 1024  # of stderr: enough for the longest traceback that anybody reads
 
@@ -52,6 +54,7 @@ class Output:
         self.ended: bool = False
         self.fd: int
         self.rank_fd: int
+        self._num_lost = 0  # interrupts
         self.fd, self.rank_fd = _open_terminal(screen) if live else os.pipe()
         os.set_blocking(self.fd, False)
         try:
@@ -111,6 +114,11 @@ class Output:
         """From now on leave out tracebacks of KeyboardInterrupt."""
         if self._view is not None:
             self._view.hides_interrupts = True
+
+    def lost_interrupt(self) -> bool:
+        """Whether the rank has printed, since it was last asked, that it ignored a KeyboardInterrupt."""
+        before, self._num_lost = self._num_lost, len(_LOST_INTERRUPT.findall(self.tail))
+        return self._num_lost > before
 
     def resize(self) -> None:
         """Give the rank's terminal, if it has one, the size of the screen; the kernel tells the rank."""

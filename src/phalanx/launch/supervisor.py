@@ -26,8 +26,9 @@ from phalanx.launch.environment import Attempt, rank_environment, shared_environ
 from phalanx.launch.failure import LastWords, RankEnd, find_culprit, report
 from phalanx.launch.hints import hint_for
 from phalanx.launch.job import Job
+from phalanx.launch.notes import has_made_room
 from phalanx.launch.output import Screen, prefix, printable
-from phalanx.launch.ports import port_problem
+from phalanx.launch.ports import port_advice, port_problem
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.standby import Standby
@@ -54,8 +55,8 @@ def run(job: Job) -> int:
     has gone is such a signal, SIGPIPE. Nothing that the job has
     started lives when this returns; signals are held back from then on, since the outcome is decided.
     """
-    if job.master_port and job.node_rank == 0 and (problem := port_problem(job.master_port)):
-        print(f"phalanx run: {problem}; leave --master-port out, and a free one is used", file=sys.stderr)
+    if job.served_port and (problem := port_problem(job.served_port)):
+        print(f"phalanx run: {problem}; {port_advice(job)}", file=sys.stderr)
         return 1
     open_streams()
     if problem := descriptor_problem(job.num_local_ranks):
@@ -238,6 +239,7 @@ class Supervisor:
                 rank.stderr.release_late()
             self._chorus.flush(late_only=True)
             self._judge()
+            self._repeat_lost_interrupts()
             if until and self._ending_by is None and all(rank.end is None for rank in self._ranks) and until():
                 self.stop_attempt()
             self._keep_deadline()
@@ -452,20 +454,36 @@ class Supervisor:
                 living_pids = [rank.pid for rank in self._ranks if rank.pid and rank.end is None]
                 self._warden.signal(sig, living_pids, groups=False)
             elif self.received not in (None, signal.SIGPIPE):  # asked a second time: at once
+                self._say_kill(sig)
                 self._end_ranks(signal.SIGKILL)
             elif self._job.max_nodes == 1 and self._ranks and all(rank.has_ended() for rank in self._ranks):
                 self._late = sig  # the outcome is decided, unless ranks are to be started again
             else:
                 self.received = sig
                 self._cause_before = find_culprit([rank.end for rank in self._ranks if rank.end])
-                living = sum(rank.end is None for rank in self._ranks)
+                living = [rank for rank in self._ranks if rank.end is None]
                 why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
                 again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
-                self.say(f"{why}: ending {living} rank{'s' * (living != 1)}{again}")
+                self.say(f"{why}: ending {_count(living)}{again}")
                 if sig == signal.SIGINT:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()
                 self._end_ranks(signal.SIGTERM if sig == signal.SIGPIPE else sig)
+
+    def _say_kill(self, sig: int) -> None:
+        living = [rank for rank in self._ranks if rank.end is None]
+        if living and self._ending_by != signal.SIGKILL:
+            has_saved = any(has_made_room(rank.folder) for rank in self._ranks)
+            saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
+            again = " again" if sig == self.received else ""
+            self.say(f"{signal.Signals(sig).name}{again}: killing {_count(living)} at once; {saved}")
+
+    def _repeat_lost_interrupts(self) -> None:
+        """Send SIGINT again to ranks that have printed that they ignored its exception: an import may swallow it."""
+        if self._ending_by == signal.SIGINT:
+            lost = [rank.pid for rank in self._ranks if rank.end is None and rank.stderr.lost_interrupt()]
+            if lost:
+                self._warden.signal(signal.SIGINT, lost)
 
     def _lose_reader(self) -> None:
         """End as on a signal, so that ranks can save. Where one has come, it has ended our reader, too: Ctrl-C does."""
@@ -509,6 +527,10 @@ class Supervisor:
         self._out.end_line()
         self._err.end_line()
         self._err.write(printable(report(culprit, self.ends, hint=hint)))
+
+
+def _count(ranks: Sequence[Rank]) -> str:
+    return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
 
 
 def _bits(streams: tuple[int, ...], local_rank: int) -> int:

@@ -39,6 +39,7 @@ _WHOLE_PREFIX = re.compile(rb"^\[rank\d+\]: ")
 _BEGINNING = re.compile(
     rb"^(?:\[rank\d+\]: )?(?:" + b"|".join(re.escape(words) for words in _FIRST_WORDS) + rb")", re.MULTILINE
 )
+_BEGINNING_OR_IGNORED = re.compile(_BEGINNING.pattern + rb"|^Exception ignored ", re.MULTILINE)
 _MAX_HELD_BYTES = 1 << 20  # no traceback is that long: what only looks like one is given on, and takes no memory
 _HOLD_S = 5.0  # a rank may take that long from its exception to its end
 _HOLD_LAST_S = 30.0  # if torch's excepthook has printed it, the rank does end of it, but for threads that go on
@@ -61,6 +62,12 @@ class Block:
     kind: str
     message: str
     lines: tuple[str, ...]
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether Ctrl-C ended it: Python calls that a fatal error while it starts."""
+        last = next((line for line in reversed(self.lines) if line), "")
+        return "KeyboardInterrupt" in (class_name(self.kind), last)
 
 
 def find_last_block(raw: Sequence[str]) -> Block | None:
@@ -183,7 +190,7 @@ class HeldTracebacks:
 
     def _beginning_in(self, data: bytes) -> int:
         """Return one more than where a traceback begins; 0 if none does."""
-        for found in _BEGINNING.finditer(data):
+        for found in (_BEGINNING_OR_IGNORED if self.hides_interrupts else _BEGINNING).finditer(data):
             if found.start() or self._at_line_start:
                 return found.start() + 1
         return 0
@@ -230,11 +237,15 @@ class HeldTracebacks:
         self._held.clear()
         texts = [STYLE.sub("", line.decode(errors="replace")).rstrip("\r\n") for line in lines]
         block = find_last_block(texts)
+        while self.hides_interrupts and block is not None and block.is_interrupt:
+            has_headline = block.start and texts[block.start - 1].startswith(_IGNORED)
+            hidden = slice(block.start - bool(has_headline), block.end)
+            del lines[hidden], texts[hidden]
+            block = find_last_block(texts)
         if block is not None:
             name = class_name(block.kind)
-            is_interrupt = name == "KeyboardInterrupt" and self.hides_interrupts
             replacement = []
-            if not drops_last_words and not is_interrupt:
+            if not drops_last_words:
                 replacement = lines[block.start : block.end]
                 if name and is_victim([name], block.message):
                     replacement = [f"{name}: {block.message} (traceback in the log)\n".encode()]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from phalanx._errors import RankFailed
 from phalanx.data.epochs import repeated_orders
 from phalanx.parallel.buckets import Bucket, CommHook, make_buckets
 from phalanx.parallel.group import group_or_world
@@ -546,9 +547,8 @@ def _fills_grads(node: Any) -> bool:
 
 
 def _add_hint(error: Exception, doing: str) -> None:
-    """Add to an error what is often its cause, unless it names another: a rank that was killed or failed."""
-    names_cause = getattr(error, "signal", None) or getattr(error, "exit_code", None)
-    if hasattr(error, "add_note") and not names_cause:  # Python 3.11
+    """Add to an error what is often its cause, unless it names a rank that has gone, and what to look for there."""
+    if hasattr(error, "add_note") and not isinstance(error, RankFailed):  # Python 3.11
         error.add_note(
             f"rank {dist.get_rank()} {doing}. If another rank ran out of data earlier: give all ranks the same number "
             "of batches (DistributedSampler does, with pad=True or drop_last=True), or run the loop within: "

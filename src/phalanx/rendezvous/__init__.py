@@ -9,6 +9,8 @@ one has ended.
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,12 +21,11 @@ from phalanx import _env
 from phalanx.rendezvous.asked import Asked, caller, launch_of, read_url
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll import RollCall
-from phalanx.rendezvous.server import is_taken, open_store
+from phalanx.rendezvous.server import is_taken, open_store, store_of_another
 
 __all__ = ["meet", "rendezvous"]
 
 Meeting = tuple[Any, int, int]
-_RIVAL_S = 5.0  # for what listens on the port to answer
 
 
 def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Meeting]]) -> Iterator[Meeting]:
@@ -37,18 +38,34 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Meeting]]) 
     if backend is None:
         return torchs()
     _check_backend(backend, where)
-    if "phalanx" not in backend.lower() and launch_of(_env.environment()) is None:
-        return torchs()
-    asked = read_url(url, timeout, where)
+    is_ours = "phalanx" in backend.lower() or launch_of(_env.environment()) is not None
+    asked = read_url(url, timeout, where) if is_ours else None
     if asked is None:
-        return torchs()
+        return _naming_launchers(torchs)
     asked = dataclasses.replace(asked, backend=backend)
     asked.check(backend or "phalanx")
     return iter([(_meet(asked), asked.rank, asked.world_size)])
 
 
-def meet(url: str, rank: int, world_size: int, timeout: timedelta | None = None) -> Any:
+def _naming_launchers(torchs: Callable[[], Iterator[Meeting]]) -> Iterator[Meeting]:
+    """Meet as torch does; where a variable of its launcher is missing, say how ranks are started."""
+    try:
+        yield from torchs()
+    except ValueError as error:
+        if "expected, but not set" not in str(error):
+            raise
+        script = os.path.basename(sys.argv[0])
+        right = f"phalanx run --nproc-per-node 2 {script if script.endswith('.py') else 'train.py'}"
+        raise ValueError(
+            f"{error}. A launcher sets it: {right} (or torchrun); without one, phalanx.init() is a world of one"
+        ) from None
+
+
+def meet(url: str, rank: int, world_size: int, timeout: timedelta | None = None, *, backend: str = "") -> Any:
     """Return the store in which the ranks have met at `url`, ``tcp://`` or ``file://``, once all have come.
+
+    Args:
+        backend: Of the group that is to be made in it, which the ranks compare.
 
     Raises:
         CollectiveTimeout: Ranks did not come within the timeout.
@@ -56,12 +73,12 @@ def meet(url: str, rank: int, world_size: int, timeout: timedelta | None = None)
         PhalanxError: The ranks contradict each other, or the place can't be used.
         ValueError: `rank` or `world_size` is out of its range.
     """
-    backend, where = caller()
-    call = "phalanx.init" if backend is None else "init_process_group"
+    asked_for, where = caller()
+    call = "phalanx.init" if asked_for is None else "init_process_group"
     asked = read_url(f"{url}?rank={rank}&world_size={world_size}", timeout, where, call)
     if asked is None:
         return next(dist.rendezvous(url, rank=rank, world_size=world_size))[0]
-    asked = dataclasses.replace(asked, backend=backend)
+    asked = dataclasses.replace(asked, backend=backend or asked_for)
     asked.check()
     return _meet(asked)
 
@@ -71,27 +88,12 @@ def _meet(asked: Asked) -> Any:
         try:
             store = open_store(asked, patience)
         except dist.DistNetworkError as error:
-            if asked.rank == 0 and is_taken(error):
-                _name_rival(asked, patience)
+            if asked.rank == 0 and is_taken(error) and (rivals := store_of_another(asked)) is not None:
+                RollCall(rivals, asked, patience).raise_rival()
             raise
         if asked.world_size == 1:
             return store
         return dist.PrefixStore(RollCall(store, asked, patience).answer(), store)
-
-
-def _name_rival(asked: Asked, patience: Patience) -> None:
-    """Raise if what listens on rank 0's port is a rank 0 of this job; return if it is a stranger."""
-    try:
-        store = dist.TCPStore(
-            asked.host,
-            asked.port,
-            is_master=False,
-            timeout=timedelta(seconds=_RIVAL_S),
-            wait_for_workers=False,
-        )
-    except dist.DistError:  # it is no store
-        return
-    RollCall(store, asked, patience).raise_rival()
 
 
 def _check_backend(backend: str, where: str) -> None:

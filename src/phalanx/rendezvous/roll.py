@@ -30,7 +30,10 @@ _MANY = 50  # ranks
 _LOOK_S = 0.2  # between looks at whether those who are awaited can't come
 _PART_S = 0.5  # for the others to read why, before rank 0 takes the store with it
 _END_S = 0.5  # for the launcher to note an end
-_ADVICE = "Every rank must call init_process_group: start those that are missing, or look whether they still live"
+_ADVICE = (
+    "Every rank must call init_process_group: start those that are missing, or look at what they printed last; one may "
+    "have ended before this call, perhaps with exit code 0"
+)
 
 Record = dict[str, Any]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -17,6 +18,7 @@ from phalanx.rendezvous.asked import Asked
 from phalanx.rendezvous.patience import Patience
 
 _CONNECT_S = 2.0
+_ANSWER_S = 5.0  # of what listens on rank 0's port
 _FIRST_PAUSE_S, _PAUSE_S = 0.002, 0.1
 _NOTE_S = 0.5  # before a rank notes that it waits for rank 0
 _LATE_S = 3.0  # for a folder on a network to show up
@@ -28,13 +30,16 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
     Raises:
         CollectiveTimeout: Rank 0 did not serve it within the timeout.
         RankFailed: So many ranks of the launch have ended that this one waits in vain.
-        PhalanxError: The name is unknown on this host, to which all ranks belong; or a folder can't be used.
+        PhalanxError: The name is unknown on this host, to which all ranks belong; another program has rank 0's port; or
+            a folder can't be used.
     """
     if asked.path:
         return _open_file(asked, patience)
     _await_name(asked, patience)
     serves = asked.rank == 0 and not asked.is_served
-    if not serves:
+    if serves:
+        _refuse_stranger(asked)
+    else:
         _await_server(asked, patience)
     patience.awaits = (
         f"the store at {asked.point} to answer",
@@ -50,6 +55,35 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
         multi_tenant=not asked.is_served,
         use_libuv=asked.use_libuv,
     )
+
+
+def _refuse_stranger(asked: Asked) -> None:
+    """Raise if what listens where rank 0 is to serve is no store: torch would wait for it to answer."""
+    try:
+        with socket.create_connection((asked.host, asked.port), _CONNECT_S) as found:
+            is_there = found.getsockname() != found.getpeername()
+    except OSError:
+        return
+    if is_there and store_of_another(asked) is None:
+        raise PhalanxError(
+            f"{asked.name}: port {asked.port} is taken by another program. Set MASTER_PORT to a free one, the same on "
+            "every rank",
+            op="join",
+            ranks=(0,),
+        )
+
+
+def store_of_another(asked: Asked) -> dist.Store | None:
+    """Return the store that something serves already on rank 0's port; None if that is no store."""
+    with contextlib.suppress(dist.DistError):
+        return dist.TCPStore(
+            asked.host,
+            asked.port,
+            is_master=False,
+            timeout=timedelta(seconds=_ANSWER_S),
+            wait_for_workers=False,
+        )
+    return None
 
 
 def _open_file(asked: Asked, patience: Patience) -> dist.Store:

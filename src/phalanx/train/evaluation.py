@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from phalanx import checkpoint
+from phalanx._errors import counted
+from phalanx.data import RandomState
 from phalanx.train.evaluation_data import Counted, Own, Planned, plan
-from phalanx.train.feed import Collate, is_dataset, to_device
+from phalanx.train.feed import Collate, is_dataset
+from phalanx.train.nested import to_device
 from phalanx.train.objective import Objective, outputs_of, refuse_reserved
 from phalanx.train.ranks import Ranks
 from phalanx.train.wrapper import is_sharded
@@ -60,9 +64,7 @@ class Evaluator:
         """Return the means of the objective's values over all samples, and the metrics' own, the same on every rank."""
         tally = _Tally()
         metrics = self._objective.stateful
-        for metric in metrics.values():
-            metric.reset()
-            getattr(metric, "to", _ignore)(self._device)
+        self._reset_metrics()
         with _evaluating(self._model):
             for batch, size in self._batches(data):
                 values = self._objective.values_of(self._evaluated, batch, counts=size > 0)
@@ -70,6 +72,38 @@ class Evaluator:
                     tally.add(values, size)
         means = tally.means(self._ranks, needs_every_rank=bool(metrics))
         return means | {name: value for n, metric in metrics.items() for name, value in self._computed(n, metric)}
+
+    def rehearse(self, data: Any, monitor: str) -> None:
+        """Evaluate one batch of a dataset before a training, to know of mistakes that an epoch would end with.
+
+        What raises by itself is left to the evaluation: a model may be one that can't be evaluated before it has
+        trained. No random number is drawn, and metrics are reset.
+
+        Raises:
+            ValueError: On every rank: a value is not one number for each sample, or none is the one that is monitored.
+        """
+        if self._is_padded or any(map(is_lazy, self._evaluated.parameters())):
+            return
+        if not isinstance(self._plan_for(data), Planned):
+            return  # a stream, which would lose a batch
+        tally, drawn = _Tally(), RandomState()
+        before, values = drawn.state_dict(), {}
+        with _evaluating(self._model), contextlib.suppress(Exception):
+            self._reset_metrics()
+            batch, size = next(self._batches(data))
+            values = self._objective.values_of(self._evaluated, batch)
+            tally.add(values, size)
+        drawn.load_state_dict(before)
+        problem = tally.problem
+        if values and not problem and monitor not in values and not self._objective.stateful:
+            problem = f"Trainer: monitor={monitor!r} is no value of the evaluation, which has {', '.join(values)}"
+        for told in filter(None, self._ranks.gather(problem)):
+            raise ValueError(told)
+
+    def _reset_metrics(self) -> None:
+        for metric in self._objective.stateful.values():
+            metric.reset()
+            getattr(metric, "to", _ignore)(self._device)
 
     def _computed(self, name: str, metric: Any) -> Iterator[tuple[str, float]]:
         """Yield the values of a metric that has seen this rank's batches and combines the ranks' states itself.
@@ -105,7 +139,7 @@ class Evaluator:
         """Return the outputs for all samples of a dataset, in their order, on the CPU of every rank.
 
         Raises:
-            ValueError: `data` is no dataset.
+            ValueError: `data` is no dataset, or a `collate_fn` has left samples out.
             TypeError: The model returns something else than a tensor.
         """
         if not is_dataset(data):
@@ -121,14 +155,23 @@ class Evaluator:
                     name = type(output).__name__
                     raise TypeError(f"Trainer.predict: the model must return a tensor, and it returned a {name}")
                 outputs.append(output[:size].cpu())
-        return torch.cat([output for of_rank in self._ranks.gather(outputs) for output in of_rank])
+        predicted = torch.cat([output for of_rank in self._ranks.gather(outputs) for output in of_rank])
+        if len(predicted) < len(data):
+            raise ValueError(
+                f"Trainer.predict: {counted(len(predicted), 'output')} for {counted(len(data), 'sample')}: if "
+                "collate_fn leaves samples out, leave them out of the dataset: Subset(dataset, indices)"
+            )
+        return predicted
 
     def _batches(self, data: Any) -> Iterator[Counted]:
         """Yield this rank's batches on the device; all ranks get equally many if they must, the last of size 0."""
+        for batch, size in self._plan_for(data).batches(self._is_padded):
+            yield to_device(batch, self._device), size
+
+    def _plan_for(self, data: Any) -> Planned | Own:
         if self._data is not data or self._plan is None:
             self._data, self._plan = data, plan(data, self._ranks, *self._of_datasets)
-        for batch, size in self._plan.batches(self._is_padded):
-            yield to_device(batch, self._device), size
+        return self._plan
 
 
 class _Tally:
@@ -136,15 +179,22 @@ class _Tally:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
-        self._problem = ""  # the first; the other ranks must hear of it
+        self.problem = ""  # the first; the other ranks must hear of it
 
     def add(self, values: Mapping[str, Any], size: int) -> None:
         """Count values of a batch: one number for each of its samples, or their mean."""
         for name, value in values.items():
-            tensor = torch.as_tensor(value)
+            try:
+                tensor = torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError):
+                self.problem = self.problem or (
+                    f"Trainer: {name!r} is a {type(value).__name__}; it must be one number for each sample, or their "
+                    "mean. Several values: give each a name of its own"
+                )
+                return
             if tensor.dim() and tensor.numel() != size:
                 hint = "; if collate_fn leaves samples out, leave them out of the dataset: Subset(dataset, indices)"
-                self._problem = self._problem or (
+                self.problem = self.problem or (
                     f"Trainer: {name!r} has {tensor.numel()} values (shape {tuple(tensor.shape)}) for a batch of "
                     f"{size} samples: it must be one number for each sample, or their mean, such as "
                     "(outputs.argmax(1) == targets).float()" + hint * (tensor.numel() < size)
@@ -160,7 +210,7 @@ class _Tally:
             ValueError: On every rank: there are no samples, not one number for each of some rank's, or none on a rank
                 although each must have some.
         """
-        every = ranks.gather((self._sums, self._problem))
+        every = ranks.gather((self._sums, self.problem))
         for _, problem in every:
             if problem:
                 raise ValueError(problem)

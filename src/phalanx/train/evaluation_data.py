@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils import data as torch_data
 
+from phalanx._errors import counted
 from phalanx.data import RandomState
 from phalanx.data.place import share
 from phalanx.data.seeds import seed_process
 from phalanx.train.feed import Collate, InOwnGroup, is_dataset, is_divided, leave_group
+from phalanx.train.nested import num_collated, tensors_in
 from phalanx.train.ranks import Ranks
 
 Counted = tuple[Any, int]
@@ -53,12 +54,18 @@ class Planned:
         """Yield this rank's batches; with `pads` as many as those of the rank that has most."""
         batch = None
         for batch, indices in zip(self._loader, self._lists, strict=True):
-            yield batch, len(indices) if self._is_batched else count_samples(batch)
+            yield batch, self._num_samples(batch, indices)
         for _ in range(self._num_of_longest - len(self._lists) if pads else 0):
             dataset = self._loader.dataset
             if batch is None:
                 batch = self._loader.collate_fn([dataset[0]] if self._is_batched else dataset[0])
             yield batch, 0
+
+    def _num_samples(self, batch: Any, indices: Any) -> int:
+        if not self._is_batched:
+            return count_samples(batch)
+        is_default = self._loader.collate_fn is torch_data.default_collate
+        return len(indices) if is_default else num_collated(batch, len(indices))
 
 
 class Own:
@@ -105,8 +112,9 @@ def _warn_of_padding(sampler: Any) -> None:
         num_twice = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
         if num_twice > 0:
             warnings.warn(
-                f"Trainer.evaluate: the loader's sampler pads: {num_twice} samples are counted twice. Pass the dataset "
-                "itself, or a loader with sampler=phalanx.DistributedSampler(dataset, shuffle=False, pad=False)",
+                f"Trainer.evaluate: the loader's sampler pads, so {counted(num_twice, 'sample')} would be counted "
+                "twice. Pass the dataset itself, or a loader with "
+                "sampler=phalanx.DistributedSampler(dataset, shuffle=False, pad=False)",
                 stacklevel=2,
             )
 
@@ -117,20 +125,13 @@ def count_samples(batch: Any) -> int:
     Raises:
         ValueError: It has none.
     """
-    tensor = _first_tensor(batch)
+    tensor = next((tensor for _, tensor in tensors_in(batch) if tensor.dim()), None)
     if tensor is None:
         raise ValueError(
             f"Trainer.evaluate: nobody knows how many samples are in a batch, a {type(batch).__name__} without a "
             "tensor: pass the dataset and collate_fn instead of the loader"
         )
     return len(tensor)
-
-
-def _first_tensor(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor) and value.dim():
-        return value
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return next((tensor for tensor in map(_first_tensor, items) if tensor is not None), None)
 
 
 def _lists_of(loader: Any, ranks: Ranks | None) -> list[Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils import data as torch_data
 
+from phalanx._errors import counted
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.loader import DataLoader
 from phalanx.data.place import rank_and_size
@@ -69,6 +69,7 @@ def open_feed(
     batch_size: int,
     ranks: Ranks,
     *,
+    given: Collection[str] = (),
     collate_fn: Collate | None = None,
     batch_sampler: Iterable[Iterable[int]] | None = None,
 ) -> Feed:
@@ -76,6 +77,7 @@ def open_feed(
 
     Args:
         batch_size: Samples of all ranks together, if it is a dataset.
+        given: Names of the settings that the script has given.
         collate_fn: Makes a batch of a dataset's samples.
         batch_sampler: Makes the batches of all ranks together, instead of `batch_size`.
 
@@ -98,11 +100,14 @@ def open_feed(
                 "phalanx.DataLoader, or one with sampler=phalanx.DistributedSampler(dataset). If its batch sampler "
                 "divides them: phalanx.DataLoader(dataset, batch_sampler=batch_sampler, is_own_part=True)"
             )
-        return LoaderFeed(data, s.seed)
+        return LoaderFeed(data, s.seed, without_effect=_without_effect(data, s, ranks, given))
     ranks.refuse_different(data)
     length = len(data)
     if length < world_size:
-        raise ValueError(f"Trainer: {length} samples do not reach for {world_size} ranks")
+        raise ValueError(
+            f"Trainer: the dataset has {counted(length, 'sample')}, fewer than the {world_size} ranks, each of which "
+            "needs at least one: train on fewer ranks or on more samples"
+        )
     num_parts = s.virtual_shards if s.deterministic else None
     sizes: dict[str, Any] = {"micro_batch_size": s.micro_batch_size, "num_parts": num_parts, "seed": s.seed}
     if batch_sampler is None:
@@ -111,6 +116,27 @@ def open_feed(
         batches = _given_batches(length, batch_sampler, ranks, s, sizes)
     seeds_samples = s.deterministic is not None
     return DatasetFeed(data, batches, s.num_workers, s.seed, collate_fn=collate_fn, seeds_samples=seeds_samples)
+
+
+def _without_effect(loader: Any, s: Settings, ranks: Ranks, given: Collection[str]) -> list[str]:
+    """Return the settings that divide a dataset's batches and were given although a loader's are as they are.
+
+    Raises:
+        ValueError: The loader's batches have another size than was asked for.
+    """
+    names = [name for name, value in (("drop_last", s.drop_last), ("on_resize", s.on_resize == "scale")) if value]
+    if "global_batch_size" not in given:
+        return names
+    sizes = ranks.gather(getattr(loader, "batch_size", None))
+    if not all(isinstance(size, int) for size in sizes):
+        return ["global_batch_size", *names]
+    if s.on_resize == "keep" and sum(sizes) != s.global_batch_size:
+        raise ValueError(
+            f"Trainer: global_batch_size={s.global_batch_size}, but a step takes the loader's batches of all ranks, "
+            f"{counted(sum(sizes), 'sample')} ({counted(len(sizes), 'rank')}, batch_size={sizes[ranks.rank]}): pass "
+            "the dataset itself, which is then divided as asked for, or leave global_batch_size out"
+        )
+    return names
 
 
 def _given_batches(
@@ -182,13 +208,14 @@ class DatasetFeed:
     def describe(self, num_steps: int) -> str:
         if isinstance(self._batches, GivenBatches):
             return (
-                f"{self.num_steps} global batches an epoch, as the batch sampler makes them; {num_steps} steps in all"
+                f"{counted(self.num_steps, 'step')} an epoch, with the global batches that the batch sampler makes; "
+                f"{num_steps:,} in all"
             )
         size, passes, world_size = self._batches.batch_size, self._batches.parts_of_a_batch, rank_and_size()[1]
         return (
-            f"global batch {size} = {world_size} rank{'s' * (world_size != 1)} x {passes} pass{'es' * (passes != 1)} x "
-            f"{size / world_size / passes:g}; "
-            f"{self._batches.length:,} samples, {self.num_steps} steps an epoch, {num_steps} in all"
+            f"global batch {size} = {counted(world_size, 'rank')} x {counted(passes, 'pass')} x "
+            f"{size / world_size / passes:g}; {counted(self._batches.length, 'sample')}, "
+            f"{counted(self.num_steps, 'step')} an epoch, {num_steps:,} in all"
         )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -261,11 +288,13 @@ class LoaderFeed:
     Args:
         loader: Anything that can be iterated over again for each epoch. One with ``state_dict`` and ``load_state_dict``
             goes on by itself, on any number of ranks; of another, what was trained on is passed by.
+        without_effect: Settings to say of that they change nothing here.
     """
 
     may_differ = True
 
-    def __init__(self, loader: Any, seed: int) -> None:
+    def __init__(self, loader: Any, seed: int, *, without_effect: Sequence[str] = ()) -> None:
+        self._without_effect = without_effect
         self._world_size = rank_and_size()[1]
         self._loader = loader
         self._seed = seed
@@ -300,7 +329,9 @@ class LoaderFeed:
         pass
 
     def describe(self, num_steps: int) -> str:
-        return f"batches as the loader gives them; {self.num_steps or 'unknown'} steps an epoch"
+        number = "an unknown number of steps" if self.num_steps is None else counted(self.num_steps, "step")
+        unused = ", ".join(self._without_effect)
+        return f"batches as the loader gives them{unused and f', whatever {unused} says'}; {number} an epoch"
 
     def begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -385,18 +416,6 @@ class InOwnGroup:
         leave_group(worker_id)
         if self._init is not None:
             self._init(worker_id)
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device, however they are nested."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [to_device(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 def _ignore(_: int) -> None:

@@ -6,15 +6,16 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from phalanx._errors import NonFinite
+from phalanx._errors import NonFinite, counted
 from phalanx.data import RandomState
+from phalanx.train.nested import tensors_in
 from phalanx.train.objective import Objective
 from phalanx.train.ranks import Ranks
 from phalanx.train.watch import Watch
@@ -307,15 +308,11 @@ def _first_bad_tensor(value: Any, path: str, *, allows_minus_inf: bool = False) 
     Args:
         allows_minus_inf: Take -inf for what it is in the masks of attention: meant.
     """
-    if isinstance(value, Tensor):
-        is_bad = ~torch.isfinite(value) & (value != -math.inf if allows_minus_inf else True)
-        if not (num_bad := int(is_bad.sum())):
-            return None
-        return f"{path}, of shape {tuple(value.shape)}, has {num_bad} elements that are not finite"
-    items: Any = value.items() if isinstance(value, Mapping) else ()
-    items = enumerate(value) if isinstance(value, tuple | list) else items
-    found = (_first_bad_tensor(item, f"{path}[{key!r}]", allows_minus_inf=allows_minus_inf) for key, item in items)
-    return next((text for text in found if text is not None), None)
+    for where, tensor in tensors_in(value, path):
+        is_bad = ~torch.isfinite(tensor) & (tensor != -math.inf if allows_minus_inf else True)
+        if num_bad := int(is_bad.sum()):
+            return f"{where}, of shape {tuple(tensor.shape)}, has {counted(num_bad, 'element')} not finite"
+    return None
 
 
 def _is_finite(tensor: Tensor) -> bool:

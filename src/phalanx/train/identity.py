@@ -13,8 +13,13 @@ import hashlib
 import inspect
 import itertools
 import json
+import os
 import re
+import sys
+import time
+import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import data as torch_data
 
-from phalanx._errors import CheckpointError, printable
+from phalanx._errors import CheckpointError, counted, printable
 from phalanx.train.ranks import Ranks
 from phalanx.train.settings import Settings
 
@@ -37,22 +42,43 @@ _COUNTERS = {"base_lrs", "last_epoch", "_last_lr", "_step_count", "_is_initial",
 _MODEL = "model."
 _MODULE = "module."
 _TORCH = "torch"  # of another version modules are not compared
+_PYTHON = "python"  # of another version code is not compared
+_CODE = "objective.code"
 _WRAPPERS = {"CheckpointWrapper", "OffloadWrapper", "OptimizedModule"}  # how it is computed, not what
 _OF_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)(\.|$)")
 _INPLACE = re.compile(r",? ?inplace=(True|False)")
 _BATCH_NORM = re.compile(r"(Sync)?BatchNorm(\d)?d?")  # over one rank's samples, or over all
 _TENSOR_LISTS = (nn.ParameterList, nn.ParameterDict)  # tell where their tensors lie, which are among the facts already
 _PARAMETERS = ".parameters"
-_CLOCK_S = 2.0**30  # a number as large is a time of day
+_CLOCK_S = 2.0**30  # a number with a fraction that is as large is a time of day
+_LAUNCH_S = 60.0  # before this process: when a launcher may have read a clock
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _MAX_ITEMS = 16  # of a list: a longer one is told by its hash
 _MAX_DEPTH = 4
 _MAX_LINES = 12
 _MAX_CHARS = 60
 
 
-def facts_of(module: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, objective: Any, s: Settings) -> Facts:
-    """Return the facts of a run whose trainer is being made."""
-    facts = {"objective": _name_of(objective), **{name: _text_of(getattr(s, name)) for name in _SETTINGS}}
+def facts_of(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    objective: Any,
+    s: Settings,
+    *,
+    is_step: bool = False,
+) -> Facts:
+    """Return the facts of a run whose trainer is being made.
+
+    Args:
+        objective: The loss, or the training step.
+        is_step: It is a training step.
+    """
+    facts = {
+        "objective": _name_of(objective),
+        **_code_of(objective, is_step),
+        **{name: _text_of(getattr(s, name)) for name in _SETTINGS},
+    }
     if s.deterministic:
         facts["virtual_shards"] = _text_of(s.virtual_shards)
     facts |= _facts_of_loss(objective) if isinstance(objective, nn.Module) else {}
@@ -72,7 +98,7 @@ def facts_of_data(data: Any, settings: Settings, ranks: Ranks) -> Facts:
         return {"data.samples": str(length), "global_batch_size": str(settings.global_batch_size)}
     dataset, size = getattr(data, "dataset", None), getattr(data, "batch_size", None)
     lengths = ranks.gather(None if dataset is None or not hasattr(dataset, "__len__") else len(dataset))
-    facts = {} if size is None else {f"batch_size of {ranks.world_size} ranks": str(size)}
+    facts = {} if size is None else {f"batch_size of {counted(ranks.world_size, 'rank')}": str(size)}
     if None not in lengths:
         length = sum(lengths) if getattr(data, "is_own_part", False) else lengths[0]
         facts["data.samples"] = str(length)
@@ -136,9 +162,11 @@ def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
     its modules in other words.
     """
     has_modules = ours.get(_TORCH) == theirs.get(_TORCH, "")
+    has_code = ours.get(_PYTHON) == theirs.get(_PYTHON, "")
     whole = (_MODEL, _MODULE) if has_modules else (_MODEL,)
     names = [name for name in {**ours, **theirs} if name.startswith(whole) or (name in ours and name in theirs)]
     names = [name for name in names if name != _TORCH and (has_modules or not name.startswith(_MODULE))]
+    names = [name for name in names if name != _PYTHON and (has_code or name != _CODE)]
     pairs = ((name, theirs.get(name, "nothing"), ours.get(name, "nothing")) for name in names)
     return {name: (before, now) for name, before, now in pairs if before != now}
 
@@ -250,7 +278,10 @@ def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _values_in(function: Any) -> dict[str, Any]:
-    """Return the numbers that a function takes from where it was made; texts and times may be new on each start."""
+    """Return the numbers that a function takes from where it was made; texts and times may be new on each start.
+
+    Of a number that a script draws by itself nobody can know that it changes nothing: it counts.
+    """
     try:
         outside = inspect.getclosurevars(function)
         defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
@@ -260,8 +291,54 @@ def _values_in(function: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in sorted(found.items())
-        if isinstance(value, (bool, int, float)) and not (isinstance(value, float) and value > _CLOCK_S)
+        if isinstance(value, (bool, int, float)) and not _is_of_this_start(value)
     }
+
+
+def _is_of_this_start(value: float) -> bool:
+    """Return whether a number is a clock's reading, in seconds or nanoseconds, or this process."""
+    if isinstance(value, bool) or (isinstance(value, float) and value > _CLOCK_S):
+        return isinstance(value, float)
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - _began_s() + _LAUNCH_S
+    for clock in _CLOCKS:
+        can_be_seconds = clock is time.time or not float(value).is_integer()  # 1000 is a number of steps
+        ages = [clock() - value if can_be_seconds else -1.0, clock() - value / 1e9 if isinstance(value, int) else -1.0]
+        if any(0 <= age < age_s for age in ages):
+            return True
+    return value == os.getpid()
+
+
+def _began_s() -> float:
+    """Return when this process began, in seconds since the host's start."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def _code_of(objective: Any, is_step: bool) -> Facts:
+    """Return the code of a lambda or a local loss, whose name says little; others count with their names.
+
+    It is what Python has compiled, without comments and places: the same in another file, another in another version.
+    Values around the function are left out, since they may be new on each start.
+    """
+    while isinstance(objective, functools.partial):
+        objective = objective.func
+    name = objective.__qualname__ if inspect.isfunction(objective) else ""
+    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a step may have come to print something
+        return {}
+    code = objective.__code__
+    if objective.__doc__ is not None:
+        code = code.replace(co_consts=(None, *code.co_consts[1:]))
+    digest = hashlib.blake2b(repr(_compiled(code)).encode(), digest_size=4).hexdigest()
+    return {_PYTHON: f"{sys.version} optimized {sys.flags.optimize}", _CODE: digest}
+
+
+def _compiled(code: types.CodeType) -> tuple[object, ...]:
+    plain = [_compiled(item) if isinstance(item, types.CodeType) else _ordered(item) for item in code.co_consts]
+    return code.co_code, plain, code.co_names, code.co_varnames, code.co_freevars
+
+
+def _ordered(constant: object) -> str:
+    return repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
 
 def _text_of(value: Any) -> str:

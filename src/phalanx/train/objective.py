@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from phalanx import checkpoint
+from phalanx.train.arguments import check_metrics, has_state
 from phalanx.train.ranks import Ranks
 
 Loss = Callable[[Any, Any], Tensor]
@@ -30,6 +34,10 @@ _RESERVED = frozenset(
 )
 _EXAMPLE = "training_step=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])"
 
+_EXAMPLE_OF_MAPPING = (
+    'training_step=lambda model, batch: nn.functional.cross_entropy(model(batch["image"]), batch["label"])'
+)
+
 
 class Objective:
     """A loss of outputs and targets, or a training step of the user's own, and what is evaluated.
@@ -46,6 +54,7 @@ class Objective:
 
     Raises:
         ValueError: There is no single loss, or a function in `metrics` where nobody knows outputs and targets.
+        TypeError: `metrics` is no mapping of metrics by name.
     """
 
     def __init__(
@@ -61,8 +70,8 @@ class Objective:
                 f"nn.functional.cross_entropy) or Trainer(model, optimizer, {_EXAMPLE})"
             )
         self._loss, self._training_step, self._evaluation_step = loss, training_step, evaluation_step
-        metrics = dict(metrics or {})
-        self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if _has_state(metric)}
+        metrics = check_metrics(metrics)
+        self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if has_state(metric)}
         self._functions = {name: metric for name, metric in metrics.items() if name not in self.stateful}
         self.is_split: bool = loss is not None and evaluation_step is None  # into inputs and targets, to evaluate
         if self._functions and not self.is_split:
@@ -72,16 +81,31 @@ class Objective:
                 'return {"loss": loss, "accuracy": (outputs.argmax(1) == targets).float()}'
             )
 
+    def may_give(self, name: str) -> bool:
+        """Return whether an evaluation may have a value of that name, as far as is known before the first."""
+        known = ("loss", *self._functions, *self.stateful)
+        return not self.is_split or name in known or name.startswith(tuple(f"{n}_" for n in self.stateful))
+
     def loss_of(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any] | None]:
-        """Return the loss of a batch, and the other values by name that the training step has returned with it."""
+        """Return the loss of a batch, and the other values by name that the training step has returned with it.
+
+        Raises:
+            TypeError: There is no tensor that is the loss.
+            ValueError: It is no single number, or, under training, has no gradient.
+        """
         if self._training_step is None:
             assert self._loss is not None
-            return self._loss(*_outputs_and_targets(model, batch)), None
+            loss = self._loss(*_outputs_and_targets(model, batch))
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"Trainer: loss must return a tensor, and it returned {_describe(loss)}")
+            return _checked("loss", loss), None
         returned = self._training_step(model, batch)
         if isinstance(returned, Tensor):
-            return returned, None
+            return _checked("training_step", returned), None
         if isinstance(returned, Mapping) and isinstance(returned.get("loss"), Tensor):
-            return returned["loss"], {name: value for name, value in returned.items() if name != "loss"}
+            return _checked("training_step", returned["loss"]), {
+                name: value for name, value in returned.items() if name != "loss"
+            }
         raise TypeError(
             "Trainer: training_step must return the loss, a tensor, or a dictionary with it: "
             f'return {{"loss": loss, "penalty": penalty}}; it returned {_describe(returned)}'
@@ -117,6 +141,25 @@ class Objective:
         )
 
 
+def _checked(name: str, loss: Tensor) -> Tensor:
+    """Return a loss that one can train by.
+
+    Raises:
+        ValueError: It is no single number, or has no gradient where one is wanted.
+    """
+    if loss.dim() and loss.numel() != 1:
+        raise ValueError(
+            f"Trainer: {name} returned a loss of {loss.numel()} values (shape {tuple(loss.shape)}); it must be one, "
+            'their mean: loss.mean(), or a loss without reduction="none"'
+        )
+    if not loss.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"Trainer: {name} returned a loss without a gradient, so nothing can be trained: compute it from the "
+            "model's outputs without detach(), item() or no_grad(), and leave requires_grad of some parameter True"
+        )
+    return loss
+
+
 def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """Return what the model makes of a batch of two parts, or of a mapping with one entry named as targets are.
 
@@ -139,11 +182,27 @@ def outputs_of(model: nn.Module, batch: Any) -> Any:
     """Return what the model makes of a batch, with targets or without.
 
     What is no target in a mapping are the model's keyword arguments; "inputs" alone is its only argument.
+
+    Raises:
+        TypeError: The model does not take the arguments of that name.
     """
     if not isinstance(batch, Mapping):
         return model(batch[0] if isinstance(batch, tuple | list) else batch)
     inputs = {name: value for name, value in batch.items() if name not in _TARGETS}
-    return model(inputs["inputs"]) if [*inputs] == ["inputs"] else model(**inputs)
+    if [*inputs] == ["inputs"]:
+        return model(inputs["inputs"])
+    try:
+        return model(**inputs)
+    except TypeError as error:
+        taken = inspect.signature(checkpoint.unwrap(model).forward)
+        try:
+            taken.bind(**inputs)
+        except TypeError as other:
+            raise TypeError(
+                f"Trainer: the batch's entries {', '.join(map(repr, inputs))} are not what the model takes, "
+                f"forward{taken}: {other}. Give the entries the names of its arguments, or pass {_EXAMPLE_OF_MAPPING}"
+            ) from error
+        raise
 
 
 def refuse_reserved(names: Iterable[str]) -> None:
@@ -192,10 +251,6 @@ class NamedParts:
         self._sums = {}
         every = ranks.gather(own)
         return {name: sum(of.get(name, 0.0) for of in every) for name in dict.fromkeys(n for of in every for n in of)}
-
-
-def _has_state(metric: Any) -> bool:
-    return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 
 def _describe(value: Any) -> str:

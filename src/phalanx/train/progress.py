@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
+
+from phalanx import _env
+from phalanx._launched import Launch
+
+_WARNING = re.compile(r"\S.*:\d+: \w*Warning: ")
 
 
 class ProgressBar:
@@ -12,6 +19,9 @@ class ProgressBar:
         self._progress = progress
         self._task = progress.add_task("starting", total=num_steps, loss="")
         progress.start()
+        launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
+        if launch is not None and launch.launcher == "phalanx run" and hasattr(sys.stderr, "rich_proxied_file"):
+            sys.stderr = _StderrBesideBar(sys.stderr)  # until `close`
 
     @staticmethod
     def open(num_steps: int) -> ProgressBar | None:
@@ -40,3 +50,20 @@ class ProgressBar:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+class _StderrBesideBar:
+    """stderr while a bar shows: rich prints it above the bar, wrapped, but for warnings.
+
+    Those go out as they are, because ``phalanx run`` shows the warning of all ranks once, and above the bar.
+    """
+
+    def __init__(self, proxy: Any) -> None:
+        self._proxy = proxy
+
+    def write(self, text: str) -> int:
+        is_warning = _WARNING.match(text) is not None
+        return int((self._proxy.rich_proxied_file if is_warning else self._proxy).write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._proxy, name)

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 import phalanx
+from phalanx._errors import counted
 from phalanx.train import plots
 from phalanx.train.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
 from phalanx.train.plots import Point, number, seconds
@@ -54,9 +55,9 @@ class _Run:
     """What the records of a run say.
 
     Attributes:
-        starts: One record for each attempt.
+        starts: One record for each attempt that has trained.
         steps, epochs: Records, as if the run had never been interrupted.
-        attempts: All records, by attempt.
+        attempts: All records of these, by attempt.
         metrics: Step and value of each evaluation metric.
         last: The last record.
     """
@@ -64,9 +65,8 @@ class _Run:
     def __init__(self, folder: Path, records: list[Record]) -> None:
         self.name = folder.resolve().name
         self.num_records = len(records)
-        self.attempts: dict[int, list[Record]] = defaultdict(list)
-        for record in records:
-            self.attempts[record["attempt"]].append(record)
+        records = _without_idle(records)
+        self.attempts = _by_attempt(records)
         self.starts = [record for record in records if record["kind"] == "start"]
         kept = without_undone(records)
         self.steps = [record for record in kept if record["kind"] == "step"]
@@ -91,6 +91,19 @@ class _Run:
     def marks(self) -> dict[int, str]:
         """Return the steps from which later attempts went on."""
         return {resumed_at(start): f"attempt {start['attempt']} goes on from here" for start in self.starts[1:]}
+
+
+def _by_attempt(records: Sequence[Record]) -> dict[int, list[Record]]:
+    attempts: dict[int, list[Record]] = defaultdict(list)
+    for record in records:
+        attempts[record["attempt"]].append(record)
+    return attempts
+
+
+def _without_idle(records: list[Record]) -> list[Record]:
+    """Leave out attempts that found the run finished: what they say of ranks and times is not of the training."""
+    idle = {n for n, of in _by_attempt(records).items() if [record["kind"] for record in of] == ["start", "end"]}
+    return [record for record in records if record["attempt"] not in idle] or records
 
 
 def _ending(records: Sequence[Record]) -> str:
@@ -123,8 +136,9 @@ def _page(run: _Run) -> str:
         f'<header><h1>{name}</h1><p><strong class="state {run.state}">{run.state}</strong> '
         f"Started at {_clock(run.began_s)}. {note}</p></header>\n"
         + "\n".join(filter(None, sections))
-        + f"\n<footer>Made at {_clock(time.time())} by Phalanx {phalanx.__version__} from {run.num_records:,} records "
-        "in metrics.jsonl; <code>phalanx report FOLDER</code> makes it anew.</footer>\n</main></body></html>\n"
+        + f"\n<footer>Made at {_clock(time.time())} by Phalanx {phalanx.__version__} from "
+        f"{counted(run.num_records, 'record')} in metrics.jsonl; "
+        "<code>phalanx report FOLDER</code> makes it anew.</footer>\n</main></body></html>\n"
     )
 
 
@@ -258,7 +272,7 @@ def _restarts(run: _Run) -> str:
         source = resumed.get("source", "?")
         origin = f"step {resumed_at(start):,}, from {source}" if resumed else "the beginning"
         gap_s = start["time"] - earlier[-1]["time"]
-        size = f"{start.get('world_size', '?')} ranks"
+        size = _ranks(start)
         rows.append((str(start["attempt"]), _clock(start["time"]), _how(earlier), origin, size, seconds(gap_s)))
     if not rows:
         return ""
@@ -295,6 +309,11 @@ def _settings(run: _Run) -> str:
         return ""
     rows = [(str(name), "none" if value is None else str(value)) for name, value in run.settings.items()]
     return _section("Settings", _table("Settings", ["Setting", "Value"], rows))
+
+
+def _ranks(start: Record) -> str:
+    size = start.get("world_size")
+    return counted(size, "rank") if type(size) is int else f"{size or '?'} ranks"
 
 
 def _of(limit: object) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,6 +20,15 @@ _OTHER_NAMES = {  # under which other trainers know them
     "max_grad_norm": "clip_norm", "grad_clip": "clip_norm", "gradient_clip_val": "clip_norm", "workers": "num_workers",
     "early_stopping": "patience", "output_dir": "folder", "default_root_dir": "folder", "logger": "loggers",
     "loss_fn": "loss", "criterion": "loss", "lr_scheduler": "scheduler", "optim": "optimizer",
+}  # fmt: skip
+
+_CHOICES = {
+    "on_resize": ("keep", "scale"), "precision": ("fp32", "bf16", "fp16"), "resume": ("auto", "never", "force"),
+    "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"), "on_nan": ("raise", "warn", "ignore"),
+}  # fmt: skip
+_LEAST = {  # of whole numbers
+    "max_epochs": 1, "max_steps": 1, "micro_batch_size": 1, "patience": 1, "save_every": 1, "global_batch_size": 1,
+    "keep_last": 1, "log_every": 1, "virtual_shards": 1, "num_workers": 0, "snapshot_every": 0, "seed": 0,
 }  # fmt: skip
 
 
@@ -91,31 +103,45 @@ class Settings:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        choices = {
-            "on_resize": ("keep", "scale"), "precision": ("fp32", "bf16", "fp16"), "resume": ("auto", "never", "force"),
-            "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"),
-            "on_nan": ("raise", "warn", "ignore"),
-        }  # fmt: skip
-        for name, allowed in choices.items():
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Trainer: {name} must be one of {allowed}, got {getattr(self, name)!r}")
-        for name in ("max_epochs", "max_steps", "micro_batch_size", "patience", "save_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Trainer: {name} must be at least 1, got {value}")
-        for name in ("num_workers", "snapshot_every", "seed"):
-            value = getattr(self, name)
-            if value != "auto" and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"Trainer: {name} must be at least 0, got {value!r}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"Trainer: clip_norm must be above 0, got {self.clip_norm}")
-        for name in ("global_batch_size", "keep_last", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Trainer: {name} must be at least 1, got {getattr(self, name)}")
+        for name, least in _LEAST.items():
+            setattr(self, name, self._whole(name, least))
+        if self.clip_norm is not None:
+            if not _is_real(self.clip_norm):
+                raise _wrong_type("clip_norm", "a number", self.clip_norm)
+            if not self.clip_norm > 0:
+                raise ValueError(f"Trainer: clip_norm must be above 0, got {self.clip_norm}")
+        if not isinstance(self.drop_last, bool):
+            raise _wrong_type("drop_last", "True or False", self.drop_last)
+        if not isinstance(self.monitor, str):
+            raise _wrong_type("monitor", "the name of a value of the evaluation", self.monitor)
+        if self.folder is not None:
+            if not isinstance(self.folder, str | os.PathLike):
+                raise _wrong_type("folder", "a path", self.folder)
+            self.folder = os.fspath(self.folder)
         if self.max_epochs is None and self.max_steps is None:
             raise ValueError("Trainer: say when to stop: max_epochs=10 or max_steps=1000")
-        if self.virtual_shards & (self.virtual_shards - 1) or self.virtual_shards < 1:
+        if self.virtual_shards & (self.virtual_shards - 1):
             raise ValueError(f"Trainer: virtual_shards must be a power of two, got {self.virtual_shards}")
+
+    def _whole(self, name: str, least: int) -> Any:
+        """Return a setting as a whole number, or as it is where it may be something else.
+
+        Raises:
+            TypeError: It is no whole number.
+            ValueError: It is smaller than `least`.
+        """
+        value = getattr(self, name)
+        default = type(self).__dataclass_fields__[name].default
+        if value is default is None or value == default == "auto":
+            return value
+        if not _is_real(value) or not math.isfinite(value) or value != int(value):
+            raise _wrong_type(name, 'a whole number, or "auto"' if default == "auto" else "a whole number", value)
+        if value < least:
+            raise ValueError(f"Trainer: {name} must be at least {least}, got {value}")
+        return int(value)
 
     def batch_size_for(self, world_size: int, first_world_size: int) -> int:
         """Return the global batch size on `world_size` ranks of a run that began on `first_world_size`."""
@@ -127,3 +153,12 @@ class Settings:
 def is_minimized(name: str) -> bool:
     """Return whether less of a value of that name is better, as of ``loss``, ``error_rate`` or ``val_mae``."""
     return not _MINIMIZED.isdisjoint(name.lower().split("_"))
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _wrong_type(name: str, wanted: str, value: object) -> TypeError:
+    hint = f"; right: {name}={value}" if isinstance(value, str) and value.isdecimal() else ""
+    return TypeError(f"Trainer: {name} must be {wanted}, got {value!r} ({type(value).__name__}){hint}")

@@ -20,21 +20,24 @@ from torch import Tensor, nn
 
 from phalanx import checkpoint, session
 from phalanx._env import PREEMPTED_CODE
-from phalanx._errors import NonFinite, RankFailed
+from phalanx._errors import NonFinite, RankFailed, counted
 from phalanx._loop import synchronizing
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules, note_room_made
 from phalanx.parallel import DistributedDataParallel
 from phalanx.train import restarts, world
+from phalanx.train.arguments import check_arguments, check_data
 from phalanx.train.evaluation import Evaluator
-from phalanx.train.feed import Part, open_feed, to_device
+from phalanx.train.feed import Part, open_feed
 from phalanx.train.finite import FiniteGuard
 from phalanx.train.folder_lock import FolderLock
+from phalanx.train.foresight import check_schedule, num_schedule_steps, refuse_unwritable
 from phalanx.train.identity import Identity, facts_of, facts_of_data
 from phalanx.train.judge import Judge
 from phalanx.train.loggers import IDS, Logger, Loggers
 from phalanx.train.metrics import write_csv
+from phalanx.train.nested import to_device
 from phalanx.train.objective import NamedParts, Objective
 from phalanx.train.origin import describe_origin
 from phalanx.train.preemption import Preemption, exit_code, requeue
@@ -74,7 +77,9 @@ class Trainer:
         metrics: Values to evaluate beside the loss, by name: ``metric(outputs, targets)`` returns one number for each
             sample, or their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics,
             combine the states of all ranks in ``compute``; an `evaluation_step` updates them itself.
-        collate_fn: Function that makes a batch out of a dataset's samples; None: torch's.
+        collate_fn: Function that makes a batch out of a dataset's samples; None: torch's. Where it leaves samples out,
+            an evaluation counts those that are in the batch, if its tensors tell how many; in a training step each
+            rank's part still weighs as much as the samples that were asked for.
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
             ``on_fit_end``, each called with the trainer on every rank; with ``state_dict`` and ``load_state_dict`` they
             are part of the checkpoints.
@@ -91,7 +96,7 @@ class Trainer:
 
     Raises:
         ValueError: Arguments that contradict each other.
-        TypeError: An argument that there is not.
+        TypeError: An argument that there is not, or that is something else than it should be.
         ImportError: A logger's package is missing on rank 0.
     """
 
@@ -125,6 +130,11 @@ class Trainer:
         **settings: Any,
     ) -> None:
         self.settings = s = Settings.of(settings)
+        self._given = frozenset(settings)
+        check_arguments(
+            model, optimizer, scheduler, callbacks,
+            loss=loss, training_step=training_step, evaluation_step=evaluation_step, collate_fn=collate_fn,
+        )  # fmt: skip
         self._objective = Objective(loss, training_step, evaluation_step, metrics)
         self.session = session.init()
         self._ranks = Ranks(self.session)
@@ -135,11 +145,10 @@ class Trainer:
         self._is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if self._is_plateau and s.scheduler_interval == "step":
             raise ValueError('Trainer: ReduceLROnPlateau needs scheduler_interval="epoch"')
-        own = {id(parameter) for parameter in model.parameters()}
-        if own and own.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        if not self._objective.may_give(s.monitor):
             raise ValueError(
-                "Trainer: the optimizer has no parameter of this model, so nothing would be trained; right: "
-                "Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)"
+                f"Trainer: monitor={s.monitor!r} is no value of the evaluation, which has "
+                f"{', '.join(['loss', *(metrics or {})])}: name one of these, or add the metric to metrics"
             )
         if s.deterministic:
             world.check_model(model)
@@ -149,7 +158,7 @@ class Trainer:
         self._scaler = self.session.grad_scaler(s.precision)
         self.folder = restarts.run_folder(s.folder)
         self.checkpoints = os.path.join(self.folder, "checkpoints")
-        self._facts = facts_of(self.module, optimizer, scheduler, training_step or loss, s)
+        self._facts = facts_of(self.module, optimizer, scheduler, training_step or loss, s, is_step=loss is None)
         self._hyperparameters = Hyperparameters(optimizer)
         self.step = self.epoch = 0
         self.evaluation: dict[str, float] = {}
@@ -176,15 +185,19 @@ class Trainer:
 
         Args:
             data: A map-style dataset, which is divided here; or a loader of this rank's own batches, each of which is
-                then a step of its rank.
-            validation_data: What `evaluate` takes, evaluated after each epoch.
+                then a step of its rank. `Settings.global_batch_size` must be what the loaders of all ranks give then.
+            validation_data: What `evaluate` takes, evaluated after each epoch; one batch of a dataset also before the
+                first step, to know what an evaluation gives.
             batch_sampler: Lists of a dataset's indices, each a batch of all ranks together, instead of
                 `Settings.global_batch_size`; it must give the same lists on every rank. ``set_epoch`` is called.
 
         Raises:
             CheckpointError: The folder holds another run: another model, optimizer, schedule or data, other settings.
             NonFinite: A loss, gradient or parameter is not finite; on every rank. See `Settings.on_nan`.
+                Or no checkpoint can be saved in it.
             PhalanxError: Another job trains in the folder, or the folder can't be made.
+            ValueError: The data does not go with the settings, an evaluation does not have the value that `monitor`
+                names, or the schedule is shorter than the run.
             SystemExit: When SIGTERM, SIGUSR1 or Ctrl-C came to any rank; everything is saved. With code 75, or 130
                 after a Ctrl-C without a launcher.
         """
@@ -203,21 +216,19 @@ class Trainer:
             raise
 
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
-        if self.settings.patience is not None and validation_data is None:
-            raise ValueError("Trainer: patience needs validation_data to judge by: fit(data, validation_data)")
-        if isinstance(validation_data, types.GeneratorType) and (self.settings.max_epochs or 1) > 1:
-            raise ValueError(
-                "Trainer: validation_data is evaluated after each epoch, and a generator is used up after one: pass "
-                "a dataset, a loader or a list of batches, such as [*generator]"
-            )
+        self._check_data(data, validation_data)
         self._feed = open_feed(
-            data, self.settings, self._batch_size(), self._ranks,
+            data, self.settings, self._batch_size(), self._ranks, given=self._given,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
         )  # fmt: skip
         if self.settings.resume == "never" and self._lock.is_first:
             self._begin_anew()
         loaded = self._load(data)
+        if not self._is_over():
+            refuse_unwritable(self.checkpoints, self._ranks)
         with self._begin(loaded) as self._watch, Preemption(speaks=self.session.is_main) as self._preemption:
+            if validation_data is not None and not self._is_over():
+                self._evaluator.rehearse(validation_data, self.settings.monitor)
             self._call("on_fit_start")
             while not self._is_over():
                 self.model.train()
@@ -246,6 +257,26 @@ class Trainer:
                 self._after_epoch(validation_data, has_ended=has_ended)
             self._end()
         return self.evaluation
+
+    def _check_data(self, data: Any, validation_data: Any) -> None:
+        """Refuse what can't be trained on, or not be judged by, before anything is begun."""
+        check_data("data", data)
+        if validation_data is not None:
+            check_data("validation_data", validation_data)
+        if self.settings.patience is not None and validation_data is None:
+            raise ValueError("Trainer: patience needs validation_data to judge by: fit(data, validation_data)")
+        if self._is_plateau and validation_data is None:
+            raise ValueError("Trainer: ReduceLROnPlateau needs validation_data to judge by: fit(data, validation_data)")
+        has_epochs = (self.settings.max_epochs or 1) > 1
+        for name, given, is_again in (
+            ("data", data, has_epochs and self.settings.max_steps is None),
+            ("validation_data", validation_data, has_epochs),
+        ):
+            if isinstance(given, types.GeneratorType) and is_again:
+                raise ValueError(
+                    f"Trainer: {name} is needed in each epoch, and a generator is used up after one: pass a dataset, a "
+                    "loader or a list of batches, such as [*generator]"
+                )
 
     def _train_on(self, parts: list[Part], num_samples: int) -> Tensor:
         """Take one optimizer step on this rank's parts of a global batch; return this rank's part of its mean loss.
@@ -374,6 +405,10 @@ class Trainer:
         self._feed.resize(self._batch_size())  # now that it is known
         of_epochs = (s.max_epochs or 0) * (self._feed.num_steps or 0) or sys.maxsize
         num_steps = min(s.max_steps or sys.maxsize, of_epochs)
+        left = num_schedule_steps(s, self.step, self.epoch, num_steps, self._feed.num_steps)
+        if self._feed.may_differ:
+            left = -self._ranks.largest(-left)  # an epoch ends with the shortest loader
+        of_schedule = check_schedule(self.scheduler, left, s.scheduler_interval)
         watch = Watch(self.folder, num_steps, self._ranks, self._loggers)
         if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
@@ -395,7 +430,7 @@ class Trainer:
         watch.say(f"{self._feed.describe(num_steps)}; run folder {self.folder}")
         pids = " ".join(str(pid) for pid in self._ranks.gather(os.getpid())[:_MAX_PIDS])
         watch.say(f"processes of the ranks: {pids}")
-        for line in filter(None, (self._lock.problem, self._identity.news)):
+        for line in filter(None, (self._lock.problem, self._identity.news, of_schedule)):
             watch.say(line)
         self._guard.say_what_is_meant()
         last = _trained.get(self.checkpoints)
@@ -483,8 +518,10 @@ class Trainer:
             self._save()
         if num := self._num_unsaved:
             newest = "there is none" if self._saved_step is None else f"the newest is that of step {self._saved_step}"
-            left_out = f"{num} checkpoint{'s' * (num > 1)} left out"
-            self._watch.say(f"{left_out}: weights or buffers are not finite after step {self.step}; {newest}")
+            self._watch.say(
+                f"{counted(num, 'checkpoint')} left out: weights or buffers are not finite after step {self.step}; "
+                f"{newest}"
+            )
             self._num_unsaved = 0
         self._agree()  # the steps of an epoch may be few, and all this has taken time
 
@@ -546,8 +583,8 @@ class Trainer:
             data: A map-style dataset, of which each sample counts once, on however many ranks. Or a loader: batches of
                 one that all ranks have alike are divided among them; of one that divides, one of a ``Subset`` that
                 is this rank's own, a stream or a list of batches, each rank counts what it is given, so that a sample
-                that a sampler repeats counts twice. The mean of a dataset's batch counts for all samples that were
-                asked for: a `collate_fn` must not leave any out.
+                that a sampler repeats counts twice. The mean of a dataset's batch counts for the samples that were
+                asked for, or for those that a `collate_fn` has left in it, if its tensors tell how many.
 
         Raises:
             ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.

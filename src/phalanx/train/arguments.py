@@ -1,0 +1,137 @@
+"""What a `Trainer` is given beside its settings: each mistake is named at once, with the right call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_LOSS = "nn.functional.cross_entropy or nn.CrossEntropyLoss()"
+_OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1)"
+_METRICS = 'metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float()}'
+
+
+def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, **functions: Any) -> None:
+    """Refuse what is no model, optimizer, schedule, callbacks or function.
+
+    Args:
+        functions: The functions by the names of their arguments, of which None is left out.
+
+    Raises:
+        TypeError: An argument is something else, such as a class instead of an object.
+        ValueError: The optimizer or the schedule is another model's, or the loss is no mean.
+    """
+    _refuse_class("model", model, "model = {}(...)")
+    if not isinstance(model, nn.Module):
+        raise _wrong("model", "a torch.nn.Module", model, "Trainer(model, optimizer, loss)")
+    _refuse_class("optimizer", optimizer, "{}(model.parameters(), lr=0.1)")
+    if not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
+        raise _wrong("optimizer", "an optimizer", optimizer, _OPTIMIZER)
+    _refuse_class("scheduler", scheduler, "{}(optimizer, ...)")
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise _wrong("scheduler", "a schedule", scheduler, "torch.optim.lr_scheduler.LambdaLR(optimizer, function)")
+    own = {id(parameter) for parameter in model.parameters()}
+    if own and own.isdisjoint(_parameters_of(optimizer)):
+        raise ValueError(
+            "Trainer: the optimizer has no parameter of this model, so nothing would be trained; right: "
+            f"Trainer(model, {_OPTIMIZER}, loss)"
+        )
+    scheduled = getattr(scheduler, "optimizer", None)
+    if own and hasattr(scheduled, "param_groups") and own.isdisjoint(_parameters_of(scheduled)):
+        raise ValueError(
+            "Trainer: the scheduler is that of another optimizer, which trains nothing here; right: "
+            f"{type(scheduler).__name__}(optimizer, ...) with the optimizer that the Trainer gets"
+        )
+    _check_callbacks(callbacks)
+    for name, function in functions.items():
+        _check_function(name, function)
+
+
+def check_data(name: str, data: Any) -> None:
+    """Refuse what is neither a dataset nor something that gives batches.
+
+    Raises:
+        TypeError: It is not.
+    """
+    _refuse_class(name, data, "{}(...)")
+    is_iterable = hasattr(data, "__iter__") or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    if isinstance(data, str | Mapping) or not is_iterable:
+        raise _wrong(
+            name, "a dataset with __getitem__ and __len__, or a loader", data, "trainer.fit(dataset, held_back)"
+        )
+
+
+def check_metrics(metrics: Any) -> dict[str, Any]:
+    """Return the metrics by name.
+
+    Raises:
+        TypeError: They have no names, or one is neither a function nor an object with a state.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise _wrong("metrics", "a dictionary of functions by name", metrics, _METRICS)
+    for name, metric in metrics.items():
+        if not isinstance(name, str):
+            raise _wrong("a name in metrics", "a text", name, _METRICS)
+        _refuse_class(f"metrics[{name!r}]", metric, "{}()")
+        if not callable(metric) and not has_state(metric):
+            wanted = "a function, or an object with update, compute and reset"
+            raise _wrong(f"metrics[{name!r}]", wanted, metric, _METRICS)
+    return dict(metrics)
+
+
+def has_state(metric: Any) -> bool:
+    """Return whether a metric is an object that sees batches and computes its value at the end."""
+    return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        raise _wrong("callbacks", "a list of objects", callbacks, "callbacks=[callback]")
+    for callback in callbacks:
+        _refuse_class("callbacks", callback, "callbacks=[{}()]")
+
+
+def _check_function(name: str, function: Any) -> None:
+    if function is None:
+        return
+    if name != "collate_fn":  # which may be a class, such as list
+        _refuse_class(name, function, f"{name}={{}}()")
+    if not callable(function):
+        raise _wrong(name, "a function", function, f"loss={_LOSS}" if name == "loss" else f"{name}=function")
+    inner = function.keywords if isinstance(function, functools.partial) else getattr(function, "__dict__", {})
+    if name == "loss" and inner.get("reduction") == "none":
+        raise ValueError(
+            'Trainer: the loss has reduction="none", which gives a value for each sample; it must return their mean: '
+            'leave reduction="none" out'
+        )
+
+
+def _refuse_class(name: str, value: Any, right: str) -> None:
+    if isinstance(value, type):
+        called = _called(value)
+        raise TypeError(f"Trainer: {name} is the class {called} itself; make an object of it: {right.format(called)}")
+
+
+def _called(value: type) -> str:
+    """Return the name of a class as a script would write it."""
+    module = value.__module__
+    for package, short in (("torch.nn.", "nn"), ("torch.optim.lr_scheduler", "lr_scheduler")):
+        module = short if module.startswith(package) else module
+    module = "torch.optim" if module.startswith("torch.optim.") else module
+    return value.__qualname__ if module in ("__main__", "builtins") else f"{module}.{value.__qualname__}"
+
+
+def _wrong(name: str, wanted: str, value: Any, right: str) -> TypeError:
+    shown = repr(value) if isinstance(value, str | int | float) else f"an object of type {type(value).__name__}"
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        shown = repr(value)
+    return TypeError(f"Trainer: {name} must be {wanted}, got {shown[:60]}; right: {right}")
+
+
+def _parameters_of(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

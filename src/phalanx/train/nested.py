@@ -1,0 +1,40 @@
+"""The tensors of a batch, however they are nested in mappings, tuples and lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor with where it lies, such as ``batch['image'][0]`` for a `path` of ``batch``."""
+    if isinstance(value, Tensor):
+        yield path, value
+    items: Any = value.items() if isinstance(value, Mapping) else ()
+    items = enumerate(value) if isinstance(value, tuple | list) else items
+    for key, item in items:
+        yield from tensors_in(item, f"{path}[{key!r}]")
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [to_device(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def num_collated(batch: Any, num_samples: int) -> int:
+    """Return how many samples a function has left in a batch of `num_samples`, as its tensors tell.
+
+    They tell where all of them begin with the same dimension and it is smaller; else none counts as left out.
+    """
+    lengths = {len(tensor) if tensor.dim() else num_samples for _, tensor in tensors_in(batch)}
+    return min(lengths.pop(), num_samples) if len(lengths) == 1 else num_samples

@@ -1,0 +1,256 @@
+"""What a script has got wrong is said before the first step, with the right call, alike on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+
+import phalanx
+from phalanx.train.arguments import check_arguments
+from phalanx.train.objective import Objective
+from phalanx.train.settings import Settings
+from tests.train._programs import Seen, make_data, make_model, mean_squares, quietly
+
+LIMIT_S = 100
+
+
+def distance(outputs, targets):
+    return (outputs - targets).abs().squeeze(1)
+
+
+class Arguments:
+    """Arguments of a `Trainer` that is right, and of one with something else in the place of some."""
+
+    def __init__(self):
+        model = make_model()
+        self.right = {
+            "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "scheduler": None,
+            "callbacks": (), "loss": mean_squares,
+        }  # fmt: skip
+
+    def check(self, **wrong):
+        check_arguments(**(self.right | wrong))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": nn.Linear}, r"model is the class nn\.Linear itself; make an object of it: model = nn\.Linear\("),
+        (
+            {"model": len},
+            r"model must be a torch\.nn\.Module, got an object of type builtin_function_or_method; right: Trainer\(",
+        ),
+        ({"optimizer": torch.optim.SGD}, r"the class torch\.optim\.SGD .*torch\.optim\.SGD\(model\.parameters\(\), "),
+        ({"optimizer": "sgd"}, r"optimizer must be an optimizer, got 'sgd'; right: torch\.optim\.SGD\(model\.param"),
+        ({"optimizer": mean_squares}, "optimizer must be an optimizer, got an object of type function"),
+        ({"loss": nn.CrossEntropyLoss}, r"loss is the class .*: loss=nn\.CrossEntropyLoss\(\)"),
+        ({"loss": "mse"}, r"loss must be a function, got 'mse'; right: loss=nn\.functional\.cross_entropy or"),
+        ({"scheduler": lr_scheduler.StepLR}, r"the class lr_scheduler\.StepLR itself.*StepLR\(optimizer, \.\.\.\)"),
+        ({"scheduler": lambda step: 1.0}, r"scheduler must be a schedule.*LambdaLR\(optimizer, function\)"),
+        (
+            {"callbacks": Seen()},
+            r"callbacks must be a list of objects, got an object of type Seen; right: callbacks=\[callback\]",
+        ),
+        ({"callbacks": [Seen]}, r"callbacks is the class .*Seen itself"),
+        ({"collate_fn": 3}, "collate_fn must be a function, got 3"),
+    ],
+)
+def test_a_class_or_a_name_instead_of_an_object_is_a_type_error_with_the_right_call(wrong, message):
+    Arguments().check(collate_fn=list)
+    with pytest.raises(TypeError, match=message):
+        Arguments().check(**wrong)
+
+
+def test_a_loss_without_a_mean_and_an_optimizer_or_schedule_of_another_model_are_refused():
+    others = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    for wrong, message in (
+        ({"loss": nn.MSELoss(reduction="none")}, 'reduction="none", which gives a value for each sample'),
+        ({"optimizer": others}, "the optimizer has no parameter of this model"),
+        ({"scheduler": lr_scheduler.StepLR(others, 1)}, "the scheduler is that of another optimizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Arguments().check(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (["accuracy"], r"metrics must be a dictionary of functions by name, got \['accuracy'\]; right: metrics=\{"),
+        (distance, r"metrics must be a dictionary of functions by name, got an object of type function; right"),
+        ({"accuracy": "accuracy"}, r"metrics\['accuracy'\] must be a function, or an object with update"),
+        ({"accuracy": Seen}, r"metrics\['accuracy'\] is the class .*Seen itself"),
+        ({3: distance}, "a name in metrics must be a text, got 3"),
+    ],
+)
+def test_metrics_without_names_or_functions_are_a_type_error(metrics, message):
+    with pytest.raises(TypeError, match=message):
+        Objective(mean_squares, metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_epochs": "3"}, r"max_epochs must be a whole number, got '3' \(str\); right: max_epochs=3"),
+        ({"max_steps": 0.5}, r"max_steps must be a whole number, got 0\.5"),
+        ({"patience": True}, r"patience must be a whole number, got True \(bool\)"),
+        ({"seed": None}, "seed must be a whole number, got None"),
+        ({"global_batch_size": [8]}, r"global_batch_size must be a whole number, got \[8\] \(list\)"),
+        ({"snapshot_every": "all"}, 'snapshot_every must be a whole number, or "auto", got'),
+        ({"clip_norm": "1"}, r"clip_norm must be a number, got '1' \(str\); right: clip_norm=1"),
+        ({"drop_last": "no"}, r"drop_last must be True or False, got 'no'"),
+        ({"monitor": None}, "monitor must be the name of a value"),
+        ({"folder": 3}, "folder must be a path, got 3"),
+    ],
+)
+def test_a_setting_of_another_type_is_a_type_error_that_names_it(settings, message):
+    with pytest.raises(TypeError, match=message):
+        Settings(**({"max_epochs": 1} | settings))
+
+
+def test_a_whole_number_of_another_type_and_a_path_are_taken(tmp_path):
+    settings = Settings(max_steps=1e4, max_epochs=torch.ones(2, dtype=torch.int64).numpy()[0], folder=tmp_path)
+    assert (type(settings.max_steps), type(settings.max_epochs), settings.folder) == (int, int, str(tmp_path))
+
+
+# ---- on ranks ------------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A callback that counts steps."""
+
+    def __init__(self):
+        self.num = 0
+
+    def on_step(self, trainer):
+        self.num += 1
+
+
+def fit(base, loss=mean_squares, *, model=None, data=None, validation=None, schedule=None, **options):
+    """Train; return what was said, or the error and how many steps came before it."""
+    model = make_model() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    steps = Steps()
+    options = {"max_epochs": 2, "callbacks": [steps], "folder": f"{base}/{fit.num}", **options}
+    fit.num += 1
+    try:
+        trainer = phalanx.Trainer(model, optimizer, loss, scheduler=schedule and schedule(optimizer), **options)
+        return quietly(trainer.fit, make_data() if data is None else data, validation)[1]
+    except Exception as error:
+        return type(error).__name__, str(error), steps.num
+
+
+fit.num = 0
+
+
+class OfImages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 1)
+
+    def forward(self, pixels):
+        return self.linear(pixels)
+
+
+def evaluate_without(model, batch):
+    return {"distance": distance(model(batch[0]), batch[1])}
+
+
+def cosine(optimizer):
+    return lr_scheduler.CosineAnnealingLR(optimizer, T_max=2)
+
+
+def one_cycle(optimizer):
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
+
+
+def loader(batch_size):
+    sampler = phalanx.DistributedSampler(make_data())
+    return DataLoader(make_data(), batch_size=batch_size, sampler=sampler)
+
+
+def make_mistakes(rank, world_size, folder):
+    named = [{"image": inputs, "label": targets} for inputs, targets in zip(*make_data(8).tensors, strict=True)]
+    step = {"loss": None, "training_step": lambda model, batch: mean_squares(model(batch[0]), batch[1])}
+    with_dict = {"metrics": {"distance": lambda outputs, targets: {"mean": 1.0}}}
+    with_matrix = {"metrics": {"distance": lambda outputs, targets: torch.ones(3, 3)}}
+    return {
+        "loader of another size": fit(folder, data=loader(4), global_batch_size=64),
+        "loader of that size": fit(folder, data=loader(4), global_batch_size=4 * world_size),
+        "batches": fit(folder, data=[make_data(2).tensors], global_batch_size=64, drop_last=True),
+        "monitor": fit(folder, validation=make_data(8), monitor="accuracy", metrics={"distance": distance}),
+        "monitor of a step": fit(
+            folder, validation=make_data(8), monitor="accuracy", evaluation_step=evaluate_without, **step
+        ),
+        "one cycle": fit(folder, schedule=one_cycle),
+        "one cycle by epoch": fit(folder, schedule=one_cycle, scheduler_interval="epoch"),
+        "cosine": fit(folder, schedule=cosine),
+        "plateau": fit(folder, schedule=lr_scheduler.ReduceLROnPlateau, scheduler_interval="epoch"),
+        "closed": fit(folder, folder="/sys/kernel"),  # where nobody can make a folder, root neither
+        "dict": fit(folder, validation=make_data(8), **with_dict),
+        "matrix": fit(folder, validation=make_data(8), **with_matrix),
+        "values": fit(folder, lambda outputs, targets: (outputs - targets) ** 2),
+        "number": fit(folder, lambda outputs, targets: mean_squares(outputs, targets).item()),
+        "detached": fit(folder, lambda outputs, targets: mean_squares(outputs, targets).detach()),
+        "names": fit(folder, model=OfImages(), data=Samples(named)),
+        "none": fit(folder, data="data/train"),
+        "not held back": fit(folder, validation=8),
+        "few": fit(folder, data=make_data(1)),
+    }
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, items):
+        self._items = items
+
+    def __len__(self):
+        return len(self._items)
+
+    def __getitem__(self, index):
+        return self._items[index]
+
+
+EXPECTED = {
+    "loader of another size": ("ValueError", "global_batch_size=64, but a step takes the loader's batches of all "),
+    "monitor": ("ValueError", "monitor='accuracy' is no value of the evaluation, which has loss, distance"),
+    "monitor of a step": ("ValueError", "monitor='accuracy' is no value of the evaluation, which has distance"),
+    "one cycle": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 4 times, once each step: make"),
+    "plateau": ("ValueError", "ReduceLROnPlateau needs validation_data to judge by"),
+    "closed": ("CheckpointError", "rank 0: Trainer.fit: no checkpoint can be saved in /sys/kernel/checkpoints: "),
+    "dict": ("ValueError", "'distance' is a dict; it must be one number for each sample, or their mean"),
+    "matrix": ("ValueError", "'distance' has 9 values (shape (3, 3)) for a batch of "),
+    "values": ("ValueError", 'their mean: loss.mean(), or a loss without reduction="none"'),
+    "number": ("TypeError", "loss must return a tensor, and it returned float"),
+    "detached": ("ValueError", "loss returned a loss without a gradient"),
+    "names": ("TypeError", "the batch's entries 'image' are not what the model takes, forward(pixels): "),
+    "none": (
+        "TypeError",
+        "data must be a dataset with __getitem__ and __len__, or a loader, got 'data/train'; right: ",
+    ),
+    "not held back": (
+        "TypeError",
+        "validation_data must be a dataset with __getitem__ and __len__, or a loader, got 8; ",
+    ),
+    "few": ("ValueError", "the dataset has 1 sample, fewer than the 2 ranks, each of which needs at least one"),
+}
+
+
+def test_mistakes_are_errors_on_every_rank_before_the_first_step(run_ranks, tmp_path):
+    results = run_ranks(make_mistakes, 2, str(tmp_path), timeout_s=LIMIT_S)
+    for name, (kind, message) in EXPECTED.items():
+        for of_rank in results:
+            said = of_rank[name]
+            assert isinstance(said, tuple), (name, said)
+            assert said[0] == kind, said
+            assert said[1].startswith(("Trainer", "rank 0: Trainer")), said
+            assert message in said[1]
+            assert said[2] == 0, said
+        assert results[0][name] == results[1][name]
+    said, other = results[0], results[1]
+    assert "batches as the loader gives them; 7 steps an epoch" in said["loader of that size"]
+    assert "them, whatever global_batch_size, drop_last says; 1 step an epoch" in said["batches"]
+    assert "samples, 2 steps an epoch, 4 in all" in said["one cycle by epoch"]
+    assert "CosineAnnealingLR(T_max=2) rises again after 2 of 4 steps: count in steps, T_max=4" in said["cosine"]
+    assert not any(other[name] for name in ("loader of that size", "batches", "one cycle by epoch", "cosine"))
