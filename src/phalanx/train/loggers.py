@@ -34,17 +34,17 @@ _CONNECT_S = 20.0
 
 
 class Logger(Protocol):
-    """What `Trainer` needs of a logger; it is called on rank 0 alone.
+    """Interface of a `Trainer`'s logger, which is called on rank 0 only.
 
-    A run that resumes from an earlier step repeats what came after it: `log` may get a step again.
+    A run that resumes from an earlier step repeats the steps after it, so `log` may get a step again.
     """
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Take in numbers by name, such as ``loss``, ``lr``, ``epoch_loss`` and ``validation/loss``."""
+        """Log numbers by name, such as ``loss``, ``lr``, ``epoch_loss`` and ``validation/loss``."""
         ...
 
     def close(self) -> None:
-        """Write what is left; called once, at the end of `fit`, unless the process is killed."""
+        """Write what is left. It is called once, at the end of `fit`, unless the process is killed."""
         ...
 
 

@@ -86,10 +86,13 @@ class MetricsLog:
 
 
 def read_metrics(folder: str | Path) -> list[Record]:
-    """Return all records in the order in which they were written, without torn lines.
+    """Return all records of a run, in the order in which they were written, without torn lines.
+
+    Args:
+        folder: Folder of the run.
 
     Raises:
-        FileNotFoundError: `folder` is not one of a run.
+        FileNotFoundError: `folder` is not the folder of a run.
     """
     path = Path(folder, _NAME)
     try:
@@ -133,10 +136,13 @@ def without_undone(records: list[Record]) -> list[Record]:
 
 
 def write_csv(folder: str | Path) -> Path:
-    """Write FOLDER/metrics.csv, one row for each "step" record with the evaluation after it, and return its path.
+    """Write FOLDER/metrics.csv, with a row for each "step" record and the evaluation after it, and return its path.
+
+    Args:
+        folder: Folder of the run.
 
     Raises:
-        FileNotFoundError: `folder` is not one of a run.
+        FileNotFoundError: `folder` is not the folder of a run.
     """
     records = without_undone(read_metrics(folder))
     rows = {record["step"]: _flat(record) for record in records if record["kind"] == "step"}
