@@ -29,8 +29,8 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         prog: Command, such as ``phalanx report``.
-        usage: Its usage line, without ``usage:``.
-        about: What the command does.
+        usage: Usage line of the command, without ``usage:``.
+        about: Description of the command.
         right: Call to show beside a mistake; default: the usage line.
     """
 

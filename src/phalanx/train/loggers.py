@@ -53,7 +53,7 @@ class Run:
     """What a logger is told about the run.
 
     Attributes:
-        resumed_step: Step after which this attempt goes on, 0 at the beginning.
+        resumed_step: Number of the step after which this attempt resumes; 0 at the beginning.
         attempt: Number of this start in the folder, from 0.
     """
 
@@ -128,7 +128,7 @@ class Loggers:
         """Begin to log.
 
         Args:
-            attempt: Returns a context in which an error is said instead of raised; gets what failed.
+            attempt: Function that takes the name of an action, and returns a context that reports its error.
         """
         self._attempt = attempt
         for one in self._given if self._is_told else ():

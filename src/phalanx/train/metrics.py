@@ -46,11 +46,11 @@ class MetricsLog:
     the file is locked (shared), which tells a run that goes on from one that was killed.
 
     Args:
-        folder: Of the run; made if missing.
+        folder: Folder of the run; made if missing.
 
     Attributes:
         attempt: Number of this start.
-        last_steps: By kind, the last step that earlier attempts have recorded.
+        last_steps: Last steps that earlier attempts recorded, by kind of record.
     """
 
     def __init__(self, folder: str | Path) -> None:

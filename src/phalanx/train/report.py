@@ -58,7 +58,7 @@ class _Run:
     """What the records of a run say.
 
     Attributes:
-        starts: One record for each attempt that has trained.
+        starts: Records of the attempts that trained, one each.
         steps, epochs: Records, as if the run had never been interrupted.
         attempts: All records of these, by attempt.
         metrics: Step and value of each evaluation metric.
