@@ -29,8 +29,8 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         prog: Command, such as ``phalanx report``.
-        usage: Its usage line, without ``usage:``.
-        about: What the command does.
+        usage: Usage line of the command, without ``usage:``.
+        about: Description of the command.
         right: Call to show beside a mistake; default: the usage line.
     """
 
@@ -96,12 +96,12 @@ class Parser(argparse.ArgumentParser):
         print(message, end="", file=file)  # argparse's hides that nobody reads it
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that a misspelt one may stand for; empty if none is near."""
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str:
+    """Return the known name that a misspelt one may stand for; empty if none is as near as `cutoff`, from 0 to 1."""
     import difflib  # only on the way to an error
 
     known = sorted(known)
-    near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, 1, 0.75)
+    near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff)
     return near[0] if near else ""
 
 

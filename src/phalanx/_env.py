@@ -210,7 +210,7 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     """Return ``, did you mean X?`` for the known name nearest to a misspelt one; empty if none is near.
 
     Args:
-        cutoff: How near, from 0 to 1 for equal names.
+        cutoff: Similarity from which a name counts as near, from 0 to 1 for equal names.
     """
     import difflib  # only on the way to an error
 

@@ -35,7 +35,7 @@ class Launch:
     """One attempt of a launcher, all of whose ranks are on this host.
 
     Attributes:
-        launcher: As a user calls it: ``phalanx run`` or ``phalanx.spawn``.
+        launcher: Name of the launcher for users: ``phalanx run`` or ``phalanx.spawn``.
         notes: The file in which the launcher notes each rank that has ended, and ranks that they wait for rank 0.
         rank: That this process was given, whatever it calls itself.
     """
@@ -86,7 +86,7 @@ def note_progress(launch: str) -> None:
     """Let the launcher, if one started this process, know that it has come so far that a restart may be worth it.
 
     Args:
-        launch: What the launcher has said, see `Launch.to_text`; may be empty.
+        launch: Text from the launcher, see `Launch.to_text`; may be empty.
     """
     if started := Launch.of(launch):
         with contextlib.suppress(OSError), open(started.notes, "ab", buffering=0) as file:

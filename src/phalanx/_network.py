@@ -28,7 +28,7 @@ class Interface(NamedTuple):
     """One address of one network interface.
 
     Attributes:
-        name: As in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
+        name: Name for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
         address: IPv4 or IPv6, one of the link with its scope (``fe80::1%eth0``); empty: it has none.
         is_up: Set up, and with a carrier.
     """
@@ -43,7 +43,7 @@ class NetworkError(OSError):
     """There is no usable way to a host; the message says why and what to do.
 
     Attributes:
-        host: As it was given.
+        host: Host name that was given.
         kind: ``"name"`` (does not resolve), ``"route"`` (there is none), ``"loopback"``, or ``"interface"`` (none has
             the route's address).
     """

@@ -103,7 +103,7 @@ def _no_command(args: list[str]) -> int:
         if args[0].endswith(".py"):
             raise UsageError(f"{args[0]} is a script, not a command", f"phalanx run {' '.join(args)}")
         if not args[0].startswith("-"):
-            near = nearest(args[0], _COMMANDS)
+            near = nearest(args[0], _COMMANDS, cutoff=0.6)
             raise UsageError(
                 f"unknown command {args[0]!r}{near and f', did you mean {near}?'}",
                 parser.call(args, {args[0]: near}) if near else "phalanx --help",
@@ -144,7 +144,7 @@ def _run(args: list[str]) -> int:
 def _report(args: list[str]) -> int:
     from phalanx.train.report import write_report  # not where a job is started
 
-    about = "Writes FOLDER/report.html: one page with the state, curves, timings and restarts of a run."
+    about = "Write FOLDER/report.html: one page with the state, curves, timings and restarts of a run."
     parser = Parser("phalanx report", "phalanx report FOLDER", about, "phalanx report runs/train")
     parser.add_argument("folder", metavar="FOLDER", help="folder of the run, such as runs/train")
     try:
@@ -163,8 +163,8 @@ def _verify_resume(args: list[str]) -> int:
     parser = Parser(
         "phalanx verify-resume",
         right,
-        "Runs a script that trains with a Trainer three times: whole, with a rank killed, and preempted and started "
-        "again; says whether all end with the same bits. Exit code 1 if not. Takes the flags of phalanx run.",
+        "Run a script that trains with a Trainer three times: whole, with a rank killed, and preempted and resumed. "
+        "Compare the results bit for bit; the exit code is 1 if they differ. Every flag of phalanx run is accepted.",
     )
     add_flags(parser, {})
     try:

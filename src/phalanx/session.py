@@ -250,7 +250,7 @@ def _contract(place: Placement, store: Any) -> dict[str, str]:
 
 
 def _meet(place: Placement, init_method: str | None, timeout: timedelta | None, backend: str = "") -> Any:
-    """Return the store in which the ranks have met."""
+    """Wait for all ranks and return the store in which they met."""
     import torch.distributed as dist
 
     from phalanx.rendezvous import meet

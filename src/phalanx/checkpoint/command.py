@@ -51,7 +51,7 @@ def main(args: Sequence[str]) -> int:
     parser = _parser(name)
     try:
         if name and name not in _CALLS and not name.startswith("-"):
-            near = nearest(name, _CALLS)
+            near = nearest(name, _CALLS, cutoff=0.6)
             right = parser.call(args, {name: near}) if near else ""
             raise UsageError(f"unknown command {name!r}{near and f', did you mean {near}?'}", right)
         given = parser.parse_args(args[1:] if name in _CALLS else args)
@@ -72,7 +72,7 @@ def main(args: Sequence[str]) -> int:
 def _parser(name: str) -> Parser:
     """Return the parser of a command, or of all where there is none of that name."""
     if name not in _CALLS:
-        about = "Look at checkpoints. FOLDER is that of a run, of its checkpoints, or one checkpoint (else the newest)."
+        about = "Look at checkpoints. FOLDER is the folder of a run, of its checkpoints, or of one checkpoint."
         parser = Parser("phalanx ckpt", f"phalanx ckpt {'|'.join(_CALLS)} FOLDER", about, _RIGHT["ls"])
         parser.add_commands({call: _HELP[name] for name, call in _CALLS.items()})
         return parser

@@ -72,7 +72,7 @@ def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = N
     """Raise on every rank what any rank has found wrong, each rank's in a line; once if all say the same.
 
     Args:
-        about: Step and folder, to follow the operation's name.
+        about: Words for step and folder, which follow the operation's name.
     """
     found = {rank: printable(problem, keep="\n\t") for rank, problem in enumerate(problems) if problem}
     if found:

@@ -191,7 +191,7 @@ def _shortage(total_bytes: int, held_bytes: int) -> str:
     """Return why snapshots of so many bytes are too large for the host or a cgroup above us, or nothing.
 
     Args:
-        held_bytes: What snapshots take already, which counts as used.
+        held_bytes: Size of the present snapshots, which counts as used.
     """
     for whose, limits in (("this host", [host_memory()]), ("the cgroup", cgroup_memory())):
         for memory in limits:

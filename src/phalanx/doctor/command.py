@@ -33,9 +33,9 @@ def _timeout(text: str) -> float:
 
 
 FLAGS = (
-    Flag("json", "print everything as JSON", _switch),
-    Flag("no-engines", "leave out the all_reduce of each engine on local ranks", _switch),
-    Flag("timeout", "how long the hosts wait for each other", _timeout, "SECONDS", "30"),
+    Flag("json", "print the result as JSON", _switch),
+    Flag("no-engines", "skip the all_reduce of each engine on local ranks", _switch),
+    Flag("timeout", "seconds that the hosts wait for each other", _timeout, "SECONDS", "30"),
 )
 
 
@@ -116,10 +116,10 @@ def make_parser() -> Parser:
     parser = Parser(
         "phalanx doctor",
         "phalanx doctor [flags]",
-        "Tries whether this host can train, in a few seconds, and says what is wrong and what to do. Started on each "
-        "host of a job with the flags of its phalanx run (or under srun or mpirun), also whether the hosts reach each "
-        "other: host 0 prints the table of all. Exit code 1 if there is a problem. Takes every flag of phalanx run; "
-        "these matter:",
+        "Check in a few seconds whether this host can train, and print what is wrong and what to do. Start it on each "
+        "host of a job, with the flags of phalanx run or under srun or mpirun, to check also whether the hosts reach "
+        "each other; host 0 then prints the table for all. The exit code is 1 if there is a problem. Every flag of "
+        "phalanx run is accepted, and these matter:",
         "phalanx doctor --nnodes 2 --node-rank 0 --master-addr HOST",
     )
     add_flags(parser, {"Examination": FLAGS, "Hosts": (GROUPS["Ranks"][0], *GROUPS["Several nodes"][:4])})

@@ -30,7 +30,7 @@ def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
 
     Args:
         told: None if nothing came.
-        died: How it ended before that; empty: it did not.
+        died: Words for how the process ended before; empty: it did not.
     """
     todo = f"{os.path.basename(sys.executable)} -c 'import torch' shows it whole; install torch 2.11 or newer anew"
     if told is None or "error" in told:

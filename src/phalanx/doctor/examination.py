@@ -27,15 +27,15 @@ class Place:
     """Where this host stands in the job.
 
     Attributes:
-        num_hosts: Of the job; with ``--nnodes MIN:MAX`` the most.
-        least_hosts: With which the job begins.
-        is_counted: Node ranks are given out as hosts come (c10d); `node_rank` means nothing before.
-        serves: This host is host 0, at which the others arrive.
-        timeout_s: How long hosts wait for each other.
-        num_local_ranks: That the job would have here.
+        num_hosts: Number of hosts in the job; with ``--nnodes MIN:MAX`` the largest.
+        least_hosts: Number of hosts with which the job begins.
+        is_counted: Whether node ranks are assigned as hosts come (c10d); `node_rank` means nothing before.
+        serves: Whether this is host 0, to which the others connect.
+        timeout_s: Seconds that hosts wait for each other.
+        num_local_ranks: Number of ranks that the job would have here.
         tries_engines: Whether an all_reduce of each engine is run on local ranks.
-        interface: Towards the master; empty: there is none.
-        address: This host's, there.
+        interface: Network interface towards the master; empty: none.
+        address: Address of this host on that interface.
     """
 
     num_hosts: int = 1
@@ -73,7 +73,7 @@ def examine(place: Place, environ: Mapping[str, str], say: Say) -> Diagnosis:
     """Run every test and return what was found.
 
     Args:
-        say: Takes a line about whom we wait for.
+        say: Function that prints a line about hosts that are awaited.
     """
     began_s = time.monotonic()
     if place.num_hosts > 1:

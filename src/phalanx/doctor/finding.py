@@ -15,12 +15,12 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        topic: What was examined: ``memory``, ``network``, ``all_reduce`` and so on.
-        level: One of `LEVELS`.
-        found: What was found, in one line.
-        todo: What to do; empty where nothing is to be done.
-        facts: The numbers of it, by name with unit, for other programs.
-        host: Node rank of the host that it is about; None: it is about several.
+        topic: Subject of the test, such as ``memory``, ``network`` or ``all_reduce``.
+        level: Severity, one of `LEVELS`.
+        found: Result of the test, in one line.
+        todo: Advice; empty if nothing is to be done.
+        facts: Measured numbers for other programs, by name with unit.
+        host: Node rank of the host that the finding is about; None: several hosts.
     """
 
     topic: str

@@ -45,7 +45,7 @@ def judge(hosts: Sequence[Mapping[str, Any]], measured: Mapping[int, Mapping[str
 
     Args:
         hosts: Their facts, in the order of their ranks.
-        measured: By rank ``links`` (by the other's rank) and ``gloo`` (the tries); a host may be missing.
+        measured: Measurements by rank: ``links`` by the other's rank, ``gloo`` the tries; a host may be missing.
     """
     silent = [host["host"] for host in hosts if host["host"] not in measured]
     findings = []

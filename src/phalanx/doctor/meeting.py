@@ -30,7 +30,7 @@ def hold(place: dict[str, Any], go: dict[str, Any], send: Send) -> None:
 
     Args:
         place: `examination.Place` as a dict.
-        go: What this host knows of itself: ``facts``, and ``findings`` as dicts.
+        go: Results of this host alone: ``facts``, and ``findings`` as dicts.
     """
     meeting = Meeting(place, go, send)
     try:

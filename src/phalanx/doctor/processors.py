@@ -80,7 +80,7 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
 
     Args:
         omp_num_threads: OMP_NUM_THREADS as it is set; empty: it is not.
-        torch_threads: What ``torch.get_num_threads()`` returned here; None: torch could not say.
+        torch_threads: Result of ``torch.get_num_threads()`` here; None: torch could not say.
     """
     facts = {"omp_num_threads": omp_num_threads, "torch_threads": torch_threads, "num_cpus": machine.num_cpus}
     if omp_num_threads and not (omp_num_threads.isdigit() and int(omp_num_threads) > 0):

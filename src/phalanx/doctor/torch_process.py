@@ -28,10 +28,10 @@ class Met:
     """How the meeting with the other hosts ended.
 
     Attributes:
-        findings: Those about several hosts, and on host 0 those of the others.
-        hosts: Who was there.
-        level: The worst of the whole job.
-        rank: This host's node rank; None: it got none.
+        findings: Findings about several hosts, and on host 0 those of the others.
+        hosts: Facts of the hosts that came.
+        level: Worst level of the whole job.
+        rank: Node rank of this host; None: it got none.
     """
 
     findings: list[Finding]

@@ -49,7 +49,7 @@ class NodeAgent(SimpleElasticAgent):
     """Asks the supervisor to start and stop ranks, and tells it how the job ended.
 
     Attributes:
-        cause: What any node announced as the cause of the last failure, as `nodes.cause_of` wrote it.
+        cause: Cause of the last failure that a node announced, as `nodes.cause_of` wrote it.
     """
 
     def __init__(self, spec: WorkerSpec, channel: Channel) -> None:

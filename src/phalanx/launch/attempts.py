@@ -84,10 +84,10 @@ class Course:
     fewer than MAX is followed by one with MAX; if that makes none, the number before is good enough for a while.
 
     Attributes:
-        num_ranks: Of the present attempt.
-        num_ended: Attempts that have ended.
-        is_regrowing: The present attempt is being ended only to start MAX ranks.
-        is_over: There is no further attempt.
+        num_ranks: Number of ranks of the present attempt.
+        num_ended: Number of attempts that have ended.
+        is_regrowing: Whether the present attempt is being ended only to start MAX ranks.
+        is_over: Whether there is no further attempt.
     """
 
     def __init__(self, job: Job, snapshots_fd: int) -> None:
@@ -135,7 +135,7 @@ class Course:
         """Choose what follows the failed attempt; return the lines to be said.
 
         Args:
-            ends: How all ranks have ended, if none of them has noted progress.
+            ends: Ends of all ranks, if none of them has noted progress.
         """
         job, most = self._job, self._job.num_local_ranks
         has_progress = _is_ahead(_newest_steps(self._fd), self._steps_before)

@@ -52,7 +52,7 @@ class Chorus:
         """Show what has been gathered.
 
         Args:
-            late_only: Only what has waited long enough for other ranks.
+            late_only: Whether to show only what has waited long enough for other ranks.
         """
         latest_s = time.monotonic() - (_GATHER_S if late_only else 0)
         for warning in self._warnings.values():

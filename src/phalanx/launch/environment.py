@@ -34,7 +34,7 @@ class Attempt:
 
     Attributes:
         first_rank: Rank of this node's local rank 0.
-        node_rank: This node among ``num_nodes``.
+        node_rank: Number of this node among ``num_nodes``.
         restart_count: 0 for the first attempt.
     """
 
@@ -62,7 +62,7 @@ def rank_environment(attempt: Attempt, local_rank: int, error_file: str) -> dict
     """Return what one rank finds beside the shared environment.
 
     Args:
-        error_file: Where ``torch.distributed.elastic``'s ``@record`` writes an exception.
+        error_file: File in which ``torch.distributed.elastic``'s ``@record`` writes an exception.
 
     Source: ``torch/distributed/elastic/agent/server/local_elastic_agent.py``.
     """

@@ -64,11 +64,11 @@ class RankEnd:
     """How one rank ended.
 
     Attributes:
-        rank: -1: not a rank, but the process that starts them.
+        rank: Rank that ended; -1: the process that starts the ranks.
         returncode: Exit code, or minus the signal.
-        asked: We had told it to end, so it is nobody's cause.
-        folder: Of its logs.
-        host: Where it ran; empty: here.
+        asked: Whether we had told it to end, so that it is not the cause.
+        folder: Folder of its logs.
+        host: Host on which it ran; empty: this one.
     """
 
     rank: int

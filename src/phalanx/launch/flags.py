@@ -25,7 +25,7 @@ _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # nobody can handle them
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One flag; without a `placeholder` it is a switch."""
+    """Flag of a command; without a `placeholder` it is a switch."""
 
     name: str
     help: str
@@ -36,14 +36,14 @@ class Flag:
 
     @property
     def variables(self) -> tuple[str, str]:
-        """Its environment variables, ours first."""
+        """Environment variables of the flag, ours first."""
         word = self.name.upper().replace("-", "_")
         return f"PHALANX_{word}", f"PET_{word}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The value of one flag and who gave it: ``--nnodes``, ``PET_NNODES``, ``Slurm`` or ``default``."""
+    """Value of a flag and its origin: ``--nnodes``, ``PET_NNODES``, ``Slurm`` or ``default``."""
 
     value: Any
     origin: str
@@ -164,63 +164,63 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Ranks": (
         Flag(
             "nproc-per-node",
-            "ranks to start on this node; auto: one per GPU, without GPUs one per physical core or CPU of the "
-            "cgroup's quota; cpu: one per CPU; gpu: one per GPU; MIN:MAX: as many of MAX as can be started again after "
-            "a failure",
+            "number of ranks on this node. auto: one per GPU, or without GPUs one per physical core or CPU of the "
+            "cgroup's quota; cpu: one per CPU; gpu: one per GPU; MIN:MAX: MAX, or fewer after a failure if some ranks "
+            "can't be restarted",
             _num_ranks,
             "N|MIN:MAX",
             "auto",
         ),
-        Flag("max-restarts", "starts all ranks again after a failure, so many times", _at_least_0, "N", "0"),
+        Flag("max-restarts", "number of times that all ranks are restarted after a failure", _at_least_0, "N", "0"),
         Flag("module", "run a module, as python -m does", _switch, short="-m"),
         Flag("no-python", "run a program instead of a Python script", _switch),
-        Flag("no-use-env", "give the script --local-rank=N, as torch.distributed.launch did", _switch),
-        Flag("use-env", "the script reads LOCAL_RANK from the environment: the default", _switch),
-        Flag("role", "ROLE_NAME of the ranks", str, "NAME", "default"),
+        Flag("no-use-env", "pass --local-rank=N to the script, as torch.distributed.launch did", _switch),
+        Flag("use-env", "let the script read LOCAL_RANK from the environment, which is the default", _switch),
+        Flag("role", "role of the ranks, which they find in ROLE_NAME", str, "NAME", "default"),
         Flag(
             "start-method",
-            "accepted; torchrun uses it for functions, not for scripts",
+            "accepted without effect, since torchrun uses it for functions, not for scripts",
             _choice("spawn", "fork", "forkserver"),
             "NAME",
             "spawn",
         ),
     ),
     "Several nodes": (
-        Flag("nnodes", "nodes of the job, or the least and the most", _nodes, "N|MIN:MAX", "1:1"),
-        Flag("node-rank", "this node among them, for the static rendezvous", _at_least_0, "N", "0"),
+        Flag("nnodes", "number of nodes, or the smallest and the largest number", _nodes, "N|MIN:MAX", "1:1"),
+        Flag("node-rank", "number of this node, for the static rendezvous", _at_least_0, "N", "0"),
         Flag("master-addr", "host of node 0", str, "HOST", "127.0.0.1"),
         Flag(
             "master-port",
-            "its port; default: a free one, with several nodes 29500",
+            "port on node 0 (default: a free one; with several nodes 29500)",
             _port_or_nothing,
             "PORT",
         ),
-        Flag("local-addr", "this node's own address; default: found", str, "HOST"),
-        Flag("standalone", "one node, whatever the environment says of others", _switch),
-        Flag("rdzv-backend", "how nodes meet: static or c10d", _choice("static", "c10d"), "NAME", "static"),
-        Flag("rdzv-endpoint", "where they meet; default: the master", str, "HOST:PORT"),
-        Flag("rdzv-id", "the job's name, the same on all nodes", str, "NAME", "none"),
+        Flag("local-addr", "address of this node (default: found automatically)", str, "HOST"),
+        Flag("standalone", "run on this node only, whatever the environment says", _switch),
+        Flag("rdzv-backend", "rendezvous of the nodes: static or c10d", _choice("static", "c10d"), "NAME", "static"),
+        Flag("rdzv-endpoint", "address of the rendezvous (default: that of node 0)", str, "HOST:PORT"),
+        Flag("rdzv-id", "name of the job, the same on all nodes", str, "NAME", "none"),
         Flag("rdzv-conf", "further settings of torch's rendezvous", _pairs, "KEY=VALUE,..."),
-        Flag("monitor-interval", "seconds between looks at the other nodes", _seconds, "SECONDS", "0.1"),
+        Flag("monitor-interval", "seconds between two checks of the other nodes", _seconds, "SECONDS", "0.1"),
     ),
     "Output": (
-        Flag("log-dir", "where the run's folder is made; default: runs/<script>", str, "FOLDER"),
+        Flag("log-dir", "folder in which the run's folder is made (default: runs/<script>)", str, "FOLDER"),
         Flag(
             "redirects",
-            "keep streams off the screen: 1 stdout, 2 stderr, 3 both, of all or of some local ranks (0:1,1:3); the "
+            "streams to keep off the screen: 1 stdout, 2 stderr, 3 both; of all local ranks, or of some (0:1,1:3). The "
             "logs have them in any case",
             _streams,
             "STREAMS",
             "0",
             "-r",
         ),
-        Flag("tee", "show streams although redirected", _streams, "STREAMS", "0", "-t"),
-        Flag("local-ranks-filter", "show these local ranks only", _local_ranks, "N,N"),
+        Flag("tee", "streams to show even if they are redirected", _streams, "STREAMS", "0", "-t"),
+        Flag("local-ranks-filter", "local ranks whose output is shown (default: all)", _local_ranks, "N,N"),
     ),
     "Ending": (
         Flag(
             "signals-to-handle",
-            "signals given on to the ranks; SIGUSR1 and SIGUSR2 do not end the job",
+            "signals to pass on to the ranks; SIGUSR1 and SIGUSR2 do not end the job",
             _signals,
             "NAMES",
             "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
@@ -228,16 +228,16 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("shutdown-timeout", "seconds between SIGTERM and SIGKILL", _seconds, "SECONDS", "30"),
     ),
     "Beyond torchrun": (
-        Flag("no-preload", "import torch in each rank instead of once for all", _switch),
-        Flag("no-pin", "leave ranks to run on any CPU", _switch),
+        Flag("no-preload", "import torch in each rank, instead of once for all", _switch),
+        Flag("no-pin", "let ranks run on any CPU", _switch),
         Flag(
             "regrow-after",
-            "with fewer than MAX ranks, restart with MAX after so long, at the next snapshot; 0: never",
+            "seconds with fewer than MAX ranks after which the job restarts with MAX, at the next snapshot; 0: never",
             _seconds,
             "SECONDS",
             "60",
         ),
-        Flag("dry-run", "print what would be done, and where each value came from", _switch),
+        Flag("dry-run", "print what would be done, and where each value comes from", _switch),
     ),
 }
 
@@ -251,8 +251,8 @@ def read_flags(
     environ: Mapping[str, str],
     scheduled: Mapping[str, str],
     scheduler: str,
-    parser: Parser,
     *,
+    parser: Parser | None = None,
     also: Sequence[Flag] = (),
 ) -> tuple[dict[str, Setting], list[str]]:
     """Return every flag's setting, and the script with its arguments.
@@ -260,15 +260,18 @@ def read_flags(
     The command line wins over PHALANX_*, that over PET_*, that over the scheduler, that over the default.
 
     Args:
-        scheduled: What the scheduler says, by flag.
-        parser: Parser of a command that takes these flags, see `add_flags`.
+        argv: Words after ``phalanx run``.
+        environ: Environment variables.
+        scheduled: Values from the scheduler, by flag.
+        scheduler: Name of the scheduler, for messages.
+        parser: Parser of another command that takes these flags, see `add_flags`; default: that of ``phalanx run``.
         also: Further flags of that command; they have no environment variables.
 
     Raises:
         UsageError: A flag is unknown, lacks its value or has a wrong one.
         SystemExit: The help was asked for, and has been printed.
     """
-    given, target = _parse(parser, argv)
+    given, target = _parse(parser or run_parser(), argv)
     settings = {}
     for name, flag in (FLAGS | {flag.name: flag for flag in also}).items():
         variables = () if flag in also else flag.variables
@@ -403,9 +406,9 @@ def run_parser() -> Parser:
     parser = Parser(
         "phalanx run",
         "phalanx run [flags] script.py | -m module | --no-python program  [args]",
-        "Run a script on several ranks of this machine, or of several, with torchrun's flags and environment. Flags "
-        "stand before the script, may be written with - or _, and can be set in the environment too: --max-restarts "
-        "is PHALANX_MAX_RESTARTS, or PET_MAX_RESTARTS as for torchrun.",
+        "Run a script on several ranks, on this machine or on several, with torchrun's flags and environment. Flags "
+        "come before the script and may be written with - or _. Each can be set in the environment, too: "
+        "--max-restarts as PHALANX_MAX_RESTARTS, or as torchrun's PET_MAX_RESTARTS.",
         RIGHT_CALL,
     )
     add_flags(parser, GROUPS)

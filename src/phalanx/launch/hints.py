@@ -138,10 +138,10 @@ def hint_for(end: RankEnd, ends: Sequence[RankEnd] = (), *, num_oom_kills: int =
     """Return what to do about it in one line; empty when nothing is known to help.
 
     Args:
-        end: Of the rank that was the cause.
-        ends: Of all ranks.
-        num_oom_kills: By the kernel since the job began.
-        command: Of a rank: the interpreter and its script, or any program.
+        end: End of the rank that was the cause.
+        ends: Ends of all ranks.
+        num_oom_kills: Number of processes that the kernel has killed for want of memory since the job began.
+        command: Command of a rank: the interpreter and its script, or any program.
     """
     if end.returncode in (-signal.SIGKILL, _SHELLS_SIGKILL):
         return _OUT_OF_MEMORY if num_oom_kills else _KILLED

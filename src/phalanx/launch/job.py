@@ -14,31 +14,31 @@ class Job:
     """One node's part of a job; what the flags of ``phalanx run`` come to.
 
     Attributes:
-        command: Of every rank: the interpreter with its script or module, or any program.
-        preload: Fork the ranks from one process that has imported torch; else start each anew.
-        local_rank_argument: Give each rank ``--local-rank=N`` as its first argument.
-        divide: How threads and CPUs are divided among so many local ranks.
-        num_local_ranks: Ranks on this node.
-        min_local_ranks: What it goes on with at least when some of them can't come back.
-        regrow_after_s: With fewer, when to try all of them again; 0: never.
-        min_nodes: Nodes without which the job does not start.
-        max_nodes: Nodes that it takes at most.
-        node_rank: This node among them, for the static rendezvous.
-        rdzv_backend: ``"static"`` or ``"c10d"``; matters with several nodes only.
-        rdzv_endpoint: ``"host:port"``; empty: the master's address and port.
+        command: Command of every rank: the interpreter with its script or module, or any program.
+        preload: Whether ranks are forked from one process that has imported torch; otherwise each is started anew.
+        local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
+        divide: Function that divides threads and CPUs among a number of local ranks.
+        num_local_ranks: Number of ranks on this node.
+        min_local_ranks: Smallest number of ranks to go on with when some can't be restarted.
+        regrow_after_s: Seconds with fewer ranks after which all are tried again; 0: never.
+        min_nodes: Smallest number of nodes.
+        max_nodes: Largest number of nodes.
+        node_rank: Number of this node, for the static rendezvous.
+        rdzv_backend: Rendezvous of several nodes, "static" or "c10d".
+        rdzv_endpoint: Address of the rendezvous, "host:port"; empty: the master's address and port.
         rdzv_conf: Further settings of torch's rendezvous.
         run_id: Name of the job, TORCHELASTIC_RUN_ID.
-        role: ROLE_NAME.
-        master_addr: Where rank 0 serves the store.
-        master_port: Its port; 0: a free one, held by the supervisor.
-        local_addr: This node's own address; empty: found by torch.
-        max_restarts: How often the ranks are started again after a failure.
-        monitor_interval_s: How often the nodes look at each other.
-        grace_s: Between SIGTERM and SIGKILL.
-        signals: Handled and given on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
-        log_dir: Holds the run's folder; empty: ``runs/<name of the script>``.
-        redirects: For each local rank the streams kept off the terminal; 1 is stdout, 2 is stderr, 3 both.
-        tees: For each local rank the streams shown although redirected.
+        role: Role of the ranks, ROLE_NAME.
+        master_addr: Host on which rank 0 serves the store.
+        master_port: Port of the store; 0: a free one, held by the supervisor.
+        local_addr: Address of this node; empty: found by torch.
+        max_restarts: Number of times that the ranks are restarted after a failure.
+        monitor_interval_s: Seconds between two checks of the other nodes.
+        grace_s: Seconds between SIGTERM and SIGKILL.
+        signals: Signals that are passed on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
+        log_dir: Folder in which the run's folder is made; empty: ``runs/<name of the script>``.
+        redirects: Streams kept off the terminal, for each local rank; 1 is stdout, 2 is stderr, 3 both.
+        tees: Streams shown although redirected, for each local rank.
         shown_ranks: Local ranks whose output is shown; None: all.
     """
 

@@ -29,7 +29,7 @@ def fork_warden(supervisor_pid: int, told: int, channel: socket.socket) -> None:
 
     Args:
         told: Pipe on which the supervisor is told the warden's pid.
-        channel: Of the warden, which is to be its alone.
+        channel: Channel of the warden, which no other process may keep open.
     """
     supervisor, warden_pid = _fork_below(supervisor_pid)
     if warden_pid == 0:

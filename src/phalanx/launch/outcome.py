@@ -124,7 +124,7 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, f
 
     Args:
         timeout_s: The limit, for the line that names ranks that hung.
-        folds: Of the traceback show the user's frames alone; `RankError.traceback` has all.
+        folds: Whether only the user's frames of the traceback are shown; `RankError.traceback` has all.
     """
 
     def order(outcome: Outcome) -> tuple[int, float]:

@@ -14,7 +14,7 @@ from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import did_you_mean
 from phalanx.launch.cpus import Machine, count_gpus, divide, format_ranges, has_module, read_machine, torch_uses_gpus
-from phalanx.launch.flags import Flag, Setting, read_flags, run_parser
+from phalanx.launch.flags import Flag, Setting, read_flags
 from phalanx.launch.job import Job
 from phalanx.launch.run_folder import name_of
 from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
@@ -117,7 +117,7 @@ def read_command(
     except ValueError as error:
         raise UsageError(str(error)) from None
     who = place.scheduler if place else ""
-    return *read_flags(argv, environ, _scheduled(place), who, parser or run_parser(), also=also), place
+    return *read_flags(argv, environ, _scheduled(place), who, parser=parser, also=also), place
 
 
 def _scheduled(place: Placement | None) -> dict[str, str]:

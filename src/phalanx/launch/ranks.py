@@ -26,13 +26,13 @@ class Output:
     """A stream of a rank: read here, kept in a log, shown on a screen.
 
     Args:
-        live: On a terminal of its own, character by character.
+        live: Whether the stream has a terminal of its own and is shown character by character.
         voice: Stands before what shows it.
 
     Attributes:
         fd: Our end, to be read without blocking.
         rank_fd: The rank's end, until it has been handed over.
-        tail: What came last, for the search for a cause.
+        tail: End of the output, for the search for a cause.
         log_problem: Why the log is not whole; empty if it is.
         ended: Nobody can write to it any more.
     """
@@ -182,7 +182,7 @@ class Rank:
         """Take in its wait status, with all that it had still to say.
 
         Args:
-            is_reported: How the ranks failed will be told, so this one's last words need not be shown now.
+            is_reported: Whether the failure will be reported, so that this rank's last words need not be shown now.
         """
         returncode = os.waitstatus_to_exitcode(status)
         self.stdout.drain()

@@ -14,7 +14,7 @@ class RunFolder:
 
     Args:
         log_dir: Holds the folder; empty: ``runs/<name>``, named after the script.
-        command: Of a rank; gives the name.
+        command: Command of a rank, from which the name comes.
 
     Attributes:
         path: Relative where `log_dir` is, so that it reads well.

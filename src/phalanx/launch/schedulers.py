@@ -20,13 +20,13 @@ class Placement:
     """One process among those that were started together.
 
     Attributes:
-        scheduler: Whose word it is, for messages.
-        rank: Of this process among `world_size`.
-        local_rank: Among the `local_world_size` on this host.
-        node_rank: This host among `num_nodes`.
+        scheduler: Name of the scheduler or launcher, for messages.
+        rank: Rank of this process among `world_size`.
+        local_rank: Rank of this process among the `local_world_size` on this host.
+        node_rank: Number of this host among `num_nodes`.
         master_addr: Host of rank 0; None: not told.
-        master_port: The same on every rank, and no other job's; None: not told.
-        rank_variable: What the launcher has set in each process, and has not itself.
+        master_port: Port on that host, the same on every rank and used by no other job; None: not told.
+        rank_variable: Environment variable that the launcher sets in each process, but does not have itself.
         knows_hosts: Whether anybody has said which ranks share a host; else `local_rank` and the like mean nothing.
     """
 

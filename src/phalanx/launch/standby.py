@@ -22,7 +22,7 @@ class Standby:
     """At most one warden that gets ready, or is.
 
     Args:
-        screen: Where its output would be shown.
+        screen: Screen on which its output would be shown.
         log: File that says how it went.
         descriptors: Limits that its ranks keep.
     """

@@ -24,16 +24,16 @@ class Warden:
     Between it and this process stands its keeper, which leaves nothing of the ranks if both are killed.
 
     Args:
-        command: What a rank runs.
-        environ: What all ranks find; the warden's own environment.
-        preload: Stop `command`, a Python interpreter's, in the site hook and fork it there.
-        output_fd: Where the warden's own output goes, such as a warning of ``import torch``.
+        command: Command of a rank.
+        environ: Environment of the warden, and of all ranks.
+        preload: Whether `command` is a Python interpreter to be stopped in the site hook and forked there.
+        output_fd: Descriptor for the warden's own output, such as a warning of ``import torch``.
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
-        modules_file: With `preload`: names what is imported beside torch; "": nothing.
+        modules_file: File that names modules to import beside torch, with `preload`; empty: none.
 
     Attributes:
-        pid: Of the warden.
-        keeper_pid: Of its parent, a child of this process.
+        pid: Process id of the warden.
+        keeper_pid: Process id of its parent, which is a child of this process.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ class Plan:
             and not by a shared descriptor.
         folder: Private to the group.
         notes: File in which the parent notes the ranks that have ended.
-        environ: Of every rank, beside what `attempt` gives each.
-        start_method: Of the processes that a rank starts, such as a data loader's workers: the parent's.
+        environ: Environment of every rank, beside the variables from `attempt`.
+        start_method: Start method for processes of a rank, such as a data loader's workers: that of the parent.
     """
 
     call: bytes

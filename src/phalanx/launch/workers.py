@@ -48,9 +48,9 @@ class Workers:
     """The ranks of one group, running ``fn(rank, *args)``; `close` ends and forgets them.
 
     Args:
-        environ: Of every rank, beside torchrun's variables.
-        num_threads: Of torch in each rank.
-        daemon: As of ``multiprocessing.Process``.
+        environ: Environment of every rank, beside torchrun's variables.
+        num_threads: Number of torch's threads in each rank.
+        daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``.
 
     Raises:
         TypeError: `fn` or `args` can't be sent to another process.
@@ -184,7 +184,7 @@ class Handle:
     """One rank as the parent sees it; owns its pipe, its pidfd and its process object.
 
     Attributes:
-        points: What it has told with ``reached``, by point.
+        points: Payloads that the rank sent with ``reached``, by point.
     """
 
     def __init__(self, rank: int, process: Any, pipe: connection.Connection, folder: str) -> None:

@@ -114,7 +114,7 @@ class FlatBucket(Bucket):
     any rank has, without another message.
 
     Args:
-        parameters: Whose gradients these are.
+        parameters: Parameters whose gradients the bucket holds.
         group: The ranks to average with.
         averages: The group's backend knows ReduceOp.AVG.
         as_view: Parameters get views of the buffer as their ``.grad``, not copies.

@@ -504,9 +504,11 @@ class _Shadow(JoinHook):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = ddp
+        self._own: dict[nn.Parameter, Tensor | None] = {}  # gradients of this rank, while it has those of the others
 
     def main_hook(self) -> None:
         ddp = self.ddp
+        self._own = self._own or {p: p.grad for bucket in ddp._buckets for p in bucket.parameters}
         if ddp._has_buffers and ddp.require_forward_param_sync:
             ddp._sync_buffers(active=False)
         ddp.require_forward_param_sync = ddp._count_active(active=False) > 0
@@ -519,10 +521,12 @@ class _Shadow(JoinHook):
         for bucket in ddp._buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
-            bucket.store()  # for an optimizer that takes part, too: ZeroRedundancyOptimizer
+            bucket.store()  # for an optimizer that takes part, too, such as ZeroRedundancyOptimizer
 
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self.ddp
+        for parameter, grad in self._own.items():
+            parameter.grad = grad
         ddp._broadcast_state(ddp._last_active_rank(active=is_last_joiner), ddp.broadcast_buffers)
         for bucket in ddp._buckets:
             bucket.scale = 1.0

@@ -65,7 +65,7 @@ def meet(url: str, rank: int, world_size: int, timeout: timedelta | None = None,
     """Return the store in which the ranks have met at `url`, ``tcp://`` or ``file://``, once all have come.
 
     Args:
-        backend: Of the group that is to be made in it, which the ranks compare.
+        backend: Backend of the group to be made, which the ranks compare.
 
     Raises:
         CollectiveTimeout: Ranks did not come within the timeout.

@@ -25,12 +25,12 @@ class Asked:
     """One call of ``init_process_group``.
 
     Attributes:
-        call: What the script called: that, or ``phalanx.init``.
-        where: Line of the script that called it, such as ``train.py:12``; empty if it is not known.
-        backend: What the script asked for, empty if it left that to torch; None if it is not known.
-        host: Of rank 0, with `port`; empty: the ranks meet in the file `path`.
-        is_served: torchrun's agent serves the store, not rank 0.
-        launch: Of the launcher that started this process, if that is phalanx.
+        call: Function that the script called: ``init_process_group`` or ``phalanx.init``.
+        where: Line of the script with the call, such as ``train.py:12``; empty if unknown.
+        backend: Backend that the script asked for; empty if it left that to torch, None if unknown.
+        host: Host of rank 0, which serves `port`; empty: the ranks meet in the file `path`.
+        is_served: Whether torchrun's agent serves the store, instead of rank 0.
+        launch: Launch of this process, if phalanx started it.
     """
 
     rank: int

@@ -18,7 +18,7 @@ class Patience:
     In a thread of its own: a resolver or torch's store may hold the waiting one up inside native code.
 
     Attributes:
-        awaits: What the rank waits for now, and what to do about it.
+        awaits: Words for what the rank waits for now, and for what to do about it.
     """
 
     def __init__(self, asked: Asked) -> None:

@@ -1,6 +1,6 @@
-"""The small loop around a model, and what it shows and leaves behind.
+"""`Trainer`, and the metrics and the report of a run.
 
-Names are loaded on first use: reading a run's metrics and writing its report need no torch.
+Names are loaded on first use, because reading a run's metrics and writing its report need no torch.
 """
 
 import importlib

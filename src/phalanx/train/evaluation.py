@@ -26,7 +26,7 @@ class Evaluator:
 
     Args:
         model: The model as it trains.
-        objective: Whose values are wanted.
+        objective: Objective whose values are evaluated.
         ranks: All ranks of the job.
         device: The model's.
         batch_size: Largest number of samples of a dataset in one batch of this rank.

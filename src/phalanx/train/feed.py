@@ -31,7 +31,7 @@ class Feed(Protocol):
     """Steps of an epoch, from wherever `load_state_dict` has put it.
 
     Attributes:
-        num_steps: Of a whole epoch; None if nobody knows.
+        num_steps: Number of steps in an epoch; None if unknown.
         is_at_start: Nothing of the epoch was trained on.
         is_at_end: All of it was, as far as is known.
         may_differ: Ranks may have different numbers of steps.

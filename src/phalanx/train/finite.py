@@ -53,9 +53,9 @@ class FiniteGuard:
     Args:
         on_nan: "raise" an error on all ranks, "warn" once, or "ignore" what is no weight.
         module: The model inside its wrapper.
-        objective: What computes the loss, again if it has to be explained.
+        objective: Objective that computes the loss, and again to find its origin.
         ranks: All ranks of the job.
-        watch: What a warning is shown and recorded by.
+        watch: Watch that shows and records a warning.
         autocast: The context in which a loss is computed.
         skips_steps: A gradient that is not finite skips the step, as with a gradient scaler.
         clips: Gradients are clipped already.

@@ -31,7 +31,7 @@ class FolderLock:
     Where the file system can't lock, `problem` says so and nobody is kept out.
 
     Args:
-        folder: Of the run; made if missing.
+        folder: Folder of the run; made if missing.
 
     Attributes:
         problem: Why there is no lock; empty if there is one.

@@ -73,7 +73,7 @@ def facts_of(
 
     Args:
         objective: The loss, or the training step.
-        is_step: It is a training step.
+        is_step: Whether the objective is a training step.
     """
     facts = {
         "objective": _name_of(objective),
@@ -110,15 +110,15 @@ class Identity:
     """Compares a run with the one that a checkpoint is of; the same on all ranks.
 
     Args:
-        folder: Of the run, for messages.
-        facts: Of this run, as rank 0 knows them.
-        is_known: The job has been in the folder before: a restart of it goes on whatever its script has drawn.
-        may_force: Go on although the checkpoint is of another run.
+        folder: Folder of the run, for messages.
+        facts: Facts of this run, from rank 0.
+        is_known: Whether the job was in the folder before; its restart goes on, whatever the script draws at random.
+        may_force: Whether a checkpoint of another run may be loaded.
 
     Attributes:
         changed: Names of the facts that are not those of the checkpoint.
-        is_forced: What was loaded is another run's, and this script's settings win.
-        news: What to say about it; empty if there is nothing to say.
+        is_forced: Whether the checkpoint belongs to another run, and this script's settings win.
+        news: Message about it; empty if there is none.
     """
 
     def __init__(self, folder: str, facts: Facts, *, is_known: bool = False, may_force: bool = False) -> None:

@@ -34,17 +34,17 @@ _CONNECT_S = 20.0
 
 
 class Logger(Protocol):
-    """What `Trainer` needs of a logger; it is called on rank 0 alone.
+    """Interface of a `Trainer`'s logger, which is called on rank 0 only.
 
-    A run that resumes from an earlier step repeats what came after it: `log` may get a step again.
+    A run that resumes from an earlier step repeats the steps after it, so `log` may get a step again.
     """
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Take in numbers by name, such as ``loss``, ``lr``, ``epoch_loss`` and ``validation/loss``."""
+        """Log numbers by name, such as ``loss``, ``lr``, ``epoch_loss`` and ``validation/loss``."""
         ...
 
     def close(self) -> None:
-        """Write what is left; called once, at the end of `fit`, unless the process is killed."""
+        """Write what is left. It is called once, at the end of `fit`, unless the process is killed."""
         ...
 
 
@@ -53,7 +53,7 @@ class Run:
     """What a logger is told about the run.
 
     Attributes:
-        resumed_step: Step after which this attempt goes on, 0 at the beginning.
+        resumed_step: Number of the step after which this attempt resumes; 0 at the beginning.
         attempt: Number of this start in the folder, from 0.
     """
 
@@ -128,7 +128,7 @@ class Loggers:
         """Begin to log.
 
         Args:
-            attempt: Returns a context in which an error is said instead of raised; gets what failed.
+            attempt: Function that takes the name of an action, and returns a context that reports its error.
         """
         self._attempt = attempt
         for one in self._given if self._is_told else ():

@@ -46,11 +46,11 @@ class MetricsLog:
     the file is locked (shared), which tells a run that goes on from one that was killed.
 
     Args:
-        folder: Of the run; made if missing.
+        folder: Folder of the run; made if missing.
 
     Attributes:
         attempt: Number of this start.
-        last_steps: By kind, the last step that earlier attempts have recorded.
+        last_steps: Last steps that earlier attempts recorded, by kind of record.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -86,10 +86,13 @@ class MetricsLog:
 
 
 def read_metrics(folder: str | Path) -> list[Record]:
-    """Return all records in the order in which they were written, without torn lines.
+    """Return all records of a run, in the order in which they were written, without torn lines.
+
+    Args:
+        folder: Folder of the run.
 
     Raises:
-        FileNotFoundError: `folder` is not one of a run.
+        FileNotFoundError: `folder` is not the folder of a run.
     """
     path = Path(folder, _NAME)
     try:
@@ -133,10 +136,13 @@ def without_undone(records: list[Record]) -> list[Record]:
 
 
 def write_csv(folder: str | Path) -> Path:
-    """Write FOLDER/metrics.csv, one row for each "step" record with the evaluation after it, and return its path.
+    """Write FOLDER/metrics.csv, with a row for each "step" record and the evaluation after it, and return its path.
+
+    Args:
+        folder: Folder of the run.
 
     Raises:
-        FileNotFoundError: `folder` is not one of a run.
+        FileNotFoundError: `folder` is not the folder of a run.
     """
     records = without_undone(read_metrics(folder))
     rows = {record["step"]: _flat(record) for record in records if record["kind"] == "step"}

@@ -27,7 +27,7 @@ def describe_origin(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: R
     """Return what the report says of a run's origin; every rank calls it.
 
     Args:
-        folder: Of the run; where the logs lie is told as seen from there.
+        folder: Folder of the run, to which the path of the logs is relative.
     """
     module = checkpoint.unwrap(model)
     size = sum(parameter.numel() for parameter in module.parameters())

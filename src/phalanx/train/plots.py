@@ -54,8 +54,8 @@ def curve(
     """Return a figure of one value over steps.
 
     Args:
-        title: Of the value.
-        points: Step and value, steps ascending; the line is broken where a value is not finite.
+        title: Title of the value.
+        points: Pairs of step and value, with ascending steps; the line breaks where a value is not finite.
         marks: Steps at which a vertical line stands, and what it says.
         steps: First and last on the axis, the same for all figures of a page.
         from_zero: Whether the axis begins at zero, as it should where ratios matter.

@@ -34,10 +34,13 @@ _TITLES = {"loss": "Training loss", "lr": "Learning rate", "samples_per_s": "Sam
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write FOLDER/report.html from FOLDER/metrics.jsonl, at any time of a run, and return its path.
+    """Write FOLDER/report.html from FOLDER/metrics.jsonl, at any time during or after a run, and return its path.
+
+    Args:
+        folder: Folder of the run.
 
     Raises:
-        FileNotFoundError: `folder` is not one of a run.
+        FileNotFoundError: `folder` is not the folder of a run.
         ValueError: The run has recorded nothing yet.
     """
     records = read_metrics(folder)
@@ -55,7 +58,7 @@ class _Run:
     """What the records of a run say.
 
     Attributes:
-        starts: One record for each attempt that has trained.
+        starts: Records of the attempts that trained, one each.
         steps, epochs: Records, as if the run had never been interrupted.
         attempts: All records of these, by attempt.
         metrics: Step and value of each evaluation metric.

@@ -1,4 +1,4 @@
-"""What a `Trainer` is told beside model, optimizer and data, and the arithmetic of batches that follows."""
+"""`Settings`: arguments of a `Trainer` beside model, optimizer and data, and the batch sizes that follow."""
 
 from __future__ import annotations
 
@@ -37,33 +37,36 @@ class Settings:
     """Settings of a `Trainer`; each is an argument of its constructor.
 
     Attributes:
-        max_epochs: Number of passes over the training data; with `max_steps`, whichever comes first.
+        max_epochs: Number of passes over the training data; training ends at this or at `max_steps`, whichever comes
+            first.
         max_steps: Number of optimizer steps.
-        global_batch_size: Samples of one optimizer step, over all ranks and accumulated passes.
-        micro_batch_size: Largest number of samples in one forward pass of a rank; None: all of its part.
-        on_resize: When the number of ranks changes in a run: "keep" the global batch, or "scale" it with the ranks.
+        global_batch_size: Number of samples in an optimizer step, over all ranks and accumulated passes.
+        micro_batch_size: Largest number of samples in one forward pass of a rank; None: unlimited.
+        on_resize: Global batch after the number of ranks has changed: "keep" its size, or "scale" it with the ranks.
         seed: Seed for shuffling and for the data-loading workers; `seed_everything` is for the rest, such as dropout.
-        num_workers: Processes that load data for each rank.
-        drop_last: Whether the samples at an epoch's end that fill no global batch are left out.
+        num_workers: Number of data-loading processes of each rank.
+        drop_last: Whether samples at the end of an epoch that do not fill a global batch are left out.
         precision: Precision of forward and loss, through torch.autocast: "fp32", "bf16" or "fp16" (with a gradient
             scaler).
         clip_norm: Largest norm of the gradient; None: unlimited.
-        on_nan: What follows a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
-            once, or "ignore" it. Whatever is chosen, a state with such a parameter or buffer is never saved; what was
-            not finite when `fit` began is meant to be so.
-        scheduler_interval: Step the learning rate's scheduler each "step" or each "epoch".
-        monitor: Name of the evaluation's value that says which checkpoint is best.
-        patience: Stop after so many evaluations without a better one; None: never.
-        folder: Of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
-        resume: "auto": go on from the newest checkpoint in the folder, and refuse one of another run; "never": begin
-            anew; "force": go on from that of another run: its weights and counters, this script's settings.
-        save_every: Steps between checkpoints on disk; None: at the end of each epoch.
-        keep_last: Checkpoints that stay on disk, beside the best.
-        snapshot_every: Steps between snapshots in memory under ``phalanx run``; "auto": as many as cost 3 % of the
-            training at most; 0: none.
-        log_every: Steps between lines of metrics.jsonl.
-        deterministic: "world": the same weights, bit for bit, on 1, 2, 4, ... ranks.
-        virtual_shards: With that: parts in which a batch is computed, a power of two, at least the number of ranks.
+        on_nan: Reaction to a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
+            once, or "ignore" it. In any case, a state with such a parameter or buffer is never saved, unless it was
+            not finite when `fit` began.
+        scheduler_interval: Interval at which the learning rate scheduler steps: "step" or "epoch".
+        monitor: Name of the evaluated value that decides which checkpoint is best.
+        patience: Number of evaluations without a better one after which training stops; None: unlimited.
+        folder: Folder of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
+        resume: Treatment of the checkpoints in the folder: "auto" resumes from the newest, and refuses those of another
+            run; "never" starts over; "force" resumes with the weights and counters of another run, and this script's
+            settings.
+        save_every: Number of steps between checkpoints on disk; None: one at the end of each epoch.
+        keep_last: Number of newest checkpoints to keep on disk, beside the best.
+        snapshot_every: Number of steps between snapshots in memory, under ``phalanx run``; "auto": as often as costs at
+            most 3 % of the training time; 0: no snapshots.
+        log_every: Number of steps between two lines of metrics.jsonl.
+        deterministic: "world" for the same weights, bit for bit, on 1, 2, 4, ... ranks; None: no such guarantee.
+        virtual_shards: Number of parts in which `deterministic` computes a batch: a power of two, at least the number
+            of ranks.
     """
 
     max_epochs: int | None = None

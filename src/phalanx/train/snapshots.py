@@ -16,10 +16,10 @@ class Snapshots:
     """Takes a snapshot of the state every `every` steps; every rank has one of these.
 
     Args:
-        folder: Of the checkpoints that the snapshots belong to.
+        folder: Folder of the checkpoints that the snapshots belong to.
         every: Steps between them; "auto": chosen from what they cost; 0: none.
-        state: Returns what is to be kept.
-        may_keep: Returns whether it is worth keeping, the same on every rank.
+        state: Function that returns the state to keep.
+        may_keep: Function that returns whether the state is worth keeping, the same on every rank.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`Trainer`: the loop that trains one model on all ranks, and goes on where it was stopped."""
+"""`Trainer`: the loop that trains one model on all ranks, and resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -58,46 +58,57 @@ _trained: dict[str, weakref.ref[Trainer]] = {}  # who trained last in a folder, 
 
 
 class Trainer:
-    """Trains a model on all ranks of the job; joins it first, if the script has not.
+    """Trains a model on all ranks of the job, which it joins if the script has not.
 
-    Every rank makes the same one and calls the same methods. Under ``phalanx run --max-restarts N`` the ranks keep
-    snapshots, as many as `Settings.snapshot_every` allows, and go on from the last when one of them was killed.
+    Every rank makes the same Trainer and calls the same methods. Under ``phalanx run --max-restarts N`` the ranks keep
+    snapshots, as often as `Settings.snapshot_every` allows, and resume from the last one after a rank was killed.
 
     Args:
-        model: A module, which is then wrapped in `DistributedDataParallel`, or one that is wrapped already: in that, in
-            torch's, by FSDP2's ``fully_shard``.
+        model: Module to train. It is wrapped in `DistributedDataParallel`, unless it is wrapped already: in ours, in
+            torch's, or by FSDP2's ``fully_shard``.
         optimizer: Optimizer of the model's parameters.
-        loss: ``loss(model(inputs), targets)`` of a batch ``(inputs, targets)``, a mean over its samples. In a batch
-            that is a dictionary, "targets", "target", "labels" or "label" names the targets, and the other entries are
-            keyword arguments of the model; "inputs", if it is the only one, is its positional argument.
-        training_step: Instead of `loss`: ``training_step(model, batch)`` returns the loss, a mean over the samples, or
-            a dictionary with it as "loss" and with other numbers, which are logged.
-        evaluation_step: ``evaluation_step(model, batch)`` returns the loss, or values by name: each one number for each
-            sample, or their mean. None: the training step, or the loss and the metrics.
-        scheduler: Schedule of the learning rate.
-        metrics: Values to evaluate beside the loss, by name: ``metric(outputs, targets)`` returns one number for each
+        loss: Function of outputs and targets. For a batch ``(inputs, targets)``, ``loss(model(inputs), targets)`` is
+            the mean over its samples. In a batch that is a dictionary, "targets", "target", "labels" or "label" names
+            the targets, and the other entries are keyword arguments of the model; an entry "inputs" that is the only
+            one is its positional argument.
+        training_step: Function to use instead of `loss`: ``training_step(model, batch)`` returns the loss, a mean over
+            the samples, or a dictionary that has the loss as "loss" and other numbers to log.
+        evaluation_step: Function that evaluates a batch: ``evaluation_step(model, batch)`` returns the loss, or values
+            by name, each with one number for each sample or their mean. None: the training step, or the loss and the
+            metrics.
+        scheduler: Learning rate scheduler.
+        metrics: Functions by name to evaluate beside the loss: ``metric(outputs, targets)`` returns one number for each
             sample, or their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics,
             combine the states of all ranks in ``compute``; an `evaluation_step` updates them itself.
-        collate_fn: Function that makes a batch out of a dataset's samples; None: torch's. Where it leaves samples out,
-            an evaluation counts those that are in the batch, if its tensors tell how many; in a training step each
-            rank's part still weighs as much as the samples that were asked for.
+        collate_fn: Function that makes a batch of a dataset's samples; None: torch's. If it drops samples, an
+            evaluation counts those that are in the batch, if its tensors tell how many; in a training step each rank's
+            part still weighs as much as the samples that were requested.
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
-            ``on_fit_end``, each called with the trainer on every rank; with ``state_dict`` and ``load_state_dict`` they
-            are part of the checkpoints.
-        loggers: Where numbers go beside metrics.jsonl, from rank 0: "tensorboard", "wandb" (offline, unless a key or
-            WANDB_MODE is set), "mlflow", "csv", or objects with ``log(metrics, step)`` and ``close()``. One that fails
-            is named once, and training goes on.
-        settings: See `Settings`.
+            ``on_fit_end``, each called with the trainer on every rank. Those with ``state_dict`` and
+            ``load_state_dict`` are part of the checkpoints.
+        loggers: Loggers that get the numbers of metrics.jsonl on rank 0: "tensorboard", "wandb" (offline, unless a key
+            or WANDB_MODE is set), "mlflow", "csv", or objects with ``log(metrics, step)`` and ``close()``. A logger
+            that fails is named once, and training goes on without it.
+        settings: Fields of `Settings`, such as ``max_epochs=10``.
 
     Attributes:
-        model: As it trains; `module` is the one inside the wrapper.
-        step: Optimizer steps done.
-        epoch: Number of the epoch under way, from 0.
+        model: Model in its wrapper.
+        module: Model without the wrapper.
+        optimizer: Optimizer that was passed.
+        scheduler: Scheduler that was passed, or None.
+        callbacks: Callbacks that were passed.
+        settings: Settings of this trainer.
+        session: Session of this rank.
+        device: Device of the model.
+        folder: Folder of the run.
+        checkpoints: Folder of the run's checkpoints.
+        step: Number of optimizer steps done.
+        epoch: Number of the current epoch, from 0.
         evaluation: Values of the last evaluation in `fit`, by name.
 
     Raises:
-        ValueError: Arguments that contradict each other.
-        TypeError: An argument that there is not, or that is something else than it should be.
+        ValueError: Arguments contradict each other.
+        TypeError: An argument does not exist, or is of the wrong kind.
         ImportError: A logger's package is missing on rank 0.
     """
 
@@ -182,25 +193,26 @@ class Trainer:
     def fit(
         self, data: Any, validation_data: Any = None, *, batch_sampler: Iterable[Iterable[int]] | None = None
     ) -> dict[str, float]:
-        """Train to the end, from wherever the last run in the folder was; return the last evaluation.
+        """Train to the end, from where the last run in the folder stopped, and return the last evaluation.
 
         Args:
-            data: A map-style dataset, which is divided here; or a loader of this rank's own batches, each of which is
-                then a step of its rank. `Settings.global_batch_size` must be what the loaders of all ranks give then.
-            validation_data: What `evaluate` takes, evaluated after each epoch; one batch of a dataset also before the
-                first step, to know what an evaluation gives.
-            batch_sampler: Lists of a dataset's indices, each a batch of all ranks together, instead of
-                `Settings.global_batch_size`; it must give the same lists on every rank. ``set_epoch`` is called.
+            data: Map-style dataset, which the ranks divide; or a loader of this rank's own batches, each of which is a
+                step of this rank. `Settings.global_batch_size` must then be the size of the loaders' batches, over all
+                ranks.
+            validation_data: Data for `evaluate` after each epoch. One batch of a dataset is also evaluated before the
+                first step, to learn which values an evaluation has.
+            batch_sampler: Iterable of lists of a dataset's indices to use instead of `Settings.global_batch_size`: each
+                list is a batch over all ranks, and every rank must get the same lists. Its ``set_epoch`` is called.
 
         Raises:
-            CheckpointError: The folder holds another run: another model, optimizer, schedule or data, other settings.
+            CheckpointError: The folder holds a run of another model, optimizer, schedule, data or settings; or no
+                checkpoint can be saved there.
             NonFinite: A loss, gradient or parameter is not finite; on every rank. See `Settings.on_nan`.
-                Or no checkpoint can be saved in it.
             PhalanxError: Another job trains in the folder, or the folder can't be made.
-            ValueError: The data does not go with the settings, an evaluation does not have the value that `monitor`
-                names, or the schedule is shorter than the run.
-            SystemExit: When SIGTERM, SIGUSR1 or Ctrl-C came to any rank; everything is saved. With code 75, or 130
-                after a Ctrl-C without a launcher.
+            ValueError: The data does not fit the settings, an evaluation lacks the value that `monitor` names, or the
+                schedule is shorter than the run.
+            SystemExit: Any rank got SIGTERM, SIGUSR1 or Ctrl-C, and everything is saved. The code is 75, or 130 after a
+                Ctrl-C without a launcher.
         """
         try:
             with FolderLock(self.folder, self._ranks) as self._lock:
@@ -578,14 +590,14 @@ class Trainer:
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Return the means over all samples of `data`, and the metrics that have a state, the same on every rank.
+        """Return the means over all samples of `data`, and the metrics with a state; the same on every rank.
 
         Args:
-            data: A map-style dataset, of which each sample counts once, on however many ranks. Or a loader: batches of
-                one that all ranks have alike are divided among them; of one that divides, one of a ``Subset`` that
-                is this rank's own, a stream or a list of batches, each rank counts what it is given, so that a sample
-                that a sampler repeats counts twice. The mean of a dataset's batch counts for the samples that were
-                asked for, or for those that a `collate_fn` has left in it, if its tensors tell how many.
+            data: Map-style dataset, of which each sample counts once, whatever the number of ranks; or a loader. If all
+                ranks have the same loader, its batches are divided among them. Of a loader that divides its data, a
+                loader of a ``Subset`` that is this rank's own, a stream or a list of batches, each rank counts what it
+                gets, so a sample that a sampler repeats counts twice. The mean of a dataset's batch counts for the
+                samples that were requested, or for those that a `collate_fn` left in it, if its tensors tell how many.
 
         Raises:
             ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.
@@ -593,8 +605,10 @@ class Trainer:
         return self._evaluator.evaluate(data)
 
     def predict(self, data: Any) -> Tensor:
-        """Return the model's outputs for all samples of a map-style dataset, in their order, on the CPU of every rank.
+        """Return the model's outputs for all samples of a map-style dataset, in order, on the CPU of every rank.
 
-        A sample is what the model takes, a tuple that begins with it, or a dictionary, whose targets are left out.
+        Args:
+            data: Dataset whose samples are inputs of the model, tuples that begin with one, or dictionaries, whose
+                targets are left out.
         """
         return self._evaluator.predict(data)

@@ -26,10 +26,10 @@ class Failed(Exception):
 
 
 def verify_resume(run_arguments: Sequence[str]) -> int:
-    """Run a script whole, with a rank killed, and preempted and started again; compare the last checkpoints.
+    """Run a script three times and compare the last checkpoints: whole, with a rank killed, and preempted and resumed.
 
     Args:
-        run_arguments: As of ``phalanx run``: flags, the script, its arguments. The script trains with a `Trainer`.
+        run_arguments: Arguments for ``phalanx run``: flags, a script that trains with a `Trainer`, its arguments.
 
     Returns:
         0 if all three end with the same bits, 1 if not or if a run failed.

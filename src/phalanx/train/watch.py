@@ -58,12 +58,12 @@ class Watch:
     """Shows and logs a run; every rank has one, rank 0's speaks.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         num_steps: That the run will have at most.
         loggers: Get what metrics.jsonl gets, once `begin_logging` was called.
 
     Attributes:
-        last_loss: Of all ranks, when it was logged last.
+        last_loss: Loss over all ranks when it was logged last.
     """
 
     def __init__(self, folder: str, num_steps: int, ranks: Ranks, loggers: Loggers) -> None:
@@ -207,7 +207,7 @@ class _Mean:
 
     Attributes:
         first_step: The first that counts.
-        is_whole: It is the epoch's first.
+        is_whole: Whether it is the first of the epoch.
     """
 
     first_step: int

@@ -42,7 +42,7 @@ def sum_gradients(
     powers of two, the tree over all shards is the same for any number of ranks.
 
     Args:
-        num_shards: Of this rank.
+        num_shards: Number of this rank's shards.
         backward: Runs the shard of that index of this rank forward and backward, and returns its loss.
         seed: Seed and step; each shard draws random numbers of its own.
     """
