@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Work
 
 Run = Callable[[], object]
 
@@ -119,6 +120,55 @@ class TorchEngine:
             dist.send(tensor, peer, group=group)
 
         return (first, second)[self._rank] if self._rank < 2 else lambda: None
+
+
+class _AtOnce(Work):
+    """A work that is over."""
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+class _NoOpGroup(dist.ProcessGroup):
+    """A group whose operations do nothing."""
+
+
+def _no_op(name: str, result: Work | None) -> Callable[..., Work | None]:
+    def call(self: _NoOpGroup, *args: object, **named: object) -> Work | None:
+        return result
+
+    call.__name__ = name
+    return call
+
+
+for _name in ("allreduce", "broadcast", "reduce", "gather", "scatter", "barrier", "alltoall", "all_to_all_single",
+              "all_gather_single", "reduce_scatter_single"):  # fmt: skip
+    setattr(_NoOpGroup, _name, _no_op(_name, None))
+for _name in ("send", "recv"):
+    setattr(_NoOpGroup, _name, _no_op(_name, _AtOnce()))
+
+
+class FrontEndEngine(TorchEngine):
+    """What ``torch.distributed`` does before and after a backend's call, on a group that does nothing.
+
+    Args:
+        group: A group of the same ranks, for the barriers between the turns.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(_no_op_group())
+        self._meeting = group
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._meeting)
+
+
+def _no_op_group() -> dist.ProcessGroup:
+    def create(options: object, backend_options: object) -> dist.ProcessGroup:
+        return _NoOpGroup(options.store, options.group_rank, options.group_size)
+
+    dist.Backend.register_backend("no_op", create, extended_api=True, devices="cpu")
+    return dist.new_group(backend="no_op")
 
 
 class CoreEngine:
