@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
+from phalanx import _core
+
 Run = Callable[[], object]
 
 _ITEM_BYTES = 4  # float32
@@ -179,18 +181,18 @@ class CoreEngine:
         self._compares_calls = compares_calls
 
     def barrier(self) -> None:
-        self._core.barrier(_TIMEOUT_S, None)
+        self._core.run(_core.Call("barrier"), [], [], _TIMEOUT_S, None)
         self._core.compares_calls = self._compares_calls
 
     def finish(self) -> None:
         self._core.compares_calls = True
 
     def operation(self, op: str, buffers: Buffers) -> Run:
-        from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
+        from phalanx.backend._types import DTYPE_CODES, SUM_CODES
 
-        run, address = self._core.all_reduce, buffers.a.data_ptr()
-        args = (address, address, *DTYPE_CODES[torch.float32], buffers.a.numel(), *REDUCE_CODES[RedOpType.SUM])
-        return lambda: run(*args, _TIMEOUT_S, None)
+        run, at = self._core.run, [buffers.a.data_ptr()]
+        call = _core.Call("all_reduce", *DTYPE_CODES[torch.float32], buffers.a.numel(), *SUM_CODES)
+        return lambda: run(call, at, at, _TIMEOUT_S, None)
 
 
 class MemcpyEngine:

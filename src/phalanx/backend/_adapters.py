@@ -25,8 +25,9 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx._tensors import Overridden
+from phalanx.backend._flight import is_profiling, joined
 from phalanx.backend._memory import NotPlain
-from phalanx.backend._ops import Operations, is_profiling, joined
+from phalanx.backend._ops import Operations
 from phalanx.backend._work import PhalanxWork, end_threads, finished
 
 _num_modes = torch._C._len_torch_dispatch_stack
