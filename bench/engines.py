@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -98,7 +99,8 @@ class TorchEngine:
             ins = list(a.chunk(self._world_size)) if on_root else None
             return lambda: dist.scatter(b, ins, src=_ROOT, group=group)
         if op == "send_recv":
-            return self._ping_pong(a)
+            send, recv = (functools.partial(run, group=group) for run in (dist.send, dist.recv))
+            return _ping_pong(send, recv, a, self._rank)
         return {
             "all_reduce": lambda: dist.all_reduce(a, group=group),
             "broadcast": lambda: dist.broadcast(a, src=_ROOT, group=group),
@@ -108,20 +110,6 @@ class TorchEngine:
             "all_to_all": lambda: dist.all_to_all_single(b, a, group=group),
             "barrier": lambda: dist.barrier(group=group),
         }[op]
-
-    def _ping_pong(self, tensor: torch.Tensor) -> Run:
-        """There and back between ranks 0 and 1; the others have nothing to do."""
-        group, peer = self._group, 1 - self._rank
-
-        def first() -> None:
-            dist.send(tensor, peer, group=group)
-            dist.recv(tensor, peer, group=group)
-
-        def second() -> None:
-            dist.recv(tensor, peer, group=group)
-            dist.send(tensor, peer, group=group)
-
-        return (first, second)[self._rank] if self._rank < 2 else lambda: None
 
 
 class _AtOnce(Work):
@@ -171,6 +159,49 @@ def _no_op_group() -> dist.ProcessGroup:
 
     dist.Backend.register_backend("no_op", create, extended_api=True, devices="cpu")
     return dist.new_group(backend="no_op")
+
+
+class DirectEngine:
+    """``phalanx.communicator``: no front end of torch's."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        import phalanx
+
+        self._comm = phalanx.communicator(group)
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def finish(self) -> None:
+        pass
+
+    def operation(self, op: str, buffers: Buffers) -> Run:
+        a, b, comm = buffers.a, buffers.b, self._comm
+        if op == "send_recv":
+            return _ping_pong(comm.send, comm.recv, a, comm.rank)
+        return {
+            "all_reduce": lambda: comm.all_reduce(a),
+            "broadcast": lambda: comm.broadcast(a, _ROOT),
+            "reduce_scatter": lambda: comm.reduce_scatter(b, a),
+            "all_gather": lambda: comm.all_gather(b, a),
+            "all_to_all": lambda: comm.all_to_all(b, a),
+            "barrier": lambda: comm.barrier(),
+        }[op]
+
+
+def _ping_pong(send: Callable[..., object], recv: Callable[..., object], buffer: object, rank: int) -> Run:
+    """There and back between ranks 0 and 1; the others have nothing to do."""
+    peer = 1 - rank
+
+    def first() -> None:
+        send(buffer, peer)
+        recv(buffer, peer)
+
+    def second() -> None:
+        recv(buffer, peer)
+        send(buffer, peer)
+
+    return (first, second)[rank] if rank < 2 else lambda: None
 
 
 class CoreEngine:
@@ -240,7 +271,7 @@ class MpiEngine:
         a, b = ([t.numpy(), self._mpi.FLOAT] if t is not None else None for t in (buffers.a, buffers.b))
         on_root = rank == _ROOT
         if op == "send_recv":
-            return self._ping_pong(a)
+            return _ping_pong(comm.Send, comm.Recv, a, rank)
         return {
             "all_reduce": lambda: comm.Allreduce(in_place, a),
             "broadcast": lambda: comm.Bcast(a, _ROOT),
@@ -252,16 +283,3 @@ class MpiEngine:
             "all_to_all": lambda: comm.Alltoall(a, b),
             "barrier": lambda: comm.Barrier(),
         }[op]
-
-    def _ping_pong(self, buffer: list[object]) -> Run:
-        comm, peer = self._comm, 1 - self._comm.rank
-
-        def first() -> None:
-            comm.Send(buffer, peer)
-            comm.Recv(buffer, peer)
-
-        def second() -> None:
-            comm.Recv(buffer, peer)
-            comm.Send(buffer, peer)
-
-        return (first, second)[comm.rank] if comm.rank < 2 else lambda: None

@@ -20,7 +20,17 @@ import torch
 import torch.distributed as dist
 
 from bench import plan
-from bench.engines import Buffers, CoreEngine, Engine, FrontEndEngine, MemcpyEngine, MpiEngine, Run, TorchEngine
+from bench.engines import (
+    Buffers,
+    CoreEngine,
+    DirectEngine,
+    Engine,
+    FrontEndEngine,
+    MemcpyEngine,
+    MpiEngine,
+    Run,
+    TorchEngine,
+)
 
 _TIMEOUT = timedelta(seconds=300)
 _WARM_SHARE = 8  # an eighth of the iterations, before each measurement
@@ -31,7 +41,7 @@ def torch_engines(kind: str, rank: int, world_size: int, init_method: str) -> di
     dist.init_process_group("cpu:gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     if kind == "calls":
         phalanx = dist.new_group(backend="phalanx", timeout=_TIMEOUT)
-        return {"phalanx": TorchEngine(phalanx), "front_end": FrontEndEngine(phalanx)}
+        return {"phalanx": TorchEngine(phalanx), "front_end": FrontEndEngine(phalanx), "direct": DirectEngine(phalanx)}
     if kind != "torch":
         others = {name: dist.new_group(backend=name, timeout=_TIMEOUT) for name in kind.split(",") if name != "gloo"}
         return {name: TorchEngine(group) for name, group in {"gloo": dist.group.WORLD, **others}.items()}

@@ -157,6 +157,26 @@ bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle o
   return true;
 }
 
+/// Send or receive a plain tensor, and wait for that: the rank of the group that sent, or nothing if it needs a closer look.
+std::optional<int> message_plain(Group& g, Op op, nb::handle tensor, int peer, std::int64_t tag, Timeout timeout) {
+  std::array<std::byte, 2 * sizeof(Memory)> room;
+  std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
+  Memories memories(&resource);
+  if (peer < (op == Op::kRecv ? -1 : 0) || peer >= g.board().size() || !read_plain(tensor.ptr(), memories)) return std::nullopt;
+  if (memories.size() != 1) return std::nullopt;
+  const Memory memory = memories[0];
+  int source = -1;
+  std::string site = nb::cast<std::string>((*g_call_site)());
+  run_without_gil([&](Hooks& hooks) {
+    guarded(g, [&] {
+      const auto request = g.p2p().post(op, memory.data, memory.items, peer, tag, std::move(site));
+      g.p2p().wait(request, hooks, bounded(timeout.count()));
+      source = request->source();
+    });
+  });
+  return source;
+}
+
 /// A message in several pieces, averaged or otherwise reduced where they lie. Returns the sum of squares of the first
 /// `num_squared` pieces of the result.
 double all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
@@ -239,6 +259,12 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
       });
     };
   };
+  group.def("send_plain", [](Group& g, nb::handle tensor, int peer, std::int64_t tag, Timeout timeout) {
+    return message_plain(g, Op::kSend, tensor, peer, tag, timeout).has_value();
+  });
+  group.def("recv_plain", [](Group& g, nb::handle tensor, int peer, std::int64_t tag, Timeout timeout) {
+    return message_plain(g, Op::kRecv, tensor, peer, tag, timeout);
+  });
   group.def("send", post(Op::kSend));
   group.def("recv", post(Op::kRecv));
 }

@@ -88,6 +88,11 @@ class BridgedGroup:
         """Say that this group has no shorter way for the usual calls, as the core's has."""
         return False
 
+    send_plain = run_plain
+
+    def recv_plain(self, *args: object) -> None:
+        """Say the same of messages."""
+
     def run(self, call: _core.Call, ins: list[int], outs: list[int], timeout: timedelta, site: str | None) -> Any:
         """Run a collective here, or, if it comes with a site, on the group's thread; then its task is returned."""
         return self._run(call, timeout, site, lambda running: self._steps.perform(running, ins, outs))

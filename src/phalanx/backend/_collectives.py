@@ -37,6 +37,7 @@ BROADCAST, ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_
     Call, ("broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 )
 """Kinds of calls, for `run_plain`."""
+_BARRIER = Call("barrier")
 
 
 class Blocking:
@@ -66,7 +67,7 @@ class Collectives:
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
-    def _arguments(self, op: str) -> Arguments:
+    def arguments(self, op: str) -> Arguments:
         return Arguments(self.ranks, op)
 
     def _goes_plainly(
@@ -115,7 +116,7 @@ class Collectives:
         root = opts.rootRank
         if self._goes_plainly(BROADCAST, tensors, tensors, opts, root):
             return None
-        given = self._arguments("broadcast")
+        given = self.arguments("broadcast")
         tensor = given.one(tensors)
         codes = given.check(tensor)
         root = given.root(root)
@@ -128,7 +129,7 @@ class Collectives:
         reduce_op = opts.reduceOp
         if self._goes_plainly(ALL_REDUCE, tensors, tensors, opts, reduce_op=reduce_op):
             return None
-        given = self._arguments("all_reduce")
+        given = self.arguments("all_reduce")
         tensor = given.one(tensors)
         if tensor.layout is torch.sparse_coo:
             return self._allreduce_sparse(tensor, opts)
@@ -145,7 +146,7 @@ class Collectives:
 
     def _allreduce_sparse(self, tensor: torch.Tensor, opts: Options) -> PhalanxWork | None:
         """Sum sparse COO tensors. Blocks."""
-        where = self._arguments("all_reduce").where
+        where = self.arguments("all_reduce").where
         if opts.reduceOp.op != RedOpType.SUM:
             raise ValueError(f"{where()}: sparse tensors can only be summed, got {opts.reduceOp.op}")
         blocking = Blocking(opts.timeout)
@@ -157,7 +158,7 @@ class Collectives:
         reduce_op, root = opts.reduceOp, opts.rootRank
         if self._goes_plainly(REDUCE, tensors, tensors, opts, root, reduce_op):
             return None
-        given = self._arguments("reduce")
+        given = self.arguments("reduce")
         tensor = given.one(tensors)
         codes = given.check(tensor)
         root = given.root(root)
@@ -173,7 +174,7 @@ class Collectives:
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
         if len(outputs) == 1 and self._goes_plainly(ALL_GATHER, inputs, outputs[0], opts):
             return None
-        given = self._arguments("all_gather")
+        given = self.arguments("all_gather")
         source = given.one(inputs)
         if len(outputs) != 1:
             raise ValueError(f"{given.where()} takes one list of outputs, got {len(outputs)}")
@@ -187,7 +188,7 @@ class Collectives:
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         if self._goes_plainly(ALL_GATHER, source, output, opts):
             return None
-        given = self._arguments("all_gather_into_tensor")
+        given = self.arguments("all_gather_into_tensor")
         count = given.blocks(output, source, "output_tensor")
         codes = given.check(source)
         step = count * codes[1]
@@ -201,7 +202,7 @@ class Collectives:
         is_root, given_one = self._rank == root, len(outputs) == 1
         if is_root == given_one and self._goes_plainly(GATHER, inputs, outputs[0] if is_root else [], opts, root):
             return None
-        given = self._arguments("gather")
+        given = self.arguments("gather")
         source = given.one(inputs)
         codes = given.check(source)
         root = given.root(root)
@@ -218,7 +219,7 @@ class Collectives:
     def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> PhalanxWork | None:
         if self._rank != opts.rootRank:
             return self.gather([], [source], opts)
-        given = self._arguments("gather")
+        given = self.arguments("gather")
         given.blocks(output, source, "output")
         given.check(source)
         buffer = given.write(output)
@@ -233,7 +234,7 @@ class Collectives:
         is_root, given_one = self._rank == root, len(inputs) == 1
         if is_root == given_one and self._goes_plainly(SCATTER, inputs[0] if is_root else [], outputs, opts, root):
             return None
-        given = self._arguments("scatter")
+        given = self.arguments("scatter")
         target = given.one(outputs)
         codes = given.check(target)
         root = given.root(root)
@@ -251,7 +252,7 @@ class Collectives:
         reduce_op = opts.reduceOp
         if len(inputs) == 1 and self._goes_plainly(REDUCE_SCATTER, inputs[0], outputs, opts, reduce_op=reduce_op):
             return None
-        given = self._arguments("reduce_scatter")
+        given = self.arguments("reduce_scatter")
         target = given.one(outputs)
         if len(inputs) != 1:
             raise ValueError(f"{given.where()} takes one list of inputs, got {len(inputs)}")
@@ -268,7 +269,7 @@ class Collectives:
         reduce_op = opts.reduceOp
         if self._goes_plainly(REDUCE_SCATTER, source, output, opts, reduce_op=reduce_op):
             return None
-        given = self._arguments("reduce_scatter_tensor")
+        given = self.arguments("reduce_scatter_tensor")
         count = given.blocks(source, output, "input")
         codes = given.check(output)
         reduction = given.reduction(reduce_op, output.dtype)
@@ -280,7 +281,7 @@ class Collectives:
         return self._run(call, at, opts, [output], given.settle, keep, [source])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
-        given = self._arguments("all_to_all")
+        given = self.arguments("all_to_all")
         given.require_length("output_tensor_list", outputs)
         given.require_length("input_tensor_list", inputs)
         codes = {given.check(t) for t in (*outputs, *inputs)}
@@ -302,7 +303,7 @@ class Collectives:
         is_even = not output_split_sizes and not input_split_sizes
         if is_even and self._goes_plainly(ALL_TO_ALL, source, output, opts):
             return None
-        given = self._arguments("all_to_all_single")
+        given = self.arguments("all_to_all_single")
         codes = given.check(source)
         given.check(output)
         if output.dtype != source.dtype:
@@ -320,4 +321,4 @@ class Collectives:
         return self._run(call, at, opts, [output], given.settle, keep, [source])
 
     def barrier(self, opts: Options) -> PhalanxWork | None:
-        return self._run(Call("barrier"), ([], []), opts, [], None)
+        return self._run(_BARRIER, ([], []), opts, [], None)

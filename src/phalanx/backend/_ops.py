@@ -50,7 +50,7 @@ class Operations(Collectives):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         dense = [tensor for tensor in tensors if tensor.layout is not torch.sparse_coo]
-        given = self._arguments("all_reduce")
+        given = self.arguments("all_reduce")
         for tensor in dense:
             given.check(tensor)
         if do_overlap(dense, []):  # each is summed as it was before the call
@@ -83,7 +83,7 @@ class Operations(Collectives):
 
     def _require_apart(self, op: str, targets: Sequence[Tensors], sources: Sequence[Tensors]) -> None:
         """Check what several operations write and read, by operation, before the first of them begins."""
-        given = self._arguments(op)
+        given = self.arguments(op)
         for tensor in chain(*targets, *sources):
             given.check(tensor)
         for i, mine in enumerate(targets):
@@ -110,7 +110,7 @@ class Operations(Collectives):
         """Run an operation for each output and its input."""
         if len(outputs) != len(inputs):
             raise ValueError(
-                f"{self._arguments(op).where()} takes as many outputs as inputs, got {len(outputs)} and {len(inputs)}"
+                f"{self.arguments(op).where()} takes as many outputs as inputs, got {len(outputs)} and {len(inputs)}"
             )
         self._require_apart(op, [[t] for t in outputs], [[t] for t in inputs])
         calls = [functools.partial(run, o, i) for o, i in zip(outputs, inputs, strict=True)]
@@ -124,7 +124,7 @@ class Operations(Collectives):
     ) -> float:
         """Replace `tensors` and `marks` by their means over the ranks, where they lie; blocks. See PhalanxGroup."""
         close = profiled("average_coalesced", tensors, None) if is_profiling() else None
-        given = self._arguments("average_coalesced")
+        given = self.arguments("average_coalesced")
         squares = 0.0
         by_dtype: dict[torch.dtype, Tensors] = {}
         for tensor in tensors:
@@ -151,7 +151,7 @@ class Operations(Collectives):
         timeout_ms = int(opts.timeout.total_seconds() * 1000)
         if _WRAPPED < opts.timeout < timedelta(0) and opts.timeout != UNSET:
             raise ValueError(
-                f"{self._arguments('monitored_barrier').where()}: timeout must be at least 0 s, got "
+                f"{self.arguments('monitored_barrier').where()}: timeout must be at least 0 s, got "
                 f"{opts.timeout.total_seconds():g} s; leave it out for the group's"
             )
         if timeout_ms == 0:
@@ -179,15 +179,15 @@ class Operations(Collectives):
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> PhalanxWork:
-        given = self._arguments("send")
+        given = self.arguments("send")
         return self._message(given, tensors, given.root(dst), tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> PhalanxWork:
-        given = self._arguments("recv")
+        given = self.arguments("recv")
         return self._message(given, tensors, given.root(src), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> PhalanxWork:
-        return self._message(self._arguments("recv"), tensors, -1, tag)
+        return self._message(self.arguments("recv"), tensors, -1, tag)
 
     def _message(self, given: Arguments, tensors: Tensors, peer: int, tag: int) -> PhalanxWork:
         tensor = given.one(tensors)
