@@ -157,26 +157,6 @@ bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle o
   return true;
 }
 
-/// Send or receive a plain tensor, and wait for that: the rank of the group that sent, or nothing if it needs a closer look.
-std::optional<int> message_plain(Group& g, Op op, nb::handle tensor, int peer, std::int64_t tag, Timeout timeout) {
-  std::array<std::byte, 2 * sizeof(Memory)> room;
-  std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
-  Memories memories(&resource);
-  if (peer < (op == Op::kRecv ? -1 : 0) || peer >= g.board().size() || !read_plain(tensor.ptr(), memories)) return std::nullopt;
-  if (memories.size() != 1) return std::nullopt;
-  const Memory memory = memories[0];
-  int source = -1;
-  std::string site = nb::cast<std::string>((*g_call_site)());
-  run_without_gil([&](Hooks& hooks) {
-    guarded(g, [&] {
-      const auto request = g.p2p().post(op, memory.data, memory.items, peer, tag, std::move(site));
-      g.p2p().wait(request, hooks, bounded(timeout.count()));
-      source = request->source();
-    });
-  });
-  return source;
-}
-
 /// A message in several pieces, averaged or otherwise reduced where they lie. Returns the sum of squares of the first
 /// `num_squared` pieces of the result.
 double all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
@@ -190,6 +170,11 @@ double all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins,
                            num_squared > 0 ? find_squares(static_cast<Dtype>(call.items.dtype)) : nullptr);
   });
   return squares;
+}
+
+std::shared_ptr<Request> post(Group& g, Op op, void* data, Items items, int peer, std::int64_t tag, std::string site) {
+  nb::gil_scoped_release release;
+  return guarded(g, [&] { return g.p2p().post(op, data, items, peer, tag, std::move(site)); });
 }
 
 }  // namespace
@@ -249,24 +234,23 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
      "Run a collective: in this thread, or on the native one when it comes with a site; then its Job is returned.");
   group.def("run_plain", &run_plain);
   group.def("all_reduce_pieces", &all_reduce_pieces);
-  auto post = [](Op op) {
-    return [op](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int peer, std::int64_t tag,
-                std::string site) {
-      nb::gil_scoped_release release;
-      return guarded(g, [&] {
-        return g.p2p().post(op, pointer(data), Items{static_cast<std::uint8_t>(dtype), item, count}, peer, tag,
-                            std::move(site));
-      });
-    };
-  };
-  group.def("send_plain", [](Group& g, nb::handle tensor, int peer, std::int64_t tag, Timeout timeout) {
-    return message_plain(g, Op::kSend, tensor, peer, tag, timeout).has_value();
-  });
-  group.def("recv_plain", [](Group& g, nb::handle tensor, int peer, std::int64_t tag, Timeout timeout) {
-    return message_plain(g, Op::kRecv, tensor, peer, tag, timeout);
-  });
-  group.def("send", post(Op::kSend));
-  group.def("recv", post(Op::kRecv));
+  for (const Op op : {Op::kSend, Op::kRecv}) {
+    group.def(op_name(op), [op](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int peer,
+                                std::int64_t tag, std::string site) {
+      return post(g, op, pointer(data), Items{static_cast<std::uint8_t>(dtype), item, count}, peer, tag, std::move(site));
+    });
+    // The same for a plain tensor; nothing if it needs a closer look.
+    group.def(op == Op::kSend ? "send_plain" : "recv_plain",
+              [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> std::shared_ptr<Request> {
+      std::array<std::byte, 2 * sizeof(Memory)> room;
+      std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
+      Memories memories(&resource);
+      const bool is_rank = peer >= (op == Op::kRecv ? -1 : 0) && peer < g.board().size();
+      if (!is_rank || !read_plain(tensor.ptr(), memories) || memories.size() != 1) return nullptr;
+      std::string site = nb::cast<std::string>((*g_call_site)());
+      return post(g, op, memories[0].data, memories[0].items, peer, tag, std::move(site));
+    });
+  }
 }
 
 }  // namespace phalanx

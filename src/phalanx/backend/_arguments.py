@@ -23,7 +23,7 @@ class Arguments(Places):
 
     def check(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return the code and element size of the tensor's dtype, after checking that the core can touch it."""
-        codes = DTYPE_CODES.get(tensor.dtype)
+        codes = DTYPE_CODES.get(self._tensor(tensor).dtype)
         if codes is not None:
             if _core.is_plain(tensor):
                 return codes
@@ -69,7 +69,12 @@ class Arguments(Places):
     def one(self, tensors: Tensors) -> torch.Tensor:
         if len(tensors) != 1:
             raise ValueError(f"{self.where()} takes one tensor per rank, got {len(tensors)}; call it once for each")
-        return tensors[0]
+        return self._tensor(tensors[0])
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor):  # torch's own front end has looked at that
+            raise TypeError(f"{self.where()} takes tensors, got {type(tensor).__name__}")
+        return tensor
 
     def root(self, root: int) -> int:
         if not 0 <= root < self.ranks.size:

@@ -88,10 +88,10 @@ class BridgedGroup:
         """Say that this group has no shorter way for the usual calls, as the core's has."""
         return False
 
-    send_plain = run_plain
-
-    def recv_plain(self, *args: object) -> None:
+    def send_plain(self, *args: object) -> None:
         """Say the same of messages."""
+
+    recv_plain = send_plain
 
     def run(self, call: _core.Call, ins: list[int], outs: list[int], timeout: timedelta, site: str | None) -> Any:
         """Run a collective here, or, if it comes with a site, on the group's thread; then its task is returned."""

@@ -189,8 +189,8 @@ class Collectives:
         if self._goes_plainly(ALL_GATHER, source, output, opts):
             return None
         given = self.arguments("all_gather_into_tensor")
-        count = given.blocks(output, source, "output_tensor")
         codes = given.check(source)
+        count = given.blocks(output, source, "output_tensor")
         step = count * codes[1]
         keep, read_at, [out_at] = given.move([source], [output], own=(0, 0, self._rank * step))
         call = Call("all_gather", *codes, count)
@@ -220,8 +220,8 @@ class Collectives:
         if self._rank != opts.rootRank:
             return self.gather([], [source], opts)
         given = self.arguments("gather")
-        given.blocks(output, source, "output")
         given.check(source)
+        given.blocks(output, source, "output")
         buffer = given.write(output)
         work = self.gather([list(buffer.reshape(self._size, -1))], [source.reshape(-1)], opts)
         if work is None:
@@ -270,8 +270,8 @@ class Collectives:
         if self._goes_plainly(REDUCE_SCATTER, source, output, opts, reduce_op=reduce_op):
             return None
         given = self.arguments("reduce_scatter_tensor")
-        count = given.blocks(source, output, "input")
         codes = given.check(output)
+        count = given.blocks(source, output, "input")
         reduction = given.reduction(reduce_op, output.dtype)
         step = count * codes[1]
         whole = given.premultiplied(source)

@@ -93,17 +93,23 @@ class Communicator:
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send a tensor to `dst`, which must receive it with the same tag."""
-        peer = self._peer_of("send", "dst", dst)
-        if is_profiling() or not self._operations._core.send_plain(tensor, peer, tag, _GROUPS_OWN_S):
+        core, peer = self._operations._core, self._peer_of("send", "dst", dst)
+        request = None if is_profiling() else core.send_plain(tensor, peer, tag)
+        if request is None:
             self._run(Operations.send, [tensor], peer, tag).wait()
+        else:
+            core.wait_request(request, _GROUPS_OWN_S)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receive into a tensor from `src`, or from any rank; return the rank that sent."""
-        peer = -1 if src is None else self._peer_of("recv", "src", src)
-        source = None if is_profiling() else self._operations._core.recv_plain(tensor, peer, tag, _GROUPS_OWN_S)
-        if source is None:
-            given = ([tensor], tag) if src is None else ([tensor], peer, tag)
-            work = self._run(Operations.recv_anysource if src is None else Operations.recv, *given)
+        core, peer = self._operations._core, -1 if src is None else self._peer_of("recv", "src", src)
+        request = None if is_profiling() else core.recv_plain(tensor, peer, tag)
+        if request is not None:
+            core.wait_request(request, _GROUPS_OWN_S)
+            source = request.source
+        else:
+            method, given = (Operations.recv_anysource, ()) if src is None else (Operations.recv, (peer,))
+            work = self._run(method, [tensor], *given, tag)
             work.wait()
             source = work.source_rank()
         return self._operations.ranks.global_ranks[source]

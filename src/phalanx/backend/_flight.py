@@ -27,17 +27,22 @@ class Flight:
     def track(self, work: PhalanxWork) -> PhalanxWork:
         """Keep a started operation and its tensors until it is over, whatever the caller does with the handle."""
         works = self._works
+        if works:
+            self._look(works)
+        works[work] = None
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _look(self, works: OrderedDict[PhalanxWork, None]) -> None:
+        """Let go of what is over among the oldest, in turns: there may be thousands."""
         with contextlib.suppress(KeyError):  # another thread may take the last
-            for _ in range(min(_NUM_LOOKS, len(works))):  # the oldest, in turns: there may be thousands
+            for _ in range(min(_NUM_LOOKS, len(works))):
                 other, _none = works.popitem(last=False)
                 if other.over:
                     other.let_go()
                 else:
                     works[other] = None
-        works[work] = None
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
 
     def let_go(self, work: PhalanxWork) -> None:
         self._works.pop(work, None)

@@ -179,10 +179,16 @@ class Operations(Collectives):
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> PhalanxWork:
+        request = None if is_profiling() else self._core.send_plain(tensors, dst, tag)
+        if request is not None:
+            return self._track(request, tensors, None, tensors)
         given = self.arguments("send")
         return self._message(given, tensors, given.root(dst), tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> PhalanxWork:
+        request = None if is_profiling() else self._core.recv_plain(tensors, src, tag)
+        if request is not None:
+            return self._track(request, tensors, None, tensors)
         given = self.arguments("recv")
         return self._message(given, tensors, given.root(src), tag)
 
@@ -197,8 +203,11 @@ class Operations(Collectives):
         settle: Settle = given.settle
         if is_profiling():
             settle = profiled("recvAnySource" if peer < 0 else given.op, tensors, settle)
-        wait = self._core.wait_request
-        return self._flight.track(PhalanxWork(request, wait, tensors, settle, buffer, self._flight.let_go))
+        return self._track(request, tensors, settle, buffer)
+
+    def _track(self, request: _core.Request, tensors: Tensors, settle: Settle | None, keep: object) -> PhalanxWork:
+        work = PhalanxWork(request, self._core.wait_request, tensors, settle, keep, self._flight.let_go)
+        return self._flight.track(work)
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -241,6 +250,12 @@ class _Destroyed:
         self._refuse(call.op)
 
     run_plain = all_reduce_pieces = run
+
+    def send_plain(self, *args: object) -> None:
+        self._refuse("send")
+
+    def recv_plain(self, *args: object) -> None:
+        self._refuse("recv")
 
     def __getattr__(self, op: str) -> object:
         self._refuse(op)

@@ -211,7 +211,8 @@ class Steps:
         """
         if kernel != _AVG or self._is_even:
             return kernel, lambda result: None
-        dtype, world_size = _DTYPES[running.dtype], self._size
+        # A quotient of a complex number by a whole one, as torch makes it, is not rounded like those of its parts.
+        dtype, world_size = _DTYPES[running.dtype].to_real(), self._size
         return _SUM, lambda result: result.tensor().view(dtype).div_(world_size)
 
     def _average_integers(self, running: Running, source: int, out: int, count: int) -> None:
