@@ -23,7 +23,7 @@ from phalanx.backend._flight import Joined, is_profiling, profiled
 from phalanx.backend._memory import Tensors, addresses_of, do_overlap
 from phalanx.backend._place import Ranks
 from phalanx.backend._types import DTYPE_CODES, RedOpType
-from phalanx.backend._work import PhalanxWork, call_site
+from phalanx.backend._work import Over, PhalanxWork, call_site
 
 _WRAPPED = timedelta(days=-100_000)  # below it nobody asks: a timeout so large that torch's integers wrap, as of max
 _TO_BEGIN = 32  # collectives at most that a training needs before it takes steps: models are compared, weights are sent
@@ -181,14 +181,14 @@ class Operations(Collectives):
     def send(self, tensors: Tensors, dst: int, tag: int) -> PhalanxWork:
         request = None if is_profiling() else self._core.send_plain(tensors, dst, tag)
         if request is not None:
-            return self._track(request, tensors, None, tensors)
+            return self._started(request, tensors)
         given = self.arguments("send")
         return self._message(given, tensors, given.root(dst), tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> PhalanxWork:
         request = None if is_profiling() else self._core.recv_plain(tensors, src, tag)
         if request is not None:
-            return self._track(request, tensors, None, tensors)
+            return self._started(request, tensors)
         given = self.arguments("recv")
         return self._message(given, tensors, given.root(src), tag)
 
@@ -203,9 +203,13 @@ class Operations(Collectives):
         settle: Settle = given.settle
         if is_profiling():
             settle = profiled("recvAnySource" if peer < 0 else given.op, tensors, settle)
-        return self._track(request, tensors, settle, buffer)
+        return self._started(request, tensors, settle, buffer)
 
-    def _track(self, request: _core.Request, tensors: Tensors, settle: Settle | None, keep: object) -> PhalanxWork:
+    def _started(
+        self, request: _core.Request, tensors: Tensors, settle: Settle | None = None, keep: object = None
+    ) -> PhalanxWork:
+        if settle is None and request.done and request.error() is None:  # as most small messages
+            return PhalanxWork(Over(None, request.source), None, tensors)
         work = PhalanxWork(request, self._core.wait_request, tensors, settle, keep, self._flight.let_go)
         return self._flight.track(work)
 

@@ -161,7 +161,7 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-class _Over:
+class Over:
     """Stands for the handle of an operation that is over: a work that somebody keeps holds nothing of its group."""
 
     __slots__ = ("_error", "source")
@@ -229,7 +229,7 @@ class PhalanxWork(Work):
     def _part(self, error: BaseException | None) -> None:
         """Hold the core no longer: the operation is over."""
         self._wait = self._release = None  # before the handle: see wait()
-        self._handle = _Over(error, getattr(self._handle, "source", -1))
+        self._handle = Over(error, getattr(self._handle, "source", -1))
 
     def let_go(self) -> None:
         """Hold the core no longer if the operation is over, however it ended. Its tensors are settled by who waits."""
