@@ -210,7 +210,7 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
     Memories memories(&memory);
     memories.reserve(1);
     return read_plain(tensor.ptr(), memories);
-  }, nb::arg("tensor"), "True if the core may read and write the memory of a tensor, or of all in a list, as it is.");
+  }, nb::arg("tensor").none(), "True if the core may read and write the memory of a tensor, or of all in a list, as it is.");
   m.def("overlap", [](const Addresses& writes, const Addresses& write_bytes, const Addresses& reads,
                       const Addresses& read_bytes) {
     const auto ranges = [](const Addresses& begins, const Addresses& sizes) {
@@ -232,7 +232,8 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
                  });
   }, nb::arg("call"), nb::arg("ins"), nb::arg("outs"), nb::arg("timeout"), nb::arg("site").none(),
      "Run a collective: in this thread, or on the native one when it comes with a site; then its Job is returned.");
-  group.def("run_plain", &run_plain);
+  group.def("run_plain", &run_plain, nb::arg("kind"), nb::arg("ins").none(), nb::arg("outs").none(), nb::arg("root"),
+            nb::arg("kernel"), nb::arg("code"), nb::arg("timeout"));
   group.def("all_reduce_pieces", &all_reduce_pieces);
   for (const Op op : {Op::kSend, Op::kRecv}) {
     group.def(op_name(op), [op](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int peer,
@@ -249,7 +250,7 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
       if (!is_rank || !read_plain(tensor.ptr(), memories) || memories.size() != 1) return nullptr;
       std::string site = nb::cast<std::string>((*g_call_site)());
       return post(g, op, memories[0].data, memories[0].items, peer, tag, std::move(site));
-    });
+    }, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"));
   }
 }
 
