@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Work
+
+from phalanx import _core
 
 Run = Callable[[], object]
 
@@ -95,7 +99,8 @@ class TorchEngine:
             ins = list(a.chunk(self._world_size)) if on_root else None
             return lambda: dist.scatter(b, ins, src=_ROOT, group=group)
         if op == "send_recv":
-            return self._ping_pong(a)
+            send, recv = (functools.partial(run, group=group) for run in (dist.send, dist.recv))
+            return _ping_pong(send, recv, a, self._rank)
         return {
             "all_reduce": lambda: dist.all_reduce(a, group=group),
             "broadcast": lambda: dist.broadcast(a, src=_ROOT, group=group),
@@ -106,19 +111,97 @@ class TorchEngine:
             "barrier": lambda: dist.barrier(group=group),
         }[op]
 
-    def _ping_pong(self, tensor: torch.Tensor) -> Run:
-        """There and back between ranks 0 and 1; the others have nothing to do."""
-        group, peer = self._group, 1 - self._rank
 
-        def first() -> None:
-            dist.send(tensor, peer, group=group)
-            dist.recv(tensor, peer, group=group)
+class _AtOnce(Work):
+    """A work that is over."""
 
-        def second() -> None:
-            dist.recv(tensor, peer, group=group)
-            dist.send(tensor, peer, group=group)
+    def wait(self, timeout: object = None) -> bool:
+        return True
 
-        return (first, second)[self._rank] if self._rank < 2 else lambda: None
+
+class _NoOpGroup(dist.ProcessGroup):
+    """A group whose operations do nothing."""
+
+
+def _no_op(name: str, result: Work | None) -> Callable[..., Work | None]:
+    def call(self: _NoOpGroup, *args: object, **named: object) -> Work | None:
+        return result
+
+    call.__name__ = name
+    return call
+
+
+for _name in ("allreduce", "broadcast", "reduce", "gather", "scatter", "barrier", "alltoall", "all_to_all_single",
+              "all_gather_single", "reduce_scatter_single"):  # fmt: skip
+    setattr(_NoOpGroup, _name, _no_op(_name, None))
+for _name in ("send", "recv"):
+    setattr(_NoOpGroup, _name, _no_op(_name, _AtOnce()))
+
+
+class FrontEndEngine(TorchEngine):
+    """What ``torch.distributed`` does before and after a backend's call, on a group that does nothing.
+
+    Args:
+        group: A group of the same ranks, for the barriers between the turns.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(_no_op_group())
+        self._meeting = group
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._meeting)
+
+
+def _no_op_group() -> dist.ProcessGroup:
+    def create(options: object, backend_options: object) -> dist.ProcessGroup:
+        return _NoOpGroup(options.store, options.group_rank, options.group_size)
+
+    dist.Backend.register_backend("no_op", create, extended_api=True, devices="cpu")
+    return dist.new_group(backend="no_op")
+
+
+class DirectEngine:
+    """``phalanx.communicator``: no front end of torch's."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        import phalanx
+
+        self._comm = phalanx.communicator(group)
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def finish(self) -> None:
+        pass
+
+    def operation(self, op: str, buffers: Buffers) -> Run:
+        a, b, comm = buffers.a, buffers.b, self._comm
+        if op == "send_recv":
+            return _ping_pong(comm.send, comm.recv, a, comm.rank)
+        return {
+            "all_reduce": lambda: comm.all_reduce(a),
+            "broadcast": lambda: comm.broadcast(a, _ROOT),
+            "reduce_scatter": lambda: comm.reduce_scatter(b, a),
+            "all_gather": lambda: comm.all_gather(b, a),
+            "all_to_all": lambda: comm.all_to_all(b, a),
+            "barrier": lambda: comm.barrier(),
+        }[op]
+
+
+def _ping_pong(send: Callable[..., object], recv: Callable[..., object], buffer: object, rank: int) -> Run:
+    """There and back between ranks 0 and 1; the others have nothing to do."""
+    peer = 1 - rank
+
+    def first() -> None:
+        send(buffer, peer)
+        recv(buffer, peer)
+
+    def second() -> None:
+        recv(buffer, peer)
+        send(buffer, peer)
+
+    return (first, second)[rank] if rank < 2 else lambda: None
 
 
 class CoreEngine:
@@ -129,18 +212,18 @@ class CoreEngine:
         self._compares_calls = compares_calls
 
     def barrier(self) -> None:
-        self._core.barrier(_TIMEOUT_S, None)
+        self._core.run(_core.Call("barrier"), [], [], _TIMEOUT_S, None)
         self._core.compares_calls = self._compares_calls
 
     def finish(self) -> None:
         self._core.compares_calls = True
 
     def operation(self, op: str, buffers: Buffers) -> Run:
-        from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
+        from phalanx.backend._types import DTYPE_CODES, SUM_CODES
 
-        run, address = self._core.all_reduce, buffers.a.data_ptr()
-        args = (address, address, *DTYPE_CODES[torch.float32], buffers.a.numel(), *REDUCE_CODES[RedOpType.SUM])
-        return lambda: run(*args, _TIMEOUT_S, None)
+        run, at = self._core.run, [buffers.a.data_ptr()]
+        call = _core.Call("all_reduce", *DTYPE_CODES[torch.float32], buffers.a.numel(), *SUM_CODES)
+        return lambda: run(call, at, at, _TIMEOUT_S, None)
 
 
 class MemcpyEngine:
@@ -188,7 +271,7 @@ class MpiEngine:
         a, b = ([t.numpy(), self._mpi.FLOAT] if t is not None else None for t in (buffers.a, buffers.b))
         on_root = rank == _ROOT
         if op == "send_recv":
-            return self._ping_pong(a)
+            return _ping_pong(comm.Send, comm.Recv, a, rank)
         return {
             "all_reduce": lambda: comm.Allreduce(in_place, a),
             "broadcast": lambda: comm.Bcast(a, _ROOT),
@@ -200,16 +283,3 @@ class MpiEngine:
             "all_to_all": lambda: comm.Alltoall(a, b),
             "barrier": lambda: comm.Barrier(),
         }[op]
-
-    def _ping_pong(self, buffer: list[object]) -> Run:
-        comm, peer = self._comm, 1 - self._comm.rank
-
-        def first() -> None:
-            comm.Send(buffer, peer)
-            comm.Recv(buffer, peer)
-
-        def second() -> None:
-            comm.Recv(buffer, peer)
-            comm.Send(buffer, peer)
-
-        return (first, second)[comm.rank] if comm.rank < 2 else lambda: None

@@ -16,6 +16,8 @@ LABELS = {
     "gloo": "Gloo",
     "mpi": "Open MPI",
     "memcpy": "memcpy",
+    "direct": "direct way",
+    "front_end": "torch's front end",
 }
 """Engines, as people know them. `phalanx_no_recorder` is `phalanx` with torch's Flight Recorder turned off."""
 COLUMNS = ("phalanx", "gloo", "mpi", "core", "memcpy")

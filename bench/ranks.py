@@ -24,7 +24,7 @@ _END_S = 15.0
 
 def _environment(**extra: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    mpi = {"OMPI_ALLOW_RUN_ASROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # as in most containers
+    mpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # as in most containers
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | mpi | extra
 
 

@@ -1,6 +1,6 @@
 """One rank: ``python -m bench.worker KIND SOCKET RANK WORLD_SIZE INIT_METHOD``. It measures when told to, sleeps else.
 
-KIND is "torch", "mpi", or the engines through torch.distributed that are wanted, as "gloo,phalanx".
+KIND is "torch", "calls", "mpi", or the engines through torch.distributed that are wanted, as "gloo,phalanx".
 
 The parent's commands come as lines of JSON over a socket, so a rank that waits for its turn uses no CPU. The rank ends
 with the socket, whatever became of the parent.
@@ -20,7 +20,17 @@ import torch
 import torch.distributed as dist
 
 from bench import plan
-from bench.engines import Buffers, CoreEngine, Engine, MemcpyEngine, MpiEngine, Run, TorchEngine
+from bench.engines import (
+    Buffers,
+    CoreEngine,
+    DirectEngine,
+    Engine,
+    FrontEndEngine,
+    MemcpyEngine,
+    MpiEngine,
+    Run,
+    TorchEngine,
+)
 
 _TIMEOUT = timedelta(seconds=300)
 _WARM_SHARE = 8  # an eighth of the iterations, before each measurement
@@ -29,6 +39,9 @@ _WARM_SHARE = 8  # an eighth of the iterations, before each measurement
 def torch_engines(kind: str, rank: int, world_size: int, init_method: str) -> dict[str, Engine]:
     """Return all engines that live in one set of processes: two groups, side by side."""
     dist.init_process_group("cpu:gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    if kind == "calls":
+        phalanx = dist.new_group(backend="phalanx", timeout=_TIMEOUT)
+        return {"phalanx": TorchEngine(phalanx), "front_end": FrontEndEngine(phalanx), "direct": DirectEngine(phalanx)}
     if kind != "torch":
         others = {name: dist.new_group(backend=name, timeout=_TIMEOUT) for name in kind.split(",") if name != "gloo"}
         return {name: TorchEngine(group) for name, group in {"gloo": dist.group.WORLD, **others}.items()}
@@ -82,7 +95,7 @@ class Worker:
         run = self._engines[engine].operation(self._op, self._buffers)
         self._buffers.fill()
         run()
-        if engine != "memcpy":
+        if engine not in ("memcpy", "front_end"):  # which have no result
             self._buffers.check(engine)
         return run
 

@@ -16,45 +16,13 @@
 #include <utility>
 
 #include "digest.h"
-#include "group.h"
-
-namespace nb = nanobind;
+#include "python.h"
+#include "tensors.h"
 
 namespace phalanx {
 namespace {
 
-// Set once by configure(); leaked on purpose, the interpreter may be gone when statics are destroyed.
-nb::object* g_call_site = nullptr;
-nb::object* g_make_error = nullptr;
-
-/// Hooks of a thread that came from Python and waits without the GIL.
-class PythonHooks : public Hooks {
- public:
-  void tick() override {
-    raise();
-    nb::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  }
-  std::string site() override {
-    nb::gil_scoped_acquire gil;
-    if (g_call_site == nullptr) return {};
-    try {
-      return nb::cast<std::string>((*g_call_site)());
-    } catch (const nb::python_error& error) {
-      // An error message without a line is better than an error about the line. But Python handles signals while it
-      // looks for the line, and what a handler raises is the user's.
-      if (!error.matches(PyExc_RecursionError)) raised_ = std::current_exception();
-      return {};
-    }
-  }
-  /// Throw what a signal handler raised in site(), if it was not thrown yet.
-  void raise() {
-    if (raised_) std::rethrow_exception(std::exchange(raised_, nullptr));
-  }
-
- private:
-  std::exception_ptr raised_;
-};
+nb::object* g_make_error = nullptr;  // as g_call_site
 
 /// Hooks of a rank that joins a group: it also looks for what the others say in the store.
 class JoinHooks : public PythonHooks {
@@ -69,20 +37,6 @@ class JoinHooks : public PythonHooks {
  private:
   nb::object& look_;
 };
-
-/// Run `work` in a thread that came from Python, without the GIL.
-template <class Work>
-void run_without_gil(Work&& work) {
-  nb::gil_scoped_release release;
-  PythonHooks hooks;
-  try {
-    work(hooks);
-  } catch (...) {
-    hooks.raise();
-    throw;
-  }
-  hooks.raise();
-}
 
 /// The Python exception for a failure of the core; the GIL is held.
 nb::object to_python(const Failure& failure) {
@@ -130,72 +84,6 @@ class Completions {
   std::deque<std::int64_t> numbers_;
   bool closed_ = false;
 };
-
-using Address = std::uintptr_t;
-using Addresses = std::vector<Address>;
-void* pointer(Address address) { return reinterpret_cast<void*>(address); }
-std::span<const void* const> inputs(const Addresses& a) { return {reinterpret_cast<const void* const*>(a.data()), a.size()}; }
-std::span<void* const> outputs(const Addresses& a) { return {reinterpret_cast<void* const*>(a.data()), a.size()}; }
-
-/// What the core's clocks can count, whatever Python gives: their 64 bits of nanoseconds overflow after 292 years, this
-/// is 30. Not a number is nothing.
-double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
-
-/// Where an asynchronous call was made; none for one that blocks.
-using Site = std::optional<std::string>;
-
-/// What may help against an error of the system.
-const char* remedy(int error) {
-  if (error == EAGAIN)
-    return "no thread could be started: raise the limit of processes (ulimit -u, the container's pids limit) or of memory "
-           "(ulimit -v)";
-  if (error == ENOMEM) return "raise the memory limit of the job or container, and see ulimit -v";
-  if (error == EMFILE || error == ENFILE) return "raise the limit of open files (ulimit -n)";
-  return "a sandbox may forbid it: run phalanx doctor there";
-}
-
-/// Run `work`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.
-template <class Work>
-decltype(auto) guarded(Group& group, Work&& work) {
-  Board& board = group.board();
-  const auto where = [&] {
-    return "rank " + std::to_string(board.global(board.rank())) + ": an operation of group '" + board.config().name + "': ";
-  };
-  try {
-    return work();
-  } catch (const std::bad_alloc&) {
-    throw board.end(Failure(FailureKind::kNoMemory,
-                            where() + "no memory; raise the memory limit of the job or container", {}));
-  } catch (const std::system_error& error) {
-    const FailureKind kind = error.code().value() == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem;
-    throw board.end(Failure(kind, where() + error.what() + "; " + remedy(error.code().value()), {}));
-  }
-}
-
-/// Run `work` in the calling thread, or queue it when it comes with a site; then the Job is returned.
-template <class Work>
-std::shared_ptr<Job> start(Group& group, Op op, const Site& site, double timeout_s, Work work) {
-  auto run = [&group, limit_s = bounded(timeout_s), work = std::move(work)](Hooks& h) {
-    guarded(group, [&] { work(group.collectives(), Context{&h, limit_s}); });
-  };
-  if (!site) {
-    run_without_gil([&](Hooks& hooks) {
-      guarded(group, [&] { group.worker().run(op, bounded(timeout_s), hooks, run); });
-    });
-    return nullptr;
-  }
-  nb::gil_scoped_release release;
-  return guarded(group, [&] { return group.worker().submit(op, std::move(run), *site); });
-}
-
-Items make_items(int dtype, std::size_t item_bytes, std::size_t count) {
-  return Items{static_cast<std::uint8_t>(dtype), item_bytes, count};
-}
-
-Reduction make_reduction(int dtype, int op, int code) {
-  return Reduction{static_cast<std::uint8_t>(code + 1),
-                   find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op))};
-}
 
 std::function<void()> check_signals() {
   return [] { PythonHooks().tick(); };
@@ -258,9 +146,6 @@ void bind_handles(nb::module_& m) {
   nb::class_<Request, Pending>(m, "Request").def_prop_ro("source", &Request::source);
 }
 
-/// How torch gives it; zero or less stands for the group's.
-using Timeout = std::chrono::duration<double>;
-
 void bind_group(nb::module_& m) {
   nb::class_<Group> group(m, "Group");
   group.def_static(
@@ -296,112 +181,7 @@ void bind_group(nb::module_& m) {
                    [&](Hooks& h) { g.collectives().join(Context{&h, bounded(timeout_s)}); });
     hooks.raise();
   }, nb::arg("timeout_s"), nb::arg("look"));
-  group.def("barrier", [](Group& g, Timeout timeout, Site site) {
-    return start(g, Op::kBarrier, site, timeout.count(), [](Collectives& c, const Context& x) { c.barrier(x); });
-  }, nb::arg("timeout"), nb::arg("site").none());
-  group.def("broadcast", [](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int root,
-                            Timeout timeout, Site site) {
-    return start(g, Op::kBroadcast, site, timeout.count(), [=, items = make_items(dtype, item, count)](Collectives& c, const Context& x) {
-      c.broadcast(x, pointer(data), items, root);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
-  group.def("all_reduce", [](Group& g, Address in, Address out, int dtype, std::size_t item, std::size_t count, int op,
-                             int code, Timeout timeout, Site site) {
-    return start(g, Op::kAllReduce, site, timeout.count(), [=, items = make_items(dtype, item, count),
-                                        reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
-      c.all_reduce(x, pointer(in), pointer(out), items, reduction);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"),
-     nb::arg("site").none());
-  // A message in several pieces, averaged or otherwise reduced where they lie. Returns the sum of squares of the first
-  // `num_squared` pieces of the result.
-  group.def("all_reduce_pieces", [](Group& g, const Addresses& ins, const Addresses& outs,
-                                    const std::vector<std::size_t>& counts, int dtype, std::size_t item, int op,
-                                    int code, std::size_t num_squared, Timeout timeout) {
-    std::vector<Piece> pieces;
-    std::size_t count = 0;
-    for (std::size_t i = 0; i < ins.size(); ++i) {
-      pieces.push_back(Piece{pointer(ins[i]), pointer(outs[i]), counts[i], i < num_squared});
-      count += counts[i];
-    }
-    double squares = 0;
-    start(g, Op::kAllReduce, std::nullopt, timeout.count(), [&](Collectives& c, const Context& x) {
-      squares = c.all_reduce(x, pieces, make_items(dtype, item, count), make_reduction(dtype, op, code),
-                             num_squared > 0 ? find_squares(static_cast<Dtype>(dtype)) : nullptr);
-    });
-    return squares;
-  });
-  group.def("reduce", [](Group& g, Address in, Address out, int dtype, std::size_t item, std::size_t count, int op,
-                         int code, int root, Timeout timeout, Site site) {
-    return start(g, Op::kReduce, site, timeout.count(), [=, items = make_items(dtype, item, count),
-                                        reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
-      c.reduce(x, pointer(in), pointer(out), items, reduction, root);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"),
-     nb::arg("site").none());
-  group.def("reduce_scatter", [](Group& g, Addresses ins, Address out, int dtype, std::size_t item, std::size_t count,
-                                 int op, int code, Timeout timeout, Site site) {
-    return start(g, Op::kReduceScatter, site, timeout.count(),
-                 [=, ins = std::move(ins), items = make_items(dtype, item, count),
-                  reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
-      c.reduce_scatter(x, inputs(ins), pointer(out), items, reduction);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"),
-     nb::arg("site").none());
-  group.def("all_gather", [](Group& g, Address in, Addresses outs, int dtype, std::size_t item, std::size_t count,
-                             Timeout timeout, Site site) {
-    return start(g, Op::kAllGather, site, timeout.count(), [=, outs = std::move(outs), items = make_items(dtype, item, count)](
-                                           Collectives& c, const Context& x) {
-      c.all_gather(x, pointer(in), outputs(outs), items);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
-  group.def("reduce_scatter_split", [](Group& g, Addresses ins, std::vector<std::uint64_t> counts, Address out, int dtype,
-                                       std::size_t item, int op, int code, Timeout timeout, Site site) {
-    return start(g, Op::kReduceScatter, site, timeout.count(),
-                 [=, ins = std::move(ins), counts = std::move(counts), items = make_items(dtype, item, 0),
-                  reduction = make_reduction(dtype, op, code)](Collectives& c, const Context& x) {
-      c.reduce_scatter_split(x, inputs(ins), counts, pointer(out), items, reduction);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"),
-     nb::arg("site").none());
-  group.def("all_gather_split", [](Group& g, Address in, Addresses outs, std::vector<std::uint64_t> counts, int dtype,
-                                   std::size_t item, Timeout timeout, Site site) {
-    return start(g, Op::kAllGather, site, timeout.count(),
-                 [=, outs = std::move(outs), counts = std::move(counts), items = make_items(dtype, item, 0)](
-                     Collectives& c, const Context& x) {
-      c.all_gather_split(x, pointer(in), outputs(outs), counts, items);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
-  group.def("gather", [](Group& g, Address in, Addresses outs, int dtype, std::size_t item, std::size_t count, int root,
-                         Timeout timeout, Site site) {
-    return start(g, Op::kGather, site, timeout.count(), [=, outs = std::move(outs), items = make_items(dtype, item, count)](
-                                           Collectives& c, const Context& x) {
-      c.gather(x, pointer(in), outputs(outs), items, root);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
-  group.def("scatter", [](Group& g, Addresses ins, Address out, int dtype, std::size_t item, std::size_t count, int root,
-                          Timeout timeout, Site site) {
-    return start(g, Op::kScatter, site, timeout.count(), [=, ins = std::move(ins), items = make_items(dtype, item, count)](
-                                           Collectives& c, const Context& x) {
-      c.scatter(x, inputs(ins), pointer(out), items, root);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
-  group.def("all_to_all", [](Group& g, Addresses ins, Addresses outs, int dtype, std::size_t item, std::size_t count,
-                             Timeout timeout, Site site) {
-    return start(g, Op::kAllToAll, site, timeout.count(), [=, ins = std::move(ins), outs = std::move(outs),
-                                        items = make_items(dtype, item, count)](Collectives& c, const Context& x) {
-      c.all_to_all(x, inputs(ins), outputs(outs), items);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
-  group.def("all_to_all_split", [](Group& g, Addresses ins, std::vector<std::uint64_t> in_counts, Addresses outs,
-                                   std::vector<std::uint64_t> out_counts, int dtype, std::size_t item,
-                                   Timeout timeout, Site site) {
-    return start(g, Op::kAllToAll, site, timeout.count(),
-                 [=, ins = std::move(ins), outs = std::move(outs), in_counts = std::move(in_counts),
-                  out_counts = std::move(out_counts), items = make_items(dtype, item, 0)](Collectives& c, const Context& x) {
-      c.all_to_all_split(x, inputs(ins), in_counts, outputs(outs), out_counts, items);
-    });
-  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("timeout"), nb::arg("site").none());
+  bind_calls(m, group);
   group.def("wait_job", [](Group& g, const std::shared_ptr<Job>& job, double timeout_s) {
     bool done = false;
     run_without_gil([&](Hooks& hooks) {
@@ -410,17 +190,6 @@ void bind_group(nb::module_& m) {
     });
     return done;
   });
-  auto post = [](Op op) {
-    return [op](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int peer, std::int64_t tag,
-                std::string site) {
-      nb::gil_scoped_release release;
-      return guarded(g, [&] {
-        return g.p2p().post(op, pointer(data), make_items(dtype, item, count), peer, tag, std::move(site));
-      });
-    };
-  };
-  group.def("send", post(Op::kSend));
-  group.def("recv", post(Op::kRecv));
   group.def("cancel", [](Group& g, const std::shared_ptr<Request>& request) { return g.p2p().cancel(request); },
             nb::call_guard<nb::gil_scoped_release>());
   group.def("wait_request", [](Group& g, const std::shared_ptr<Request>& request, double timeout_s) {
@@ -463,24 +232,6 @@ NB_MODULE(_core, m) {
   m.def("reduces", [](int dtype, int op) {
     return find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)) != nullptr;
   }, "True if the reduce operation has a meaning for the dtype.");
-  m.def("overlap", [](const Addresses& writes, const Addresses& write_bytes, const Addresses& reads,
-                      const Addresses& read_bytes) {
-    std::vector<std::pair<Address, Address>> written;  // [begin, end)
-    for (std::size_t i = 0; i < writes.size(); ++i)
-      if (write_bytes[i] > 0) written.emplace_back(writes[i], writes[i] + write_bytes[i]);
-    std::sort(written.begin(), written.end());
-    for (std::size_t i = 1; i < written.size(); ++i)
-      if (written[i].first < written[i - 1].second) return true;
-    for (std::size_t i = 0; i < reads.size(); ++i) {
-      const Address end = reads[i] + read_bytes[i];
-      // The first that ends behind the read's begin: they are disjoint, so sorted by their ends, too.
-      const auto next = std::upper_bound(written.begin(), written.end(), reads[i],
-                                         [](Address begin, const auto& range) { return begin < range.second; });
-      if (read_bytes[i] > 0 && next != written.end() && next->first < end) return true;
-    }
-    return false;
-  }, nb::arg("writes"), nb::arg("write_bytes"), nb::arg("reads"), nb::arg("read_bytes"),
-     "True if a range that is written overlaps another one, or one that is read.");
   // Buffers of this process, in their order; `out` may be one of them.
   m.def("reduce_buffers", [](Address out, const Addresses& ins, int dtype, int op, std::size_t count) {
     const ReduceFn reduce = find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op));

@@ -127,6 +127,8 @@ _EXPORTS = {
     "host_groups": "phalanx.parallel",
     "ring_all_reduce": "phalanx.parallel",
     "Trainer": "phalanx.train.trainer",
+    "Communicator": "phalanx.backend._communicator",
+    "communicator": "phalanx.backend._communicator",
     "install_as_default": "phalanx._plugin",
 }
 

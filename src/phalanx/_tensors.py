@@ -13,10 +13,10 @@ from phalanx import _torch
 from phalanx._torch import dispatch_keys
 
 # What dense CPU tensors have; all else means that someone must be asked before the memory is touched.
-_PLAIN_KEYS = frozenset({"CPU", "QuantizedCPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"})
-_DENSE_KEYS = _PLAIN_KEYS | {"Conjugate", "Negative"}
-_OTHER, _LAZY, _PLAIN = range(3)
-_kinds: dict[int, int] = {}  # by the bits of the keys
+_DENSE_KEYS = frozenset(
+    {"CPU", "QuantizedCPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU", "Conjugate", "Negative"}
+)
+_are_dense: dict[int, bool] = {}  # by the bits of the keys
 _OWN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -24,33 +24,15 @@ class Overridden(TypeError):
     """The tensor is dense, but its class answers in torch's place unless `DisableTorchFunctionSubclass` is active."""
 
 
-def _kind(tensor: torch.Tensor) -> int:
-    raw = dispatch_keys(tensor).raw_repr()
-    kind = _kinds.get(raw)
-    if kind is None:
-        names = _key_names(tensor)
-        kind = _kinds[raw] = _PLAIN if names <= _PLAIN_KEYS else _LAZY if names <= _DENSE_KEYS else _OTHER
-    if kind != _OTHER and type(tensor) not in _OWN_TYPES and _torch.is_torch_function_enabled():
-        raise Overridden
-    return kind
-
-
 def is_dense(tensor: torch.Tensor) -> bool:
     """True if the tensor's elements lie in memory, if its storage holds them: strided, conjugated, negated."""
-    return _kind(tensor) != _OTHER
-
-
-def is_simple(tensor: torch.Tensor) -> bool:
-    """True if the core can work on the memory of any tensor as it is: dense, plain, stored."""
-    # `_kind` for the usual tensors, spelled out: each call costs a good part of what a small message takes.
-    is_usual = type(tensor) in _OWN_TYPES and _kinds.get(dispatch_keys(tensor).raw_repr()) == _PLAIN
-    if not is_usual and _kind(tensor) != _PLAIN:
-        return False
-    if not tensor.is_contiguous():
-        return False
-    before = tensor.storage_offset()
-    num_bytes = tensor.nbytes + before * tensor.itemsize if before else tensor.nbytes
-    return bool(tensor.untyped_storage().nbytes() >= num_bytes)
+    raw = dispatch_keys(tensor).raw_repr()
+    dense = _are_dense.get(raw)
+    if dense is None:
+        dense = _are_dense[raw] = _key_names(tensor) <= _DENSE_KEYS
+    if dense and type(tensor) not in _OWN_TYPES and _torch.is_torch_function_enabled():
+        raise Overridden
+    return dense
 
 
 def unusual_keys(tensor: torch.Tensor) -> frozenset[str]:

@@ -22,6 +22,7 @@ from tests.backend.test_collectives import (
     reduce_with_every_op,
     split_in_odd_ways,
 )
+from tests.backend.test_communicator import do_as_torch_does, take_unusual_tensors
 from tests.backend.test_dtypes import (
     COMPLEX,
     FLOATS,
@@ -297,6 +298,10 @@ def test_every_dtype_and_special_number_travels(run_ranks, hosts):
 @uneven_and_even
 def test_every_way_to_call_works(run_ranks, hosts):
     run_ranks(run_all, sum(hosts), WAYS, hosts=hosts)
+
+
+def test_the_direct_way_does_what_torch_distributed_does(run_ranks):
+    run_ranks(run_all, 3, [(do_as_torch_does,), (take_unusual_tensors,)], hosts=[2, 1])
 
 
 @every_layout

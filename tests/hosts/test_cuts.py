@@ -35,7 +35,7 @@ MEBI = 1 << 20
 def connections():
     """Return this rank's connections to others."""
     group = dist.group.WORLD._operations._core
-    channels = (group._everyone, group._rail._channel)
+    channels = (group._steps._everyone, group._steps._rail._channel)
     return [link._socket for channel in channels for link in channel.links.values()]
 
 

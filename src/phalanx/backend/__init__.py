@@ -28,6 +28,7 @@ from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._ops import Operations
+from phalanx.backend._place import Ranks
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
 from phalanx.backend._work import call_site
 
@@ -116,7 +117,7 @@ def build_group(
     """Join the ranks and return their group, with a backend registered for CPU tensors."""
     _begin()
     core, segment = join_group(store, rank, size, name, global_ranks, timeout.total_seconds(), options)
-    operations = Operations(core, segment, rank, size, name, global_ranks)
+    operations = Operations(core, segment, name, Ranks(rank, size, global_ranks))
     group = PhalanxGroup(store, operations, timeout, global_ranks, build_group)
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
     if HAS_PYTHON_BACKENDS:

@@ -26,8 +26,9 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _env, _torch
 from phalanx._tensors import Overridden
 from phalanx._torch import is_profiling, num_dispatch_modes
+from phalanx.backend._flight import joined
 from phalanx.backend._memory import NotPlain
-from phalanx.backend._ops import Operations, joined
+from phalanx.backend._ops import Operations
 from phalanx.backend._work import PhalanxWork, end_threads, finished
 
 _TorchFunctionDisabled = torch.DisableTorchFunctionSubclass
@@ -245,7 +246,7 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return function
 
 
-def _direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...]) -> object:
+def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...]) -> object:
     """Run an operation without torch's dispatcher.
 
     Raises:
@@ -305,7 +306,7 @@ def _collective(name: str) -> Callable[..., Any]:
             if len(args) != num_args + 1 or not isinstance(args[-1], options):
                 given = (*_listed(method, args[:num_args]), _options(options, args[num_args:], named))
             try:
-                return _direct(run, self._operations, given)
+                return direct(run, self._operations, given)
             except NotPlain as error:
                 if base is None:
                     raise
@@ -325,7 +326,7 @@ def _message(name: str) -> Callable[..., Any]:
         refusal = None
         if self._goes_direct():
             try:
-                return _direct(run, self._operations, args)
+                return direct(run, self._operations, args)
             except NotPlain as error:
                 refusal = _dispatchable(error)
         with _Dispatch(refusal) as dispatch:

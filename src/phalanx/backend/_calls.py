@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 import struct
@@ -12,6 +13,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from phalanx import _core
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
 
 LATE = timedelta(seconds=5)  # after its deadline, a call is over in any case
@@ -49,19 +51,11 @@ def difference_between(calls: Sequence[str]) -> tuple[str, str]:
 
 
 @dataclass
-class Call:
-    """One collective on its way."""
+class Running:
+    """A collective on its way, which its caller described as `call`."""
 
-    op: str
-    dtype: int = 0
-    item: int = 0
-    count: int = 0
-    code: int = -1  # of the reduction, which ranks agree on
-    root: int = -1
-    asked_dtype: int | None = None  # where it is computed in another
-    has_splits: bool = False
-    sizes: Sequence[int] = ()  # of each rank's block, where they differ and ranks agree on them
-    timeout_s: float = 0
+    call: _core.Call
+    timeout_s: float
     site: str | None = None
     caller: FrameType | None = None  # that waits, where there is no site
     seq: int = 0
@@ -73,6 +67,22 @@ class Call:
     """What the engine may still read and write."""
     began_s: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        self.op: str = self.call.op
+        self.dtype: int = self.call.dtype
+        self.item: int = self.call.item
+        """Of the elements that it is computed in."""
+        self.sizes: Sequence[int] = {"all_gather": self.call.out_counts, "reduce_scatter": self.call.in_counts}.get(
+            self.op, ()
+        )
+        """Of each rank's block, where they differ and ranks agree on them."""
+
+    def computed_in(self, dtype: int, item: int) -> Running:
+        """Return the same on elements of another dtype than the caller's, on which ranks agree."""
+        other = copy.copy(self)
+        other.dtype, other.item = dtype, item
+        return other
+
     @property
     def left(self) -> timedelta:
         return timedelta(seconds=max(self.began_s + self.timeout_s - time.monotonic(), 0.001))
@@ -83,28 +93,28 @@ class Call:
         return self.left + LATE
 
     @property
-    def named_dtype(self) -> int:
-        """The dtype that the caller gave, which ranks agree on."""
-        return self.dtype if self.asked_dtype is None else self.asked_dtype
+    def has_splits(self) -> bool:
+        return bool(self.call.in_counts or self.call.out_counts)
 
     def head(self) -> bytes:
-        op = _OPS.index(self.op)
-        count = _digest(self.sizes) if self.sizes else self.count
-        return _HEAD.pack(self.seq, op, self.named_dtype, self.code + 1, self.has_splits, self.root, count)
+        call = self.call
+        count = _digest(self.sizes) if self.sizes else call.count
+        return _HEAD.pack(self.seq, _OPS.index(self.op), call.dtype, call.code + 1, self.has_splits, call.root, count)
 
     def text(self, global_ranks: Sequence[int]) -> str:
         """Return the call as its caller wrote it."""
+        call = self.call
         if self.op == "barrier":
             return "barrier()"
-        text = f"{self.op}({DTYPE_NAMES[self.named_dtype]}, "
+        text = f"{self.op}({DTYPE_NAMES[call.dtype]}, "
         if self.sizes:
             text += f"sizes={list(self.sizes)}"
         else:
-            text += "split sizes" if self.has_splits else f"count={self.count}"
-        if self.code >= 0:
-            text += f", op={REDUCE_NAMES[self.code]}"
-        if self.root >= 0:
-            text += f", {'src' if self.op in ('broadcast', 'scatter') else 'dst'}={global_ranks[self.root]}"
+            text += "split sizes" if self.has_splits else f"count={call.count}"
+        if call.code >= 0:
+            text += f", op={REDUCE_NAMES[call.code]}"
+        if call.root >= 0:
+            text += f", {'src' if self.op in ('broadcast', 'scatter') else 'dst'}={global_ranks[call.root]}"
         return text + ")"
 
 

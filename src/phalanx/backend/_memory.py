@@ -8,12 +8,12 @@ in the order of their list. That is what Gloo does where it has an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from phalanx import _core
 from phalanx._tensors import is_expanded, span_bytes
+from phalanx.backend._place import Ranks
+from phalanx.backend._work import call_site
 
 Tensors = list[torch.Tensor]
 Addresses = list[int]
@@ -47,18 +47,23 @@ class Places:
     """Where the core works in one call: the call's tensors, or stand-ins that are copied back at the end.
 
     Args:
-        where: Returns the call's description for messages, given `op`.
+        ranks: Of the group.
+        op: Name of the operation, for messages.
 
     Attributes:
-        op: Name of the operation.
-        are_simple: Whether all tensors of the call are (`phalanx._tensors.is_simple`), and so need no other look.
+        are_simple: Whether all tensors of the call are what the core calls plain, and so need no other look.
     """
 
     are_simple = True
 
-    def __init__(self, where: Callable[[str], str], op: str) -> None:
-        self._where, self.op = where, op
+    def __init__(self, ranks: Ranks, op: str) -> None:
+        self.ranks, self.op = ranks, op
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def where(self) -> str:
+        """Return ``rank 3: all_reduce at train.py:31``."""
+        site = call_site()
+        return f"rank {self.ranks.global_ranks[self.ranks.rank]}: {self.op}" + f" at {site}" * bool(site)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return where a tensor is read."""
@@ -110,7 +115,7 @@ class Places:
     def _stand_in(self, tensor: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
         if is_expanded(tensor):
             raise ValueError(
-                f"{self._where(self.op)} can't write to a tensor of shape {list(tensor.shape)} and strides "
+                f"{self.where()} can't write to a tensor of shape {list(tensor.shape)} and strides "
                 f"{list(tensor.stride())}: more than one of its elements refers to a single memory location; "
                 "pass tensor.clone()"
             )

@@ -1,14 +1,23 @@
-"""Who a rank of a group on several hosts is, in numbers and in words."""
+"""Who a rank of a group is, in numbers and in words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Ranks(NamedTuple):
+    """Which rank of a group this is, how many there are, and the number of each in the world."""
+
+    rank: int
+    size: int
+    global_ranks: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Who a rank of a group is.
+    """Who a rank of a group on several hosts is.
 
     Attributes:
         group: Name of the group in messages.

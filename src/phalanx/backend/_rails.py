@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from phalanx import _core
-from phalanx.backend._calls import Call
+from phalanx.backend._calls import Running
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
 
@@ -87,61 +87,61 @@ class Rail:
         self._slots, self._answers = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
         self._sizes = [0 if h == host else _SLOT_BYTES for h in range(num_hosts)]
 
-    def agree(self, call: Call, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> None:
+    def agree(self, running: Running, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> None:
         """Make sure, once in a call, that all are in it; spans of up to INLINE_BYTES, by host, come along.
 
         Raises:
             CollectiveMismatch: Another host's rank is in another call.
         """
-        if call.has_agreed:
+        if running.has_agreed:
             return
-        head = call.head()
+        head = running.head()
         slots, answers = self._slots.data_ptr(), self._answers.data_ptr()
         for i, h in enumerate(self._others):
             slot = slots + i * _SLOT_BYTES
             ctypes.memmove(slot, head, len(head))
             if sends:
                 ctypes.memmove(slot + _HEAD_BYTES, sends[h].address, sends[h].size)
-        self._wait(self._channel.exchange(self._answers, self._slots, self._sizes, self._sizes, call.limit))
+        self._wait(self._channel.exchange(self._answers, self._slots, self._sizes, self._sizes, running.limit))
         for i, h in enumerate(self._others):
             answer = answers + i * _SLOT_BYTES
             if ctypes.string_at(answer, len(head)) != head:
-                raise self._failures.mismatch(call.op, call.seq)
+                raise self._failures.mismatch(running.op, running.seq)
             if recvs:
                 ctypes.memmove(recvs[h].address, answer + _HEAD_BYTES, recvs[h].size)
-        call.has_agreed = True
+        running.has_agreed = True
 
-    def swap(self, call: Call, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
+    def swap(self, running: Running, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
         """Exchange bytes with each other host: spans by host, this one's are not looked at."""
         largest = max(max(sends[h].size, recvs[h].size) for h in self._others)
-        if not call.has_agreed and largest <= INLINE_BYTES:
-            self.agree(call, sends, recvs)
+        if not running.has_agreed and largest <= INLINE_BYTES:
+            self.agree(running, sends, recvs)
             return
-        transfer = Transfer(self._channel, call, self._land)
+        transfer = Transfer(self._channel, running, self._land)
         transfer.start(self._others, sends, recvs)
-        self.agree(call)
+        self.agree(running)
         transfer.finish()
 
-    def combine(self, call: Call, data: Span, kernel: int) -> None:
+    def combine(self, running: Running, data: Span, kernel: int) -> None:
         """Reduce equally long bytes of all hosts, in place, in the order of hosts."""
         if data.size <= (_PAIR_BYTES if self._num_hosts == 2 else _WHOLE_BYTES // len(self._others)):
-            self.reduce_parts(call, [data] * self._num_hosts, kernel)
+            self.reduce_parts(running, [data] * self._num_hosts, kernel)
         else:  # each host reduces a part of it, and gives the others the result
-            bounds = bounds_of(data.size // call.item, self._num_hosts, call.item)
+            bounds = bounds_of(data.size // running.item, self._num_hosts, running.item)
             parts = [data.part(low, high) for low, high in bounds]
-            self.reduce_parts(call, parts, kernel)
-            self.swap(call, [parts[self._host]] * self._num_hosts, parts)
+            self.reduce_parts(running, parts, kernel)
+            self.swap(running, [parts[self._host]] * self._num_hosts, parts)
 
-    def reduce_parts(self, call: Call, parts: Sequence[Span], kernel: int) -> None:
+    def reduce_parts(self, running: Running, parts: Sequence[Span], kernel: int) -> None:
         """Send each host its part, and reduce what comes for this host's into that, in place."""
         theirs = self._spans(parts[self._host].size)
-        self.swap(call, parts, theirs)
-        self._reduce(call, theirs, parts[self._host], kernel)
+        self.swap(running, parts, theirs)
+        self._reduce(running, theirs, parts[self._host], kernel)
 
-    def _reduce(self, call: Call, theirs: Sequence[Span], mine: Span, kernel: int) -> None:
+    def _reduce(self, running: Running, theirs: Sequence[Span], mine: Span, kernel: int) -> None:
         addresses = [span.address for span in theirs]
         addresses[self._host] = mine.address
-        _core.reduce_buffers(mine.address, addresses, call.dtype, kernel, mine.size // call.item)
+        _core.reduce_buffers(mine.address, addresses, running.dtype, kernel, mine.size // running.item)
 
     def _spans(self, size: int) -> list[Span]:
         """Return room for a message of each other host, by host."""
@@ -153,13 +153,15 @@ class Rail:
 class Transfer:
     """Longer messages of one step of a call, on their way."""
 
-    def __init__(self, channel: Channel, call: Call, land: Callable[[Sequence[Handle]], Callable[[], None]]) -> None:
-        call.num_steps += 1
-        name = call.head() + call.num_steps.to_bytes(4, "little")
+    def __init__(
+        self, channel: Channel, running: Running, land: Callable[[Sequence[Handle]], Callable[[], None]]
+    ) -> None:
+        running.num_steps += 1
+        name = running.head() + running.num_steps.to_bytes(4, "little")
         self._channel, self._land = channel, land
         self._tag = _OWN_TAGS | (zlib.crc32(name) & (_OWN_TAGS - 1))
         self._handles: list[Handle] = []
-        call.transfers.append(self)
+        running.transfers.append(self)
 
     def start(self, peers: Sequence[int], sends: Sequence[Span], recvs: Sequence[Span]) -> None:
         """Begin to send and receive: spans by peer, as the channel numbers them."""

@@ -56,6 +56,8 @@ REDUCE_CODES: dict[object, tuple[int, int]] = {op: (code, code) for code, op in 
 # The inputs are multiplied before they are summed, but ranks must agree that they are.
 REDUCE_CODES[RedOpType.PREMUL_SUM] = (REDUCE_CODES[RedOpType.SUM][0], len(_REDUCE_OPS))
 
+SUM_CODES = REDUCE_CODES[RedOpType.SUM]
+
 REDUCE_NAMES = [op.name for op in (*_REDUCE_OPS, RedOpType.PREMUL_SUM)]
 
 

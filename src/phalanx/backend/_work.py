@@ -161,9 +161,10 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-class _Over:
+class Over:
     """Stands for the handle of an operation that is over: a work that somebody keeps holds nothing of its group."""
 
+    __slots__ = ("_error", "source")
     done = True
 
     def __init__(self, error: BaseException | None, source: int) -> None:
@@ -209,16 +210,17 @@ class PhalanxWork(Work):
         self._release = release
         # Its own, because a signal handler that interrupts its holder may wait for another work; reentrant, because the
         # handler may finish this one.
-        self._lock = threading.RLock()
+        self._lock = None if settle is None else threading.RLock()
         self._num_forks = _num_forks
 
     def _finish(self) -> None:
-        is_forked = self._num_forks != _num_forks  # the lock's holder may have stayed in the parent
-        with contextlib.nullcontext() if is_forked else self._lock:
-            if self._settle is not None:
-                self._settle()  # again, where a signal handler interrupted it: whoever returns must see all of it
-                self._settle = None
-            self._keep = None
+        if self._settle is not None and self._lock is not None:
+            is_forked = self._num_forks != _num_forks  # the lock's holder may have stayed in the parent
+            with contextlib.nullcontext() if is_forked else self._lock:
+                if self._settle is not None:
+                    self._settle()  # again, where a signal handler interrupted it: whoever returns must see all of it
+                    self._settle = None
+        self._keep = None
         release = self._release
         if release is not None:
             self._part(None)
@@ -227,7 +229,7 @@ class PhalanxWork(Work):
     def _part(self, error: BaseException | None) -> None:
         """Hold the core no longer: the operation is over."""
         self._wait = self._release = None  # before the handle: see wait()
-        self._handle = _Over(error, getattr(self._handle, "source", -1))
+        self._handle = Over(error, getattr(self._handle, "source", -1))
 
     def let_go(self) -> None:
         """Hold the core no longer if the operation is over, however it ended. Its tensors are settled by who waits."""

@@ -1,0 +1,134 @@
+// How Python calls the core: its signals, its lock, and what an error of the system means to a group.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <new>
+#include <optional>
+#include <span>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "group.h"
+
+namespace phalanx {
+
+namespace nb = nanobind;
+
+// Returns the line of a call. Set once by configure(); leaked on purpose, the interpreter may be gone when statics are
+// destroyed.
+inline nb::object* g_call_site = nullptr;
+
+/// Hooks of a thread that came from Python and waits without the GIL.
+class PythonHooks : public Hooks {
+ public:
+  void tick() override {
+    raise();
+    nb::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+  std::string site() override {
+    nb::gil_scoped_acquire gil;
+    if (g_call_site == nullptr) return {};
+    try {
+      return nb::cast<std::string>((*g_call_site)());
+    } catch (const nb::python_error& error) {
+      // An error message without a line is better than an error about the line. But Python handles signals while it
+      // looks for the line, and what a handler raises is the user's.
+      if (!error.matches(PyExc_RecursionError)) raised_ = std::current_exception();
+      return {};
+    }
+  }
+  /// Throw what a signal handler raised in site(), if it was not thrown yet.
+  void raise() {
+    if (raised_) std::rethrow_exception(std::exchange(raised_, nullptr));
+  }
+
+ private:
+  std::exception_ptr raised_;
+};
+
+/// Run `work` in a thread that came from Python, without the GIL.
+template <class Work>
+void run_without_gil(Work&& work) {
+  nb::gil_scoped_release release;
+  PythonHooks hooks;
+  try {
+    work(hooks);
+  } catch (...) {
+    hooks.raise();
+    throw;
+  }
+  hooks.raise();
+}
+
+using Address = std::uintptr_t;
+using Addresses = std::vector<Address>;
+inline void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+inline std::span<const void* const> inputs(const Addresses& a) { return {reinterpret_cast<const void* const*>(a.data()), a.size()}; }
+inline std::span<void* const> outputs(const Addresses& a) { return {reinterpret_cast<void* const*>(a.data()), a.size()}; }
+
+/// What the core's clocks can count, whatever Python gives: their 64 bits of nanoseconds overflow after 292 years, this
+/// is 30. Not a number is nothing.
+inline double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
+
+/// Where an asynchronous call was made; none for one that blocks.
+using Site = std::optional<std::string>;
+
+/// How torch gives it; zero or less stands for the group's.
+using Timeout = std::chrono::duration<double>;
+
+/// What may help against an error of the system.
+inline const char* remedy(int error) {
+  if (error == EAGAIN)
+    return "no thread could be started: raise the limit of processes (ulimit -u, the container's pids limit) or of memory "
+           "(ulimit -v)";
+  if (error == ENOMEM) return "raise the memory limit of the job or container, and see ulimit -v";
+  if (error == EMFILE || error == ENFILE) return "raise the limit of open files (ulimit -n)";
+  return "a sandbox may forbid it: run phalanx doctor there";
+}
+
+/// Run `work`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.
+template <class Work>
+decltype(auto) guarded(Group& group, Work&& work) {
+  Board& board = group.board();
+  const auto where = [&] {
+    return "rank " + std::to_string(board.global(board.rank())) + ": an operation of group '" + board.config().name + "': ";
+  };
+  try {
+    return work();
+  } catch (const std::bad_alloc&) {
+    throw board.end(Failure(FailureKind::kNoMemory,
+                            where() + "no memory; raise the memory limit of the job or container", {}));
+  } catch (const std::system_error& error) {
+    const FailureKind kind = error.code().value() == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem;
+    throw board.end(Failure(kind, where() + error.what() + "; " + remedy(error.code().value()), {}));
+  }
+}
+
+/// Run `work` in the calling thread, or queue it when it comes with a site; then the Job is returned.
+template <class Work>
+std::shared_ptr<Job> start(Group& group, Op op, const Site& site, double timeout_s, Work work) {
+  auto run = [&group, limit_s = bounded(timeout_s), work = std::move(work)](Hooks& h) {
+    guarded(group, [&] { work(group.collectives(), Context{&h, limit_s}); });
+  };
+  if (!site) {
+    run_without_gil([&](Hooks& hooks) {
+      guarded(group, [&] { group.worker().run(op, bounded(timeout_s), hooks, run); });
+    });
+    return nullptr;
+  }
+  nb::gil_scoped_release release;
+  return guarded(group, [&] { return group.worker().submit(op, std::move(run), *site); });
+}
+
+void bind_calls(nb::module_& m, nb::class_<Group>& group);
+
+}  // namespace phalanx

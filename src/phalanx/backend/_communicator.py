@@ -1,0 +1,167 @@
+"""The direct way to a group's operations: without torch's front end, its dispatcher and its works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, ReduceOp
+
+from phalanx._torch import is_profiling
+from phalanx.backend._adapters import PhalanxGroup, direct
+from phalanx.backend._arguments import codes_of
+from phalanx.backend._collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, Blocking
+from phalanx.backend._ops import Operations
+from phalanx.backend._types import SUM_CODES
+
+Tensor = torch.Tensor
+_SUM = ReduceOp.SUM
+_GROUPS_OWN_S = 0.0  # the timeout
+
+
+class Communicator:
+    """Blocking operations of one group, at a fraction of what a small call of ``torch.distributed`` costs.
+
+    They are the same operations, with the same checks and errors, and may be mixed with those of ``torch.distributed``
+    as long as every rank of the group makes the same calls in the same order. What torch adds is not there: hooks, the
+    Flight Recorder and dispatch modes see nothing of them; a profiler does.
+
+    Ranks are those of the world, as in ``torch.distributed``. Get one with :func:`communicator`.
+
+    Attributes:
+        rank: This rank in the group.
+        size: Ranks in the group.
+    """
+
+    def __init__(self, group: PhalanxGroup) -> None:
+        self._operations = group._operations
+        self.rank, self.size = group.rank(), group.size()
+        self._ranks = {number: rank for rank, number in enumerate(self._operations.ranks.global_ranks)}
+
+    def all_reduce(self, tensor: Tensor, op: Any = _SUM) -> None:
+        """Reduce a tensor over all ranks, in place on each."""
+        if not self._is_over(ALL_REDUCE, tensor, tensor, op=op):
+            self._run(Operations.allreduce, [tensor], Blocking(reduce_op=_reduce_op(op)))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Give every rank the tensor of `src`, in place."""
+        root = self._rank_of("broadcast", "src", src)
+        if not self._is_over(BROADCAST, tensor, tensor, root):
+            self._run(Operations.broadcast, [tensor], Blocking(root=root))
+
+    def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
+        """Give every rank the inputs of all: `output` holds them in rank order, or is a list with a tensor for each."""
+        if self._is_over(ALL_GATHER, input, output):
+            return
+        if isinstance(output, Tensor):
+            self._run(Operations.all_gather_single, output, input, Blocking())
+        else:
+            self._run(Operations.allgather, [list(output)], [input], Blocking())
+
+    def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor], op: Any = _SUM) -> None:
+        """Reduce the inputs of all ranks; each gets its block. `input` holds all blocks, or is a list of them."""
+        if self._is_over(REDUCE_SCATTER, input, output, op=op):
+            return
+        options = Blocking(reduce_op=_reduce_op(op))
+        if isinstance(input, Tensor):
+            self._run(Operations.reduce_scatter_single, output, input, options)
+        else:
+            self._run(Operations.reduce_scatter, [output], [list(input)], options)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Send each rank a block of `input`, and get one from each.
+
+        Sizes are rows of dimension 0 for each rank, None where they are even.
+        """
+        is_even = output_split_sizes is None and input_split_sizes is None
+        if is_even and self._is_over(ALL_TO_ALL, input, output):
+            return
+        sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
+        self._run(Operations.all_to_all_single, output, input, *sizes, Blocking())
+
+    def barrier(self) -> None:
+        """Return once every rank has come."""
+        self._operations.barrier(Blocking())
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send a tensor to `dst`, which must receive it with the same tag."""
+        core, peer = self._operations._core, self._peer_of("send", "dst", dst)
+        request = None if is_profiling() else core.send_plain(tensor, peer, tag)
+        if request is None:
+            self._run(Operations.send, [tensor], peer, tag).wait()
+        else:
+            core.wait_request(request, _GROUPS_OWN_S)
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
+        """Receive into a tensor from `src`, or from any rank; return the rank that sent."""
+        core, peer = self._operations._core, -1 if src is None else self._peer_of("recv", "src", src)
+        request = None if is_profiling() else core.recv_plain(tensor, peer, tag)
+        if request is not None:
+            core.wait_request(request, _GROUPS_OWN_S)
+            source = request.source
+        else:
+            method, given = (Operations.recv_anysource, ()) if src is None else (Operations.recv, (peer,))
+            work = self._run(method, [tensor], *given, tag)
+            work.wait()
+            source = work.source_rank()
+        return self._operations.ranks.global_ranks[source]
+
+    def _is_over(self, kind: Any, ins: object, outs: object, root: int = -1, op: Any = None) -> bool:
+        """Run a collective if the core sees nothing unusual in it."""
+        kernel, code = (0, -1) if op is None else SUM_CODES if op is _SUM else codes_of(_reduce_op(op))
+        if is_profiling():
+            return False
+        return self._operations._core.run_plain(kind, ins, outs, root, kernel, code, _GROUPS_OWN_S)
+
+    def _run(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Run an operation with all checks, which say what is wrong."""
+        return direct(method, self._operations, args)
+
+    def _rank_of(self, op: str, name: str, number: int) -> int:
+        rank = self._ranks.get(number)
+        if rank is None:
+            members = ", ".join(map(str, self._ranks))
+            where = self._operations.arguments(op).where()
+            raise ValueError(f"{where}: {name} must be a rank of the group ({members}), got {number}")
+        return rank
+
+    def _peer_of(self, op: str, name: str, number: int) -> int:
+        rank = self._rank_of(op, name, number)
+        if rank == self.rank:
+            where = self._operations.arguments(op).where()
+            raise ValueError(f"{where}: {name} must be another rank, got {number}; copy the tensor instead")
+        return rank
+
+
+def communicator(group: ProcessGroup | None = None) -> Communicator:
+    """Return the direct way to the operations of a group of the phalanx backend.
+
+    Args:
+        group: Of which this rank is a member; None: the default group.
+
+    Raises:
+        ValueError: This rank is no member of the group, or the group has another backend.
+    """
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError('communicator() needs a group; call init_process_group("phalanx") first')
+    if found is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("communicator() needs a group that this rank is a member of; call it on the members alone")
+    if not isinstance(found, PhalanxGroup):
+        raise ValueError(
+            f"communicator() needs a group of the phalanx backend, got one of {dist.get_backend(found)}; make one with "
+            'new_group(backend="phalanx")'
+        )
+    return Communicator(found)
+
+
+def _reduce_op(op: Any) -> ReduceOp:
+    return ReduceOp(op) if type(op) is ReduceOp.RedOpType else op

@@ -1,0 +1,109 @@
+"""Operations on their way: what keeps them until they are over, joins several of them, and tells the profiler."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+
+from phalanx import _torch
+from phalanx.backend._memory import Tensors
+from phalanx.backend._work import PhalanxWork, finished
+
+_NUM_LOOKS = 4  # works that each new one looks at, whether they are over
+
+
+class Flight:
+    """The operations of one group that are on their way."""
+
+    def __init__(self) -> None:
+        self._works: OrderedDict[PhalanxWork, None] = OrderedDict()
+        self._coalescing: list[PhalanxWork] | None = None
+
+    def track(self, work: PhalanxWork) -> PhalanxWork:
+        """Keep a started operation and its tensors until it is over, whatever the caller does with the handle."""
+        works = self._works
+        if works:
+            self._look(works)
+        works[work] = None
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _look(self, works: OrderedDict[PhalanxWork, None]) -> None:
+        """Let go of what is over among the oldest, in turns: there may be thousands."""
+        with contextlib.suppress(KeyError):  # another thread may take the last
+            for _ in range(min(_NUM_LOOKS, len(works))):
+                other, _none = works.popitem(last=False)
+                if other.over:
+                    other.let_go()
+                else:
+                    works[other] = None
+
+    def let_go(self, work: PhalanxWork) -> None:
+        self._works.pop(work, None)
+
+    def start_coalescing(self) -> None:
+        """Collect the operations that follow into one handle."""
+        self._coalescing = []
+
+    def end_coalescing(self) -> PhalanxWork:
+        works, self._coalescing = self._coalescing or [], None
+        return joined(works) if works else finished([])
+
+    def leave(self) -> None:
+        """Let go of everything: a work holds the core, and so the memory of the group."""
+        while self._works:
+            self._works.popitem()[0].let_go()
+        self._coalescing = None
+
+
+class Joined(PhalanxWork):
+    """Several operations that are over when all of them are."""
+
+    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # as long as the work has it
+
+    def __init__(self, works: list[PhalanxWork], result: Tensors, settle: Callable[[], None] | None = None) -> None:
+        super().__init__(None, None, result, settle)
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        if not all(work.is_completed() for work in self._works):
+            return False
+        if self.exception() is None:
+            self._finish()
+        return True
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def fulfil(self) -> None:
+        for work in self._works:
+            work.is_completed()  # settles those that copy
+        super().fulfil()
+
+
+def joined(works: list[PhalanxWork]) -> PhalanxWork:
+    """Return one handle of operations whose results are theirs together."""
+    return Joined(works, [tensor for work in works for tensor in work._result])
+
+
+def profiled(op: str, inputs: Tensors, settle: Callable[[], None] | None) -> Callable[[], None]:
+    """Open a profiler event ``phalanx:<op>`` with the inputs' shapes; return `settle`, which then closes it, too."""
+    events = [_torch.begin_event(f"phalanx:{op}", inputs)]
+
+    def close() -> None:
+        if settle is not None:
+            settle()
+        if not events:  # a signal handler has closed it
+            return
+        events.pop()()
+
+    return close
