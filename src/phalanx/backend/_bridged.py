@@ -18,7 +18,6 @@ behind. Waits of the core keep the same deadline themselves.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx._errors import GroupAborted, GroupUnusable, RankFailed
+from phalanx._errors import GroupAborted
 from phalanx.backend._calls import LATE, Call
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
@@ -186,27 +185,19 @@ class BridgedGroup:
 
     def _explain(self, error: BaseException, call: Call) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
-        text = call.text(self._place.global_ranks)
-        return self._failures.end(error, call.op, call.seq, self._where(call), text)
+        place, site = self._place, self._site(call)
+        made = call.made(place.peer(place.rank), place.global_ranks, site)
+        return self._failures.end(error, call.op, call.seq, site, made)
 
-    def _where(self, call: Call) -> str:
-        site = call_site(call.caller) if call.site is None else call.site
-        return f"{call.op} #{call.seq} of group '{self._place.group}'" + f" at {site}" * bool(site)
+    def _site(self, call: Call) -> str:
+        return call_site(call.caller) if call.site is None else call.site
 
     def _check_reach(self, op: str = "the wait for an operation") -> None:
         """Raise in a thread in which `op` would wait for ever: of a forked child, or inside another collective."""
         self._failures.require_own_process(op)
         if not self._tasks.runs_here:
             return
-        call, site = self._current, call_site()
-        interrupted = "a call" if call is None else f"{call.op} #{call.seq}"
-        raise GroupUnusable(
-            f"rank {self._place.global_rank}: {op}{f' at {site}' * bool(site)} was called by a signal handler that "
-            f"interrupted {interrupted} of group '{self._place.group}'\nThe group can do nothing else until "
-            "that call returns. Set a flag in the handler, and act on it when the call has returned.",
-            op=op,
-            ranks=(self._place.global_rank,),
-        )
+        self._failures.refuse_nested(op, call_site(), self._current)
 
     def wait_job(self, task: Task, timeout_s: float) -> bool:
         """Wait for a task, at most `timeout_s` (0: until it is over); raise what it failed with."""
@@ -275,7 +266,7 @@ class BridgedGroup:
             self._failures.tell_wait(call.seq)
         elif self._stall_s and waited_s > (call.num_reports + 1) * self._stall_s:
             call.num_reports += 1
-            self._failures.report_stall(self._where(call), call.seq, waited_s, call.timeout_s)
+            self._failures.report_stall(call.op, call.seq, self._site(call), waited_s, call.timeout_s)
         if error is not None:
             raise self._explain(error, call)
 
@@ -649,24 +640,11 @@ class BridgedGroup:
         self._timeout_s = self._messages.timeout_s = timeout_s
 
     def abort(self, why: str) -> None:
-        rank = self._place.global_rank
-        error = GroupAborted(
-            f"rank {rank} aborted the group ({why})\nLook at what rank {rank} printed last.", ranks=(rank,), is_own=True
-        )
-        self._failures.end(error, "abort", 0, "abort", "abort()")
+        self._failures.declare("aborted", why)
 
     def leave(self, why: str = "") -> None:
         if why and not self._failures.ended:
-            who = self._place.describe(self._place.rank)
-            error = RankFailed(
-                f"{who} has left the group because of {why}\nLook at what it printed last.",
-                ranks=(self._place.global_rank,),
-                pid=os.getpid(),
-                exit_code=None,
-                signal=None,
-                is_own=True,
-            )
-            self._failures.end(error, "leave", 0, "leave", "leave()")
+            self._failures.declare("rank_fell", why)
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would not end
             _keep_for_ever(self)
             self._failures.leave()

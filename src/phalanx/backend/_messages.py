@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx._errors import CollectiveMismatch, PhalanxError
+from phalanx._errors import MadeCall, PhalanxError
 from phalanx.backend._channels import FOR_EVER, Channel
 from phalanx.backend._failures import Failures
 from phalanx.backend._place import Place
@@ -291,14 +291,13 @@ class Messages:
     def _fits(self, message: _Message, peer: int, dtype: int, count: int) -> bool:
         if (dtype, count) == (message.dtype, message.count):
             return True
-        place = self._place
-        text = (
-            f"recv({DTYPE_NAMES[message.dtype]}, count={message.count}, src={place.global_ranks[peer]}, "
-            f"tag={message.tag}) does not fit what {place.describe(peer)} sent: "
-            f"send({DTYPE_NAMES[dtype]}, count={count})\nGive recv a tensor of the dtype and size that send was given."
-        )
-        ranks = (place.global_ranks[peer],)
-        self._fail(message, CollectiveMismatch(text, op="recv", ranks=ranks, is_told=True))
+        ranks = self._place.global_ranks
+        expected = MadeCall(
+            rank=ranks[self._rank], op="recv", dtype=DTYPE_NAMES[message.dtype], count=message.count, root=ranks[peer],
+            tag=message.tag,
+        )  # fmt: skip
+        sent = MadeCall(**vars(self._place.peer(peer)), op="send", dtype=DTYPE_NAMES[dtype], count=count)
+        self._fail(message, self._failures.wrong_message(expected, sent))
         return False
 
     # ---- sending ---------------------------------------------------------------------------------------------------
@@ -380,7 +379,4 @@ class Messages:
 
     def _told(self, error: BaseException, op: str, site: str) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
-        if isinstance(error, CollectiveMismatch):
-            error.__dict__["is_told"] = True  # there is no table to make of a message
-        where = f"{op} of group '{self._place.group}'" + f" at {site}" * bool(site)
-        return self._failures.end(error, op, 0, where, op)
+        return self._failures.end(error, op, 0, site, None)
