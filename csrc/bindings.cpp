@@ -537,6 +537,10 @@ NB_MODULE(_core, m) {
     g_make_error = new nb::object(std::move(make_error));
     g_report_stall = new nb::object(std::move(report_stall));
   });
+  nb::list kinds;
+  for (std::uint32_t kind = 1; kind <= static_cast<std::uint32_t>(FailureKind::kSystem); ++kind)
+    kinds.append(kind_name(static_cast<FailureKind>(kind)));
+  m.attr("FAILURE_KINDS") = kinds;
   m.def("end_stall_reports", [] { g_stall_reports.close(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("reduces", [](int dtype, int op) {
     return find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)) != nullptr;

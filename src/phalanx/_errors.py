@@ -123,6 +123,7 @@ class Failure(_Facts):
         calls: What each rank called, where they differ; for a message what its two ends called.
         hosts: Those hosts whose ranks are all lost.
         size_bytes: Of the memory that there was not.
+        num_ranks: Of the group for which there was none.
         errno: Of the system's refusal.
         detail: What has no structure: the system's words, the reason given to ``abort()``.
         cause: What had ended the group before this call; None if it was left in order.
@@ -144,6 +145,7 @@ class Failure(_Facts):
     hosts: tuple[str, ...] = ()
     timeout_s: float | None = None
     size_bytes: int | None = None
+    num_ranks: int | None = None
     errno: int | None = None
     detail: str = ""
     cause: Failure | None = None

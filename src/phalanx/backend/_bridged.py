@@ -34,15 +34,14 @@ from phalanx.backend._calls import LATE, Call
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
 from phalanx.backend._messages import Messages
+from phalanx.backend._patience import END_S, LOOK_S, TELL_S
 from phalanx.backend._place import Place
 from phalanx.backend._rails import INLINE_BYTES, Buffers, Rail, Span, Transfer, bounds_of
 from phalanx.backend._tasks import Task, Tasks, Watch
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
 from phalanx.backend._work import call_site
 
-_LEAVE_S = 1.0  # for calls that run to end
-_SLICE = timedelta(seconds=0.1)  # of waiting, between looks at what else may have happened
-_WORD_S = 1.0  # of waiting, until the others are told of it
+_SLICE = timedelta(seconds=LOOK_S)
 _CALLER_BYTES = 1 << 20  # larger ones run on the group's thread, so that Ctrl-C need not wait for the network
 _STAGED_BYTES = 512 * 1024  # blocks up to here are collected on their host before they cross
 _SUM, _AVG = (REDUCE_CODES[op][0] for op in (RedOpType.SUM, RedOpType.AVG))
@@ -240,7 +239,7 @@ class BridgedGroup:
         task = self._landings.submit(lambda: [handle.wait(limit) for handle in handles])
 
         def wait() -> None:
-            while not task.wait(_SLICE.total_seconds()):
+            while not task.wait(LOOK_S):
                 self._look()
             error = task.error()
             if error is not None:
@@ -261,7 +260,7 @@ class BridgedGroup:
             error = GroupAborted("another rank has ended the group")
         elif waited_s > call.timeout_s:
             error = self._failures.timed_out(call.op, call.seq, call.timeout_s)
-        elif not call.has_told and waited_s > min(_WORD_S, (self._stall_s or call.timeout_s) / 2, call.timeout_s / 2):
+        elif not call.has_told and waited_s > min(TELL_S, (self._stall_s or call.timeout_s) / 2, call.timeout_s / 2):
             call.has_told = True
             self._failures.tell_wait(call.seq)
         elif self._stall_s and waited_s > (call.num_reports + 1) * self._stall_s:
@@ -652,12 +651,12 @@ class BridgedGroup:
             return
         may_wait = not self._tasks.runs_here  # in a signal handler, what it interrupted can't finish
         if may_wait and not why:
-            self._tasks.drain(_LEAVE_S)
+            self._tasks.drain(END_S)
         self._failures.leave()
         self._close_threads()
         self._core.leave()
         if may_wait:
-            self._tasks.drain(_LEAVE_S)  # what the end of the connections has ended
+            self._tasks.drain(END_S)  # what the end of the connections has ended
         _left.append(self)
         for group in list(_left):
             if group._release():

@@ -25,10 +25,9 @@ from phalanx.backend._failures import Failures
 from phalanx.backend._links import watch_store
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import Meeting
+from phalanx.backend._patience import CONNECT_S
 from phalanx.backend._place import Place
 
-_REACH_S = 10.0  # for the other hosts to take a connection
-_CONNECT_S = 10.0  # for the engine, at least: they have been reached
 _MOST_LINES = 8
 _ADVICE = "Run phalanx doctor on them: it tests names, ports and interfaces."
 
@@ -120,7 +119,7 @@ class _Gloo:
         meeting = self._meeting
         others = [r for r in self.boxes if place.hosts[r] != place.hosts[place.rank]]
         names = [self.boxes[r] for r in others]
-        failed = post(names, {"reached by": place.rank}, min(meeting.left_s / 2, _REACH_S))
+        failed = post(names, {"reached by": place.rank}, min(meeting.left_s / 2, CONNECT_S))
         me = place.describe(place.rank)
         lines = [
             f"{me} does not reach {place.describe(others[i])} at {names[i][0]}, port {names[i][1]}: {why}"
@@ -137,7 +136,7 @@ class _Gloo:
 
     def connect(self, ranks: list[int], name: str) -> Channel:
         store = c10d.PrefixStore(f"bridge/{name}", self._meeting.store)
-        timeout_s = max(self._meeting.left_s, _CONNECT_S)
+        timeout_s = max(self._meeting.left_s, CONNECT_S)
         return GlooChannel(store, self._meeting.rank, ranks, self._address, timeout_s, self._silence_s)
 
     def close(self) -> None:

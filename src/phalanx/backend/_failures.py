@@ -25,18 +25,11 @@ from phalanx.backend._calls import Call
 from phalanx.backend._channels import Channel
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import answer_within
+from phalanx.backend._patience import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, STORE_S, TABLE_S
 from phalanx.backend._place import Place
 from phalanx.backend._watcher import Watcher
 from phalanx.backend._wording import error_of, report_stall, words
 from phalanx.backend._words import fits, understand
-
-_GRACE_S = 0.5  # for those who know more to say it
-_TABLE_S = 0.2  # for those who meet the same mismatch
-_NOTE_S = 0.3  # on its way from a rank that leaves
-_STORE_S = 1.0  # for the store to answer
-_LOST_STORE_S = 0.2  # where the rank that serves it may be lost
-_POST_S = 0.3  # for last words to arrive
-_POLL_S = 0.02
 
 
 class Failures:
@@ -60,7 +53,7 @@ class Failures:
             self._store: Store = clone() if clone else store
         except RuntimeError:  # a kind of store that has none
             self._store = store
-        self._is_store_gone, self._store_s = False, _STORE_S
+        self._is_store_gone, self._store_s = False, STORE_S
         self._unanswered: threading.Thread | None = None  # a question to the store that took too long
         self._mailbox, self._boxes = mailbox, boxes or {}
         self._place = place
@@ -188,7 +181,7 @@ class Failures:
             return
         silent = self._unreachable = self._silent()
         if silent or any(self._place.global_ranks[rank] == 0 for rank in self._lost()):
-            self._store_s = _LOST_STORE_S
+            self._store_s = LOST_STORE_S
         found = self._find_verdict(is_patient=is_patient and not silent)  # nobody has told where a host is silent
         self._verdict = found or self._settle(judge())
         self._has_ended = True
@@ -203,11 +196,11 @@ class Failures:
         Every thread that has met the failure waits: any may be the one that ends the process.
         """
         num_ranks = len(self._place.pids) - len(self._unreachable)
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         while self._place.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
             if self._ask(lambda: self._store.add("num_told", 0), num_ranks) >= num_ranks:
                 break
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         self._has_lingered = True
 
     # ---- whose fault it is -----------------------------------------------------------------------------------------
@@ -256,11 +249,11 @@ class Failures:
 
     def _has_left_soon(self, rank: int) -> bool:
         """Whether it says so within a while: its note takes another way than the end of its connection."""
-        deadline = time.monotonic() + _NOTE_S
+        deadline = time.monotonic() + NOTE_S
         while not self.has_left(rank):
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return True
 
     def _open_mail(self) -> Failure | None:
@@ -278,9 +271,9 @@ class Failures:
         place = self._place
         self._ask(lambda: self._store.set(f"call/{seq}/{place.rank}", json.dumps(call.to_facts())))
         keys = [f"call/{seq}/{rank}" for rank in range(len(place.pids))]
-        deadline = time.monotonic() + _TABLE_S
+        deadline = time.monotonic() + TABLE_S
         while time.monotonic() < deadline and not self._ask(lambda: self._store.check(keys), True):
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         calls = [self._call_of(rank, self._read(key)) for rank, key in enumerate(keys)]
         differ = [rank for rank, one in enumerate(calls) if one.op and one.asked != call.asked]
         return self._failure(
@@ -318,12 +311,16 @@ class Failures:
 
     def report_stall(self, op: str, seq: int, site: str, waited_s: float, timeout_s: float) -> None:
         """Print which ranks of other hosts do not come; those of this host are the core's to name."""
-        missing = replace(self._missing(op, seq, timeout_s, self._absent(seq), ""), site=site)
+        hosts = self._place.hosts
+        elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[self._place.rank]]
+        missing = replace(self._missing(op, seq, timeout_s, self._absent(seq, elsewhere), ""), site=site)
         if missing.culprits:
             report_stall(missing, waited_s)
 
     def timed_out(self, op: str, seq: int, timeout_s: float) -> PhalanxError:
-        return self.too_late(op, seq, timeout_s, self._absent(seq), "ranks of other hosts")
+        """Return the error of a call that waits for all ranks."""
+        others = [rank for rank in range(len(self._place.pids)) if rank != self._place.rank]
+        return self.too_late(op, seq, timeout_s, self._absent(seq, others), "other ranks")
 
     def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> PhalanxError:
         """Return the error of a wait for the `absent` ranks; if nobody knows which they are, for `others`."""
@@ -336,14 +333,15 @@ class Failures:
             "rank_missing", op, seq, timeout_s=timeout_s, culprits=culprits, standings=standings, detail=others
         )
 
-    def _absent(self, seq: int) -> list[int]:
-        """Return the ranks of other hosts that have not said that they wait in this call or a later one."""
-        place = self._place
-        absent = []
-        for rank, host in enumerate(place.hosts):
-            if host != place.hosts[place.rank] and int(self._read(f"waits/{rank}") or 0) < seq:
-                absent.append(rank)
-        return absent
+    def _absent(self, seq: int, ranks: Sequence[int]) -> list[int]:
+        """Return those of the ranks that have not said that they wait in this call or a later one."""
+        return [rank for rank in ranks if self._waits_in(rank) < seq]
+
+    def _waits_in(self, rank: int) -> int:
+        """Return the number of the call in which a rank has said that it waits, 0 if in none."""
+        with contextlib.suppress(ValueError):
+            return int(self._read(f"waits/{rank}") or 0)
+        return 0
 
     def is_told(self) -> bool:
         """Whether a rank has written a verdict that this one can only read about."""
@@ -389,7 +387,7 @@ class Failures:
             channel.close()
 
     def _find_verdict(self, *, is_patient: bool) -> Failure | None:
-        deadline = time.monotonic() + (_GRACE_S if is_patient else 0)
+        deadline = time.monotonic() + (GRACE_S if is_patient else 0)
         while True:
             told = self._read("verdict")
             if told is not None and (verdict := verdict_in(told)) is not None:
@@ -398,7 +396,7 @@ class Failures:
                 return left
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def _settle(self, verdict: Failure) -> Failure:
         """Make this the group's verdict, unless another rank was first; return which holds."""
@@ -412,7 +410,7 @@ class Failures:
     def _post(self, message: dict[str, Any]) -> None:
         """Leave a message with the ranks that are still there."""
         lost = {rank for rank, link in self._channels[-1].links.items() if link.is_lost}
-        post([box for rank, box in self._boxes.items() if rank not in lost], message, _POST_S)
+        post([box for rank, box in self._boxes.items() if rank not in lost], message, NOTE_S)
 
     def _read(self, key: str) -> bytes | None:
         """Return what a key says; None if it is not there, or the store does not answer."""

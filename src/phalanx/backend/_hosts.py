@@ -18,8 +18,8 @@ from phalanx._errors import PhalanxError
 from phalanx._network import host_identity, network_identity
 from phalanx.backend._bridges import bridge
 from phalanx.backend._meeting import Meeting
+from phalanx.backend._patience import LOOK_S
 
-_SERVE_S = 0.1  # between looks at whether those who are still awaited can't come
 _AGREED = ("one_shot_bytes", "chunk_bytes")  # settings by which ranks find each other's data
 _ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace, another user: as another host
 
@@ -196,7 +196,7 @@ def _serve(meeting: Meeting, key: str, server: _core.SegmentServer, peers: Seque
     num_served = 0
     refused: list[int] = []
     while True:
-        num_served += server.serve(len(peers) - len(refused) - num_served, min(_SERVE_S, meeting.left_s))
+        num_served += server.serve(len(peers) - len(refused) - num_served, min(LOOK_S, meeting.left_s))
         if num_served + len(refused) == len(peers):
             break
         meeting.look()

@@ -22,15 +22,11 @@ from torch.distributed import Store
 from phalanx import _core, _env
 from phalanx._errors import CollectiveTimeout, Failure, Peer, PhalanxError
 from phalanx._launched import Launch
+from phalanx.backend._patience import FIRST_POLL_S, LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
 from phalanx.backend._wording import error_of
 from phalanx.backend._words import Shape, understand
 
-_PART_S = 1.0
-_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.02  # between questions to the store
 _MANY = 50  # ranks
-_LOOK_S = 0.1  # between looks at whether those who are awaited can't come
-_DEATH_S = 0.3  # for the end of a process to be seen after that of its connections
-_STORE_S = 1.0  # for the store to answer
 
 
 def _is_natural(value: Any) -> bool:
@@ -113,16 +109,16 @@ class Meeting:
     def get(self, key: str, what: str) -> Any:
         """Return what `key` of the store says; a missing one is a timeout that names the ranks that did not come."""
         # Not Store.wait: it would not end when somebody fails, and TCPStore prints a warning whenever it times out.
-        pause_s = _FIRST_PAUSE_S
-        next_look_s = time.monotonic() + _LOOK_S
+        pause_s = FIRST_POLL_S
+        next_look_s = time.monotonic() + LOOK_S
         while (said := self._said(key)) is None:
             if time.monotonic() >= next_look_s:
                 self.look()
-                next_look_s = time.monotonic() + _LOOK_S
+                next_look_s = time.monotonic() + LOOK_S
             if time.monotonic() >= self.deadline:
                 raise self._timed_out(what)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_S * (1 + self.size / _MANY))  # the store serves all ranks
+            pause_s = min(2 * pause_s, POLL_S * (1 + self.size / _MANY))  # the store serves all ranks
         return self._understand(key, said)
 
     def _said(self, key: str) -> bytes | None:
@@ -170,10 +166,10 @@ class Meeting:
             return
         self._has_parted = True
         self._ask(lambda: self.set(f"parted/{self.rank}", ""))
-        deadline = time.monotonic() + _PART_S
+        deadline = time.monotonic() + PART_S
         keys = [f"parted/{r}" for r in range(self.size)]
         while self.me == 0 and self._ask(lambda: self.store.check(keys)) is False and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
+            time.sleep(POLL_S)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Return what the store says; None if it has gone: whoever can't do without it says so."""
@@ -267,10 +263,10 @@ class Meeting:
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error of a store that does not answer: its server has died, if that is seen in a moment."""
-        deadline = time.monotonic() + _DEATH_S
+        deadline = time.monotonic() + NOTE_S
         while time.monotonic() < deadline:
             self.look()
-            time.sleep(_PAUSE_S)
+            time.sleep(POLL_S)
         return self.refusal(
             f"the job's store is gone ({error}). Look at what the rank or launcher that serves it, most often rank 0, "
             "printed last."
@@ -284,7 +280,7 @@ class Meeting:
 
         if self._is_store_gone:
             return ()
-        _, answer = answer_within(look, _STORE_S)
+        _, answer = answer_within(look, STORE_S)
         return answer[0] if answer else ()
 
 
@@ -295,8 +291,8 @@ def _cause(error: BaseException, meeting: Meeting) -> Failure:
         return replace(found, culprits=found.culprits or (Peer(rank=meeting.me),))
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError) or number == errno.ENOMEM:
-        why = str(error.strerror) if isinstance(error, OSError) else f"for a group of {meeting.size} ranks"
-        return meeting.failure("no_memory", [meeting.me], errno=number, detail=why)
+        why = str(error.strerror) if isinstance(error, OSError) else ""
+        return meeting.failure("no_memory", [meeting.me], num_ranks=meeting.size, errno=number, detail=why)
     if isinstance(error, OSError):
         return meeting.failure("system", [meeting.me], errno=number, detail=error.strerror or str(error))
     return meeting.failure("refused", [meeting.me], detail=f"{type(error).__name__}: {error}")

@@ -21,6 +21,7 @@ from phalanx import _core
 from phalanx._errors import MadeCall, PhalanxError
 from phalanx.backend._channels import FOR_EVER, Channel
 from phalanx.backend._failures import Failures
+from phalanx.backend._patience import END_S, LOOK_S
 from phalanx.backend._place import Place
 from phalanx.backend._rails import Span
 from phalanx.backend._tasks import Task
@@ -30,8 +31,6 @@ _HEAD = struct.Struct("<qQQB")  # tag, elements, bytes, dtype
 _SLOT_BYTES = 1024
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
 _HEADS, _BODIES = 1, 2  # tags of the engine
-_SLICE_S = 0.1  # of waiting, between looks at whether the group has ended
-_JOIN_S = 1.0
 
 
 class _Message(Task):
@@ -190,7 +189,7 @@ class Messages:
         limit_s = timeout_s or self.timeout_s
         deadline = time.monotonic() + limit_s
         try:
-            while not request.wait(min(max(deadline - time.monotonic(), 0.001), _SLICE_S)):
+            while not request.wait(min(max(deadline - time.monotonic(), 0.001), LOOK_S)):
                 if self._failures.ended or self._core.told or self._failures.is_told():
                     self._fail(request, RuntimeError("another rank has ended the group"))
                 elif time.monotonic() >= deadline:
@@ -220,7 +219,7 @@ class Messages:
             self._is_closed = True
             self._changed.notify_all()
         self._from_here.close()
-        deadline = time.monotonic() + _JOIN_S
+        deadline = time.monotonic() + END_S
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
 

@@ -21,12 +21,6 @@ _LATER = "Pass a larger timeout to init_process_group if that is slow but right.
 _TRANSMIT_ALIKE = "Make input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."
 _LISTS_ALIKE = "Give every rank a list of the same sizes."
 _ANEW = "Destroy the group and make a new one: destroy_process_group(), then init_process_group()."
-_REMEDIES = {
-    errno.EAGAIN: "no thread could be started: raise the limit of processes (ulimit -u, the container's pids limit) or "
-    "of memory (ulimit -v)",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "raise the limit of open files (ulimit -n)",
-}
 
 
 def error_of(failure: Failure) -> PhalanxError:
@@ -298,8 +292,9 @@ def _rank_lost(failure: Failure) -> str:
         named = describe(_culprit(failure))
         text = f"{named} is gone: its process has ended, or the network to its host is broken"
     else:
-        named = _by_host(failure)
-        text = f"{named} do not answer: their processes have ended, or the network is broken"
+        is_one_host = {peer.host for peer in failure.culprits} == set(failure.hosts[:1])
+        are = "is" if is_one_host else "are"
+        text = f"{_by_host(failure)} {are} not responding: their processes have ended, or the network is broken"
     text += "\nLook at what was printed there last; this rank is only its victim."
     if failure.rank in failure.ranks and failure.by is not None:
         text += f"\nThis process runs: {describe(failure.by)} has lost the connection to it."
@@ -375,16 +370,24 @@ def _nested(failure: Failure) -> str:
 def _no_memory(failure: Failure) -> str:
     if failure.by is not None and failure.op != "join":
         return f": {_reporter(failure)} found no memory for the group's buffers"
-    what = f" for {failure.size_bytes >> 10} KiB of shared buffers" if failure.size_bytes else ""
+    what = f"no memory for {failure.size_bytes >> 10} KiB of shared buffers" if failure.size_bytes else "no memory"
+    if failure.num_ranks is not None:
+        what = f"no shared memory for a group of {failure.num_ranks} ranks"
     why = f" ({failure.detail})" if failure.detail else ""
-    return f": no memory{what}{why}; raise the memory limit of the job or container, and see ulimit -f and -v"
+    return f": {what}{why}; raise the memory limit of the job or container, and see ulimit -f and -v"
 
 
 def _system(failure: Failure) -> str:
     if failure.by is not None and failure.op != "join":
         return f": {_reporter(failure)} met an error of its system and ended the group{_look_at(failure.by)}."
-    remedy = _REMEDIES.get(failure.errno or 0, "a sandbox may forbid it: run phalanx doctor there")
-    return f": {failure.detail}; {remedy}"
+    if failure.errno in (errno.EMFILE, errno.ENFILE):
+        return f": no file descriptor is left ({failure.detail}); raise the limit of open files (ulimit -n)"
+    if failure.errno == errno.EAGAIN:
+        return (
+            f": {failure.detail}; no thread could be started: raise the limit of processes (ulimit -u, the container's "
+            "pids limit) or of memory (ulimit -v)"
+        )
+    return f": {failure.detail}; a sandbox may forbid it: run phalanx doctor there"
 
 
 _SENTENCES: dict[str, Callable[[Failure], str]] = {
