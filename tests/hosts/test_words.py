@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from phalanx import PhalanxError
 from phalanx._errors import Failure, MadeCall, Peer, SizeDispute, Standing
-from phalanx.backend._failures import verdict_in
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import _SHAPES, Meeting
+from phalanx.backend._notices import verdict_in
 from phalanx.backend._wording import error_of
 from phalanx.backend._words import fits
 

@@ -18,10 +18,10 @@ from phalanx import _core, _plugin
 from phalanx._env import GroupOptions, seconds
 from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, GroupName, PhalanxGroup, keep, kept_groups
 from phalanx.backend._bridged import BridgedGroup
+from phalanx.backend._core_failures import from_core, report_core_stall
 from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._ops import Operations
-from phalanx.backend._wording import from_core, report_core_stall
 from phalanx.backend._work import call_site
 
 __all__ = ["PhalanxGroup", "install_as_default"]

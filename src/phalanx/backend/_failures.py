@@ -9,7 +9,6 @@ the rank that served it, the verdict is left in the other ranks' mailboxes.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -23,13 +22,12 @@ from phalanx import _core
 from phalanx._errors import Failure, GroupAborted, MadeCall, PhalanxError, SizeDispute, Standing
 from phalanx.backend._calls import Call
 from phalanx.backend._channels import Channel
-from phalanx.backend._mailbox import Mailbox, post
-from phalanx.backend._meeting import answer_within
-from phalanx.backend._patience import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, STORE_S, TABLE_S
+from phalanx.backend._mailbox import Mailbox
+from phalanx.backend._notices import Notices
+from phalanx.backend._patience import GRACE_S, POLL_S
 from phalanx.backend._place import Place
 from phalanx.backend._watcher import Watcher
 from phalanx.backend._wording import error_of, report_stall, words
-from phalanx.backend._words import fits, understand
 
 
 class Failures:
@@ -48,14 +46,7 @@ class Failures:
         mailbox: Mailbox | None = None,
         boxes: Mapping[int, Sequence[Any]] | None = None,
     ) -> None:
-        clone = getattr(store, "clone", None)  # a connection of its own: another thread may wait in the store
-        try:
-            self._store: Store = clone() if clone else store
-        except RuntimeError:  # a kind of store that has none
-            self._store = store
-        self._is_store_gone, self._store_s = False, STORE_S
-        self._unanswered: threading.Thread | None = None  # a question to the store that took too long
-        self._mailbox, self._boxes = mailbox, boxes or {}
+        self._notices = Notices(store, place, mailbox, boxes or {})
         self._place = place
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may abort or leave the group while its thread does
@@ -64,9 +55,6 @@ class Failures:
         self._unreachable: set[int] = set()  # ranks, once the group has ended
         self._has_lingered = False
         self._is_raised = False  # by an operation of this rank
-        self._departed: set[int] = set()
-        self._opening = threading.RLock()  # of the mailbox, by the watcher and whoever meets a failure
-        self._mail: Failure | None = None  # a verdict that came that way
         self._watcher: Watcher | None = None
         self._core: Any = None
         self._channels: Sequence[Channel] = ()
@@ -84,7 +72,7 @@ class Failures:
         """The connection to a rank has ended (-1: perhaps one of them did): the group has, unless it left in order."""
         if self._has_ended or (rank < 0 and not self.is_told()):
             return
-        if rank >= 0 and (self.has_left(rank) or (rank not in self._silent() and self._has_left_soon(rank))):
+        if rank >= 0 and (self.has_left(rank) or (rank not in self._silent() and self._notices.has_left_soon(rank))):
             return
         with self._lock:
             is_first = not self._has_ended
@@ -152,15 +140,11 @@ class Failures:
             return self._unusable(op)
         if not isinstance(error, RuntimeError):
             return error  # Ctrl-C and the like: this rank's own
-        place = self._place
-        by = verdict.by or place.named(verdict.rank)
-        mine = self._failure(verdict.kind, op, seq)
-        return error_of(
-            replace(
-                verdict, rank=mine.rank, group=mine.group, op=op, seq=seq, site=site,
-                by=None if by.rank == mine.rank else by,
-            )
-        )  # fmt: skip
+        me = self._place.global_rank
+        by = verdict.by or self._place.named(verdict.rank)
+        by_another = by if by.rank != me else None
+        group = self._place.group
+        return error_of(replace(verdict, rank=me, group=group, op=op, seq=seq, site=site, by=by_another))
 
     def _end(self, judge: Callable[[], Failure], *, is_patient: bool) -> Failure | None:
         """End the group, unless it has ended; return the verdict, None if this rank has left it."""
@@ -181,14 +165,14 @@ class Failures:
             return
         silent = self._unreachable = self._silent()
         if silent or any(self._place.global_ranks[rank] == 0 for rank in self._lost()):
-            self._store_s = LOST_STORE_S
-        found = self._find_verdict(is_patient=is_patient and not silent)  # nobody has told where a host is silent
-        self._verdict = found or self._settle(judge())
+            self._notices.expect_no_store()
+        found = self._notices.verdict(is_patient=is_patient and not silent)  # nobody has told where a host is silent
+        self._verdict = found or self._notices.settle(judge(), self._cut_off())
         self._has_ended = True
         with contextlib.suppress(PhalanxError):
             self._core.abort(words(self._verdict).splitlines()[0])
         self.close_channels()
-        self._ask(lambda: self._store.add("num_told", 1))
+        self._notices.note_told()
 
     def _linger(self) -> None:
         """Let the others read the verdict before this rank, which may serve the store, goes on to its end.
@@ -198,7 +182,7 @@ class Failures:
         num_ranks = len(self._place.pids) - len(self._unreachable)
         deadline = time.monotonic() + GRACE_S
         while self._place.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
-            if self._ask(lambda: self._store.add("num_told", 0), num_ranks) >= num_ranks:
+            if self._notices.are_told(num_ranks):
                 break
             time.sleep(POLL_S)
         self._has_lingered = True
@@ -222,7 +206,7 @@ class Failures:
         """Name the ranks whose connections have ended."""
         place = self._place
         lost = self._lost()
-        found = self._find_verdict(is_patient=False)  # whoever closed a connection because of one has told it before
+        found = self._notices.verdict(is_patient=False)  # whoever closed a connection because of one has told it before
         if found is not None:
             return found
         if not lost:
@@ -240,53 +224,22 @@ class Failures:
         """Return the ranks whose hosts do not answer: nothing comes from them, and nothing reaches them."""
         return {rank for channel in self._channels for rank, link in channel.links.items() if link.is_silent}
 
+    def _cut_off(self) -> set[int]:
+        """Return the ranks to which no mail can be sent."""
+        return {rank for rank, link in self._channels[-1].links.items() if link.is_lost}
+
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it goes in order."""
-        if self._mailbox is None:
-            return self._read(f"left/{rank}") is not None
-        self._open_mail()
-        return rank in self._departed
-
-    def _has_left_soon(self, rank: int) -> bool:
-        """Whether it says so within a while: its note takes another way than the end of its connection."""
-        deadline = time.monotonic() + NOTE_S
-        while not self.has_left(rank):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL_S)
-        return True
-
-    def _open_mail(self) -> Failure | None:
-        """Return a verdict that another rank has left here, and note who has left the group."""
-        with self._opening:
-            while self._mailbox is not None and (message := self._mailbox.read()) is not None:
-                if fits(message, {"left": int}):
-                    self._departed.add(message["left"])
-                else:
-                    self._mail = self._mail or _verdict_of(message)
-            return self._mail
+        return self._notices.has_left(rank)
 
     def _tabulate(self, op: str, seq: int, call: MadeCall) -> Failure:
         """Return what each rank called, of those who say it in time."""
         place = self._place
-        self._ask(lambda: self._store.set(f"call/{seq}/{place.rank}", json.dumps(call.to_facts())))
-        keys = [f"call/{seq}/{rank}" for rank in range(len(place.pids))]
-        deadline = time.monotonic() + TABLE_S
-        while time.monotonic() < deadline and not self._ask(lambda: self._store.check(keys), True):
-            time.sleep(POLL_S)
-        calls = [self._call_of(rank, self._read(key)) for rank, key in enumerate(keys)]
+        calls = self._notices.calls(seq, call)
         differ = [rank for rank, one in enumerate(calls) if one.op and one.asked != call.asked]
         return self._failure(
-            "calls_differ", op, seq, site=call.site, calls=tuple(calls), culprits=place.peers(differ)
+            "calls_differ", op, seq, site=call.site, calls=calls, culprits=place.peers(differ)
         )  # fmt: skip
-
-    def _call_of(self, rank: int, told: bytes | None) -> MadeCall:
-        """Return what a rank has called, by what it has told."""
-        who = vars(self._place.peer(rank))
-        with contextlib.suppress(ValueError):
-            if told is not None:
-                return replace(MadeCall.from_facts(understand(told, dict)), **who)
-        return MadeCall(**who)
 
     def mismatch(self, op: str, seq: int) -> PhalanxError:
         """Return the error of a rank whose peer on another host is in another call; `end` writes the table."""
@@ -307,7 +260,7 @@ class Failures:
 
     def tell_wait(self, seq: int) -> None:
         """Tell the ranks of other hosts that this one waits in a call."""
-        self._ask(lambda: self._store.set(f"waits/{self._place.rank}", str(seq)))
+        self._notices.tell_wait(seq)
 
     def report_stall(self, op: str, seq: int, site: str, waited_s: float, timeout_s: float) -> None:
         """Print which ranks of other hosts do not come; those of this host are the core's to name."""
@@ -335,21 +288,15 @@ class Failures:
 
     def _absent(self, seq: int, ranks: Sequence[int]) -> list[int]:
         """Return those of the ranks that have not said that they wait in this call or a later one."""
-        return [rank for rank in ranks if self._waits_in(rank) < seq]
-
-    def _waits_in(self, rank: int) -> int:
-        """Return the number of the call in which a rank has said that it waits, 0 if in none."""
-        with contextlib.suppress(ValueError):
-            return int(self._read(f"waits/{rank}") or 0)
-        return 0
+        return [rank for rank in ranks if self._notices.waits_in(rank) < seq]
 
     def is_told(self) -> bool:
         """Whether a rank has written a verdict that this one can only read about."""
         if all(channel.ends_waits for channel in self._channels):
             return False
-        return bool(self._ask(lambda: self._store.check(["verdict"]), False))
+        return self._notices.has_verdict()
 
-    # ---- the store -------------------------------------------------------------------------------------------------
+    # ---- going -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Say that this rank goes in order, and close its connections."""
@@ -358,21 +305,16 @@ class Failures:
         with self._lock:
             if not self._has_ended:
                 self._has_ended = True
-                if self._mailbox is None:
-                    self._ask(lambda: self._store.set(f"left/{self._place.rank}", ""))
-                else:  # the store may have gone already, in order
-                    self._post({"left": self._place.rank})
+                self._notices.tell_leaving(self._cut_off())
             self.close_channels()
         self.stop_watching()
         self._on_end = lambda: None  # it refers to what refers to this
-        if self._mailbox is not None:
-            self._mailbox.close()
+        self._notices.close()
 
     def release(self) -> bool:
         """After `leave`, and when nobody is in a call: give back the connections; False if an engine is yet busy."""
-        self._is_store_gone = True
-        gone: Any = None
-        self._store = self._core = gone
+        self._notices.release()
+        self._core = None
         self._channels = [channel for channel in self._channels if not channel.destroy()]
         return not self._channels
 
@@ -385,60 +327,3 @@ class Failures:
     def close_channels(self) -> None:
         for channel in self._channels:
             channel.close()
-
-    def _find_verdict(self, *, is_patient: bool) -> Failure | None:
-        deadline = time.monotonic() + (GRACE_S if is_patient else 0)
-        while True:
-            told = self._read("verdict")
-            if told is not None and (verdict := verdict_in(told)) is not None:
-                return verdict
-            if (left := self._open_mail()) is not None:
-                return left
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(POLL_S)
-
-    def _settle(self, verdict: Failure) -> Failure:
-        """Make this the group's verdict, unless another rank was first; return which holds."""
-        facts = verdict.to_facts()
-        told = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(facts)), None)
-        if told and (settled := verdict_in(told)) is not None:
-            return settled
-        self._post(facts)
-        return verdict
-
-    def _post(self, message: dict[str, Any]) -> None:
-        """Leave a message with the ranks that are still there."""
-        lost = {rank for rank, link in self._channels[-1].links.items() if link.is_lost}
-        post([box for rank, box in self._boxes.items() if rank not in lost], message, NOTE_S)
-
-    def _read(self, key: str) -> bytes | None:
-        """Return what a key says; None if it is not there, or the store does not answer."""
-        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
-
-    def _ask(self, question: Callable[[], Any], otherwise: Any = None) -> Any:
-        """Return what the store says, or `otherwise` if it does not answer in time.
-
-        It is then not asked again until it has: the rank that serves it may be stopped, and go on.
-        """
-        if self._is_store_gone or (self._unanswered is not None and self._unanswered.is_alive()):
-            return otherwise
-        thread, answer = answer_within(question, self._store_s)
-        if not answer:
-            self._unanswered = thread
-            self._is_store_gone = not thread.is_alive()
-        return answer[0] if answer else otherwise
-
-
-def verdict_in(text: bytes) -> Failure | None:
-    """Return the verdict that a rank has written, None if it is nothing that a rank writes."""
-    try:
-        return _verdict_of(understand(text, dict))
-    except ValueError:
-        return None
-
-
-def _verdict_of(facts: dict[str, Any]) -> Failure | None:
-    with contextlib.suppress(ValueError):
-        return Failure.from_facts(facts)
-    return None
