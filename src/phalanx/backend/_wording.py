@@ -247,11 +247,11 @@ def _rank_lost(failure: Failure) -> str:
 
 
 def _rank_missing(failure: Failure) -> str:
+    if failure.by is not None and failure.rank in failure.ranks:
+        return _came_late(failure)
     missing = several(failure.culprits) if failure.culprits else failure.detail or "other ranks"
     if failure.by is not None:
-        text = (
-            f": {_reporter(failure)} has reached its deadline and ended the group; this rank was waiting for {missing}"
-        )
+        text = f": {_reporter(failure)} has reached its deadline and ended the group; still missing: {missing}"
     else:
         text = f" timed out after {failure.timeout_s or 0:.1f} s waiting for {missing}"
     return "\n".join([text, *_standings(failure), _LATER])
