@@ -40,7 +40,7 @@ class Peer(_Facts):
     """A rank of the world, its process and its host, as far as they are known.
 
     Attributes:
-        host: Empty where all ranks of the group share one.
+        host: Name of its host; empty where all ranks of the group share one.
     """
 
     rank: int
@@ -53,8 +53,9 @@ class Standing(Peer):
     """Where a rank stands that others wait for.
 
     Attributes:
+        has_joined: Whether it has joined the group.
         waits_in: The call in which it waits, in whichever group; empty if in none.
-        last: Number of its last collective in the group, None if nobody knows.
+        last: Number of its last collective in the group; None if nobody knows.
     """
 
     has_joined: bool = True
@@ -67,10 +68,14 @@ class MadeCall(Peer):
     """What a rank called: a row of a mismatch's table.
 
     Attributes:
-        op: Empty if it has not called yet.
+        op: Operation; empty if it has not called yet.
+        dtype: Name of the tensor's dtype, without ``torch.``.
         count: Elements of a rank's block; None where each rank gives sizes of its own.
-        sizes: Of each rank's block, where they are known and differ.
+        sizes: Elements of each rank's block, where they differ and are known.
+        reduce_op: Name of the reduction, such as ``SUM``.
         root: Rank of the world that sends or receives.
+        tag: Tag of a message.
+        site: Line of the call, ``"train.py:31"``.
     """
 
     op: str = ""
@@ -93,7 +98,11 @@ class SizeDispute(_Facts):
     """Sizes that contradict each other: what `one` sends and `other` expects, or what they say of the block of `of`.
 
     Attributes:
-        of: A rank of the world; None for what is sent.
+        one: The rank whose size is `count`.
+        count: Elements that it sends, or has in its list for `of`.
+        other: The rank that contradicts it.
+        other_count: Elements that this one expects, or has in its list for `of`.
+        of: Rank of the world whose block it is; None for what is sent.
     """
 
     one: Peer
@@ -110,23 +119,26 @@ class Failure(_Facts):
     It is plain data: between hosts it travels as the JSON of `to_facts`.
 
     Attributes:
-        kind: What happened, see `KINDS`.
+        kind: One of `KINDS`.
         rank: The rank of the world that met it.
-        op: Operation, ``"join"`` for ``init_process_group``.
+        group: Name of the group.
+        op: Operation; ``"join"`` for ``init_process_group``.
         seq: Number of the collective in its group, from 1; 0 for point-to-point.
         site: Line of the call, ``"train.py:31"``.
         culprits: Ranks at fault: missing, dead or in disagreement.
         by: The rank that ended the group, if this one only follows.
-        exit_code: Of the first culprit, None when it was killed or the kernel does not tell.
-        signal: That killed it.
-        standings: Where the ranks stand that were waited for.
-        calls: What each rank called, where they differ; for a message what its two ends called.
-        hosts: Those hosts whose ranks are all lost.
-        size_bytes: Of the memory that there was not.
-        num_ranks: Of the group for which there was none.
-        errno: Of the system's refusal.
-        detail: What has no structure: the system's words, the reason given to ``abort()``.
-        cause: What had ended the group before this call; None if it was left in order.
+        exit_code: Exit code of the first culprit; None when it was killed or the kernel does not tell.
+        signal: Signal that killed it.
+        standings: Standing of each rank that was waited for.
+        calls: Calls of the ranks, where they differ; for a message those of its two ends, the receive first.
+        sizes: The first two sizes that contradict each other.
+        hosts: Hosts whose ranks are all lost.
+        timeout_s: Deadline that has passed, in seconds from the call.
+        size_bytes: Bytes of shared memory that could not be had.
+        num_ranks: Ranks of the group for which there was no memory.
+        errno: Error number of the system's refusal.
+        detail: Whatever has no structure: the system's words, the reason given to ``abort()``.
+        cause: The failure that had ended the group before this call; None if it was left in order.
     """
 
     kind: str
@@ -193,7 +205,7 @@ class PhalanxError(RuntimeError):
         op: Operation, such as ``"all_reduce"``; empty when no operation was involved.
         seq: Number of the collective in its group, from 1; 0 for point-to-point.
         ranks: Global ranks at fault: missing, dead or in disagreement.
-        failure: All that is known, as plain data, where an operation of a group failed.
+        failure: All facts as plain data, where an operation of a group failed; else None.
         is_victim: Whether this rank only suffers from what another rank did or met.
     """
 

@@ -27,7 +27,6 @@ from phalanx.backend._work import call_site
 __all__ = ["PhalanxGroup", "install_as_default"]
 
 _core.configure(call_site, from_core, report_core_stall)
-atexit.register(_core.end_stall_reports)
 
 
 @atexit.register
@@ -37,6 +36,7 @@ def _end_as_member() -> None:
     A script that raises or exits early then looks like what it is: its peers are told the exit code, and the launcher
     how far it has come.
     """
+    _core.end_stall_reports()
     for group in kept_groups():
         group._operations.note_progress()
         core = group._operations._core
