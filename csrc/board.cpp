@@ -229,15 +229,20 @@ void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
   say_everywhere("");
 }
 
-std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
-  if (!wait.announced) announce(wait);  // before the signals: a handler may need to be told what it interrupted
+/// Run what Python may handle signals in. A handler that raises ends the group: this rank will not come back here.
+template <class Work>
+void Board::handle_signals(const Wait& wait, Work&& work) {
   try {
-    wait.hooks->tick();
-    report_stall(wait, missing);
+    work();
   } catch (...) {
     end(failure(FailureKind::kInterrupted, wait));
     throw;
   }
+}
+
+std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
+  if (!wait.announced) announce(wait);  // before the signals: a handler may need to be told what it interrupted
+  handle_signals(wait, [&] { wait.hooks->tick(); });
   if (wait.arriving)
     for (int r = 0; r < config_.size; ++r)
       if (call_differs(r, wait.seq)) mismatch(wait);
@@ -250,14 +255,16 @@ std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
   }
   if (ended()) return failure(FailureKind::kDestroyed, wait);
   if (seconds_since(wait.start) >= wait.timeout_s) return timed_out(wait, missing);
+  if (!wait.quiet && Clock::now() >= wait.next_report) report_stall(wait, missing);
   return std::nullopt;
 }
 
 /// Tell who does not come, now and then.
 void Board::report_stall(Wait& wait, const MissingFn& missing) {
-  if (wait.quiet || !config_.on_stall || Clock::now() < wait.next_report) return;
   wait.next_report = Clock::now() + from_seconds(config_.stall_s);
-  config_.on_stall(timed_out(wait, missing), seconds_since(wait.start));
+  const Failure late = timed_out(wait, missing);
+  if (config_.on_stall && !late.ranks.empty())
+    handle_signals(wait, [&] { config_.on_stall(late, seconds_since(wait.start)); });
 }
 
 void Board::announce(Wait& wait) {

@@ -152,6 +152,8 @@ class Board {
   void come_late(Wait& wait);
   std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
   Failure timed_out(const Wait& wait, const MissingFn& missing);
+  template <class Work>
+  void handle_signals(const Wait& wait, Work&& work);
   void report_stall(Wait& wait, const MissingFn& missing);
   void announce(Wait& wait);
   void say_everywhere(const std::string& text);
