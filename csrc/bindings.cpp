@@ -17,12 +17,12 @@
 
 #include "digest.h"
 #include "python.h"
+#include "python_failures.h"
 #include "tensors.h"
 
 namespace phalanx {
 namespace {
 
-nb::object* g_make_error = nullptr;  // as g_call_site
 
 /// Hooks of a rank that joins a group: it also looks for what the others say in the store.
 class JoinHooks : public PythonHooks {
@@ -37,12 +37,6 @@ class JoinHooks : public PythonHooks {
  private:
   nb::object& look_;
 };
-
-/// The Python exception for a failure of the core; the GIL is held.
-nb::object to_python(const Failure& failure) {
-  return (*g_make_error)(static_cast<int>(failure.kind), failure.message, failure.ranks, failure.op, failure.seq,
-                         failure.pid, failure.exit_code, failure.signal);
-}
 
 nb::object error_object(std::exception_ptr error) {
   if (!error) return nb::none();
@@ -102,7 +96,8 @@ void bind_peers(nb::module_& m) {
       .def_prop_ro("dead", &PeerWatch::dead)
       .def_prop_ro("ending", [](const PeerWatch& self) {
         const Ending ending = self.ending();
-        return nb::make_tuple(ending.text(), ending.exit_code, ending.signal);
+        const auto kind = ending.is_replaced ? FailureKind::kRankReplaced : FailureKind::kRankEnded;
+        return nb::make_tuple(kind_name(kind), ending.exit_code, ending.signal);
       });
 }
 
@@ -154,7 +149,7 @@ void bind_group(nb::module_& m) {
          std::vector<int> global_ranks, double timeout_s, double stall_s, double spin_us) {
         return Group::make(std::move(segment), offset,
                            GroupConfig{rank, size, std::move(name), std::move(global_ranks), bounded(timeout_s),
-                                       bounded(stall_s), bounded(spin_us, 1e6)});
+                                       bounded(stall_s), bounded(spin_us, 1e6), std::ref(g_stall_reports)});
       },
       nb::arg("segment"), nb::arg("offset"), nb::arg("rank"), nb::arg("size"), nb::arg("name"),
       nb::arg("global_ranks"), nb::arg("timeout_s"), nb::arg("stall_s"), nb::arg("spin_us"));
@@ -195,7 +190,7 @@ void bind_group(nb::module_& m) {
   group.def("wait_request", [](Group& g, const std::shared_ptr<Request>& request, double timeout_s) {
     bool done = true;
     run_without_gil([&](Hooks& hooks) {
-      guarded(g, [&] {
+      guarded(g, request->op(), [&] {
         if (timeout_s > 0)
           done = g.p2p().wait_briefly(request, hooks, bounded(timeout_s));
         else
@@ -222,13 +217,16 @@ NB_MODULE(_core, m) {
       PyErr_SetObject(PyExc_OSError, nb::make_tuple(refused.code().value(), refused.what()).ptr());
     }
   });
-  m.def("configure", [](std::vector<std::string> dtypes, std::vector<std::string> reduce_ops, nb::object call_site,
-                        nb::object make_error) {
-    Names::dtypes = std::move(dtypes);
-    Names::reduce_ops = std::move(reduce_ops);
+  m.def("configure", [](nb::object call_site, nb::object make_error, nb::object report_stall) {
     g_call_site = new nb::object(std::move(call_site));
     g_make_error = new nb::object(std::move(make_error));
+    g_report_stall = new nb::object(std::move(report_stall));
   });
+  nb::list kinds;
+  for (std::uint32_t kind = 1; kind <= static_cast<std::uint32_t>(FailureKind::kSystem); ++kind)
+    kinds.append(kind_name(static_cast<FailureKind>(kind)));
+  m.attr("FAILURE_KINDS") = kinds;
+  m.def("end_stall_reports", [] { g_stall_reports.close(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("reduces", [](int dtype, int op) {
     return find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)) != nullptr;
   }, "True if the reduce operation has a meaning for the dtype.");
@@ -240,7 +238,6 @@ NB_MODULE(_core, m) {
                     count);
   }, nb::arg("out"), nb::arg("ins"), nb::arg("dtype"), nb::arg("op"), nb::arg("count"));
   m.def("simd_level", &simd_level);
-  m.attr("FEWER_CALLS") = kFewerCalls;
   bind_peers(m);
   m.def("digests", [](const Addresses& pieces, const std::vector<std::size_t>& sizes, int num_threads) {
     std::vector<Bytes> bytes;

@@ -174,7 +174,7 @@ double all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins,
 
 std::shared_ptr<Request> post(Group& g, Op op, void* data, Items items, int peer, std::int64_t tag, std::string site) {
   nb::gil_scoped_release release;
-  return guarded(g, [&] { return g.p2p().post(op, data, items, peer, tag, std::move(site)); });
+  return guarded(g, op, [&] { return g.p2p().post(op, data, items, peer, tag, std::move(site)); });
 }
 
 }  // namespace

@@ -85,48 +85,39 @@ using Site = std::optional<std::string>;
 /// How torch gives it; zero or less stands for the group's.
 using Timeout = std::chrono::duration<double>;
 
-/// What may help against an error of the system.
-inline const char* remedy(int error) {
-  if (error == EAGAIN)
-    return "no thread could be started: raise the limit of processes (ulimit -u, the container's pids limit) or of memory "
-           "(ulimit -v)";
-  if (error == ENOMEM) return "raise the memory limit of the job or container, and see ulimit -v";
-  if (error == EMFILE || error == ENFILE) return "raise the limit of open files (ulimit -n)";
-  return "a sandbox may forbid it: run phalanx doctor there";
-}
-
 /// Run `work`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.
 template <class Work>
-decltype(auto) guarded(Group& group, Work&& work) {
+decltype(auto) guarded(Group& group, Op op, Work&& work) {
   Board& board = group.board();
-  const auto where = [&] {
-    return "rank " + std::to_string(board.global(board.rank())) + ": an operation of group '" + board.config().name + "': ";
+  const auto end = [&](int error, const char* what) {
+    Failure failure = board.failure(error == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem, op, "");
+    failure.error = error;
+    failure.detail = what;
+    return board.end(std::move(failure));
   };
   try {
     return work();
   } catch (const std::bad_alloc&) {
-    throw board.end(Failure(FailureKind::kNoMemory,
-                            where() + "no memory; raise the memory limit of the job or container", {}));
+    throw end(ENOMEM, "");
   } catch (const std::system_error& error) {
-    const FailureKind kind = error.code().value() == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem;
-    throw board.end(Failure(kind, where() + error.what() + "; " + remedy(error.code().value()), {}));
+    throw end(error.code().value(), error.what());
   }
 }
 
 /// Run `work` in the calling thread, or queue it when it comes with a site; then the Job is returned.
 template <class Work>
 std::shared_ptr<Job> start(Group& group, Op op, const Site& site, double timeout_s, Work work) {
-  auto run = [&group, limit_s = bounded(timeout_s), work = std::move(work)](Hooks& h) {
-    guarded(group, [&] { work(group.collectives(), Context{&h, limit_s}); });
+  auto run = [&group, op, limit_s = bounded(timeout_s), work = std::move(work)](Hooks& h) {
+    guarded(group, op, [&] { work(group.collectives(), Context{&h, limit_s}); });
   };
   if (!site) {
     run_without_gil([&](Hooks& hooks) {
-      guarded(group, [&] { group.worker().run(op, bounded(timeout_s), hooks, run); });
+      guarded(group, op, [&] { group.worker().run(op, bounded(timeout_s), hooks, run); });
     });
     return nullptr;
   }
   nb::gil_scoped_release release;
-  return guarded(group, [&] { return group.worker().submit(op, std::move(run), *site); });
+  return guarded(group, op, [&] { return group.worker().submit(op, std::move(run), *site); });
 }
 
 void bind_calls(nb::module_& m, nb::class_<Group>& group);

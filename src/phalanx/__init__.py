@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         RankFailed,
     )
     from phalanx._plugin import install_as_default
+    from phalanx.backend._communicator import Communicator, communicator
     from phalanx.data import (
         DataLoader,
         DataPartitioner,

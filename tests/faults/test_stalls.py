@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -94,6 +97,33 @@ def exit_at_once_on_a_mismatch(rank, world_size):
         dist.all_reduce(torch.ones(4))
 
 
+def compute_beside_a_stall(rank, world_size):
+    reached("up")
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        await_release("go on")
+        work.wait()
+    else:
+        await_release("go on")
+        dist.all_reduce(torch.ones(4))
+
+
+END_BESIDE_A_STALL = """
+import sys, time
+import torch, torch.distributed as dist
+rank = int(sys.argv[2])
+dist.init_process_group("phalanx", init_method=sys.argv[1], rank=rank, world_size=2)
+groups = [dist.new_group() for _ in range(8)]
+if rank == 1:
+    sys.stdin.read()
+    sys.exit()
+works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for group in groups]
+until = time.monotonic() + 0.5
+while time.monotonic() < until:  # with the interpreter's lock, which the reports want
+    pass
+"""
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_wait_ends_by_the_timeout_and_names_who_is_missing(spawn_ranks, operation):
     with spawn_ranks(wait_for_rank_one, 2, operation, group_timeout_s=TIMEOUT_S) as ranks:
@@ -150,6 +180,33 @@ def test_a_stall_report_tells_where_each_missing_rank_stands(spawn_ranks, capfd)
     assert "s for ranks 1, 2 (timeout 30.0 s)" in printed
     assert re.search(rf"rank 1 \(pid {pids[1]}\) waits in recv of group .* at .*test_stalls.py:\d+", printed), printed
     assert f"rank 2 (pid {pids[2]}) has not called #1" in printed
+
+
+def test_a_stall_is_reported_though_nobody_waits_for_the_operation_yet(spawn_ranks, capfd):
+    with spawn_ranks(compute_beside_a_stall, 2, group_timeout_s=30, env={"PHALANX_STALL_S": "0.2"}) as ranks:
+        ranks.wait_until_reached("up")
+        printed, deadline = "", time.monotonic() + 10
+        while "has waited" not in printed and time.monotonic() < deadline:
+            time.sleep(0.05)  # the report comes without an event
+            printed += capfd.readouterr().err
+        pids = ranks.pids
+        ranks.release("go on")
+        outcomes = ranks.join(20)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    where = r"phalanx: rank 0: all_reduce #1 of group 'default' at \S*test_stalls.py:\d+"
+    assert re.search(rf"^{where} has waited \S+ s for rank 1 \(timeout 30.0 s\)$", printed, re.MULTILINE), printed
+    assert f"  rank 1 (pid {pids[1]}) has not called #1; it has made no collective here yet\n" in printed
+
+
+def test_a_script_ends_in_order_while_stalls_are_reported(tmp_path):
+    """A native thread that asked for the interpreter's lock when that is gone would end the process with an abort."""
+    command = [sys.executable, "-c", END_BESIDE_A_STALL, f"file://{tmp_path}/store"]
+    env = {**os.environ, "PHALANX_STALL_S": "0.1"}
+    with subprocess.Popen([*command, "1"], stdin=subprocess.PIPE, env=env) as peer:
+        ended = subprocess.run([*command, "0"], env=env, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        peer.communicate(b"", timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "all_reduce #1 of group" in ended.stderr
 
 
 def test_a_mismatch_does_not_wait_for_a_late_rank_which_gets_the_same_error(spawn_ranks):

@@ -15,7 +15,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _torch
 from phalanx._env import GroupOptions, seconds
-from phalanx._errors import from_core
 from phalanx.backend._adapters import (
     HAS_PYTHON_BACKENDS,
     GroupName,
@@ -25,16 +24,16 @@ from phalanx.backend._adapters import (
     kept_groups,
 )
 from phalanx.backend._bridged import BridgedGroup
+from phalanx.backend._core_failures import from_core, report_core_stall
 from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._ops import Operations
 from phalanx.backend._place import Ranks
-from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
 from phalanx.backend._work import call_site
 
 __all__ = ["PhalanxGroup"]
 
-_core.configure(DTYPE_NAMES, REDUCE_NAMES, call_site, from_core)
+_core.configure(call_site, from_core, report_core_stall)
 
 
 def _end_as_member() -> None:
@@ -43,6 +42,7 @@ def _end_as_member() -> None:
     A script that raises or exits early then looks like what it is: its peers are told the exit code, and the launcher
     how far it has come.
     """
+    _core.end_stall_reports()
     for group in kept_groups():
         group._operations.note_progress()
         core = group._operations._core

@@ -9,7 +9,6 @@ behind. Waits of the core keep the same deadline themselves.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,19 +16,18 @@ from datetime import timedelta
 from typing import Any
 
 from phalanx import _core
-from phalanx._errors import GroupAborted, GroupUnusable, RankFailed
+from phalanx._errors import GroupAborted
 from phalanx.backend._calls import LATE, Running
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
 from phalanx.backend._messages import Messages
+from phalanx.backend._patience import END_S, LOOK_S, TELL_S
 from phalanx.backend._place import Place
 from phalanx.backend._steps import Steps
 from phalanx.backend._tasks import Task, Tasks, Watch
 from phalanx.backend._work import call_site
 
-_LEAVE_S = 1.0  # for calls that run to end
-_SLICE = timedelta(seconds=0.1)  # of waiting, between looks at what else may have happened
-_WORD_S = 1.0  # of waiting, until the others are told of it
+_SLICE = timedelta(seconds=LOOK_S)
 _CALLER_BYTES = 1 << 20  # larger ones run on the group's thread, so that Ctrl-C need not wait for the network
 
 
@@ -157,27 +155,19 @@ class BridgedGroup:
 
     def _explain(self, error: BaseException, running: Running) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
-        text = running.text(self._place.global_ranks)
-        return self._failures.end(error, running.op, running.seq, self._where(running), text)
+        place, site = self._place, self._site(running)
+        made = running.made(place.peer(place.rank), place.global_ranks, site)
+        return self._failures.end(error, running.op, running.seq, site, made)
 
-    def _where(self, running: Running) -> str:
-        site = call_site(running.caller) if running.site is None else running.site
-        return f"{running.op} #{running.seq} of group '{self._place.group}'" + f" at {site}" * bool(site)
+    def _site(self, running: Running) -> str:
+        return call_site(running.caller) if running.site is None else running.site
 
     def _check_reach(self, op: str = "the wait for an operation") -> None:
         """Raise in a thread in which `op` would wait for ever: of a forked child, or inside another collective."""
         self._failures.require_own_process(op)
         if not self._tasks.runs_here:
             return
-        running, site = self._current, call_site()
-        interrupted = "a call" if running is None else f"{running.op} #{running.seq}"
-        raise GroupUnusable(
-            f"rank {self._place.global_rank}: {op}{f' at {site}' * bool(site)} was called by a signal handler that "
-            f"interrupted {interrupted} of group '{self._place.group}'\nThe group can do nothing else until "
-            "that call returns. Set a flag in the handler, and act on it when the call has returned.",
-            op=op,
-            ranks=(self._place.global_rank,),
-        )
+        self._failures.refuse_nested(op, call_site(), self._current)
 
     def wait_job(self, task: Task, timeout_s: float) -> bool:
         """Wait for a task, at most `timeout_s` (0: until it is over); raise what it failed with."""
@@ -220,7 +210,7 @@ class BridgedGroup:
         task = self._landings.submit(lambda: [handle.wait(limit) for handle in handles])
 
         def wait() -> None:
-            while not task.wait(_SLICE.total_seconds()):
+            while not task.wait(LOOK_S):
                 self._look()
             error = task.error()
             if error is not None:
@@ -242,13 +232,13 @@ class BridgedGroup:
         elif waited_s > running.timeout_s:
             error = self._failures.timed_out(running.op, running.seq, running.timeout_s)
         elif not running.has_told and waited_s > min(
-            _WORD_S, (self._stall_s or running.timeout_s) / 2, running.timeout_s / 2
+            TELL_S, (self._stall_s or running.timeout_s) / 2, running.timeout_s / 2
         ):
             running.has_told = True
             self._failures.tell_wait(running.seq)
         elif self._stall_s and waited_s > (running.num_reports + 1) * self._stall_s:
             running.num_reports += 1
-            self._failures.report_stall(self._where(running), running.seq, waited_s, running.timeout_s)
+            self._failures.report_stall(running.op, running.seq, self._site(running), waited_s, running.timeout_s)
         if error is not None:
             raise self._explain(error, running)
 
@@ -272,24 +262,11 @@ class BridgedGroup:
         self._timeout_s = self._messages.timeout_s = timeout_s
 
     def abort(self, why: str) -> None:
-        rank = self._place.global_rank
-        error = GroupAborted(
-            f"rank {rank} aborted the group ({why})\nLook at what rank {rank} printed last.", ranks=(rank,), is_own=True
-        )
-        self._failures.end(error, "abort", 0, "abort", "abort()")
+        self._failures.declare("aborted", why)
 
     def leave(self, why: str = "") -> None:
         if why and not self._failures.ended:
-            who = self._place.describe(self._place.rank)
-            error = RankFailed(
-                f"{who} has left the group because of {why}\nLook at what it printed last.",
-                ranks=(self._place.global_rank,),
-                pid=os.getpid(),
-                exit_code=None,
-                signal=None,
-                is_own=True,
-            )
-            self._failures.end(error, "leave", 0, "leave", "leave()")
+            self._failures.declare("rank_fell", why)
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would not end
             _keep_for_ever(self)
             self._failures.leave()
@@ -297,12 +274,12 @@ class BridgedGroup:
             return
         may_wait = not self._tasks.runs_here  # in a signal handler, what it interrupted can't finish
         if may_wait and not why:
-            self._tasks.drain(_LEAVE_S)
+            self._tasks.drain(END_S)
         self._failures.leave()
         self._close_threads()
         self._core.leave()
         if may_wait:
-            self._tasks.drain(_LEAVE_S)  # what the end of the connections has ended
+            self._tasks.drain(END_S)  # what the end of the connections has ended
         _left.append(self)
         for group in list(_left):
             if group._release():

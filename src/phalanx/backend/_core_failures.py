@@ -1,0 +1,62 @@
+"""What the core says of a failure, as the value that Python knows: names for codes, None for numbers that mean it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx._errors import Failure, MadeCall, Peer, PhalanxError, SizeDispute, Standing
+from phalanx.backend._types import DTYPE_NAMES, ITEM_BYTES, REDUCE_NAMES
+from phalanx.backend._wording import error_of, report_stall
+
+
+def from_core(facts: dict[str, Any]) -> PhalanxError:
+    """Return the exception for a failure that the core reports."""
+    return error_of(_failure_of_core(facts))
+
+
+def report_core_stall(facts: dict[str, Any], waited_s: float) -> None:
+    """Print whom an operation of the core has waited for."""
+    report_stall(_failure_of_core(facts), waited_s)
+
+
+def _failure_of_core(facts: dict[str, Any]) -> Failure:
+    names = ("kind", "rank", "group", "op", "seq", "site", "detail")
+    pid = facts["pid"] or None
+    return Failure(
+        **{name: facts[name] for name in names},
+        culprits=tuple(Peer(rank=rank, pid=pid) for rank in facts["ranks"]),
+        by=Peer(rank=facts["by"]) if facts["by"] >= 0 else None,
+        exit_code=facts["exit_code"] if facts["exit_code"] >= 0 else None,
+        signal=facts["signal"] or None,
+        standings=tuple(Standing(**{**stand, "pid": stand["pid"] or None}) for stand in facts["standings"]),
+        calls=tuple(map(_call_of_core, facts["calls"])),
+        sizes=facts["sizes"] and _dispute_of_core(*facts["sizes"]),
+        timeout_s=facts["timeout_s"] or None,
+        size_bytes=facts["size_bytes"] or None,
+        errno=facts["errno"] or None,
+        cause=facts["cause"] and _failure_of_core(facts["cause"]),
+    )
+
+
+def _call_of_core(facts: dict[str, Any]) -> MadeCall:
+    rank, op, site = facts["rank"], facts["op"], facts["site"]
+    if op in ("", "join", "barrier"):
+        return MadeCall(rank=rank, op=op, site=site)
+    count = facts["count"]
+    if facts["size_bytes"] is not None:
+        count = facts["size_bytes"] // ITEM_BYTES[facts["dtype"]]
+    return MadeCall(
+        rank=rank,
+        op=op,
+        dtype=DTYPE_NAMES[facts["dtype"]],
+        count=None if facts["has_splits"] else count,
+        reduce_op=REDUCE_NAMES[facts["reduce_op"] - 1] if facts["reduce_op"] else "",
+        root=facts["root"] if facts["root"] >= 0 else None,
+        tag=facts["tag"],
+        site=site,
+    )
+
+
+def _dispute_of_core(one: int, count: int, other: int, other_count: int, of: int) -> SizeDispute:
+    of_rank = of if of >= 0 else None
+    return SizeDispute(one=Peer(rank=one), count=count, other=Peer(rank=other), other_count=other_count, of=of_rank)
