@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog, usage, about.replace("%", "%%"), formatter_class=_Help, add_help=False, allow_abbrev=False
         )
-        self.right = right or usage
+        self.right: str = right or usage
         self._optionals.title, self._positionals.title = "Options", "Arguments"
         self.add_argument("-h", "--help", action="help", help="show this help")
 

@@ -262,8 +262,8 @@ def _meet(place: Placement, init_method: str | None, timeout: timedelta | None, 
         return dist.HashStore()
     if not place.knows_hosts:
         raise ValueError(
-            f"rank and world size are told by {place.scheduler}, MASTER_ADDR or MASTER_PORT is not: set both on every "
-            "rank, or name an init_method"
+            f"{place.scheduler} gives rank and world size, but not both MASTER_ADDR and MASTER_PORT: set them on every "
+            "rank, or pass an init_method"
         )
     if place.local_world_size < place.world_size:
         if _env.read_settings().bridge == "mpi":

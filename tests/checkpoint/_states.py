@@ -614,7 +614,7 @@ def nothing_yet_is_no_error_but_a_line_unless_it_is_to_be_one(rank, world_size, 
             dist.barrier()
     with pytest.raises(ValueError, match="missing must be"):
         ckpt.load(folder, {"x": 0}, missing="fail")
-    with pytest.raises(CheckpointError, match="no checkpoint of step 3, but of none"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3; it has steps none"):
         ckpt.load(folder, {"x": 0}, 3)
 
 

@@ -217,7 +217,7 @@ def test_every_dtype_is_exported_or_refused(ckpt, tmp_path):
         (["ls", "none"], "none is no folder"),
         (["ls", "."], ". holds no checkpoint"),
         (["show", "none"], "none is no folder"),
-        (["show", "SAVED", "--step", "7"], "has no checkpoint of step 7, but of 10, 20, 30"),
+        (["show", "SAVED", "--step", "7"], "has no checkpoint of step 7; it has steps 10, 20, 30"),
         (["show", "SAVED", "--step", "x"], "--step must be a whole number of at least 0, got 'x'"),
         (["show", "SAVED", "--rank", "2"], "--rank must lie in [0, 2), got 2"),
         (["verify", "."], "holds no checkpoint"),

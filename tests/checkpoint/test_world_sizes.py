@@ -152,7 +152,7 @@ def load_too_few(rank, world_size, base):
     for name in ("stages", "same"):
         with pytest.raises(CheckpointError) as caught:
             ckpt.load(f"{base}/{name}", {})
-        said = "each of 2 ranks has saved tensors of its own, so that many must load them, and these are 3"
+        said = "2 ranks saved tensors of their own, so only 2 ranks can load them, but there are 3"
         assert said in str(caught.value)
 
 

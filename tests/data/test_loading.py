@@ -109,7 +109,7 @@ def read_streams(rank, world_size):
 
 def read_partition(rank, world_size):
     parts = phalanx.DataPartitioner(NUMBERS, [1 / world_size] * world_size)
-    with pytest.raises(ValueError, match="Say is_own_part=True or is_own_part=False"):
+    with pytest.raises(ValueError, match="pass is_own_part=True or is_own_part=False"):
         phalanx.DataLoader(parts.use(rank))
     own = phalanx.DataLoader(parts.use(rank), shuffle=True, num_workers=0, is_own_part=True)
     shared = phalanx.DataLoader(parts.use(0), num_workers=0, is_own_part=False)
@@ -221,5 +221,5 @@ def test_partitions_are_shuffled_alike_everywhere():
     assert len(first.use(1)) == 25
     assert first.use(1)[3] == list(first.use(1))[3]
     for sizes in ([0.7, 0.4], [-0.1, 0.5]):
-        with pytest.raises(ValueError, match="fractions of at least 0 that make at most 1"):
+        with pytest.raises(ValueError, match="fractions of at least 0 that add up to at most 1"):
             phalanx.DataPartitioner(range(50), sizes)

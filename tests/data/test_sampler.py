@@ -146,7 +146,7 @@ def test_set_epoch_has_the_last_word():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"seed": 1}, "this sampler's seed is 0, and the state was taken with 1"),
+        ({"seed": 1}, "this sampler's seed is 0, but the state was saved with 1"),
         ({"length": 9}, "length is 10"),
         ({"shuffle": False}, "shuffle is True"),
     ],

@@ -175,7 +175,7 @@ def test_it_takes_variables_that_are_set_by_hand(script, host):
     [
         (
             {"RANK": "1", "WORLD_SIZE": "2"},
-            "told by the environment, MASTER_ADDR or MASTER_PORT is not: set both on every",
+            "the environment gives rank and world size, but not both MASTER_ADDR and MASTER_PORT: set them",
         ),
         ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
         (

@@ -427,7 +427,7 @@ def test_what_makes_no_sense_is_refused_on_every_rank_with_the_right_call(result
         assert "'lr' has a meaning of its own" in texts["reserved"]
         assert "a loader has its own: pass it there" in texts["collate_fn"]
         assert "torch.utils.data.BatchSampler(sampler, batch_size=32" in texts["no lists"]
-        assert "other batches when it is asked again" in texts["not again"]
+        assert "yields different batches for the same epoch" in texts["not again"]
         assert "batch_sampler divides a dataset; a loader has its own" in texts["twice"]
         assert "trainer.predict(loader.dataset)" in texts["predict"]
         assert "the data has no samples" in texts["empty"]

@@ -106,7 +106,7 @@ def _find(path: str, step: int | None = None) -> Checkpoint:
     if not published:
         raise _Mistake(folders.say_missing(path))
     if step is not None and step not in published:
-        raise _Mistake(f"{path} has no checkpoint of step {step}, but of {', '.join(map(str, published))}")
+        raise _Mistake(f"{path} has no checkpoint of step {step}; it has steps {', '.join(map(str, published))}")
     return folders.read_manifest(path, published[-1] if step is None else step)
 
 

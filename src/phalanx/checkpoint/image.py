@@ -176,7 +176,7 @@ def _check_entries(entries: Mapping[str, Any], size_bytes: int) -> None:
             raise ValueError(f"{key!r} is of another size than its shape")
         at = end
     if at != size_bytes:
-        raise ValueError("there is more data than its header tells of")
+        raise ValueError("it has more data than its header describes")
 
 
 def _are_counts(numbers: Sequence[Any]) -> bool:

@@ -116,7 +116,7 @@ def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, 
         return f"can't read {given}: {error.strerror}", given, []
     if step != "latest":
         if step not in published:
-            return f"{path} has no checkpoint of step {step}, but of {published or 'none'}", path, []
+            return f"{path} has no checkpoint of step {step}; it has steps {published or 'none'}", path, []
         return "", path, [("disk", int(step))]
     on_disk = [("disk", number) for number in reversed(published)]
     in_memory = memory.newest(path)
@@ -189,8 +189,8 @@ def _restore(
     try:
         if not images[own].metadata["is_alike"] and len(images) != world_size:
             raise ValueError(
-                f"each of {len(images)} ranks has saved tensors of its own, so that many must load them, and these are "
-                f"{world_size}: start {len(images)} ranks"
+                f"{len(images)} ranks saved tensors of their own, so only {len(images)} ranks can load them, but "
+                f"there are {world_size}: start {len(images)} ranks"
             )
         restore(state, images[own].metadata["tree"], Reader(images, own), strict=strict)
     except Exception as error:  # whatever a load_state_dict() raises, the others must know

@@ -48,7 +48,7 @@ class GlobalBatches:
     ) -> None:
         self._rank, self._world_size = rank_and_size()
         if batch_size < self._world_size:
-            raise ValueError(f"a global batch of {batch_size} does not reach for {self._world_size} ranks")
+            raise ValueError(f"a global batch of {batch_size} is too small for {self._world_size} ranks")
         if num_parts is not None and num_parts % self._world_size:
             raise ValueError(f"{num_parts} parts of a batch can't be divided among {self._world_size} ranks")
         self.length = length
@@ -129,10 +129,10 @@ class GlobalBatches:
         own = self.state_dict()
         for name in ("length", "seed"):
             if state[name] != own[name]:
-                raise ValueError(f"the data's {name} is {own[name]}, and the state was taken with {state[name]}")
+                raise ValueError(f"the data's {name} is {own[name]}, but the state was saved with {state[name]}")
         if state.get("batches") != own.get("batches"):
             raise ValueError(
-                "of this run and the one whose state this is, only one has a batch_sampler: go on as it began"
+                "the state was saved with a batch_sampler and this run has none, or the reverse: pass the same to both"
             )
         self.epoch, self.place = state["epoch"], state["place"]
 
@@ -169,8 +169,8 @@ class GivenBatches(GlobalBatches):
         self._of_epoch: tuple[int, list[list[int]]] = 0, self._draw()
         if self._draw() != self.batches:
             raise ValueError(
-                "batch_sampler gives other batches when it is asked again for the same epoch, so a run could not be "
-                "resumed: let it draw from torch's default generator, or from one that set_epoch(epoch) seeds"
+                "batch_sampler yields different batches for the same epoch, so the run could not be resumed: let it "
+                "draw from torch's default generator, or from one that set_epoch(epoch) seeds"
             )
 
     @property
@@ -209,7 +209,7 @@ class GivenBatches(GlobalBatches):
             return [list(map(int, batch)) for batch in self._sampler]
         except TypeError as error:
             raise ValueError(
-                "batch_sampler must give lists of indices, one for each batch: "
+                "batch_sampler must yield lists of indices, one for each batch: "
                 "torch.utils.data.BatchSampler(sampler, batch_size=32, drop_last=False)"
             ) from error
         finally:

@@ -68,8 +68,8 @@ class DataLoader(torch_data.DataLoader[Any]):
         elif sampler is None and batch_sampler is None and not is_own_part:
             if isinstance(dataset, Partition) and num_replicas > 1 and is_own_part is None:
                 raise ValueError(
-                    "phalanx.DataLoader: is this Partition the part of this rank, or is it to be divided among all of "
-                    f"{num_replicas} ranks? Say is_own_part=True or is_own_part=False"
+                    "phalanx.DataLoader: a Partition may be this rank's own part, or be meant for all "
+                    f"{num_replicas} ranks: pass is_own_part=True or is_own_part=False"
                 )
             is_shuffled = bool(shuffle)
             sampler = DistributedSampler(
@@ -155,8 +155,8 @@ def _part_of_stream(
         return stream
     if is_own_part is None and rank == 0:
         warnings.warn(
-            f"phalanx.DataLoader: {num_replicas} ranks take turns at this {type(stream).__name__}. Say is_own_part="
-            "True if it divides itself among them, or False if this is what you want",
+            f"phalanx.DataLoader: {num_replicas} ranks take turns at this {type(stream).__name__}. Pass is_own_part="
+            "True if it divides itself among them, or False to keep it so",
             stacklevel=3,
         )
     return Shard(stream, rank, num_replicas, over_workers=False)

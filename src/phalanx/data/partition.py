@@ -45,7 +45,7 @@ class DataPartitioner:
     def __init__(self, data: Any, sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234) -> None:
         total = math.fsum(sizes)
         if any(size < 0 for size in sizes) or total > 1 + 1e-9:
-            raise ValueError(f"sizes must be fractions of at least 0 that make at most 1, got {list(sizes)}")
+            raise ValueError(f"sizes must be fractions of at least 0 that add up to at most 1, got {list(sizes)}")
         order = list(range(len(data)))
         random.Random(seed).shuffle(order)
         # Cut where the fractions add up to, not after rounding each: what one part lacks the next one has.

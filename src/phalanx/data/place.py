@@ -25,7 +25,7 @@ def rank_and_size(rank: int | None = None, num_replicas: int | None = None) -> t
             own = dist.get_rank(), dist.get_world_size()
         elif int(_env.environment().get("WORLD_SIZE") or 1) > 1:
             raise RuntimeError(
-                "data is to be divided among ranks and there is no process group yet: call phalanx.init() or "
+                "data can't be divided among the ranks before there is a process group: call phalanx.init() or "
                 "init_process_group() first, or pass num_replicas and rank"
             )
         else:

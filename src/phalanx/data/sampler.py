@@ -113,7 +113,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         ours = {"seed": self.seed, "shuffle": self.shuffle, "length": len(self.dataset)}  # type: ignore[arg-type]
         for name, value in ours.items():
             if state[name] != value:
-                raise ValueError(f"this sampler's {name} is {value}, and the state was taken with {state[name]}")
+                raise ValueError(f"this sampler's {name} is {value}, but the state was saved with {state[name]}")
         self.expects_set_epoch = False
         self.epoch = state["epoch"]
         self._start = state["place"]

@@ -67,7 +67,7 @@ class Meeting:
         self._ends_s = time.monotonic() + place["timeout_s"]
         self.listener: links.Listener = links.Listener()
         self.hosts: list[dict[str, Any]] = []
-        self.level = ""
+        self.level: str = ""
         self._garbled: dict[int, str] = {}  # by rank: what is wrong with what it tells
 
     def hold(self) -> list[Finding]:

@@ -29,7 +29,7 @@ class Clock:
     """Seconds that this rank has spent in each phase since it was asked last."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._at = time.perf_counter()
 
     def restart(self) -> None:
