@@ -13,6 +13,7 @@ PACKAGE = Path(phalanx.__file__).parent
 FLOORS = {
     "__init__": 0,
     "_cgroups": 0,
+    "_communicator": 0,
     "_core": 0,
     "_env": 0,
     "_launched": 0,

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from phalanx._communicator import Communicator, group_or_world
 from phalanx.data.epochs import repeated_orders
 from phalanx.parallel.buckets import Bucket, CommHook, make_buckets
-from phalanx.parallel.group import group_or_world
 
 _BROADCAST_BYTES = 250 << 20
 _UNSUPPORTED = {
@@ -165,8 +165,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._parameters_of_module()]
         if with_buffers:
             own += [(name, tuple(b.shape), str(b.dtype), True) for name, b in self._buffers_of_module()]
-        every: list[Any] = [None] * dist.get_world_size(self.process_group)
-        dist.all_gather_object(every, own, group=self.process_group)
+        every = Communicator(self.process_group).gather(own)
         for rank, other in enumerate(every):
             for mine, theirs in itertools.zip_longest(every[0], other):
                 if mine != theirs:

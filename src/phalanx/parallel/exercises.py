@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx._communicator import Communicator, group_or_world
 from phalanx.parallel.buckets import make_buckets
-from phalanx.parallel.group import group_or_world
 
 
 def average_gradients(
@@ -93,8 +93,5 @@ def _sparse_anywhere(parameters: list[nn.Parameter], group: dist.ProcessGroup) -
     """Return the parameters that have a sparse gradient on any rank; a rank without one can't know by itself."""
     if not parameters:
         return []
-    marks = torch.tensor(
-        [p.grad is not None and p.grad.is_sparse for p in parameters], dtype=torch.uint8, device=parameters[0].device
-    )
-    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
-    return [parameter for parameter, mark in zip(parameters, marks.tolist(), strict=True) if mark]
+    marks = Communicator(group).largest_of_each([p.grad is not None and p.grad.is_sparse for p in parameters])
+    return [parameter for parameter, mark in zip(parameters, marks, strict=True) if mark]

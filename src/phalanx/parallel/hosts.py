@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import _env
+from phalanx._communicator import Communicator, group_or_world
 from phalanx._network import host_identity
 
 
@@ -62,14 +63,9 @@ def host_groups(
     Raises:
         ValueError: There is no process group yet.
     """
-    if not dist.is_initialized():
-        raise ValueError(
-            "host_groups: there is no process group yet; call phalanx.init() or "
-            'torch.distributed.init_process_group("phalanx") first'
-        )
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    names: list[Any] = [None] * world_size
-    dist.all_gather_object(names, _this_host() if name is None else f"named {name}")
+    world = Communicator(group_or_world(None, "host_groups"))
+    rank, world_size = world.rank, world.world_size
+    names = world.gather(_this_host() if name is None else f"named {name}")
     hosts = [[r for r in range(world_size) if names[r] == host] for host in dict.fromkeys(names)]
     num_rails = min(map(len, hosts))
     rails = [[ranks[rail] for ranks in hosts] for rail in range(num_rails)]
@@ -110,13 +106,10 @@ def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
 
 def gather_from_all(value: Any, groups: HostGroups) -> list[Any]:
     """Return what every rank of every host has passed, host by host: the same list everywhere."""
-    on_host: list[Any] = [value]
-    if groups.host is not None:
-        on_host = [None] * groups.host.size()
-        dist.all_gather_object(on_host, value, group=groups.host)
+    on_host = [value] if groups.host is None else Communicator(groups.host).gather(value)
     everywhere: list[Any] = [None] * groups.num_hosts
     if groups.across is not None:
-        dist.all_gather_object(everywhere, on_host, group=groups.across)
+        everywhere = Communicator(groups.across).gather(on_host)
     if groups.host is not None:
         dist.broadcast_object_list(everywhere, src=dist.get_global_rank(groups.host, 0), group=groups.host)
     return [item for host in everywhere for item in host]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from phalanx._communicator import Communicator
 from phalanx._errors import NonFinite, counted
 from phalanx.data import RandomState
 from phalanx.train.nested import tensors_in
 from phalanx.train.objective import Objective
-from phalanx.train.ranks import Ranks
 from phalanx.train.watch import Watch
 from phalanx.train.wrapper import is_sharded
 
@@ -67,7 +67,7 @@ class FiniteGuard:
         on_nan: Literal["raise", "warn", "ignore"],
         module: nn.Module,
         objective: Objective,
-        ranks: Ranks,
+        ranks: Communicator,
         watch: Watch,
         *,
         autocast: contextlib.AbstractContextManager[Any],

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx import _env
+from phalanx._communicator import Communicator
 from phalanx.data import RandomState
 from phalanx.train.metrics import numbers_of, write_csv
-from phalanx.train.ranks import Ranks
 
 IDS = "loggers.json"
 """In the run's folder: under which ids the run is known elsewhere."""
@@ -96,7 +96,7 @@ class Loggers:
         ImportError: The package of a logger is missing on rank 0; raised on every rank.
     """
 
-    def __init__(self, given: str | Logger | Sequence[str | Logger], ranks: Ranks) -> None:
+    def __init__(self, given: str | Logger | Sequence[str | Logger], ranks: Communicator) -> None:
         several = isinstance(given, Sequence) and not isinstance(given, str)
         self._given: list[Any] = list(given) if several else [given]  # type: ignore[arg-type]
         self._open: dict[str, Any] = {}

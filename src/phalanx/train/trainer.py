@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import checkpoint, session
+from phalanx._communicator import Communicator
 from phalanx._env import PREEMPTED_CODE
 from phalanx._errors import NonFinite, RankFailed, counted
 from phalanx._loop import synchronizing
@@ -41,7 +42,6 @@ from phalanx.train.nested import to_device
 from phalanx.train.objective import NamedParts, Objective
 from phalanx.train.origin import describe_origin
 from phalanx.train.preemption import Preemption, exit_code, requeue
-from phalanx.train.ranks import Ranks
 from phalanx.train.report import write_report
 from phalanx.train.resumption import ForcedFeed, Hyperparameters, Progress, Unforced, catch_up
 from phalanx.train.settings import Settings, is_minimized
@@ -123,7 +123,7 @@ class Trainer:
         )  # fmt: skip
         self._objective = Objective(loss, training_step, evaluation_step, metrics)
         self.session = session.init()
-        self._ranks = Ranks(self.session)
+        self._ranks = Communicator()
         self._loggers = Loggers(loggers, self._ranks)
         self.device = self.session.device
         self.module = checkpoint.unwrap(model)

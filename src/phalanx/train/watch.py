@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from phalanx._communicator import Communicator
 from phalanx._errors import RankFailed
 from phalanx.train.loggers import CLOSE_S, Loggers, Run
 from phalanx.train.metrics import MetricsLog
 from phalanx.train.objective import NamedParts
 from phalanx.train.progress import ProgressBar
-from phalanx.train.ranks import Ranks
 
 PHASES = ("data", "forward", "backward", "exchange", "optimizer", "callbacks", "snapshot")
 """Of a step; "exchange" is what averages gradients with the other ranks, and waits for them."""
@@ -66,7 +66,7 @@ class Watch:
         last_loss: Of all ranks, when it was logged last.
     """
 
-    def __init__(self, folder: str, num_steps: int, ranks: Ranks, loggers: Loggers) -> None:
+    def __init__(self, folder: str, num_steps: int, ranks: Communicator, loggers: Loggers) -> None:
         self._folder = folder
         self._ranks = ranks
         self._loggers = loggers
