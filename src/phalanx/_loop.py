@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx._communicator import Communicator
 from phalanx._errors import PhalanxError
+from phalanx._rank_group import RankGroup
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -125,9 +125,9 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            Communicator().gather(f"{type(error).__name__}: {error}")
+            RankGroup().gather(f"{type(error).__name__}: {error}")
             raise
-    failures = Communicator().gather("")
+    failures = RankGroup().gather("")
     if failed := [number for number, failure in enumerate(failures) if failure]:
         raise PhalanxError(
             f"rank {rank}: main_process_first: rank {failed[0]} goes first and has failed with "
@@ -153,7 +153,7 @@ def _gather(value: Any, total: int | None) -> Any:
     """
     leaves: list[Any] = []
     shape = _take_apart(value, leaves)
-    ranks = Communicator()
+    ranks = RankGroup()
     told = ranks.gather((shape, [_describe(leaf) for leaf in leaves], total))
     _check(told)
     gathered: list[Any] = []
@@ -166,7 +166,7 @@ def _gather(value: Any, total: int | None) -> Any:
     return _put_together(value, iter(gathered))
 
 
-def _gather_tensor(tensor: Tensor, num_rows: Sequence[int], total: int | None, ranks: Communicator) -> Tensor:
+def _gather_tensor(tensor: Tensor, num_rows: Sequence[int], total: int | None, ranks: RankGroup) -> Tensor:
     rows = (tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()).to(ranks.device)
     most = max(num_rows)
     padded = rows.new_zeros((most, *rows.shape[1:]))

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import distributed as dist
 
+from phalanx._store import GarbledError, understand
 from phalanx.doctor import job, links, messages, report
 from phalanx.doctor.board import Board, come_to_board
 from phalanx.doctor.examination import Place
@@ -54,7 +55,7 @@ MEASURED = {
 }
 READERS = {
     "facts": (messages.facts, FACTS),
-    "hosts": (messages.all_facts, [FACTS]),
+    "hosts": (messages.hosts, [FACTS]),
     "measured": (lambda told: messages.measured(told, MEMBERS), MEASURED),
     "members": (messages.members, MEMBERS),
     "level": (messages.level, "warning"),
@@ -112,15 +113,15 @@ def mutated(valid):
 def read(name, data):
     """Return what a reader makes of a message; None if it refuses it."""
     try:
-        return messages.read(data, READERS[name][0])
-    except messages.GarbledError:
+        return understand(data, READERS[name][0])
+    except GarbledError:
         return None
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_every_reader_reads_what_the_doctor_tells(name):
     reader, told = READERS[name]
-    assert messages.read(json.dumps(told), reader) is not None
+    assert understand(json.dumps(told), reader) is not None
 
 
 @pytest.mark.parametrize("name", READERS)

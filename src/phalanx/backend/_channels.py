@@ -19,8 +19,8 @@ import torch
 from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
+from phalanx._store import understand
 from phalanx.backend._links import Link, closed_at_exec, duplicate, sockets
-from phalanx.backend._words import understand
 
 FOR_EVER = timedelta(days=30)  # of a thread that waits for whatever may come
 _DRAIN_S = 1.0

@@ -22,13 +22,13 @@ from torch.distributed import Store
 
 from phalanx import _core, _errors
 from phalanx._errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
+from phalanx._store import fits, one_of, understand
 from phalanx.backend._calls import difference_between
 from phalanx.backend._channels import Channel
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import answer_within
 from phalanx.backend._place import Place
 from phalanx.backend._watcher import Watcher
-from phalanx.backend._words import fits, understand
 
 _GRACE_S = 0.5  # for those who know more to say it
 _TABLE_S = 0.2  # for those who meet the same mismatch
@@ -39,7 +39,7 @@ _POST_S = 0.3  # for last words to arrive
 _POLL_S = 0.02
 _WHERE = re.compile(r"rank \d+: [^\n]*? of group '[^']*'(?: at \S+?)?(?::(?= )|(?= timed out)) ?")
 _KINDS = {kind.__name__: kind for kind in vars(_errors).values() if isinstance(kind, type)}
-_VERDICT = {"kind": lambda kind: kind in tuple(_KINDS), "text": str, "ranks": [int], "facts": dict}
+_VERDICT = {"kind": one_of(*_KINDS), "text": str, "ranks": [int], "facts": dict}
 _FACTS = ("pid", "exit_code", "signal")
 _VICTIM = "this rank is only its victim."
 _LESS_TO_DO = (

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.backend._words import understand
+from phalanx._store import understand
 
 _READ_S = 0.1  # of one look
 _PATIENCE_S = 1.0  # of all looks together, for those who have connected and not said all

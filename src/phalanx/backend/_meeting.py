@@ -8,41 +8,41 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import json
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store
 
 from phalanx import _core, _env, _errors
 from phalanx._errors import CollectiveTimeout, OutOfSharedMemory, PhalanxError, RankFailed
 from phalanx._launched import Launch
-from phalanx.backend._words import Shape, understand
+from phalanx._store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, require, wait_until
 
 _PART_S = 1.0
-_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.02  # between questions to the store
+_PAUSE_S = 0.02  # between questions to the store
 _MANY = 50  # ranks
+T = TypeVar("T")
 _LOOK_S = 0.1  # between looks at whether those who are awaited can't come
+_STORE_S = 1.0  # for the store to take last words
 _DEATH_S = 0.3  # for the end of a process to be seen after that of its connections
-_STORE_S = 1.0  # for the store to answer
 _LOOK = "Look at what rank {} printed last; this rank is only its victim."
 _FACTS = ("pid", "exit_code", "signal")  # of a rank that has died
 _WHO = re.compile(r"^rank \d+: init_process_group: ")
 
 
-def _is_natural(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+def _natural(value: Any, limit: int = 1 << 63) -> Any:
+    require(type(value) is int and 0 <= value < limit, f"a whole number below {limit}", value)
+    return value
 
 
 _HELLO = {
     "pid": int,
-    "process": (lambda pid: _is_natural(pid) and pid < 1 << 31, _is_natural, _is_natural),
+    "process": (functools.partial(_natural, limit=1 << 31), _natural, _natural),
     "host": str,
     "kernel": str,
     "network": str,
@@ -56,7 +56,7 @@ _SHAPES: dict[str, Shape] = {
     "hello": _HELLO,
     "hellos": [_HELLO],
     "offer": {"nonce": str, "socket": str},
-    "placed": {"offset": _is_natural, "ranks": [int]},
+    "placed": {"offset": _natural, "ranks": [int]},
     "mailbox": (str, int, str),
     "unreached": [str],
     "failed": {"kind": str, "text": str, "ranks": [int], "facts": dict},
@@ -86,7 +86,7 @@ class Meeting:
         watches: Of the processes of this host's other ranks, by rank, once they have said hello.
     """
 
-    store: Store
+    store: JsonStore
     rank: int
     size: int
     name: str
@@ -96,7 +96,6 @@ class Meeting:
     watches: dict[int, _core.PeerWatch] = field(default_factory=dict)
     _suspects: set[int] = field(default_factory=set)
     _has_parted: bool = False
-    _is_store_gone: bool = False  # then it is not asked again: TCPStore prints a traceback each time
 
     @property
     def me(self) -> int:
@@ -108,42 +107,47 @@ class Meeting:
 
     def get(self, key: str, what: str) -> Any:
         """Return what `key` of the store says; a missing one is a timeout that names the ranks that did not come."""
-        # Not Store.wait: it would not end when somebody fails, and TCPStore prints a warning whenever it times out.
-        pause_s = _FIRST_PAUSE_S
-        next_look_s = time.monotonic() + _LOOK_S
-        while (said := self._said(key)) is None:
-            if time.monotonic() >= next_look_s:
-                self.look()
-                next_look_s = time.monotonic() + _LOOK_S
-            if time.monotonic() >= self.deadline:
-                raise self._timed_out(what)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_S * (1 + self.size / _MANY))  # the store serves all ranks
-        return self._understand(key, said)
-
-    def _said(self, key: str) -> bytes | None:
+        shape = _SHAPES[re.sub(r".*/(?=[a-z])|/\d+$", "", key)]
+        most_s = _PAUSE_S * (1 + self.size / _MANY)  # the store serves all ranks
         try:
-            return self.store.get(key) if self.store.check([key]) else None
-        except Exception as error:
-            self._is_store_gone = True
+            # Not Store.wait: it would not end when somebody fails, and TCPStore prints a warning whenever it times out.
+            said = wait_until(
+                lambda: self.store.get(key, shape), self.deadline, seldom=self.look, seldom_s=_LOOK_S, most_s=most_s
+            )
+        except StoreGoneError as error:
             raise self._lost_store(error) from error
+        except GarbledError as error:
+            raise self._garbled(key, error) from None
+        if said is None:
+            raise self._timed_out(what)
+        return said
 
-    def _understand(self, key: str, said: bytes) -> Any:
-        """Return what a key says; name the rank that wrote it if it is nothing that a rank says."""
-        try:
-            return understand(said, _SHAPES[re.sub(r".*/(?=[a-z])|/\d+$", "", key)])
-        except ValueError as error:
-            number = re.search(r"/(\d+)", key)
-            rank = self.global_ranks[int(number[1])] if number else self.global_ranks[0]
-            raise PhalanxError(
-                f"rank {self.me}: init_process_group: what rank {rank} said of itself ({key}) is not understood: "
-                f"{error}. Run the same version of phalanx on every rank, and let nothing else write to the store.",
-                op="join",
-                ranks=(rank,),
-            ) from None
+    def _garbled(self, key: str, error: GarbledError) -> PhalanxError:
+        """Return the error of a key that says nothing that a rank says; it names the rank that wrote it."""
+        number = re.search(r"/(\d+)", key)
+        rank = self.global_ranks[int(number[1])] if number else self.global_ranks[0]
+        return PhalanxError(
+            f"rank {self.me}: init_process_group: what rank {rank} said of itself ({key}) is not understood: {error}. "
+            "Run the same version of phalanx on every rank, and let nothing else write to the store.",
+            op="join",
+            ranks=(rank,),
+        )
 
     def set(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
+        try:
+            self.store.set(key, value, self.left_s)
+        except StoreSilentError:
+            raise self._timed_out("the job's store did not answer") from None
+        except StoreGoneError as error:
+            raise self._lost_store(error) from error
+
+    def has(self, key: str) -> bool:
+        try:
+            return self.store.has(key)
+        except StoreSilentError:
+            return False
+        except StoreGoneError as error:
+            raise self._lost_store(error) from error
 
     def share(self, key: str, value: Any) -> list[Any]:
         """Give every rank of the group what this one brings; return what each has brought."""
@@ -155,21 +159,17 @@ class Meeting:
         if self._has_parted:
             return
         self._has_parted = True
-        self._ask(lambda: self.set(f"parted/{self.rank}", ""))
-        deadline = time.monotonic() + _PART_S
+        self._ask(lambda: self.store.set(f"parted/{self.rank}", "", _STORE_S))
         keys = [f"parted/{r}" for r in range(self.size)]
-        while self.me == 0 and self._ask(lambda: self.store.check(keys)) is False and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
+        if self.me == 0:
+            have_parted = functools.partial(self._ask, lambda: self.store.has(*keys))
+            wait_until(lambda: self.store.is_gone or have_parted() or None, time.monotonic() + _PART_S)
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """Return what the store says; None if it has gone: whoever can't do without it says so."""
-        if self._is_store_gone:
-            return None
-        try:
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """Return what the store says; None if it has gone or does not answer: whoever can't do without it says so."""
+        with contextlib.suppress(StoreGoneError, StoreSilentError):
             return question()
-        except Exception:
-            self._is_store_gone = True
-            return None
+        return None
 
     # ---- who can't join --------------------------------------------------------------------------------------------
 
@@ -194,13 +194,17 @@ class Meeting:
         finally:
             for fd in spare:
                 os.close(fd)
+            self.store.close()
 
     def look(self) -> None:
         """Raise what another rank has failed with while joining; RankFailed if one of this host has died."""
-        told = self._ask(lambda: self.store.get("failed") if self.store.check(["failed"]) else None)
+        try:
+            told = self._ask(lambda: self.store.get("failed", _SHAPES["failed"]))
+        except GarbledError as error:
+            raise self._garbled("failed", error) from None
         if told is not None:
             self.part()
-            raise self._rebuild(self._understand("failed", told))
+            raise self._rebuild(told)
         for rank, watch in self.watches.items():
             if not watch.dead:
                 continue
@@ -219,7 +223,7 @@ class Meeting:
             return
         for end in launch.ended():
             rank = self.global_ranks.index(end.rank) if end.rank in self.global_ranks else -1
-            if rank < 0 or self._ask(functools.partial(self.store.check, [f"hello/{rank}"])) is not False:
+            if rank < 0 or self._ask(functools.partial(self.store.has, f"hello/{rank}")) is not False:
                 continue
             if rank in self._suspects:
                 text = f"rank {end.rank} (pid {end.pid}) {end.how} before it joined\n{_LOOK.format(end.rank)}"
@@ -242,8 +246,8 @@ class Meeting:
         return cause
 
     def _tell(self, cause: dict[str, Any]) -> None:
-        if self._ask(lambda: self.store.check(["failed"])) is False:
-            self._ask(lambda: self.set("failed", cause))
+        if self._ask(lambda: self.store.has("failed")) is False:
+            self._ask(lambda: self.store.set("failed", cause, _STORE_S))
         self.part()
 
     def _rebuild(self, cause: dict[str, Any]) -> PhalanxError:
@@ -280,14 +284,8 @@ class Meeting:
 
     def _absent(self) -> tuple[int, ...]:
         """Return the ranks that have not said hello, none if the store cannot tell: it may have gone, or be stopped."""
-
-        def look() -> tuple[int, ...]:
-            return tuple(other for r, other in enumerate(self.global_ranks) if not self.store.check([f"hello/{r}"]))
-
-        if self._is_store_gone:
-            return ()
-        _, answer = answer_within(look, _STORE_S)
-        return answer[0] if answer else ()
+        came = self._ask(lambda: self.store.ask(lambda store: [store.check([f"hello/{r}"]) for r in range(self.size)]))
+        return tuple(rank for rank, is_here in zip(self.global_ranks, came or [], strict=bool(came)) if not is_here)
 
 
 def _cause(error: BaseException, meeting: Meeting) -> dict[str, Any]:

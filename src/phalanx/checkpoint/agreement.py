@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx._communicator import Communicator
 from phalanx._errors import CheckpointError, GroupUnusable, printable
+from phalanx._rank_group import RankGroup
 
 _MISSING_S = 60.0  # before a rank that does not make the call is missed
 
@@ -17,7 +17,7 @@ def require_all(op: str) -> None:
     Raises:
         CheckpointError: Another rank does something else, or nothing for a minute.
     """
-    ranks = Communicator()
+    ranks = RankGroup()
     try:
         ranks.barrier(_MISSING_S)
     except GroupUnusable:
@@ -38,7 +38,7 @@ def gather(op: str, message: Any) -> list[Any]:
         CheckpointError: As in `require_all`.
     """
     require_all(op)
-    return Communicator().gather(message)
+    return RankGroup().gather(message)
 
 
 def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None, about: str = "") -> None:

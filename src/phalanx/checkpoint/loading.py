@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, Literal
 
-from phalanx._communicator import Communicator
 from phalanx._errors import CheckpointError, printable
+from phalanx._rank_group import RankGroup
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
 from phalanx.checkpoint.blocks import Reader
@@ -59,7 +59,7 @@ def load(
     """
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
-    ranks = Communicator()
+    ranks = RankGroup()
     rank, world_size = ranks.rank, ranks.world_size
     path = os.path.abspath(folder)
     require_all("load")  # before rank 0 looks: another may still be writing its snapshot

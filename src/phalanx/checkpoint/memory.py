@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._cgroups import cgroup_memory, host_memory
-from phalanx._communicator import Communicator
+from phalanx._rank_group import RankGroup
 from phalanx._snapshots import (
     HEAD_BYTES,
     MAGIC,
@@ -86,7 +86,7 @@ class SnapshotMemory:
         if self.problem:  # the same ranks have it
             self.let_go()
             return
-        ranks = Communicator()
+        ranks = RankGroup()
         rank, world_size = ranks.rank, ranks.world_size
         problem, cause, tree = "", None, None
         leaves: list[Leaf] = []
@@ -146,7 +146,7 @@ class SnapshotMemory:
 
         Not before the first step: until then a script may load from it, in several calls.
         """
-        if self._is_forbidden and Communicator().rank == 0:
+        if self._is_forbidden and RankGroup().rank == 0:
             release(self._fd)
         self._is_forbidden = False
 
@@ -164,7 +164,7 @@ class SnapshotMemory:
 
     def read(self, folder: str, step: int) -> list[Image]:
         """Return the snapshots of a step that `newest` has found, in rank order; the next goes elsewhere."""
-        rank = Communicator().rank
+        rank = RankGroup().rank
         head = self._newest(folder)
         if head is None or head.step != step:
             raise ValueError("not every rank finds it")

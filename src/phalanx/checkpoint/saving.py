@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from phalanx import _env
-from phalanx._communicator import Communicator
 from phalanx._launched import note_progress
+from phalanx._rank_group import RankGroup
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
@@ -79,7 +79,7 @@ class Saver:
         self._swept: set[str] = set()
 
     def save(self, folder: str, state: Any, step: int, metric: float | None, keep: dict[str, Any], wait: bool) -> None:
-        ranks = Communicator()
+        ranks = RankGroup()
         rank, world_size = ranks.rank, ranks.world_size
         problem, cause = self.settle(), None
         require_all("save")  # before anything else, since state_dict() may be a collective
@@ -135,7 +135,7 @@ class Saver:
         if folder not in self._swept:
             folders.sweep(folder)
             self._swept.add(folder)
-        draft = folders.begin(folder, step, Communicator().world_size, None if metric is None else float(metric))
+        draft = folders.begin(folder, step, RankGroup().world_size, None if metric is None else float(metric))
         needed = sum(leaf.tensor.numel() * leaf.tensor.element_size() for leaf in leaves)
         disk = os.statvfs(draft.path)
         if disk.f_bavail * disk.f_frsize < needed:

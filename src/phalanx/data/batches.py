@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from phalanx.data.place import rank_and_size, share
+from phalanx._ranges import share
+from phalanx.data.place import rank_and_size
 from phalanx.data.random_state import RandomState
 from phalanx.data.seeds import derive_seed, seed_process
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from phalanx._communicator import Communicator
+from phalanx._rank_group import RankGroup
 from phalanx.data.partition import Partition
 
 
-def refuse_different(data: Any, ranks: Communicator) -> None:
+def refuse_different(data: Any, ranks: RankGroup) -> None:
     """Refuse a dataset that is to be divided among the ranks if each has another one, such as its own part already.
 
     Raises:
@@ -26,7 +26,7 @@ def refuse_different(data: Any, ranks: Communicator) -> None:
         )
 
 
-def have_own_parts(data: Any, ranks: Communicator) -> bool:
+def have_own_parts(data: Any, ranks: RankGroup) -> bool:
     """Return whether each rank has its own part of the data, told by their lengths and by the indices of subsets.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import socket
 import threading
@@ -13,10 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx._store import GarbledError, JsonStore, Shape, wait_until
 from phalanx.doctor import links
 from phalanx.doctor.exercise import one_line
 from phalanx.doctor.finding import Finding, problem
-from phalanx.doctor.messages import GarbledError, Reader, T, read, whole
+from phalanx.doctor.messages import whole
 from phalanx.launch.ports import port_problem
 
 Send = Callable[[dict[str, Any]], None]
@@ -37,56 +37,28 @@ class NotMetError(Exception):
         self.finding = finding
 
 
-class Board:
+class Board(JsonStore):
     """Values and counters by name, seen by every host of the job."""
 
-    def __init__(self, store: dist.TCPStore) -> None:
-        self.store = store
-
-    def set(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
-
-    def get(self, key: str, reader: Reader[T]) -> T:
-        """Return what is told there.
-
-        Raises:
-            GarbledError: That is not what `reader` reads.
-        """
-        return read(self.store.get(key), reader)
-
-    def has(self, key: str) -> bool:
-        return bool(self.store.check([key]))
-
-    def add(self, counter: str) -> int:
-        """Add one and return the sum."""
-        return int(self.store.add(counter, 1))
-
-    def count(self, counter: str) -> int:
-        return int(self.store.add(counter, 0))
-
-    def wait_for(self, key: str, reader: Reader[T], ends_s: float, whom: str) -> T:
+    def wait_for(self, key: str, shape: Shape, ends_s: float, whom: str) -> Any:
         """Return a value when it is there.
 
         Raises:
             NotMetError: It is not there at `ends_s`.
-            GarbledError: It is there, and `reader` can't read it.
+            GarbledError: It is there, and does not have the shape.
         """
-        while not self.has(key):
-            if time.monotonic() >= ends_s:
-                found = f"waited in vain for {whom}"
-                raise NotMetError(problem("meeting", found, "see what phalanx doctor says on host 0"))
-            time.sleep(POLL_S)
-        return self.get(key, reader)
+        value = wait_until(lambda: self.get(key, shape), ends_s, most_s=POLL_S)
+        if value is None:
+            found = f"waited in vain for {whom}"
+            raise NotMetError(problem("meeting", found, "see what phalanx doctor says on host 0"))
+        return value
 
     def sync(self, name: str, members: Sequence[int]) -> bool:
         """Wait until all members are here; return whether they came."""
-        self.add(f"sync/{name}")
         ends_s = time.monotonic() + STAGE_S
-        while self.count(f"sync/{name}") < len(members):
-            if time.monotonic() >= ends_s:
-                return False
-            time.sleep(POLL_S / 4)
-        return True
+        self.add(f"sync/{name}", STAGE_S)
+        have_come = wait_until(lambda: self.count(f"sync/{name}") >= len(members) or None, ends_s, most_s=POLL_S / 4)
+        return have_come is not None
 
 
 def open_board(port: int, num_hosts: int) -> Board:

@@ -13,11 +13,12 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx import _env
+from phalanx._store import GarbledError
+from phalanx._text import named
 from phalanx.doctor import job, links, messages
 from phalanx.doctor.board import PATIENCE_S, POLL_S, STAGE_S, NotMetError, Send, come_to_board, open_board
 from phalanx.doctor.exercise import all_reduce_by_gloo, answered, one_line
 from phalanx.doctor.finding import Finding, problem, worst
-from phalanx.doctor.messages import GarbledError
 
 _MOST_REFUSED = 20
 _SLACK_S = 45.0  # for a host that has come to examine itself
@@ -81,7 +82,7 @@ class Meeting:
         self._introduce(expected)
         ends_s = self._ends_s + _SLACK_S
         members = self._board.wait_for("members", messages.members, ends_s, "host 0 to count the hosts")
-        self.hosts = self._board.get("hosts", messages.all_facts)
+        self.hosts = self._board.get("hosts", messages.hosts)
         if members != [host["host"] for host in self.hosts] or self.rank not in members:
             raise GarbledError(f"the hosts {members} are not those that it describes, or not this one")
         self._board.set(f"done/{self.rank}", self._measure(members))
@@ -156,7 +157,7 @@ class Meeting:
                 return known
             if time.monotonic() >= said_s:
                 said_s = float("inf")
-                self._send({"waiting": f"at {self.where} for {job.named(self._missing(known))}"})
+                self._send({"waiting": f"at {self.where} for {named('host', self._missing(known))}"})
             time.sleep(POLL_S)
 
     def _read_facts(self, rank: int, known: dict[int, dict[str, Any]]) -> None:
@@ -181,7 +182,7 @@ class Meeting:
         findings = [problem("meeting", why, _SAME_FLAGS) for why in refused]
         missing = self._missing({*members, *self._garbled})
         if missing and len(members) < self._place["least_hosts"]:  # fewer than --nnodes MIN:MAX allows
-            found = f"{job.named(missing)} did not come to {self.where} within {self._place['timeout_s']:g} s"
+            found = f"{named('host', missing)} did not come to {self.where} within {self._place['timeout_s']:g} s"
             todo = f"start phalanx doctor there too; where it runs, it says why {self.where} is not reached"
             findings.append(problem("meeting", found, todo, missing=missing))
         return findings
@@ -228,7 +229,7 @@ class Meeting:
         return tries
 
     def _run_gloo(self, number: int, members: Sequence[int], failures: str) -> dict[str, Any]:
-        store = dist.PrefixStore(f"try-gloo/{number}", self._board.store)
+        store = dist.PrefixStore(f"try-gloo/{number}", self._board.raw)
         position = members.index(self.rank)
         # Where one host fails at once, Gloo keeps another waiting for five times its timeout.
         return answered(

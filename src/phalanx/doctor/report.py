@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import phalanx
+from phalanx._text import counted, named
 from phalanx.doctor.examination import Diagnosis
-from phalanx.doctor.finding import LEVELS, Finding, count
-from phalanx.doctor.job import named
+from phalanx.doctor.finding import LEVELS, Finding
 
 FORMAT_VERSION = 1
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
@@ -74,15 +74,17 @@ def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
         hosts = [finding.host for finding in group if finding.host is not None]
         alike = "" if len({finding.found for finding in group}) == 1 else f" (host {hosts[0]}; the others alike)"
         first = group[0]
-        rows.append((Finding(**{**first.as_dict(), "found": first.found + alike}), named(hosts) if hosts else "job"))
+        rows.append(
+            (Finding(**{**first.as_dict(), "found": first.found + alike}), named("host", hosts) if hosts else "job")
+        )
     return rows
 
 
 def summary(diagnosis: Diagnosis) -> str:
     """Return the last line: how many of each level, and the exit code."""
     counts = [sum(finding.level == level for finding in diagnosis.findings) for level in LEVELS]
-    bad = [count(number, level) for level, number in zip(LEVELS, counts, strict=True) if number and level != "ok"]
-    hosts = count(len(diagnosis.hosts), "host")
+    bad = [counted(number, level) for level, number in zip(LEVELS, counts, strict=True) if number and level != "ok"]
+    hosts = counted(len(diagnosis.hosts), "host")
     said = ", ".join(reversed(bad)) or "all is well"
     return f"{hosts}, {said}; {diagnosis.seconds:.1f} s; exit code {exit_code(diagnosis)}"
 

@@ -18,6 +18,7 @@ from functools import partial
 from phalanx import _env
 from phalanx._cgroups import count_oom_kills
 from phalanx._launched import Notes
+from phalanx._text import counted
 from phalanx.launch.attempts import run_on_this_node
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
@@ -461,7 +462,7 @@ class Supervisor:
                 living = sum(rank.end is None for rank in self._ranks)
                 why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
                 again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
-                self.say(f"{why}: ending {living} rank{'s' * (living != 1)}{again}")
+                self.say(f"{why}: ending {counted(living, 'rank')}{again}")
                 if sig == signal.SIGINT:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx._communicator import Communicator, group_or_world
+from phalanx._rank_group import RankGroup, group_or_world
 from phalanx.parallel.buckets import make_buckets
 
 
@@ -93,5 +93,5 @@ def _sparse_anywhere(parameters: list[nn.Parameter], group: dist.ProcessGroup) -
     """Return the parameters that have a sparse gradient on any rank; a rank without one can't know by itself."""
     if not parameters:
         return []
-    marks = Communicator(group).largest_of_each([p.grad is not None and p.grad.is_sparse for p in parameters])
+    marks = RankGroup(group).largest_of_each([p.grad is not None and p.grad.is_sparse for p in parameters])
     return [parameter for parameter, mark in zip(parameters, marks, strict=True) if mark]

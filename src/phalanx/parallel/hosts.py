@@ -6,15 +6,15 @@ for each host, over all rails at once, and is shared out on the host afterwards.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import _env
-from phalanx._communicator import Communicator, group_or_world
 from phalanx._network import host_identity
+from phalanx._ranges import share
+from phalanx._rank_group import RankGroup, group_or_world
 
 
 class HostGroups(NamedTuple):
@@ -63,7 +63,7 @@ def host_groups(
     Raises:
         ValueError: There is no process group yet.
     """
-    world = Communicator(group_or_world(None, "host_groups"))
+    world = RankGroup(group_or_world(None, "host_groups"))
     rank, world_size = world.rank, world.world_size
     names = world.gather(_this_host() if name is None else f"named {name}")
     hosts = [[r for r in range(world_size) if names[r] == host] for host in dict.fromkeys(names)]
@@ -87,8 +87,8 @@ def _this_host() -> str:
 
 def pieces_of(flat: Tensor, groups: HostGroups) -> list[Tensor]:
     """Return the piece of a flat tensor that each rail carries; their sizes differ by at most one element."""
-    cuts = [flat.numel() * rail // groups.num_rails for rail in range(groups.num_rails + 1)]
-    return [flat[begin:end] for begin, end in itertools.pairwise(cuts)]
+    places = (share(flat.numel(), rail, groups.num_rails) for rail in range(groups.num_rails))
+    return [flat[place.start : place.stop] for place in places]
 
 
 def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
@@ -106,10 +106,10 @@ def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
 
 def gather_from_all(value: Any, groups: HostGroups) -> list[Any]:
     """Return what every rank of every host has passed, host by host: the same list everywhere."""
-    on_host = [value] if groups.host is None else Communicator(groups.host).gather(value)
+    on_host = [value] if groups.host is None else RankGroup(groups.host).gather(value)
     everywhere: list[Any] = [None] * groups.num_hosts
     if groups.across is not None:
-        everywhere = Communicator(groups.across).gather(on_host)
+        everywhere = RankGroup(groups.across).gather(on_host)
     if groups.host is not None:
         dist.broadcast_object_list(everywhere, src=dist.get_global_rank(groups.host, 0), group=groups.host)
     return [item for host in everywhere for item in host]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from phalanx._communicator import group_or_world
+from phalanx._rank_group import group_or_world
 from phalanx.parallel.hosts import HostGroups, gather_from_all, pieces_of, share_out
 from phalanx.parallel.layout import shaped
 

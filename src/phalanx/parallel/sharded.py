@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from phalanx._communicator import Communicator, group_or_world
+from phalanx._rank_group import RankGroup, group_or_world
 from phalanx.parallel.layout import flat, shaped
 from phalanx.parallel.shared_memory import shared_tensor
 
@@ -226,7 +226,7 @@ class ShardedOptimizer(optim.Optimizer):
             own[piece.number] = {
                 name: (value.dtype if _is_elementwise(name, value, shard) else value) for name, value in values.items()
             }
-        every = Communicator(self._group).gather(own)
+        every = RankGroup(self._group).gather(own)
         shards = {piece.number: shard for piece, shard in self._own}
         state: dict[int, dict[str, Any]] = {}
         for piece in self._pieces:

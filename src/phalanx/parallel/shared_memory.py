@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx._communicator import Communicator
+from phalanx._rank_group import RankGroup
 
 _HEADER_BYTES = mmap.PAGESIZE  # begins with a nonce, by which a rank knows that it mapped the right memory
 
@@ -42,7 +42,7 @@ def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) 
                 memory = _attach(offer[0], num_bytes)
             except OSError as failure:
                 error = f"cannot map the memory of rank {dist.get_global_rank(group, 0)}: {failure}"
-        errors = Communicator(group).gather(error)
+        errors = RankGroup(group).gather(error)
     failed = {dist.get_global_rank(group, r): text for r, text in enumerate(errors) if text}
     if failed:
         raise RuntimeError(

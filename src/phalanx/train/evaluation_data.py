@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.utils import data as torch_data
 
-from phalanx._communicator import Communicator
-from phalanx._errors import counted
+from phalanx._nested import num_collated, tensors_in
+from phalanx._ranges import share
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted
 from phalanx.data import RandomState
 from phalanx.data.parts import refuse_different
-from phalanx.data.place import share
 from phalanx.data.seeds import seed_process
 from phalanx.train.feed import Collate, InOwnGroup, is_dataset, is_divided, leave_group
-from phalanx.train.nested import num_collated, tensors_in
 
 Counted = tuple[Any, int]
 """A batch and its samples; with 0 it only keeps ranks together."""
@@ -34,7 +34,7 @@ class Planned:
     """
 
     def __init__(
-        self, data: Any, ranks: Communicator, batch_size: int, num_workers: int, collate_fn: Collate | None
+        self, data: Any, ranks: RankGroup, batch_size: int, num_workers: int, collate_fn: Collate | None
     ) -> None:
         if isinstance(data, torch_data.DataLoader):
             self._lists = _lists_of(data, None if is_divided(data, ranks) else ranks)
@@ -74,7 +74,7 @@ class Planned:
 class Own:
     """Batches of a stream, or of anything else that can be iterated over, which gives this rank its own."""
 
-    def __init__(self, loader: Any, ranks: Communicator) -> None:
+    def __init__(self, loader: Any, ranks: RankGroup) -> None:
         self._loader = loader
         self._ranks = ranks
 
@@ -92,9 +92,7 @@ class Own:
             following = next(loaded, None)
 
 
-def plan(
-    data: Any, ranks: Communicator, batch_size: int, num_workers: int, collate_fn: Collate | None
-) -> Planned | Own:
+def plan(data: Any, ranks: RankGroup, batch_size: int, num_workers: int, collate_fn: Collate | None) -> Planned | Own:
     """Return the batches of a dataset, or of a loader.
 
     Args:
@@ -139,7 +137,7 @@ def count_samples(batch: Any) -> int:
     return len(tensor)
 
 
-def _lists_of(loader: Any, ranks: Communicator | None) -> list[Any]:
+def _lists_of(loader: Any, ranks: RankGroup | None) -> list[Any]:
     """Return the indices of a loader's batches; of one that all `ranks` have alike, those of this rank's turns."""
     drawn = RandomState()
     before = drawn.state_dict()

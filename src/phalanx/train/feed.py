@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils import data as torch_data
 
-from phalanx._communicator import Communicator
-from phalanx._errors import counted
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.loader import DataLoader
 from phalanx.data.parts import have_own_parts, refuse_different
@@ -68,7 +68,7 @@ def open_feed(
     data: Any,
     settings: Settings,
     batch_size: int,
-    ranks: Communicator,
+    ranks: RankGroup,
     *,
     given: Collection[str] = (),
     collate_fn: Collate | None = None,
@@ -119,7 +119,7 @@ def open_feed(
     return DatasetFeed(data, batches, s.num_workers, s.seed, collate_fn=collate_fn, seeds_samples=seeds_samples)
 
 
-def _without_effect(loader: Any, s: Settings, ranks: Communicator, given: Collection[str]) -> list[str]:
+def _without_effect(loader: Any, s: Settings, ranks: RankGroup, given: Collection[str]) -> list[str]:
     """Return the settings that divide a dataset's batches and were given although a loader's are as they are.
 
     Raises:
@@ -141,7 +141,7 @@ def _without_effect(loader: Any, s: Settings, ranks: Communicator, given: Collec
 
 
 def _given_batches(
-    length: int, batch_sampler: Iterable[Iterable[int]], ranks: Communicator, settings: Settings, sizes: dict[str, Any]
+    length: int, batch_sampler: Iterable[Iterable[int]], ranks: RankGroup, settings: Settings, sizes: dict[str, Any]
 ) -> GivenBatches:
     if settings.drop_last or settings.on_resize == "scale":
         raise ValueError("Trainer: with batch_sampler, which makes the batches, leave out drop_last and on_resize")
@@ -386,7 +386,7 @@ def is_dataset(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Sequence | Mapping)
 
 
-def is_divided(loader: Any, ranks: Communicator) -> bool:
+def is_divided(loader: Any, ranks: RankGroup) -> bool:
     """Return whether a loader gives this rank its own batches, as far as can be known; every rank asks.
 
     Raises:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from phalanx._communicator import Communicator
-from phalanx._errors import NonFinite, counted
+from phalanx._errors import NonFinite
+from phalanx._nested import tensors_in
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted, named
 from phalanx.data import RandomState
-from phalanx.train.nested import tensors_in
 from phalanx.train.objective import Objective
 from phalanx.train.watch import Watch
 from phalanx.train.wrapper import is_sharded
@@ -67,7 +68,7 @@ class FiniteGuard:
         on_nan: Literal["raise", "warn", "ignore"],
         module: nn.Module,
         objective: Objective,
-        ranks: Communicator,
+        ranks: RankGroup,
         watch: Watch,
         *,
         autocast: contextlib.AbstractContextManager[Any],
@@ -192,7 +193,6 @@ class FiniteGuard:
         first = min(found.values(), key=lambda finding: (finding.step, finding.order))
         step = first.step
         ranks = [rank for rank, other in found.items() if (other.step, other.order) == (step, first.order)]
-        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         advice = (
             "mend the data or lower the learning rate"
             if self._clips

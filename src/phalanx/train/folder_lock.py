@@ -11,9 +11,9 @@ from io import FileIO
 from typing import Any
 
 from phalanx import _env
-from phalanx._communicator import Communicator
 from phalanx._errors import PhalanxError, printable
 from phalanx._files import open_regular
+from phalanx._rank_group import RankGroup
 from phalanx.train import restarts
 
 _NAME = ".lock"
@@ -42,7 +42,7 @@ class FolderLock:
         PhalanxError: On entering, on every rank: another job holds it, or the folder can't be made.
     """
 
-    def __init__(self, folder: str, ranks: Communicator) -> None:
+    def __init__(self, folder: str, ranks: RankGroup) -> None:
         self._folder, self._ranks = folder, ranks
         self._file: FileIO | None = None
         self._job = _job()

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
-from phalanx._communicator import Communicator
 from phalanx._errors import CheckpointError
+from phalanx._rank_group import RankGroup
 from phalanx.train.settings import Settings
 
 
@@ -54,7 +54,7 @@ def check_schedule(scheduler: Any, num_steps: int, interval: str) -> str:
     return ""
 
 
-def refuse_unwritable(folder: str, ranks: Communicator) -> None:
+def refuse_unwritable(folder: str, ranks: RankGroup) -> None:
     """Refuse a folder of checkpoints in which some rank can make none; every rank calls it.
 
     Raises:

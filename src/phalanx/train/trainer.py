@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import checkpoint, session
-from phalanx._communicator import Communicator
 from phalanx._env import PREEMPTED_CODE
-from phalanx._errors import NonFinite, RankFailed, counted
+from phalanx._errors import NonFinite, RankFailed
 from phalanx._loop import synchronizing
+from phalanx._nested import to_device
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules, note_room_made
@@ -38,7 +40,6 @@ from phalanx.train.identity import Identity, facts_of, facts_of_data
 from phalanx.train.judge import Judge
 from phalanx.train.loggers import IDS, Logger, Loggers
 from phalanx.train.metrics import write_csv
-from phalanx.train.nested import to_device
 from phalanx.train.objective import NamedParts, Objective
 from phalanx.train.origin import describe_origin
 from phalanx.train.preemption import Preemption, exit_code, requeue
@@ -123,7 +124,7 @@ class Trainer:
         )  # fmt: skip
         self._objective = Objective(loss, training_step, evaluation_step, metrics)
         self.session = session.init()
-        self._ranks = Communicator()
+        self._ranks = RankGroup()
         self._loggers = Loggers(loggers, self._ranks)
         self.device = self.session.device
         self.module = checkpoint.unwrap(model)

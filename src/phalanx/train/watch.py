@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from phalanx._communicator import Communicator
 from phalanx._errors import RankFailed
+from phalanx._rank_group import RankGroup
 from phalanx.train.loggers import CLOSE_S, Loggers, Run
 from phalanx.train.metrics import MetricsLog
 from phalanx.train.objective import NamedParts
@@ -66,7 +66,7 @@ class Watch:
         last_loss: Of all ranks, when it was logged last.
     """
 
-    def __init__(self, folder: str, num_steps: int, ranks: Communicator, loggers: Loggers) -> None:
+    def __init__(self, folder: str, num_steps: int, ranks: RankGroup, loggers: Loggers) -> None:
         self._folder = folder
         self._ranks = ranks
         self._loggers = loggers

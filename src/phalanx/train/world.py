@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx._communicator import Communicator
+from phalanx._rank_group import RankGroup
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.wrapper import is_sharded
 
@@ -30,7 +30,7 @@ def check_model(model: nn.Module) -> None:
 
 def sum_gradients(
     parameters: Sequence[nn.Parameter],
-    ranks: Communicator,
+    ranks: RankGroup,
     num_shards: int,
     backward: Callable[[int], Tensor],
     seed: tuple[int, int],

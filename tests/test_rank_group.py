@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx._communicator import Communicator, group_or_world
+from phalanx._rank_group import RankGroup, group_or_world
 
 LIMIT_S = 30
 
 
 def tell(rank, world_size):
-    world = Communicator()
+    world = RankGroup()
     group = dist.new_group([1, 2])
     told = {
         "ranks": world.gather((world.rank, world.world_size)),
@@ -23,7 +23,7 @@ def tell(rank, world_size):
     }
     world.barrier(LIMIT_S)
     if rank > 0:
-        part = Communicator(group)
+        part = RankGroup(group)
         told["group"] = part.rank, part.world_size, part.gather(rank), part.largest(rank)
         part.barrier(LIMIT_S)
     else:
@@ -48,7 +48,7 @@ def test_ranks_of_a_world_and_of_a_group_hear_one_another_and_a_barrier_names_wh
 
 
 def test_a_process_without_a_group_is_alone():
-    alone = Communicator()
+    alone = RankGroup()
     assert (alone.rank, alone.world_size, alone.device) == (0, 1, torch.device("cpu"))
     assert alone.gather("x") == ["x"]
     assert alone.gather_numbers([1, 2.5]) == [[1, 2.5]]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Communicator:
+class RankGroup:
     """The ranks of a group. Every rank calls the same methods in the same order.
 
     Args:
