@@ -32,14 +32,13 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from phalanx.launch.channel import Channel
+from phalanx.launch.deadlines import CAUSE_S, LEAVE_S
 from phalanx.launch.nodes import read_cause
 
-_CAUSE_WAIT_S = 3.0  # for another node to announce the cause of a victim's failure
 _NUM_FAILURES = "phalanx/failures"
 _NUM_DONE = "phalanx/done"
 _NUM_LEAVING = "phalanx/leaving"
 _MASTER_PORT = "phalanx/master_port"
-_LEAVE_WAIT_S = 5.0  # all are known to be done
 _LEAVE_POLL_S = 0.05
 
 
@@ -124,7 +123,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Leave together: the store goes with its node, and torch's own barrier prints what it meets then."""
-        deadline = time.monotonic() + _LEAVE_WAIT_S
+        deadline = time.monotonic() + LEAVE_S
         with contextlib.suppress(Exception):  # it has gone: nobody needs us any more
             self._attempt_store.add(_NUM_LEAVING, 1)
             size = cast(int, self._worker_group.group_world_size)
@@ -145,7 +144,7 @@ class NodeAgent(SimpleElasticAgent):
         self._attempt_store.add(_NUM_FAILURES, 1)
 
     def _failure(self, worker_group: WorkerGroup) -> RunResult:
-        deadline = time.monotonic() + _CAUSE_WAIT_S
+        deadline = time.monotonic() + CAUSE_S
         while True:
             numbers = range(1, self._num(_NUM_FAILURES) + 1)
             causes = [read_cause(self._attempt_store.get(f"{_NUM_FAILURES}/{n}")) for n in numbers]

@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.launch.attempts import Ranks, say_failure
 from phalanx.launch.channel import Channel
+from phalanx.launch.deadlines import NEWS_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import LastWords, RankEnd
 from phalanx.launch.folding import ROWS, fold
@@ -22,7 +23,6 @@ from phalanx.launch.warden import die_with_parent, hold_signals
 # Not with -m, which would let a json.py in the current folder take the library's place.
 _RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.agent import main; main()"
 _MAX_LINES = 42
-_PATIENCE_S = 10.0  # before we say that we still wait for other nodes
 
 
 def run_with_other_nodes(ranks: Ranks, job: Job) -> RankEnd | None:
@@ -99,7 +99,7 @@ class _Orders:
 
     def next(self) -> dict[str, Any] | None:
         """Return the next order; None when we are told to end."""
-        patience_ends_s = time.monotonic() + _PATIENCE_S
+        patience_ends_s = time.monotonic() + NEWS_S
         said = False
         while not self._pending:
             if self._ranks.received is not None:

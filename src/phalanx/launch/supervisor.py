@@ -22,6 +22,7 @@ from phalanx._text import counted
 from phalanx.launch.attempts import run_on_this_node
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
+from phalanx.launch.deadlines import CAUSE_S, KILL_S, SAME_CAUSE_S
 from phalanx.launch.descriptors import descriptor_problem, open_streams, raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.failure import LastWords, RankEnd, find_culprit, report
@@ -35,9 +36,6 @@ from phalanx.launch.standby import Standby
 from phalanx.launch.warden import adopt_orphans
 from phalanx.launch.warden_client import Warden
 
-_KILL_WAIT_S = 5.0  # after SIGKILL: only the kernel can make this pass
-_CAUSE_WAIT_S = 3.0  # for the cause of a victim's failure: a rank may take that long from its exception to its end
-_SAME_WAIT_S = 0.5  # for the others to raise what one has raised, where that decides on a restart
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
 _STDOUT, _STDERR = 1, 2
@@ -412,9 +410,9 @@ class Supervisor:
         else:  # it names no reason, and another is just dying of one
             silent = culprit.returncode > 0 and not culprit.last_words.kind
             awaited = silent and any(rank.end is None and rank.said_why for rank in self._ranks)
-        give_up_s = self._first_failure_s + _CAUSE_WAIT_S
+        give_up_s = self._first_failure_s + CAUSE_S
         if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
-            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + _SAME_WAIT_S
+            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + SAME_CAUSE_S
         if culprit.made_room:  # and so will the others
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
@@ -433,7 +431,7 @@ class Supervisor:
         for rank in living:
             rank.asked_to_end = True
         self._ending_by = sig
-        wait_s = _KILL_WAIT_S if sig == signal.SIGKILL else self._job.grace_s
+        wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
         self._deadline = time.monotonic() + wait_s
         self._warden.signal(sig, [rank.pid for rank in living if rank.pid])
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from phalanx._launched import Notes
 from phalanx._sockets import keep_paths_short
+from phalanx.launch.deadlines import KILL_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.ports import ReservedPort
@@ -32,7 +33,6 @@ _PRELOAD = (
     "phalanx.rendezvous", "phalanx.session",
 )  # fmt: skip
 _PRELOAD_IF_LOADED = ("numpy", "pytest", "torch._dynamo")  # the last by the first optimizer, and slow
-_KILL_WAIT_S = 10.0  # after SIGKILL: only the kernel can make this pass
 _HOUR_S = 3600.0
 
 
@@ -157,7 +157,7 @@ class Workers:
 
     def close(self) -> None:
         """Kill the ranks that still live and give back every descriptor."""
-        self.end(signal.SIGKILL, _KILL_WAIT_S)
+        self.end(signal.SIGKILL, KILL_S)
         for handle in self.handles:
             handle.close()
         self._port.close()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from phalanx import _env
 from phalanx.rendezvous.asked import Asked, caller, launch_of, read_url
+from phalanx.rendezvous.deadlines import RIVAL_S
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll import RollCall
 from phalanx.rendezvous.server import is_taken, open_store
@@ -24,7 +25,6 @@ from phalanx.rendezvous.server import is_taken, open_store
 __all__ = ["meet", "rendezvous"]
 
 Meeting = tuple[Any, int, int]
-_RIVAL_S = 5.0  # for what listens on the port to answer
 
 
 def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Meeting]]) -> Iterator[Meeting]:
@@ -86,7 +86,7 @@ def _name_rival(asked: Asked, patience: Patience) -> None:
             asked.host,
             asked.port,
             is_master=False,
-            timeout=timedelta(seconds=_RIVAL_S),
+            timeout=timedelta(seconds=RIVAL_S),
             wait_for_workers=False,
         )
     except dist.DistError:  # it is no store

@@ -31,14 +31,13 @@ from phalanx._store import (
 )
 from phalanx._text import plural
 from phalanx.rendezvous.asked import Asked, cpu_backend
+from phalanx.rendezvous.deadlines import NOTE_S, PART_S
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.server import who_left
 
 _PAUSE_S = 0.005  # between questions to the store
 _MANY = 50  # ranks
 _LOOK_S = 0.2  # between looks at whether those who are awaited can't come
-_PART_S = 0.5  # for the others to read why, before rank 0 takes the store with it
-_END_S = 0.5  # for the launcher to note an end
 _ADVICE = "Every rank must call init_process_group: start those that are missing, or look whether they still live"
 
 _KINDS = {kind.__name__: kind for kind in (PhalanxError, CollectiveTimeout, RankFailed)}
@@ -135,7 +134,7 @@ class RollCall:
         return None
 
     def _set(self, key: str, value: Any) -> None:
-        self._store.set(key, value, max(self._patience.left_s, _PART_S))
+        self._store.set(key, value, max(self._patience.left_s, PART_S))
 
     def _record(self, rank: int, key: str = "rank") -> Record | None:
         """Return the record that lies under a rank's number; whoever left it may have ended long ago."""
@@ -315,11 +314,11 @@ class RollCall:
             for one in others:
                 self._give(one, word)
             if others and self._asked.rank == 0:
-                time.sleep(_PART_S)
+                time.sleep(PART_S)
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error of a rank whose store is gone, with rank 0 if that served it."""
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + NOTE_S
         while time.monotonic() < deadline:
             if (left := who_left(self._asked)) is not None:
                 return RankFailed(f"{self._asked.name}: {left[0]}", op="join", **left[1])

@@ -14,12 +14,10 @@ import torch.distributed as dist
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx._launched import Launch
 from phalanx.rendezvous.asked import Asked
+from phalanx.rendezvous.deadlines import CONNECT_S, FOLDER_S, NOTE_S
 from phalanx.rendezvous.patience import Patience
 
-_CONNECT_S = 2.0
 _FIRST_PAUSE_S, _PAUSE_S = 0.002, 0.1
-_NOTE_S = 0.5  # before a rank notes that it waits for rank 0
-_LATE_S = 3.0  # for a folder on a network to show up
 
 
 def open_store(asked: Asked, patience: Patience) -> dist.Store:
@@ -55,7 +53,7 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
 def _open_file(asked: Asked, patience: Patience) -> dist.Store:
     """Return the file as a store; torch would try for minutes to open one whose folder is not there."""
     folder = os.path.dirname(asked.path) or "/"
-    deadline = time.monotonic() + _LATE_S
+    deadline = time.monotonic() + FOLDER_S
     while not os.path.isdir(folder) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
     why = ""
@@ -106,7 +104,7 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
     began_s, said, pause_s = time.monotonic(), False, _FIRST_PAUSE_S
     while True:
         try:
-            socket.create_connection((asked.host, asked.port), min(_CONNECT_S, patience.left_s)).close()
+            socket.create_connection((asked.host, asked.port), min(CONNECT_S, patience.left_s)).close()
             return
         except OSError as error:
             # IPv6 on which nobody listens comes last: what counts is said by all.
@@ -116,7 +114,7 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
             f"{who} to listen at {asked.point} ({why.lower()})",
             "Start rank 0, look whether it still lives, or correct MASTER_ADDR and MASTER_PORT",
         )
-        if asked.own_launch is not None and time.monotonic() - began_s > _NOTE_S:
+        if asked.own_launch is not None and time.monotonic() - began_s > NOTE_S:
             if not said:
                 asked.own_launch.note_wait(asked.rank, asked.where)
                 said = True
