@@ -29,7 +29,7 @@ from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules, note_room_made
 from phalanx.parallel import DistributedDataParallel
-from phalanx.train import restarts, world
+from phalanx.train import determinism, restarts
 from phalanx.train.arguments import check_arguments, check_data
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part, open_feed
@@ -138,7 +138,7 @@ class Trainer:
                 f"{', '.join(['loss', *(metrics or {})])}: name one of these, or add the metric to metrics"
             )
         if s.deterministic:
-            world.check_model(model)
+            determinism.check_model(model)
             torch.set_num_threads(1)  # more of them add in another order
         self.model = wrap(model, self.device, self.session.world_size)
         self._autocast = self.session.autocast(s.precision)
@@ -321,7 +321,7 @@ class Trainer:
                 return self._forward_backward(batch, size / num_samples)
 
         parameters = [p for p in self.module.parameters() if p.requires_grad]
-        return world.sum_gradients(parameters, self._ranks, len(parts), backward, (self.settings.seed, self.step))
+        return determinism.sum_gradients(parameters, self._ranks, len(parts), backward, (self.settings.seed, self.step))
 
     def _optimize(self) -> None:
         if self.settings.clip_norm is not None:
