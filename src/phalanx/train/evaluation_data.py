@@ -17,7 +17,7 @@ from phalanx._text import counted
 from phalanx.data import RandomState
 from phalanx.data.parts import refuse_different
 from phalanx.data.seeds import seed_process
-from phalanx.train.feed import Collate, InOwnGroup, is_dataset, is_divided, leave_group
+from phalanx.train.feed import Collate, IgnoringSignalsOfRank, ignore_signals_of_rank, is_dataset, is_divided
 
 Counted = tuple[Any, int]
 """A batch and its samples; with 0 it only keeps ranks together."""
@@ -39,14 +39,14 @@ class Planned:
         if isinstance(data, torch_data.DataLoader):
             self._lists = _lists_of(data, None if is_divided(data, ranks) else ranks)
             options = {name: getattr(data, name) for name in ("num_workers", "collate_fn", "multiprocessing_context")}
-            options["worker_init_fn"] = InOwnGroup(data.worker_init_fn)
+            options["worker_init_fn"] = IgnoringSignalsOfRank(data.worker_init_fn)
             self._is_batched = data.batch_sampler is not None
             data = data.dataset
         else:
             refuse_different(data, ranks)
             own = share(len(data), ranks.rank, ranks.world_size)
             self._lists = [[*own[first : first + batch_size]] for first in range(0, len(own), batch_size)]
-            options = {"num_workers": num_workers, "collate_fn": collate_fn, "worker_init_fn": leave_group}
+            options = {"num_workers": num_workers, "collate_fn": collate_fn, "worker_init_fn": ignore_signals_of_rank}
             self._is_batched = True
         lists = {"batch_sampler": self._lists} if self._is_batched else {"sampler": self._lists, "batch_size": None}
         options |= {"persistent_workers": options["num_workers"] > 0, "generator": torch.Generator()}

@@ -188,7 +188,7 @@ class DatasetFeed:
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=self._generator,
-            worker_init_fn=leave_group,
+            worker_init_fn=ignore_signals_of_rank,
         )
 
     @property
@@ -249,7 +249,7 @@ class DatasetFeed:
         self._batches.load_state_dict(state)
 
 
-def leave_group(_: int) -> None:
+def ignore_signals_of_rank(_: int) -> None:
     """Let a worker not hear the signals that ask its rank to make room: torch takes a worker's end for a failure."""
     os.setpgid(0, 0)
 
@@ -306,7 +306,7 @@ class LoaderFeed:
             if getattr(drawing, "generator", 0) is None:
                 drawing.generator = self._order
         if getattr(loader, "num_workers", 0):
-            loader.worker_init_fn = InOwnGroup(loader.worker_init_fn)
+            loader.worker_init_fn = IgnoringSignalsOfRank(loader.worker_init_fn)
 
     @property
     def num_steps(self) -> int | None:
@@ -407,14 +407,14 @@ def _samplers(loader: Any) -> list[Any]:
     return [sampler for sampler in samplers if sampler is not None]
 
 
-class InOwnGroup:
-    """Initialises a worker as the user wants, after `leave_group`; a class, since it must reach one that is spawned."""
+class IgnoringSignalsOfRank:
+    """Initialises a worker as the user wants, after `ignore_signals_of_rank`; a class, so that it can be pickled."""
 
     def __init__(self, init: Any) -> None:
         self._init = init
 
     def __call__(self, worker_id: int) -> None:
-        leave_group(worker_id)
+        ignore_signals_of_rank(worker_id)
         if self._init is not None:
             self._init(worker_id)
 
