@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.torch_side import command
-from phalanx.launch.channel import Channel
+from phalanx.launch.packets import PacketSocket
 
 Say = Callable[[str], None]
 
@@ -48,7 +48,7 @@ class TorchProcess:
 
     def __enter__(self) -> TorchProcess:
         self._stderr = tempfile.TemporaryFile()
-        self._channel, theirs = Channel.pair()
+        self._channel, theirs = PacketSocket.pair()
         with theirs:
             self._process = subprocess.Popen(
                 command(theirs.fileno(), self._settings),

@@ -17,7 +17,7 @@ from typing import Any
 
 import phalanx
 from phalanx.doctor.exercise import in_processes, one_line, run_ranks
-from phalanx.launch.channel import Channel
+from phalanx.launch.packets import PacketSocket
 from phalanx.launch.warden import die_with_parent
 
 NUM_RANKS = 2
@@ -26,7 +26,7 @@ _GPU_DEADLINE_S = 15.0  # the driver may have to load
 
 def main() -> None:
     """Do all that this process is for; arguments: the number of the channel's descriptor, and settings as JSON."""
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
     settings = json.loads(sys.argv[2])
     die_with_parent(settings["parent"])
     began_s = time.monotonic()

@@ -31,9 +31,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from phalanx.launch.channel import Channel
 from phalanx.launch.deadlines import CAUSE_S, LEAVE_S
 from phalanx.launch.nodes import read_cause
+from phalanx.launch.packets import PacketSocket
 
 _NUM_FAILURES = "phalanx/failures"
 _NUM_DONE = "phalanx/done"
@@ -49,7 +49,7 @@ class NodeAgent(SimpleElasticAgent):
         cause: What any node announced as the cause of the last failure, as `nodes.cause_of` wrote it.
     """
 
-    def __init__(self, spec: WorkerSpec, channel: Channel) -> None:
+    def __init__(self, spec: WorkerSpec, channel: PacketSocket) -> None:
         super().__init__(spec, exit_barrier_timeout=30)
         self._channel = channel
         self._ended: dict[str, Any] | None = None  # how the supervisor says that this node's ranks ended
@@ -195,7 +195,7 @@ def _rendezvous_handler(job: dict[str, Any]) -> RendezvousHandler:
 
 
 def main() -> None:
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
     job = json.loads(sys.argv[2])
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:

@@ -11,12 +11,12 @@ import time
 from typing import Any
 
 from phalanx.launch.attempts import Ranks, say_failure
-from phalanx.launch.channel import Channel
 from phalanx.launch.deadlines import NEWS_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import LastWords, RankEnd
 from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.job import Job
+from phalanx.launch.packets import PacketSocket
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.warden import die_with_parent, hold_signals
 
@@ -68,7 +68,7 @@ class _Orders:
         self.num_restarts = 0
 
     def __enter__(self) -> _Orders:
-        self._channel, theirs = Channel.pair()
+        self._channel, theirs = PacketSocket.pair()
         supervisor_pid = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from phalanx.launch.channel import MAX_PACKET_BYTES
+from phalanx.launch.packets import MAX_PACKET_BYTES
 
 FD_VARIABLE = "PHALANX_WARDEN_FD"
 MODULES_VARIABLE = "PHALANX_WARDEN_MODULES"

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.launch import warden
-from phalanx.launch.channel import Channel
 from phalanx.launch.deadlines import KILL_S
 from phalanx.launch.keeper import fork_warden
+from phalanx.launch.packets import PacketSocket
 
 _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preload")
 
@@ -47,7 +47,7 @@ class Warden:
     ) -> None:
         self._descriptors = descriptors
         self._status: int | None = None
-        self.channel, theirs = Channel.pair()
+        self.channel, theirs = PacketSocket.pair()
         supervisor_pid = os.getpid()
         told, tell = os.pipe()
         self.keeper_pid = os.fork()
