@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from phalanx.doctor.examination import Place
+from phalanx.doctor.examination import HostRole
 from phalanx.doctor.finding import Finding, problem
 from tests.clusters._machines import machines
 
@@ -59,7 +59,7 @@ def meet(run_ranks, tmp_path):
             prepare(*hosts)
             given = []
             for rank, (host, changes) in enumerate(zip(hosts, places, strict=True)):
-                place = Place(
+                place = HostRole(
                     num_hosts=2,
                     least_hosts=2,
                     node_rank=rank,

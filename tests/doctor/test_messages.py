@@ -22,7 +22,7 @@ from torch import distributed as dist
 from phalanx._store import GarbledError, understand
 from phalanx.doctor import job, links, messages, report
 from phalanx.doctor.board import Board, come_to_board
-from phalanx.doctor.examination import Place
+from phalanx.doctor.examination import HostRole
 from phalanx.doctor.finding import problem
 from phalanx.doctor.meeting import hold
 
@@ -219,8 +219,8 @@ def test_a_listener_answers_whatever_it_is_asked_and_lives():
         listener.close()
 
 
-def place_of(rank, port):
-    place = Place(
+def role_of(rank, port):
+    place = HostRole(
         num_hosts=2,
         least_hosts=2,
         node_rank=rank,
@@ -235,7 +235,7 @@ def place_of(rank, port):
 def hold_meeting(rank, port):
     """Return the findings of a host and what it says at the end."""
     packets = []
-    hold(place_of(rank, port), {"facts": {"name": "me", "versions": {}}, "findings": []}, packets.append)
+    hold(role_of(rank, port), {"facts": {"name": "me", "versions": {}}, "findings": []}, packets.append)
     return [messages.finding(packet["finding"]) for packet in packets if "finding" in packet], packets[-1]
 
 

@@ -26,14 +26,14 @@ _SAME_VERSION = "the same version of phalanx on all hosts, and a --master-port t
 _SAME_FLAGS = "the same --nnodes on all hosts, and a --node-rank of its own on each"
 
 
-def hold(place: dict[str, Any], go: dict[str, Any], send: Send) -> None:
+def hold(role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
     """Take this host's part; send each finding as a packet, and at the end who was there and the job's worst level.
 
     Args:
-        place: `examination.Place` as a dict.
+        role: `examination.HostRole` as a dict.
         go: What this host knows of itself: ``facts``, and ``findings`` as dicts.
     """
-    meeting = Meeting(place, go, send)
+    meeting = Meeting(role, go, send)
     try:
         findings = meeting.hold()
     except NotMetError as error:
@@ -60,12 +60,12 @@ class Meeting:
         level: The worst of the whole job, once host 0 has said it.
     """
 
-    def __init__(self, place: dict[str, Any], go: dict[str, Any], send: Send) -> None:
-        self._place, self._go, self._send = place, go, send
-        self.rank: int = place["node_rank"]
-        self._num: int = place["num_hosts"]
-        self.where = f"{place['master_addr']}:{place['master_port']}"
-        self._ends_s = time.monotonic() + place["timeout_s"]
+    def __init__(self, role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
+        self._role, self._go, self._send = role, go, send
+        self.rank: int = role["node_rank"]
+        self._num: int = role["num_hosts"]
+        self.where = f"{role['master_addr']}:{role['master_port']}"
+        self._ends_s = time.monotonic() + role["timeout_s"]
         self.listener = links.Listener()
         self.hosts: list[dict[str, Any]] = []
         self.level = ""
@@ -73,8 +73,8 @@ class Meeting:
 
     def hold(self) -> list[Finding]:
         """Return what is to be said on this host: on host 0 of all of them."""
-        host, port = self._place["master_addr"], self._place["master_port"]
-        if self._place["serves"]:
+        host, port = self._role["master_addr"], self._role["master_port"]
+        if self._role["serves"]:
             self._board = open_board(port, self._num)
             self._introduce(self._num)
             return self._lead()
@@ -92,9 +92,9 @@ class Meeting:
 
     def _introduce(self, expected: int) -> None:
         """Tell the others who we are, unless somebody else is that already."""
-        place, board, name = self._place, self._board, self._go["facts"]["name"]
-        if place["is_counted"]:
-            self.rank = 0 if place["serves"] else board.add("counted")
+        role, board, name = self._role, self._board, self._go["facts"]["name"]
+        if role["is_counted"]:
+            self.rank = 0 if role["serves"] else board.add("counted")
         refused = ""
         if expected != self._num:
             refused = f"{name} was started with --nnodes {self._num}, and host 0 with {expected}"
@@ -108,8 +108,8 @@ class Meeting:
         mine = {
             **self._go["facts"],
             "host": self.rank,
-            "address": place["address"],
-            "interface": place["interface"],
+            "address": role["address"],
+            "interface": role["interface"],
             "port": self.listener.port,
             "token": self.listener.token,
             "findings": [{**found, "host": self.rank} for found in self._go["findings"]],
@@ -181,8 +181,8 @@ class Meeting:
                     refused.append(self._board.get(f"refused/{number}", messages.text))
         findings = [problem("meeting", why, _SAME_FLAGS) for why in refused]
         missing = self._missing({*members, *self._garbled})
-        if missing and len(members) < self._place["least_hosts"]:  # fewer than --nnodes MIN:MAX allows
-            found = f"{named('host', missing)} did not come to {self.where} within {self._place['timeout_s']:g} s"
+        if missing and len(members) < self._role["least_hosts"]:  # fewer than --nnodes MIN:MAX allows
+            found = f"{named('host', missing)} did not come to {self.where} within {self._role['timeout_s']:g} s"
             todo = f"start phalanx doctor there too; where it runs, it says why {self.where} is not reached"
             findings.append(problem("meeting", found, todo, missing=missing))
         return findings
@@ -213,7 +213,7 @@ class Meeting:
     def _try_gloo(self, members: Sequence[int]) -> list[dict[str, Any]]:
         """Try Gloo as it is; where that fails on any host, over the interface towards host 0."""
         tries: list[dict[str, Any]] = []
-        for number, interface in enumerate(("", self._place["interface"])):
+        for number, interface in enumerate(("", self._role["interface"])):
             if not self._board.sync(f"gloo/{number}", members):
                 break
             if interface:

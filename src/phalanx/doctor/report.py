@@ -29,8 +29,8 @@ def as_json(diagnosis: Diagnosis) -> str:
         "phalanx": phalanx.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seconds": round(diagnosis.seconds, 3),
-        "host": diagnosis.place.node_rank,
-        "num_hosts": diagnosis.place.num_hosts,
+        "host": diagnosis.role.node_rank,
+        "num_hosts": diagnosis.role.num_hosts,
         "hosts": [{key: host[key] for key in ("host", "name", "address", "interface")} for host in diagnosis.hosts],
         "findings": [finding.as_dict() for finding in diagnosis.findings],
         "level": diagnosis.level,
@@ -41,12 +41,12 @@ def as_json(diagnosis: Diagnosis) -> str:
 
 def print_report(diagnosis: Diagnosis) -> None:
     """Print the findings as a table where somebody looks on, as lines for logs and other programs."""
-    place = diagnosis.place
+    role = diagnosis.role
     if diagnosis.is_told_by_first:
-        print(f"phalanx doctor: host {place.node_rank} is examined; host 0 ({place.master_addr}) prints what was found")
+        print(f"phalanx doctor: host {role.node_rank} is examined; host 0 ({role.master_addr}) prints what was found")
         return
     rows = merged(diagnosis.findings)
-    has_hosts = place.num_hosts > 1
+    has_hosts = role.num_hosts > 1
     if not (sys.stdout.isatty() and _print_table(rows, has_hosts)):
         _print_lines(rows, has_hosts)
     print(f"phalanx doctor: {summary(diagnosis)}")
@@ -61,10 +61,10 @@ def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
     groups: dict[tuple[str, ...], list[Finding]] = {}
     seen: dict[tuple[int | None, str], int] = {}
     for finding in findings:
-        place = seen[finding.host, finding.topic] = seen.get((finding.host, finding.topic), -1) + 1
+        role = seen[finding.host, finding.topic] = seen.get((finding.host, finding.topic), -1) + 1
         is_alike = finding.level == "ok" and finding.host is not None
         key = (
-            ("ok", finding.topic, str(place))
+            ("ok", finding.topic, str(role))
             if is_alike
             else (finding.level, finding.topic, finding.found, finding.todo)
         )

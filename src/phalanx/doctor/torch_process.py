@@ -43,8 +43,8 @@ class Met:
 class TorchProcess:
     """Owns the process, its channel and what it writes to stderr; within a ``with`` block."""
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        self._settings = {"engine_deadline_s": _ENGINE_S, "place": place}
+    def __init__(self, role: dict[str, Any]) -> None:
+        self._settings = {"engine_deadline_s": _ENGINE_S, "role": role}
 
     def __enter__(self) -> TorchProcess:
         self._stderr = tempfile.TemporaryFile()
