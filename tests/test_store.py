@@ -15,7 +15,7 @@ import torch.distributed as dist
 from phalanx import CollectiveTimeout, PhalanxError
 from phalanx._store import GarbledError, JsonStore, StoreGoneError, StoreSilentError, one_of, understand, wait_until
 from phalanx.backend._meeting import Meeting
-from phalanx.doctor.board import Board, NotMetError
+from phalanx.doctor.bulletin import Bulletin, NotMetError
 from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll import RollCall
@@ -63,7 +63,11 @@ def test_no_wait_hangs_on_a_store_whose_server_is_stopped(server):
         (lambda: meeting.get("hello/0", "rank 0 did not answer"), CollectiveTimeout, "within the timeout"),
         (lambda: meeting.set("hello/1", {}), CollectiveTimeout, "the job's store did not answer within the timeout"),
         (lambda: RollCall(stores[2], asked, patience).answer(), CollectiveTimeout, f"{port} does not answer"),
-        (lambda: Board(stores[3]).wait_for("x", str, time.monotonic() + 0.5, "host 0"), NotMetError, "waited in vain"),
+        (
+            lambda: Bulletin(stores[3]).wait_for("x", str, time.monotonic() + 0.5, "host 0"),
+            NotMetError,
+            "waited in vain",
+        ),
     ]
     try:
         for wait, error, text in waits:
@@ -73,7 +77,7 @@ def test_no_wait_hangs_on_a_store_whose_server_is_stopped(server):
         os.kill(process.pid, signal.SIGCONT)
         plain.set("x", ["y"], 20)  # it goes on: nothing was lost
         assert plain.get("x", [str]) == ["y"]
-        assert Board(stores[3]).wait_for("x", [str], time.monotonic() + 20, "host 0") == ["y"]
+        assert Bulletin(stores[3]).wait_for("x", [str], time.monotonic() + 20, "host 0") == ["y"]
     finally:
         os.kill(process.pid, signal.SIGCONT)
 

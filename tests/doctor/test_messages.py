@@ -21,10 +21,10 @@ from torch import distributed as dist
 
 from phalanx._store import GarbledError, understand
 from phalanx.doctor import job, links, messages, report
-from phalanx.doctor.board import Board, come_to_board
+from phalanx.doctor.bulletin import Bulletin, come_to_bulletin
 from phalanx.doctor.examination import HostRole
 from phalanx.doctor.finding import problem
-from phalanx.doctor.meeting import hold
+from phalanx.doctor.hosts import hold
 
 NUM_EXAMPLES = 10_000 if os.environ.get("PHALANX_TEST_LONG") == "1" else 150
 MEMBERS = [0, 1, 2]
@@ -242,8 +242,8 @@ def hold_meeting(rank, port):
 def meet_with_garbage(rank, world_size, port):
     if rank == 0:
         return hold_meeting(0, port)
-    board, _ = come_to_board("127.0.0.1", port, time.monotonic() + 10, lambda packet: None)
-    board.set("facts/1", "host 1")
+    bulletin, _ = come_to_bulletin("127.0.0.1", port, time.monotonic() + 10, lambda packet: None)
+    bulletin.set("facts/1", "host 1")
     return None
 
 
@@ -259,10 +259,10 @@ def test_a_host_that_tells_garbage_is_named_by_host_0(run_ranks):
 
 def meet_a_garbling_host_0(rank, world_size, told):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    board = Board(store)
-    board.set("phalanx-doctor", 2)
-    board.set("hosts", [FACTS])
-    board.set("members", told)
+    bulletin = Bulletin(store)
+    bulletin.set("phalanx-doctor", 2)
+    bulletin.set("hosts", [FACTS])
+    bulletin.set("members", told)
     return store.port, *hold_meeting(1, store.port)
 
 

@@ -52,7 +52,7 @@ def main() -> None:
         channel.send({"engine": "nccl", "world_size": size, **run_ranks("nccl", size, deadline_s)})
     channel.send({"engines": "done"})
     if settings["role"]["num_hosts"] > 1 and (go := channel.wait()) is not None:
-        from phalanx.doctor.meeting import hold
+        from phalanx.doctor.hosts import hold
 
         hold(settings["role"], go, channel.send)
         os._exit(0)  # a try of Gloo may still wait

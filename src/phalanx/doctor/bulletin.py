@@ -37,7 +37,7 @@ class NotMetError(Exception):
         self.finding = finding
 
 
-class Board(JsonStore):
+class Bulletin(JsonStore):
     """Values and counters by name, seen by every host of the job."""
 
     def wait_for(self, key: str, shape: Shape, ends_s: float, whom: str) -> Any:
@@ -61,8 +61,8 @@ class Board(JsonStore):
         return have_come is not None
 
 
-def open_board(port: int, num_hosts: int) -> Board:
-    """Return the board that this host, the first, serves.
+def open_bulletin(port: int, num_hosts: int) -> Bulletin:
+    """Return the bulletin that this host, the first, serves.
 
     Raises:
         NotMetError: It can't listen there.
@@ -71,13 +71,13 @@ def open_board(port: int, num_hosts: int) -> Board:
         todo = "end it, or name another --master-port on all hosts"
         raise NotMetError(problem("meeting", f"host 0 can't listen: {why}", todo))
     timeout = timedelta(seconds=STAGE_S)
-    board = Board(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout))
-    board.set(_HELLO, num_hosts)
-    return board
+    bulletin = Bulletin(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout))
+    bulletin.set(_HELLO, num_hosts)
+    return bulletin
 
 
-def come_to_board(host: str, port: int, ends_s: float, send: Send) -> tuple[Board, int]:
-    """Return the board of host 0, and how many hosts it expects.
+def come_to_bulletin(host: str, port: int, ends_s: float, send: Send) -> tuple[Bulletin, int]:
+    """Return the bulletin of host 0, and how many hosts it expects.
 
     Raises:
         NotMetError: It was not reached by `ends_s`, or somebody else answers; says which.
@@ -89,9 +89,9 @@ def come_to_board(host: str, port: int, ends_s: float, send: Send) -> tuple[Boar
     if isinstance(opened, str):
         found = f"what answers at {where} is not the doctor of host 0: {opened}"
         raise NotMetError(problem("meeting", found, todo))
-    board = Board(opened)
+    bulletin = Bulletin(opened)
     try:
-        return board, board.wait_for(_HELLO, whole, time.monotonic() + PATIENCE_S, "")
+        return bulletin, bulletin.wait_for(_HELLO, whole, time.monotonic() + PATIENCE_S, "")
     except (NotMetError, GarbledError):
         found = f"a store answers at {where}, and no doctor of host 0 is there"
         raise NotMetError(problem("meeting", found, todo)) from None
