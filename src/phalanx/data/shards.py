@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from phalanx.data.place import rank_and_size
+from phalanx.data.replica import rank_and_size
 
 
 def shard_iterable(

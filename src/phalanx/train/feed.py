@@ -16,8 +16,8 @@ from phalanx._text import counted
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.loader import DataLoader
 from phalanx.data.parts import have_own_parts, refuse_different
-from phalanx.data.place import rank_and_size
 from phalanx.data.random_state import RandomState
+from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.settings import Settings
 
