@@ -28,7 +28,7 @@ _SITE = re.compile(r'^\s*File "(.+)", line (\d+)')
 _AT_ONCE_S = 10.0  # a rank that fails sooner than this can't start; slow imports are part of it
 
 
-class Ranks(Protocol):
+class AttemptRunner(Protocol):
     """What those who choose the attempts need of the supervisor."""
 
     received: int | None
@@ -47,7 +47,7 @@ class Ranks(Protocol):
     def say(self, text: str) -> None: ...
 
 
-def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | None:
+def run_on_this_node(ranks: AttemptRunner, job: Job, snapshots_fd: int) -> RankEnd | None:
     """Start the ranks until they succeed or may not be started again; return the last cause, None if all went well.
 
     Args:
@@ -95,7 +95,7 @@ def run_on_this_node(ranks: Ranks, job: Job, snapshots_fd: int) -> RankEnd | Non
             ranks.say(step)
 
 
-def say_failure(ranks: Ranks, culprit: RankEnd) -> None:
+def say_failure(ranks: AttemptRunner, culprit: RankEnd) -> None:
     """Say what failed, before the ranks are started again."""
     ranks.say(brief_report(culprit))
 
@@ -233,7 +233,7 @@ def _common_mistake(ends: Sequence[RankEnd]) -> str:
     return f"{kind} at {os.path.basename(path)}:{number}"
 
 
-def _reserve_port(ranks: Ranks, job: Job) -> ReservedPort:
+def _reserve_port(ranks: AttemptRunner, job: Job) -> ReservedPort:
     try:
         return ReservedPort(job.master_port)
     except OSError:  # somebody has taken it since

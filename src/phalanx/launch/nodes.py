@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from phalanx.launch.attempts import Ranks, say_failure
+from phalanx.launch.attempts import AttemptRunner, say_failure
 from phalanx.launch.deadlines import NEWS_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import LastWords, RankEnd
@@ -25,7 +25,7 @@ _RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.lau
 _MAX_LINES = 42
 
 
-def run_with_other_nodes(ranks: Ranks, job: Job) -> RankEnd | None:
+def run_with_other_nodes(ranks: AttemptRunner, job: Job) -> RankEnd | None:
     """Take this node's part in `job` and return the cause of its failure, on whichever node; None if all went well.
 
     Raises:
@@ -59,7 +59,7 @@ def run_with_other_nodes(ranks: Ranks, job: Job) -> RankEnd | None:
 class _Orders:
     """The agent's process, and what it has ordered and we have not done yet."""
 
-    def __init__(self, ranks: Ranks, job: Job) -> None:
+    def __init__(self, ranks: AttemptRunner, job: Job) -> None:
         self._ranks = ranks
         self._job = job
         self._pending: list[dict[str, Any]] = []
