@@ -19,7 +19,7 @@ from phalanx._rank_group import RankGroup
 from phalanx._text import counted, named
 from phalanx.data import RandomState
 from phalanx.train.objective import Objective
-from phalanx.train.watch import Watch
+from phalanx.train.run_log import RunLog
 from phalanx.train.wrapper import is_sharded
 
 _LOSS, _GRADIENT, _STATE = range(3)
@@ -56,7 +56,7 @@ class FiniteGuard:
         module: The model inside its wrapper.
         objective: What computes the loss, again if it has to be explained.
         ranks: All ranks of the job.
-        watch: What a warning is shown and recorded by.
+        run_log: What a warning is shown and recorded by.
         autocast: The context in which a loss is computed.
         skips_steps: A gradient that is not finite skips the step, as with a gradient scaler.
         clips: Gradients are clipped already.
@@ -69,7 +69,7 @@ class FiniteGuard:
         module: nn.Module,
         objective: Objective,
         ranks: RankGroup,
-        watch: Watch,
+        run_log: RunLog,
         *,
         autocast: contextlib.AbstractContextManager[Any],
         skips_steps: bool,
@@ -80,7 +80,7 @@ class FiniteGuard:
         self._module = module
         self._objective = objective
         self._ranks = ranks
-        self._watch = watch
+        self._run_log = run_log
         self._autocast = autocast
         self._skips_steps = skips_steps
         self._clips = clips
@@ -100,7 +100,7 @@ class FiniteGuard:
         """Say which parameters are not finite from the beginning; every rank calls it."""
         names = dict.fromkeys(name for of_rank in self._ranks.gather(self._state.not_finite) for name in of_rank)
         if names:
-            self._watch.say(
+            self._run_log.say(
                 f"not finite from the beginning, so not looked at for NaN: parameter {', '.join(map(repr, names))}"
             )
 
@@ -131,7 +131,9 @@ class FiniteGuard:
             return
         if self._skips_steps:
             if not self._has_said_skipped:
-                self._watch.say(f"step {step}: a loss since the last log is not finite; the gradient scaler skips that")
+                self._run_log.say(
+                    f"step {step}: a loss since the last log is not finite; the gradient scaler skips that"
+                )
             self._has_said_skipped = True
             return
         if not math.isfinite(losses[rank]):
@@ -205,11 +207,11 @@ class FiniteGuard:
         )
         facts: dict[str, Any] = {"step": step, "epoch": first.epoch}
         if self._on_nan == "raise" or not self._has_warned:
-            self._watch.record("not_finite", ranks=ranks, message=message, **facts)
+            self._run_log.record("not_finite", ranks=ranks, message=message, **facts)
         if self._on_nan == "raise":
             raise NonFinite(message, op="Trainer.fit", ranks=tuple(ranks), **facts)
         if not self._has_warned:
-            self._watch.say(f"warning: {message}. This is said once")
+            self._run_log.say(f"warning: {message}. This is said once")
         self._has_warned = True
 
     def _until(self, step: int) -> str:

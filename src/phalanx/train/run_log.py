@@ -54,7 +54,7 @@ class Clock:
         return taken
 
 
-class Watch:
+class RunLog:
     """Shows and logs a run; every rank has one, rank 0's speaks.
 
     Args:
@@ -85,7 +85,7 @@ class Watch:
             with self.sparing_the_training("metrics.jsonl"):
                 self._log = MetricsLog(folder)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> RunLog:
         if self._ranks.rank == 0 and sys.stdout.isatty():
             self._bar = ProgressBar.open(self._num_steps)
         return self
