@@ -72,7 +72,7 @@ def test_no_wait_hangs_on_a_store_whose_server_is_stopped(server):
     try:
         for wait, error, text in waits:
             took_s, said = took(wait, error)
-            assert took_s < 3
+            assert took_s < 15  # the machine may be busy; endless is what must not be
             assert text in said
         os.kill(process.pid, signal.SIGCONT)
         plain.set("x", ["y"], 20)  # it goes on: nothing was lost

@@ -23,6 +23,7 @@ TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.p
 PYTHONS = {
     *("_exit", "_getframe", "_replace", "_asdict", "_fields"),
     *("_config", "_inheriting", "_forkserver", "_forkserver_alive_fd"),  # of multiprocessing
+    *("_optionals", "_positionals", "_option_string_actions"),  # of argparse
 }
 NEEDED = {  # by a group, an all_reduce and DistributedDataParallel, and nothing replaces them
     *("C10dBackend", "register_backend", "set_default_backend", "dispatch_keys", "BatchNorm", "queue_callback"),
