@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx._errors import KINDS, Failure, MadeCall, Peer, PhalanxError, RankFailed, Standing
+from phalanx._text import plural
 
 _ORDER = "ake every rank of the group call the same collectives in the same order."
 _FEWER_CALLS = (
