@@ -243,12 +243,6 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, such as ``1 rank``, ``2 passes`` and ``1,024 steps``."""
-    plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"{number:,} {noun}{plural}"
-
-
 def _rebuild(cls: type[PhalanxError], message: str, facts: dict[str, object]) -> PhalanxError:
     error = cls(message)
     error.__dict__.update(facts)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._errors import PhalanxError
+from phalanx._rank_group import RankGroup
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -67,8 +68,7 @@ class LoopTools:
         Raises:
             ValueError: The ranks' values differ in structure, dtype or shape, or have too few rows; on every rank.
         """
-        on_cpu = any(name in self.backend for name in ("phalanx", "gloo", "mpi"))
-        return _gather(value, total, torch.device("cpu") if on_cpu else self.device)
+        return _gather(value, total)
 
     @contextlib.contextmanager
     def accumulate(self, model: Any, step: int, every: int, num_steps: int | None = None) -> Iterator[bool]:
@@ -131,9 +131,9 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            _told(f"{type(error).__name__}: {error}")
+            RankGroup().gather(f"{type(error).__name__}: {error}")
             raise
-    failures = _told("")
+    failures = RankGroup().gather("")
     if failed := [number for number, failure in enumerate(failures) if failure]:
         raise PhalanxError(
             f"rank {rank}: main_process_first: rank {failed[0]} went first and failed with "
@@ -145,37 +145,29 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
         yield
 
 
-def _told(failure: str) -> list[str]:
-    told = [""] * dist.get_world_size()
-    dist.all_gather_object(told, failure)
-    return told
-
-
-def _gather(value: Any, total: int | None, device: torch.device) -> Any:
-    """Do what `LoopTools.gather` says, with tensors exchanged on `device`."""
+def _gather(value: Any, total: int | None) -> Any:
+    """Do what `LoopTools.gather` says."""
     leaves: list[Any] = []
     shape = _take_apart(value, leaves)
-    world_size = dist.get_world_size()
-    told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, (shape, [_describe(leaf) for leaf in leaves], total))
+    ranks = RankGroup()
+    told = ranks.gather((shape, [_describe(leaf) for leaf in leaves], total))
     _check(told)
     gathered: list[Any] = []
     for number, leaf in enumerate(leaves):
         of_ranks = [leaves_of_rank[number] for _, leaves_of_rank, _ in told]
         if isinstance(leaf, Tensor):
-            gathered.append(_gather_tensor(leaf, [rows for rows, *_ in of_ranks], total, device))
+            gathered.append(_gather_tensor(leaf, [rows for rows, *_ in of_ranks], total, ranks))
         else:
             gathered.append([other for (other,) in of_ranks])
     return _put_together(value, iter(gathered))
 
 
-def _gather_tensor(tensor: Tensor, num_rows: Sequence[int], total: int | None, device: torch.device) -> Tensor:
-    rows = (tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()).to(device)
+def _gather_tensor(tensor: Tensor, num_rows: Sequence[int], total: int | None, ranks: RankGroup) -> Tensor:
+    rows = (tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()).to(ranks.device)
     most = max(num_rows)
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in num_rows]
-    dist.all_gather(parts, padded)
+    parts = ranks.gather_tensor(padded)
     if total is None:
         joined = torch.cat([part[:num] for part, num in zip(parts, num_rows, strict=True)])
     else:  # row i of rank r was dealt out as number i * ranks + r

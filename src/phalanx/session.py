@@ -11,20 +11,24 @@ import re
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from phalanx import _env, _torch
+from phalanx._errors import CollectiveTimeout
 from phalanx._loop import LoopTools
 from phalanx._network import NetworkError, host_identity, outside_address
 from phalanx._sockets import keep_paths_short
+from phalanx._store import JsonStore, wait_until
 from phalanx.launch.schedulers import Placement, detect
 
 if TYPE_CHECKING:
     import torch
 
 _LOCAL_ADDRESS = "127.0.0.1"
+_HOSTS_S = 300.0  # for ranks that have met to say where they are; one may be stopped in a debugger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,8 +283,20 @@ def _meet(place: Placement, init_method: str | None, timeout: timedelta | None, 
 def _place_by_hosts(place: Placement, store: Any) -> Placement:
     """Return the place with its host and local rank, which the ranks exchange through `store`."""
     mine = host_identity(_env.read_settings().host)
-    store.set(f"phalanx/host/{place.rank}", mine)
-    hosts = [store.get(f"phalanx/host/{rank}").decode() for rank in range(place.world_size)]
+    told, deadline = JsonStore(store), time.monotonic() + _HOSTS_S
+    told.set(f"phalanx/host/{place.rank}", mine, _HOSTS_S)
+    hosts = []
+    for rank in range(place.world_size):
+        host = wait_until(functools.partial(told.get, f"phalanx/host/{rank}", str), deadline)
+        if host is None:
+            raise CollectiveTimeout(
+                f"rank {place.rank}: phalanx.init: rank {rank} did not say within {_HOSTS_S:g} s on which host it is: "
+                "every rank must call phalanx.init, and the process that serves the store, most often rank 0, must run",
+                op="join",
+                ranks=(rank,),
+            )
+        hosts.append(host)
+    told.close()
     nodes = list(dict.fromkeys(hosts))
     return dataclasses.replace(
         place,

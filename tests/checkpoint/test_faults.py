@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import phalanx.checkpoint as ckpt
 from phalanx import CheckpointError, CollectiveMismatch
+from phalanx.checkpoint import agreement
 from phalanx.checkpoint import folder as folders
-from phalanx.checkpoint import meeting
 from phalanx.testing import reached
 from tests.checkpoint._kills import kill_savers
 from tests.checkpoint._tools import save
@@ -164,7 +164,7 @@ def test_a_call_that_another_rank_does_not_make_is_told_within_a_second(spawn_ra
 
 
 def save_on_rank_0_of_gloo(rank, world_size, folder):
-    meeting._MEETING_S = 0.5
+    agreement._MISSING_S = 0.5
     if rank == 0:
         with pytest.raises(CheckpointError, match="not every rank has called it") as caught:
             ckpt.save(folder, {"x": 1}, 1)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from phalanx._command_line import UsageError
-from phalanx.doctor.command import read_place
+from phalanx.doctor.command import read_role
 from phalanx.doctor.finding import LEVELS, Finding
 from phalanx.doctor.report import merged
 from tests.clusters._machines import PHALANX, machines
@@ -110,31 +110,31 @@ def test_help_names_its_flags():
 
 
 def test_the_flags_of_the_job_say_where_this_host_stands():
-    place, is_json = read_place([*NODES, "--nproc-per-node", "3", "train.py", "--json"], {})
+    role, is_json = read_role([*NODES, "--nproc-per-node", "3", "train.py", "--json"], {})
     assert not is_json  # after the script it is the script's
-    assert (place.num_hosts, place.node_rank, place.serves) == (2, 1, False)
-    assert (place.master_addr, place.master_port, place.num_local_ranks) == ("10.0.0.1", 29500, 3)
+    assert (role.num_hosts, role.node_rank, role.serves) == (2, 1, False)
+    assert (role.master_addr, role.master_port, role.num_local_ranks) == ("10.0.0.1", 29500, 3)
 
 
 def test_a_scheduler_says_where_this_host_stands():
     slurm = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
     slurm |= {"SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "5"}
     slurm |= {"SLURM_STEP_NODELIST": "gpu[03-04]"}
-    place, _ = read_place([], slurm)
-    assert (place.num_hosts, place.node_rank, place.master_addr, place.serves) == (2, 1, "gpu03", False)
-    assert read_place([], {**slurm, "SLURM_LOCALID": "1"}) == (None, False)  # a second task on that node
+    role, _ = read_role([], slurm)
+    assert (role.num_hosts, role.node_rank, role.master_addr, role.serves) == (2, 1, "gpu03", False)
+    assert read_role([], {**slurm, "SLURM_LOCALID": "1"}) == (None, False)  # a second task on that node
 
 
 def test_with_c10d_the_host_of_the_endpoint_is_the_first():
     flags = ["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
-    assert read_place([*flags, "127.0.0.1:29400"], {})[0].serves
-    place, _ = read_place([*flags, "192.0.2.77:29400"], {})
-    assert (place.serves, place.is_counted, place.least_hosts, place.num_hosts) == (False, True, 1, 4)
+    assert read_role([*flags, "127.0.0.1:29400"], {})[0].serves
+    role, _ = read_role([*flags, "192.0.2.77:29400"], {})
+    assert (role.serves, role.is_counted, role.least_hosts, role.num_hosts) == (False, True, 1, 4)
 
 
 def test_a_flag_of_the_doctor_is_none_of_phalanx_run():
     with pytest.raises(UsageError, match="unknown environment variable PHALANX_TIMEOUT"):
-        read_place([], {"PHALANX_TIMEOUT": "3"})
+        read_role([], {"PHALANX_TIMEOUT": "3"})
 
 
 def test_what_is_well_on_all_hosts_is_one_line_and_what_is_not_is_told_of_each():

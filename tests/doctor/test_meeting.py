@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from phalanx.doctor.examination import Place
+from phalanx.doctor.examination import HostRole
 from phalanx.doctor.finding import Finding, problem
 from tests.clusters._machines import machines
 
@@ -39,7 +39,7 @@ def enter(pid, etc_hosts):
 def take_part(rank, world_size, pids, etc_hosts, places, own_findings):
     """Enter the host of this rank and return every packet that its part in the meeting sends."""
     enter(pids[rank], etc_hosts[rank])
-    from phalanx.doctor.meeting import hold
+    from phalanx.doctor.hosts import hold
 
     packets = []
     facts = {"name": socket.gethostname(), "versions": VERSIONS}
@@ -59,7 +59,7 @@ def meet(run_ranks, tmp_path):
             prepare(*hosts)
             given = []
             for rank, (host, changes) in enumerate(zip(hosts, places, strict=True)):
-                place = Place(
+                place = HostRole(
                     num_hosts=2,
                     least_hosts=2,
                     node_rank=rank,

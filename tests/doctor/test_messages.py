@@ -19,11 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import distributed as dist
 
+from phalanx._store import GarbledError, understand
 from phalanx.doctor import job, links, messages, report
-from phalanx.doctor.board import Board, come_to_board
-from phalanx.doctor.examination import Place
+from phalanx.doctor.bulletin import Bulletin, come_to_bulletin
+from phalanx.doctor.examination import HostRole
 from phalanx.doctor.finding import problem
-from phalanx.doctor.meeting import hold
+from phalanx.doctor.hosts import hold
 
 NUM_EXAMPLES = 10_000 if os.environ.get("PHALANX_TEST_LONG") == "1" else 150
 MEMBERS = [0, 1, 2]
@@ -54,7 +55,7 @@ MEASURED = {
 }
 READERS = {
     "facts": (messages.facts, FACTS),
-    "hosts": (messages.all_facts, [FACTS]),
+    "hosts": (messages.hosts, [FACTS]),
     "measured": (lambda told: messages.measured(told, MEMBERS), MEASURED),
     "members": (messages.members, MEMBERS),
     "level": (messages.level, "warning"),
@@ -112,15 +113,15 @@ def mutated(valid):
 def read(name, data):
     """Return what a reader makes of a message; None if it refuses it."""
     try:
-        return messages.read(data, READERS[name][0])
-    except messages.GarbledError:
+        return understand(data, READERS[name][0])
+    except GarbledError:
         return None
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_every_reader_reads_what_the_doctor_tells(name):
     reader, told = READERS[name]
-    assert messages.read(json.dumps(told), reader) is not None
+    assert understand(json.dumps(told), reader) is not None
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -218,8 +219,8 @@ def test_a_listener_answers_whatever_it_is_asked_and_lives():
         listener.close()
 
 
-def place_of(rank, port):
-    place = Place(
+def role_of(rank, port):
+    place = HostRole(
         num_hosts=2,
         least_hosts=2,
         node_rank=rank,
@@ -234,15 +235,15 @@ def place_of(rank, port):
 def hold_meeting(rank, port):
     """Return the findings of a host and what it says at the end."""
     packets = []
-    hold(place_of(rank, port), {"facts": {"name": "me", "versions": {}}, "findings": []}, packets.append)
+    hold(role_of(rank, port), {"facts": {"name": "me", "versions": {}}, "findings": []}, packets.append)
     return [messages.finding(packet["finding"]) for packet in packets if "finding" in packet], packets[-1]
 
 
 def meet_with_garbage(rank, world_size, port):
     if rank == 0:
         return hold_meeting(0, port)
-    board, _ = come_to_board("127.0.0.1", port, time.monotonic() + 10, lambda packet: None)
-    board.set("facts/1", "host 1")
+    bulletin, _ = come_to_bulletin("127.0.0.1", port, time.monotonic() + 10, lambda packet: None)
+    bulletin.set("facts/1", "host 1")
     return None
 
 
@@ -258,10 +259,10 @@ def test_a_host_that_tells_garbage_is_named_by_host_0(run_ranks):
 
 def meet_a_garbling_host_0(rank, world_size, told):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    board = Board(store)
-    board.set("phalanx-doctor", 2)
-    board.set("hosts", [FACTS])
-    board.set("members", told)
+    bulletin = Bulletin(store)
+    bulletin.set("phalanx-doctor", 2)
+    bulletin.set("hosts", [FACTS])
+    bulletin.set("members", told)
     return store.port, *hold_meeting(1, store.port)
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from phalanx import PhalanxError
 from phalanx._errors import Failure, MadeCall, Peer, SizeDispute, Standing
+from phalanx._store import JsonStore, fits
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import _SHAPES, Meeting
 from phalanx.backend._notices import verdict_in
 from phalanx.backend._wording import error_of
-from phalanx.backend._words import fits
 
 LONG = os.environ.get("PHALANX_TEST_LONG") == "1"
 many = settings(max_examples=10_000 if LONG else 150, deadline=None, database=None)
@@ -103,7 +103,7 @@ def test_what_a_rank_says_is_understood_or_names_it(name, text):
     store = dist.HashStore()
     key = {"hellos": "hellos", "offer": "segment/1/offer", "placed": "segment/1/placed"}.get(name, f"{name}/1")
     store.set(key, text)
-    meeting = Meeting(store, 0, 2, "default", [5, 7], 1.0, time.monotonic() + 1.0)
+    meeting = Meeting(JsonStore(store), 0, 2, "default", [5, 7], 1.0, time.monotonic() + 1.0)
     try:
         said = meeting.get(key, "nobody came")
     except PhalanxError as error:

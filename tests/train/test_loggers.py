@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.train import loggers, watch
+from phalanx.train import loggers, run_log
 from phalanx.train.metrics import read_metrics
 from tests.train._programs import make_data, make_model, mean_squares, quietly, state_of
 
@@ -83,7 +83,7 @@ def train_twice(folder, given, steps=10):
 def programs(rank, world_size, folder):
     warnings.simplefilter("ignore")  # TensorBoard's
     sys.modules.update(wandb=FakeWandb(), mlflow=FakeMlflow())
-    watch.CLOSE_S = 0.2
+    run_log.CLOSE_S = 0.2
     names = ("objects", "files", "services", "plain", "missing")
     return {name: globals()[f"with_{name}"](f"{folder}/{name}") for name in names}
 

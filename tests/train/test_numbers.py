@@ -15,7 +15,7 @@ import phalanx
 from phalanx.train.metrics import read_metrics
 from phalanx.train.origin import git_commit
 from phalanx.train.report import write_report
-from phalanx.train.watch import PHASES
+from phalanx.train.run_log import PHASES
 from tests.train._programs import Numbered, make_model, quietly
 from tests.train.test_report import Page
 

@@ -16,6 +16,7 @@ from phalanx import _core
 from phalanx._env import LONGEST_S, GroupOptions, Settings, read_settings, seconds, variable_of
 from phalanx._errors import PhalanxError
 from phalanx._network import host_identity, network_identity
+from phalanx._store import JsonStore
 from phalanx.backend._bridges import bridge
 from phalanx.backend._meeting import Meeting
 from phalanx.backend._patience import LOOK_S
@@ -54,7 +55,7 @@ def join_group(
         ValueError: A setting or the timeout of this rank is out of its range.
     """
     limit_s = min(timeout_s, LONGEST_S) if timeout_s > 0 else LONGEST_S
-    meeting = Meeting(store, rank, size, name, global_ranks, limit_s, time.monotonic() + limit_s)
+    meeting = Meeting(JsonStore(store), rank, size, name, global_ranks, limit_s, time.monotonic() + limit_s)
     with meeting.joining():
         seconds("timeout", timeout_s)
         return _join(meeting, (options or GroupOptions()).over(read_settings()))
@@ -200,7 +201,7 @@ def _serve(meeting: Meeting, key: str, server: _core.SegmentServer, peers: Seque
         if num_served + len(refused) == len(peers):
             break
         meeting.look()
-        refused = [r for r in peers if meeting.store.check([f"{key}/refused/{r}"])]
+        refused = [r for r in peers if meeting.has(f"{key}/refused/{r}")]
         if meeting.left_s <= 0.001:
             raise meeting.too_late(f"only {num_served} of {len(peers)} peers mapped the shared segment")
     return [r for r in peers if r not in refused]

@@ -8,41 +8,34 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store
 
 from phalanx import _core, _env
 from phalanx._errors import CollectiveTimeout, Failure, Peer, PhalanxError
 from phalanx._launched import Launch
-from phalanx.backend._patience import FIRST_POLL_S, LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
+from phalanx._store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, require, wait_until
+from phalanx._text import plural
+from phalanx.backend._patience import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
 from phalanx.backend._wording import error_of
-from phalanx.backend._words import Shape, understand
 
 _MANY = 50  # ranks
+T = TypeVar("T")
 
 
-def _is_natural(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _is_failure(value: Any) -> bool:
-    try:
-        return bool(Failure.from_facts(value))
-    except ValueError:
-        return False
+def _natural(value: Any, limit: int = 1 << 63) -> Any:
+    require(type(value) is int and 0 <= value < limit, f"a whole number below {limit}", value)
+    return value
 
 
 _HELLO = {
     "pid": int,
-    "process": (lambda pid: _is_natural(pid) and pid < 1 << 31, _is_natural, _is_natural),
+    "process": (functools.partial(_natural, limit=1 << 31), _natural, _natural),
     "host": str,
     "kernel": str,
     "network": str,
@@ -56,26 +49,12 @@ _SHAPES: dict[str, Shape] = {
     "hello": _HELLO,
     "hellos": [_HELLO],
     "offer": {"nonce": str, "socket": str},
-    "placed": {"offset": _is_natural, "ranks": [int]},
+    "placed": {"offset": _natural, "ranks": [int]},
     "mailbox": (str, int, str),
     "unreached": [str],
-    "failed": _is_failure,
+    "failed": Failure.from_facts,
 }
 """What is said under a key, by the last of its parts that is a word."""
-
-
-def answer_within(question: Callable[[], Any], limit_s: float) -> tuple[threading.Thread, list[Any]]:
-    """Ask a store, whose answers have no deadline of their own; return who asks, and the answer, empty if none came."""
-    answer: list[Any] = []
-
-    def ask() -> None:
-        with contextlib.suppress(Exception):  # it has gone; whoever asks knows what that means
-            answer.append(question())
-
-    thread = threading.Thread(target=ask, name="phalanx-store", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return thread, answer
 
 
 @dataclass(eq=False)
@@ -86,7 +65,7 @@ class Meeting:
         watches: Of the processes of this host's other ranks, by rank, once they have said hello.
     """
 
-    store: Store
+    store: JsonStore
     rank: int
     size: int
     name: str
@@ -96,7 +75,6 @@ class Meeting:
     watches: dict[int, _core.PeerWatch] = field(default_factory=dict)
     _suspects: set[int] = field(default_factory=set)
     _has_parted: bool = False
-    _is_store_gone: bool = False  # then it is not asked again: TCPStore prints a traceback each time
 
     @property
     def me(self) -> int:
@@ -108,40 +86,45 @@ class Meeting:
 
     def get(self, key: str, what: str) -> Any:
         """Return what `key` of the store says; a missing one is a timeout that names the ranks that did not come."""
-        # Not Store.wait: it would not end when somebody fails, and TCPStore prints a warning whenever it times out.
-        pause_s = FIRST_POLL_S
-        next_look_s = time.monotonic() + LOOK_S
-        while (said := self._said(key)) is None:
-            if time.monotonic() >= next_look_s:
-                self.look()
-                next_look_s = time.monotonic() + LOOK_S
-            if time.monotonic() >= self.deadline:
-                raise self._timed_out(what)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, POLL_S * (1 + self.size / _MANY))  # the store serves all ranks
-        return self._understand(key, said)
-
-    def _said(self, key: str) -> bytes | None:
+        shape = _SHAPES[next(part for part in reversed(key.split("/")) if not part.isdigit())]
+        most_s = POLL_S * (1 + self.size / _MANY)  # the store serves all ranks
         try:
-            return self.store.get(key) if self.store.check([key]) else None
-        except Exception as error:
-            self._is_store_gone = True
+            # Not Store.wait: it would not end when somebody fails, and TCPStore prints a warning whenever it times out.
+            said = wait_until(
+                lambda: self.store.get(key, shape), self.deadline, seldom=self.look, seldom_s=LOOK_S, most_s=most_s
+            )
+        except StoreGoneError as error:
+            raise self._lost_store(error) from error
+        except GarbledError as error:
+            raise self._garbled(key, error) from None
+        if said is None:
+            raise self._timed_out(what)
+        return said
+
+    def _garbled(self, key: str, error: GarbledError) -> PhalanxError:
+        """Return the error of a key that says nothing that a rank says; it names the rank that wrote it."""
+        rank = self.global_ranks[next((int(part) for part in key.split("/") if part.isdigit()), 0)]
+        return self.refusal(
+            f"what rank {rank} said of itself ({key}) is not understood: {error}. Run the same version of phalanx on "
+            "every rank, and let nothing else write to the store.",
+            ranks=(rank,),
+        )
+
+    def set(self, key: str, value: Any) -> None:
+        try:
+            self.store.set(key, value, self.left_s)
+        except StoreSilentError:
+            raise self._timed_out("the job's store did not answer") from None
+        except StoreGoneError as error:
             raise self._lost_store(error) from error
 
-    def _understand(self, key: str, said: bytes) -> Any:
-        """Return what a key says; name the rank that wrote it if it is nothing that a rank says."""
-        parts = key.split("/")
-        name = [part for part in parts if not part.isdigit()][-1]
-        number = next((int(part) for part in parts if part.isdigit()), 0)
+    def has(self, key: str) -> bool:
         try:
-            return understand(said, _SHAPES[name])
-        except ValueError as error:
-            rank = self.global_ranks[number]
-            raise self.refusal(
-                f"what rank {rank} said of itself ({key}) is not understood: {error}. Run the same version of phalanx "
-                "on every rank, and let nothing else write to the store.",
-                ranks=(rank,),
-            ) from None
+            return self.store.has(key)
+        except StoreSilentError:
+            return False
+        except StoreGoneError as error:
+            raise self._lost_store(error) from error
 
     def failure(self, kind: str, ranks: Sequence[int] = (), **facts: Any) -> Failure:
         """Return what this rank has met while joining."""
@@ -151,9 +134,6 @@ class Meeting:
     def refusal(self, why: str, ranks: Sequence[int] = ()) -> PhalanxError:
         """Return the error of a rank that can't join."""
         return error_of(self.failure("refused", ranks, detail=why))
-
-    def set(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
 
     def share(self, key: str, value: Any) -> list[Any]:
         """Give every rank of the group what this one brings; return what each has brought."""
@@ -165,21 +145,17 @@ class Meeting:
         if self._has_parted:
             return
         self._has_parted = True
-        self._ask(lambda: self.set(f"parted/{self.rank}", ""))
-        deadline = time.monotonic() + PART_S
+        self._ask(lambda: self.store.set(f"parted/{self.rank}", "", STORE_S))
         keys = [f"parted/{r}" for r in range(self.size)]
-        while self.me == 0 and self._ask(lambda: self.store.check(keys)) is False and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        if self.me == 0:
+            have_parted = functools.partial(self._ask, lambda: self.store.has(*keys))
+            wait_until(lambda: self.store.is_gone or have_parted() or None, time.monotonic() + PART_S)
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """Return what the store says; None if it has gone: whoever can't do without it says so."""
-        if self._is_store_gone:
-            return None
-        try:
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """Return what the store says; None if it has gone or does not answer: whoever can't do without it says so."""
+        with contextlib.suppress(StoreGoneError, StoreSilentError):
             return question()
-        except Exception:
-            self._is_store_gone = True
-            return None
+        return None
 
     # ---- who can't join --------------------------------------------------------------------------------------------
 
@@ -204,13 +180,17 @@ class Meeting:
         finally:
             for fd in spare:
                 os.close(fd)
+            self.store.close()
 
     def look(self) -> None:
         """Raise what another rank has failed with while joining; RankFailed if one of this host has died."""
-        told = self._ask(lambda: self.store.get("failed") if self.store.check(["failed"]) else None)
+        try:
+            told = self._ask(lambda: self.store.get("failed", _SHAPES["failed"]))
+        except GarbledError as error:
+            raise self._garbled("failed", error) from None
         if told is not None:
             self.part()
-            raise error_of(replace(Failure.from_facts(self._understand("failed", told)), rank=self.me))
+            raise error_of(replace(told, rank=self.me))
         for rank, watch in self.watches.items():
             if not watch.dead:
                 continue
@@ -229,7 +209,7 @@ class Meeting:
             return
         for end in launch.ended():
             rank = self.global_ranks.index(end.rank) if end.rank in self.global_ranks else -1
-            if rank < 0 or self._ask(functools.partial(self.store.check, [f"hello/{rank}"])) is not False:
+            if rank < 0 or self._ask(functools.partial(self.store.has, f"hello/{rank}")) is not False:
                 continue
             if rank in self._suspects:
                 dead = (Peer(rank=end.rank, pid=end.pid),)
@@ -247,14 +227,14 @@ class Meeting:
         return error_of(cause)
 
     def _tell(self, cause: Failure) -> None:
-        if self._ask(lambda: self.store.check(["failed"])) is False:
-            self._ask(lambda: self.set("failed", cause.to_facts()))
+        if self._ask(lambda: self.store.has("failed")) is False:
+            self._ask(lambda: self.store.set("failed", cause.to_facts(), STORE_S))
         self.part()
 
     def _timed_out(self, what: str) -> PhalanxError:
         ranks = self._absent()
         if ranks:
-            what = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} did not come"
+            what = f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))} did not come"
         return self.too_late(what, ranks)
 
     def too_late(self, what: str, ranks: Sequence[int] = ()) -> PhalanxError:
@@ -274,14 +254,8 @@ class Meeting:
 
     def _absent(self) -> tuple[int, ...]:
         """Return the ranks that have not said hello, none if the store cannot tell: it may have gone, or be stopped."""
-
-        def look() -> tuple[int, ...]:
-            return tuple(other for r, other in enumerate(self.global_ranks) if not self.store.check([f"hello/{r}"]))
-
-        if self._is_store_gone:
-            return ()
-        _, answer = answer_within(look, STORE_S)
-        return answer[0] if answer else ()
+        came = self._ask(lambda: self.store.ask(lambda store: [store.check([f"hello/{r}"]) for r in range(self.size)]))
+        return tuple(rank for rank, is_here in zip(self.global_ranks, came or [], strict=bool(came)) if not is_here)
 
 
 def _cause(error: BaseException, meeting: Meeting) -> Failure:

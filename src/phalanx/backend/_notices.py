@@ -13,11 +13,10 @@ from typing import Any
 from torch.distributed import Store
 
 from phalanx._errors import Failure, MadeCall
+from phalanx._store import fits, understand
 from phalanx.backend._mailbox import Mailbox, post
-from phalanx.backend._meeting import answer_within
 from phalanx.backend._patience import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, STORE_S, TABLE_S
 from phalanx.backend._place import Place
-from phalanx.backend._words import fits, understand
 
 
 class Notices:
@@ -173,7 +172,7 @@ class Notices:
         """
         if self._is_store_gone or (self._unanswered is not None and self._unanswered.is_alive()):
             return otherwise
-        thread, answer = answer_within(question, self._store_s)
+        thread, answer = _answer_within(question, self._store_s)
         if not answer:
             self._unanswered = thread
             self._is_store_gone = not thread.is_alive()
@@ -192,3 +191,17 @@ def _verdict_of(facts: dict[str, Any]) -> Failure | None:
     with contextlib.suppress(ValueError):
         return Failure.from_facts(facts)
     return None
+
+
+def _answer_within(question: Callable[[], Any], limit_s: float) -> tuple[threading.Thread, list[Any]]:
+    """Ask a store, whose answers have no deadline of their own; return who asks, and the answer, empty if none came."""
+    answer: list[Any] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # it has gone; whoever asks knows what that means
+            answer.append(question())
+
+    thread = threading.Thread(target=ask, name="phalanx-store", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return thread, answer

@@ -12,9 +12,6 @@ LOOK_S = 0.1
 POLL_S = 0.02
 """Pause between questions to the store, which serves all ranks."""
 
-FIRST_POLL_S = 0.0002
-"""Pause after the first question of a new group, whose answer is often on its way; it doubles up to `POLL_S`."""
-
 STORE_S = 1.0
 """Time for the store to answer."""
 

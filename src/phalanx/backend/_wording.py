@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx._errors import KINDS, Failure, MadeCall, Peer, PhalanxError, RankFailed, Standing
+from phalanx._text import plural
 
 _ORDER = "ake every rank of the group call the same collectives in the same order."
 _FEWER_CALLS = (
@@ -62,7 +63,7 @@ def several(peers: Sequence[Peer]) -> str:
     """Return ``ranks 1, 2``; each with its process where they are on several hosts."""
     if any(peer.host for peer in peers):
         return listed([describe(peer) for peer in peers])
-    return f"rank{'s' * (len(peers) > 1)} {', '.join(str(peer.rank) for peer in peers)}"
+    return f"{plural(len(peers), 'rank')} {', '.join(str(peer.rank) for peer in peers)}"
 
 
 def call_text(call: MadeCall) -> str:
@@ -85,7 +86,7 @@ def _by_host(failure: Failure) -> str:
     named = []
     for host in dict.fromkeys(peer.host for peer in failure.culprits):
         meant = [peer.rank for peer in failure.culprits if peer.host == host]
-        numbers = f"rank{'s' * (len(meant) > 1)} {listed(meant)}"
+        numbers = f"{plural(len(meant), 'rank')} {listed(meant)}"
         named.append(f"host {host} ({numbers})" if host in failure.hosts else f"{numbers} on host {host}")
     return listed(named)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx import _core, _torch
+from phalanx._ranges import share
 from phalanx.checkpoint.image import Image, Part, as_stored
 from phalanx.checkpoint.tree import Json, Leaf, as_dtype
 
@@ -44,7 +45,7 @@ def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Col
     leaves = sorted(leaves, key=lambda leaf: leaf.name)  # ranks that are not alike may have them in another order
     divided = {leaf.name for leaf in leaves if _can_be_divided(leaf) and leaf.name in alike}
     total_bytes = sum(_size(leaf.tensor) for leaf in leaves if leaf.name in divided)
-    begin, end = (total_bytes * r // world_size for r in (rank, rank + 1))
+    own = share(total_bytes, rank, world_size)
     at = 0
     parts = []
     for leaf in leaves:
@@ -55,7 +56,7 @@ def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Col
             parts.append(Part(leaf.name, (0,) * tensor.dim(), tensor))
         else:
             row_bytes = _size(tensor) // len(tensor)
-            first, last = (min(max(-(-(edge - at) // row_bytes), 0), len(tensor)) for edge in (begin, end))
+            first, last = (min(max(-(-(edge - at) // row_bytes), 0), len(tensor)) for edge in (own.start, own.stop))
             if first < last:
                 parts.append(Part(leaf.name, (first, *(0,) * (tensor.dim() - 1)), tensor[first:last]))
             at += _size(tensor)
@@ -237,7 +238,6 @@ def _digest(tensor: Tensor) -> bytes:
     """Return 128 bits of each few MiB of a tensor, computed by as many threads as torch would copy it with."""
     bits = as_stored(tensor.resolve_neg()).contiguous().cpu()
     size, num_pieces = _size(bits), max(_size(bits) // _PIECE_BYTES, 1)
-    edges = [size * i // num_pieces for i in range(num_pieces + 1)]
-    pieces = [bits.data_ptr() + edge for edge in edges[:-1]]
-    sizes = [end - begin for begin, end in itertools.pairwise(edges)]
-    return _core.digests(pieces, sizes, torch.get_num_threads())
+    pieces = [share(size, piece, num_pieces) for piece in range(num_pieces)]
+    addresses = [bits.data_ptr() + piece.start for piece in pieces]
+    return _core.digests(addresses, [len(piece) for piece in pieces], torch.get_num_threads())

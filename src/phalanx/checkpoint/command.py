@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from phalanx._command_line import Parser, UsageError, nearest, whole_number
 from phalanx._errors import printable
+from phalanx._text import columns, counted, in_units
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.comparison import compare
 from phalanx.checkpoint.export import export, read, rows_of
@@ -142,7 +143,7 @@ def _ls(given: argparse.Namespace) -> int:
         metric = "" if checkpoint.metric is None else f"{checkpoint.metric:.4g}"
         wrong = [name for name in checkpoint.files if _size(checkpoint, name) != checkpoint.files[name]["size_bytes"]]
         state = f"damaged: {', '.join(wrong)}" if wrong else "whole"
-        rows.append([str(step), when, _in_units(checkpoint.size_bytes), str(checkpoint.world_size), metric, state])
+        rows.append([str(step), when, in_units(checkpoint.size_bytes), str(checkpoint.world_size), metric, state])
     _print_table(["step", "saved", "size", "ranks", "metric", "state"], rows)
     return 0
 
@@ -150,8 +151,8 @@ def _ls(given: argparse.Namespace) -> int:
 def _show(given: argparse.Namespace) -> int:
     checkpoint = _find_whole(given.folder, given.step)
     rank = _rank_of(checkpoint, given.rank) or 0
-    ranks = f"{checkpoint.world_size} rank{'s' * (checkpoint.world_size > 1)}"
-    print(f"step {checkpoint.step}, {_in_units(checkpoint.size_bytes)} of {ranks}; what rank {rank} has saved:")
+    ranks = counted(checkpoint.world_size, "rank")
+    print(f"step {checkpoint.step}, {in_units(checkpoint.size_bytes)} of {ranks}; what rank {rank} has saved:")
     _print_table(["name", "what"], [list(row) for row in rows_of(checkpoint, rank)])
     return 0
 
@@ -194,7 +195,7 @@ def _export(given: argparse.Namespace) -> int:
     if key is None:
         key = "model" if any(name.startswith("model.") for name, _ in rows_of(checkpoint, rank or 0)) else ""
     num_tensors = export(read(checkpoint, key, rank), given.out)
-    _say(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {_in_units(os.path.getsize(given.out))}")
+    _say(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {in_units(os.path.getsize(given.out))}")
     return 0
 
 
@@ -206,13 +207,6 @@ _COMMANDS: dict[str, Callable[[Any], int]] = {
 def _size(checkpoint: Checkpoint, name: str) -> int:
     path = os.path.join(checkpoint.path, name)
     return os.path.getsize(path) if os.path.exists(path) else -1
-
-
-def _in_units(size_bytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.1f} {unit}"
-    return f"{size_bytes} B"
 
 
 def _say(text: str, file: TextIO | None = None) -> None:
@@ -236,6 +230,4 @@ def _print_table(heads: list[str], rows: list[list[str]]) -> None:
                 table.add_row(*map(Text, row))
             Console(highlight=False).print(table)
             return
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    for row in [heads, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(columns([heads, *rows])))

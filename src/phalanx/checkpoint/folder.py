@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from phalanx._errors import CheckpointError
-from phalanx._files import open_regular
+from phalanx._files import open_regular, write_whole
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -256,13 +256,8 @@ def remove(folder: str, doomed: Iterable[int]) -> None:
 
 
 def _write_whole(path: str, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    part = f"{path}.{os.getpid()}.part"
-    with open(part, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(part, path)
+    """Write a file that is there whole or not at all, also after a loss of power."""
+    write_whole(path, text, durable=True)
     _sync(os.path.dirname(path))
 
 

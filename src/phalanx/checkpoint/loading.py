@@ -11,11 +11,12 @@ from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, Literal
 
 from phalanx._errors import CheckpointError, printable
+from phalanx._rank_group import RankGroup
 from phalanx.checkpoint import folder as folders
+from phalanx.checkpoint.agreement import gather, raise_problems, require_all
 from phalanx.checkpoint.blocks import Reader
 from phalanx.checkpoint.folder import Checkpoint, Damaged
 from phalanx.checkpoint.image import Image
-from phalanx.checkpoint.meeting import gather, meet, place, raise_problems
 from phalanx.checkpoint.memory import memory
 from phalanx.checkpoint.restoring import reason_of, restore
 from phalanx.checkpoint.tree import unpack
@@ -66,9 +67,10 @@ def load(
     """
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
-    rank, world_size = place()
+    ranks = RankGroup()
+    rank, world_size = ranks.rank, ranks.world_size
     path = os.path.abspath(folder)
-    meet("load")  # before rank 0 looks: another may still be writing its snapshot
+    require_all("load")  # before rank 0 looks: another may still be writing its snapshot
     answers = gather("load", (path, step, *(_candidates(path, step) if rank == 0 else ("", "", []))))
     if any(answer[:2] != answers[0][:2] for answer in answers):
         raise_problems("load", [f"loads step {answer[1]} from {answer[0]}" for answer in answers])

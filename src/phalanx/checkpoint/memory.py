@@ -18,6 +18,7 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._cgroups import cgroup_memory, host_memory
+from phalanx._rank_group import RankGroup
 from phalanx._snapshots import (
     HEAD_BYTES,
     MAGIC,
@@ -31,8 +32,8 @@ from phalanx._snapshots import (
     release,
 )
 from phalanx.checkpoint import blocks
+from phalanx.checkpoint.agreement import gather, raise_problems
 from phalanx.checkpoint.image import Image, fill, lay_out
-from phalanx.checkpoint.meeting import gather, largest, place, raise_problems
 from phalanx.checkpoint.tree import Leaf, pack
 
 _PAGE_BYTES = mmap.PAGESIZE
@@ -85,7 +86,8 @@ class SnapshotMemory:
         if self.problem:  # the same ranks have it
             self.let_go()
             return
-        rank, world_size = place()
+        ranks = RankGroup()
+        rank, world_size = ranks.rank, ranks.world_size
         problem, cause, tree = "", None, None
         leaves: list[Leaf] = []
         described: blocks.Description = {}
@@ -95,7 +97,7 @@ class SnapshotMemory:
         except Exception as error:  # whatever a state_dict() raises, the others must know
             problem, cause = f"{type(error).__name__}: {error}", error
         low, high = blocks.fingerprint(described)
-        *found, has_failed = largest([low, high, -low, -high, cause is not None])
+        *found, has_failed = ranks.largest_of_each([low, high, -low, -high, cause is not None])
         if has_failed:
             raise_problems("snapshot", gather("snapshot", problem), cause, f"of step {step} of {folder}")
         is_alike = found == [low, high, -low, -high]
@@ -104,7 +106,7 @@ class SnapshotMemory:
         metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
         layout = lay_out(parts, metadata)
         is_short = not self._regions or len(self._regions[0]) < _PAGE_BYTES + layout.size_bytes
-        if any(largest([is_short])):  # at the first snapshot, and at the first with an optimizer's state
+        if ranks.largest(is_short):  # at the first snapshot, and at the first with an optimizer's state
             self.problem = self._make_room(rank, layout.size_bytes)
             if self.problem:
                 return
@@ -144,7 +146,7 @@ class SnapshotMemory:
 
         Not before the first step: until then a script may load from it, in several calls.
         """
-        if self._is_forbidden and place()[0] == 0:
+        if self._is_forbidden and RankGroup().rank == 0:
             release(self._fd)
         self._is_forbidden = False
 
@@ -162,7 +164,7 @@ class SnapshotMemory:
 
     def read(self, folder: str, step: int) -> list[Image]:
         """Return the snapshots of a step that `newest` has found, in rank order; the next goes elsewhere."""
-        rank, _ = place()
+        rank = RankGroup().rank
         head = self._newest(folder)
         if head is None or head.step != step:
             raise ValueError("not every rank finds it")

@@ -14,10 +14,11 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._launched import note_progress
+from phalanx._rank_group import RankGroup
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint import folder as folders
+from phalanx.checkpoint.agreement import gather, raise_problems, require_all
 from phalanx.checkpoint.image import Part, fill, lay_out
-from phalanx.checkpoint.meeting import gather, meet, place, raise_problems
 from phalanx.checkpoint.retention import check_numbers, prune
 from phalanx.checkpoint.tree import Leaf, pack
 
@@ -79,9 +80,10 @@ class Saver:
         self._swept: set[str] = set()
 
     def save(self, folder: str, state: Any, step: int, metric: float | None, keep: dict[str, Any], wait: bool) -> None:
-        rank, world_size = place()
+        ranks = RankGroup()
+        rank, world_size = ranks.rank, ranks.world_size
         problem, cause = self.settle(), None
-        meet("save")  # before anything else, since state_dict() may be a collective
+        require_all("save")  # before anything else, since state_dict() may be a collective
         tree, draft = None, None
         leaves: list[Leaf] = []
         described: blocks.Description = {}
@@ -134,7 +136,7 @@ class Saver:
         if folder not in self._swept:
             folders.sweep(folder)
             self._swept.add(folder)
-        draft = folders.begin(folder, step, place()[1], None if metric is None else float(metric))
+        draft = folders.begin(folder, step, RankGroup().world_size, None if metric is None else float(metric))
         needed = sum(leaf.tensor.numel() * leaf.tensor.element_size() for leaf in leaves)
         disk = os.statvfs(draft.path)
         if disk.f_bavail * disk.f_frsize < needed:

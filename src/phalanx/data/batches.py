@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from phalanx.data.place import rank_and_size, share
+from phalanx._ranges import share
 from phalanx.data.random_state import RandomState
+from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 
 

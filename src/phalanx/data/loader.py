@@ -11,7 +11,7 @@ from torch.utils import data as torch_data
 
 from phalanx._sockets import keep_paths_short
 from phalanx.data.partition import Partition
-from phalanx.data.place import rank_and_size
+from phalanx.data.replica import rank_and_size
 from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.data.shards import Shard

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from phalanx.data.place import rank_and_size
+from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from torch.utils.data import distributed as torch_distributed
 
 from phalanx.data.epochs import warn_caller
-from phalanx.data.place import rank_and_size
+from phalanx.data.replica import rank_and_size
 
 
 class DistributedSampler(torch_distributed.DistributedSampler[Any]):

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from phalanx.data.place import rank_and_size
+from phalanx.data.replica import rank_and_size
 
 
 def seed_everything(seed: int, *, per_rank: bool = False) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from phalanx._torch import outside_of_workers
-from phalanx.data.place import rank_and_size
+from phalanx.data.replica import rank_and_size
 
 
 def shard_iterable(

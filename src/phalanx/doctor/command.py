@@ -11,7 +11,7 @@ from typing import Any
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._network import interfaces
-from phalanx.doctor.examination import Place, examine
+from phalanx.doctor.examination import HostRole, examine
 from phalanx.doctor.report import as_json, exit_code, print_report
 from phalanx.launch.cpus import read_machine
 from phalanx.launch.flags import GROUPS, Flag, Setting, add_flags
@@ -43,12 +43,12 @@ def main(args: Sequence[str]) -> int:
     """Examine this host, or this host's part of a job; return 1 if there is a problem, 2 for a wrong command line."""
     environ = _env.environment()
     try:
-        place, is_json = read_place(args, environ)
+        role, is_json = read_role(args, environ)
     except UsageError as error:
         return make_parser().refuse(error)
-    if place is None:
+    if role is None:
         return 0
-    diagnosis = examine(place, environ, _say)
+    diagnosis = examine(role, environ, _say)
     if is_json:
         print(as_json(diagnosis))
     else:
@@ -56,7 +56,7 @@ def main(args: Sequence[str]) -> int:
     return exit_code(diagnosis)
 
 
-def read_place(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Place | None, bool]:
+def read_role(args: Sequence[str], environ: Mapping[str, str]) -> tuple[HostRole | None, bool]:
     """Return what is to be examined, and whether JSON is wanted.
 
     None where a scheduler started one of us for each rank: the first of each host examines it.
@@ -68,25 +68,25 @@ def read_place(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Place |
     if found is not None and found.local_rank > 0:
         return None, False
     check_nodes(settings, found)
-    return _place(settings, environ), settings["json"].value
+    return _role_of(settings, environ), settings["json"].value
 
 
-def _place(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> Place:
+def _role_of(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> HostRole:
     met = rendezvous(settings)
     _, num_ranks, _ = count_local_ranks(settings["nproc-per-node"], read_machine(), environ)
     num_hosts = met.get("max_nodes", 1)
-    place = Place(
+    role = HostRole(
         num_hosts=num_hosts,
         num_local_ranks=num_ranks,
         timeout_s=settings["timeout"].value,
         tries_engines=not settings["no-engines"].value,
     )
     if num_hosts == 1:
-        return place
+        return role
     host, _, port = met["rdzv_endpoint"].rpartition(":")
     is_counted = met["rdzv_backend"] == "c10d"
     return dataclasses.replace(
-        place,
+        role,
         least_hosts=met["min_nodes"],
         node_rank=met["node_rank"],
         is_counted=is_counted,

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx._text import counted, in_units
 from phalanx.doctor.exercise import MPI_PROGRAM, SIZE_BYTES
-from phalanx.doctor.finding import Finding, in_seconds, in_units, note, ok, problem, warning
+from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
 from phalanx.launch.cpus import has_module
 
 _SLOW_IMPORT_S = 10.0
@@ -55,9 +56,7 @@ def judge_engine(result: Mapping[str, Any]) -> Finding:
     engine, size = result["engine"], result.get("world_size", 2)
     if "error" in result:
         return problem("all_reduce", f"{engine} on {size} local ranks: {result['error']}", _ADVICE.get(engine, ""))
-    what = (
-        f"{engine}: {in_units(SIZE_BYTES)} on {size} local rank{'s' * (size != 1)} in {in_seconds(result['seconds'])}"
-    )
+    what = f"{engine}: {in_units(SIZE_BYTES)} on {counted(size, 'local rank')} in {in_seconds(result['seconds'])}"
     return ok("all_reduce", what, engine=engine, world_size=size, size_bytes=SIZE_BYTES, seconds=result["seconds"])
 
 

@@ -23,7 +23,7 @@ _MEETING_SLACK_S = 90.0  # beyond the time that hosts wait for each other; the m
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class HostRole:
     """Where this host stands in the job.
 
     Attributes:
@@ -64,56 +64,56 @@ class Diagnosis:
     findings: Sequence[Finding]
     hosts: Sequence[Mapping[str, Any]]
     level: str
-    place: Place
+    role: HostRole
     is_told_by_first: bool
     seconds: float
 
 
-def examine(place: Place, environ: Mapping[str, str], say: Say) -> Diagnosis:
+def examine(role: HostRole, environ: Mapping[str, str], say: Say) -> Diagnosis:
     """Run every test and return what was found.
 
     Args:
         say: Function that prints a line about hosts that are awaited.
     """
     began_s = time.monotonic()
-    if place.num_hosts > 1:
-        place, on_master = _look_towards_master(place)
+    if role.num_hosts > 1:
+        role, on_master = _look_towards_master(role)
     else:
         on_master = []
-    with TorchProcess(dataclasses.asdict(place)) as torch_process:
-        findings = [*_examine_host(place, environ), *on_master]
+    with TorchProcess(dataclasses.asdict(role)) as torch_process:
+        findings = [*_examine_host(role, environ), *on_master]
         told = torch_process.examine()
-        findings += _judge_torch(told, place, environ)
-        if place.tries_engines:
+        findings += _judge_torch(told, role, environ)
+        if role.tries_engines:
             findings += _guarded("MPI", lambda: engines.examine_mpi(environ, _MPI_S), _MPI_S + _TEST_S)
         facts = {"name": socket.gethostname(), "versions": told.get("torch", {})}
         hosts: Sequence[Mapping[str, Any]] = [
-            {"host": place.node_rank, **facts, "address": place.address, "interface": place.interface}
+            {"host": role.node_rank, **facts, "address": role.address, "interface": role.interface}
         ]
         level, from_job = "ok", []
-        if place.num_hosts > 1:
+        if role.num_hosts > 1:
             go = {"facts": facts, "findings": [finding.as_dict() for finding in findings]}
-            met = torch_process.meet(go, place.timeout_s + _MEETING_SLACK_S, say)
-            place = dataclasses.replace(place, node_rank=met.rank if met.rank is not None else place.node_rank)
+            met = torch_process.meet(go, role.timeout_s + _MEETING_SLACK_S, say)
+            role = dataclasses.replace(role, node_rank=met.rank if met.rank is not None else role.node_rank)
             from_job, hosts, level = met.findings, met.hosts or hosts, met.level
-    findings = [dataclasses.replace(finding, host=place.node_rank) for finding in findings]
+    findings = [dataclasses.replace(finding, host=role.node_rank) for finding in findings]
     return Diagnosis(
         findings=[*findings, *from_job],
         hosts=hosts,
         level=max(level, worst([*findings, *from_job]), key=LEVELS.index),
-        place=place,
-        is_told_by_first=place.num_hosts > 1 and not place.serves and not from_job,
+        role=role,
+        is_told_by_first=role.num_hosts > 1 and not role.serves and not from_job,
         seconds=time.monotonic() - began_s,
     )
 
 
-def _look_towards_master(place: Place) -> tuple[Place, list[Finding]]:
-    """Return the place with the interface towards the master, and what there is to say of it."""
+def _look_towards_master(role: HostRole) -> tuple[HostRole, list[Finding]]:
+    """Return the role with the interface towards the master, and what there is to say of it."""
     towards: list[Interface] = []
 
     def look() -> list[Finding]:
-        rank = 0 if place.serves else 1
-        findings, found = network.examine_master(place.master_addr, place.master_port, rank, place.num_hosts)
+        rank = 0 if role.serves else 1
+        findings, found = network.examine_master(role.master_addr, role.master_port, rank, role.num_hosts)
         towards.extend([found] if found else [])
         return findings
 
@@ -121,13 +121,13 @@ def _look_towards_master(place: Place) -> tuple[Place, list[Finding]]:
     if not towards:  # an address that the others may reach all the same
         towards = [one for one in interfaces() if one.is_up and not one.is_loopback and one.address]
     if not towards:
-        return place, findings
-    return dataclasses.replace(place, interface=towards[0].name, address=towards[0].address), findings
+        return role, findings
+    return dataclasses.replace(role, interface=towards[0].name, address=towards[0].address), findings
 
 
-def _examine_host(place: Place, environ: Mapping[str, str]) -> list[Finding]:
+def _examine_host(role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
     """Run the tests that need no torch."""
-    num_ranks, num_hosts = place.num_local_ranks, place.num_hosts
+    num_ranks, num_hosts = role.num_local_ranks, role.num_hosts
     world_size = num_ranks * num_hosts
     machine = read_machine()
     tests: dict[str, Callable[[], list[Finding]]] = {
@@ -148,14 +148,14 @@ def _examine_host(place: Place, environ: Mapping[str, str]) -> list[Finding]:
     return [finding for topic, test in tests.items() for finding in _guarded(topic, test)]
 
 
-def _judge_torch(told: Mapping[str, Any], place: Place, environ: Mapping[str, str]) -> list[Finding]:
+def _judge_torch(told: Mapping[str, Any], role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
     """Judge what the process with torch has told."""
     versions = told.get("torch")
     findings = engines.judge_torch(versions, told["died"])
     is_there = versions is not None and "error" not in versions
     num_threads = versions["num_threads"] if versions and is_there else None
     findings += processors.examine_threads(
-        read_machine(), place.num_local_ranks, environ.get("OMP_NUM_THREADS", ""), num_threads
+        read_machine(), role.num_local_ranks, environ.get("OMP_NUM_THREADS", ""), num_threads
     )
     if not versions or not is_there:
         return findings

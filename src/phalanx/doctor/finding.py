@@ -58,21 +58,9 @@ def worst(findings: Iterable[Finding]) -> str:
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
 
 
-def in_units(size_bytes: float) -> str:
-    """Return ``1.5 GiB``, whole numbers without a fraction."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{size_bytes:.0f} B"
-
-
 def in_seconds(duration_s: float) -> str:
     """Return ``12.3 us``, ``1.23 ms`` or ``1.23 s``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if duration_s >= size:
             return f"{duration_s / size:.3g} {unit}"
     return f"{duration_s / 1e-6:.3g} us"
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -6,19 +6,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from phalanx._text import in_units, named
 from phalanx.doctor.exercise import ABANDONED, SIZE_BYTES
-from phalanx.doctor.finding import Finding, in_seconds, in_units, note, ok, problem, warning
-from phalanx.launch.cpus import format_ranges
+from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
 
 _CLOCK_NOTE_S, _CLOCK_WARNING_S = 0.1, 2.0
 _SLOW_LINK_BYTES_PER_S = 0.1e9  # less than most of Ethernet at 1 Gbit/s
 _STRAGGLER = 0.5  # of the median of all links
 _COMPARED = ("torch", "phalanx", "python")
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return ``host 1`` or ``hosts 1-3,7``."""
-    return f"host{'s' * (len(ranks) != 1)} {format_ranges(sorted(ranks))}"
 
 
 def compare_versions(hosts: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -30,7 +25,7 @@ def compare_versions(hosts: Sequence[Mapping[str, Any]]) -> list[Finding]:
             by_version.setdefault(host["versions"].get(name, "none"), []).append(host["host"])
         if len(by_version) == 1:
             continue
-        said = "; ".join(f"{version} on {named(ranks)}" for version, ranks in by_version.items())
+        said = "; ".join(f"{version} on {named('host', ranks)}" for version, ranks in by_version.items())
         minor = {".".join(version.split(".")[:2]) for version in by_version}
         is_patch = name == "python" and len(minor) == 1
         todo = "the same environment on all hosts: a shared folder, one container image, or one lock file"
@@ -51,7 +46,7 @@ def judge(hosts: Sequence[Mapping[str, Any]], measured: Mapping[int, Mapping[str
     findings = []
     if silent:
         todo = "see what phalanx doctor says there"
-        findings.append(problem("meeting", f"{named(silent)} came and did not finish", todo, silent=silent))
+        findings.append(problem("meeting", f"{named('host', silent)} came and did not finish", todo, silent=silent))
     links = {
         (rank, int(other)): link for rank, told in measured.items() for other, link in told.get("links", {}).items()
     }

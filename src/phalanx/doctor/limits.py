@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx import _cgroups
-from phalanx.doctor.finding import Finding, in_units, note, ok, problem, warning
+from phalanx._text import in_units
+from phalanx.doctor.finding import Finding, note, ok, problem, warning
 
 _RANK_BYTES = 512 << 20  # a process that has imported torch, and a small model
 _LEAST_BYTES = 256 << 20  # less than importing torch takes

@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping
 
 from phalanx import _cgroups
-from phalanx.doctor.finding import Finding, count, in_seconds, note, ok, problem, warning
+from phalanx._text import counted
+from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
 from phalanx.launch.cpus import Machine, divide
 
 _SLOW_CLOCK_S = 1e-6  # reading a hardware clock takes tens of nanoseconds
@@ -27,7 +28,7 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
     """
     findings = []
     usable = f"{machine.num_cpus} of {num_online} CPUs" if num_online not in (None, machine.num_cpus) else ""
-    usable = usable or count(machine.num_cpus, "CPU")
+    usable = usable or counted(machine.num_cpus, "CPU")
     found = f"{usable}, {machine.describe()}"
     facts = {
         "num_cpus": machine.num_cpus,
@@ -40,13 +41,13 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
         findings.append(
             warning(
                 "CPUs",
-                f"{found}, for {count(num_ranks, 'rank')}: they share cores",
+                f"{found}, for {counted(num_ranks, 'rank')}: they share cores",
                 f"--nproc-per-node {machine.num_cores}, or give the container or the job more CPUs",
                 **facts,
             )
         )
     else:
-        findings.append(ok("CPUs", f"{found}, for {count(num_ranks, 'rank')}", **facts))
+        findings.append(ok("CPUs", f"{found}, for {counted(num_ranks, 'rank')}", **facts))
     periods, throttled = _throttling(root)
     if periods and throttled / periods > _OFTEN_THROTTLED:
         findings.append(
@@ -61,7 +62,9 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
     nodes = [machine.numa_nodes.count(node) for node in sorted(set(machine.numa_nodes))]
     division = divide(num_ranks, machine, pin=True)
     cores = " + ".join(map(str, nodes))
-    findings.append(ok("NUMA", f"{count(len(nodes), 'node')} of {cores} cores; {division.note}", num_nodes=len(nodes)))
+    findings.append(
+        ok("NUMA", f"{counted(len(nodes), 'node')} of {cores} cores; {division.note}", num_nodes=len(nodes))
+    )
     return findings
 
 
@@ -91,7 +94,8 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
         return [
             warning(
                 "threads",
-                f"OMP_NUM_THREADS={omp_num_threads} in each of {count(num_ranks, 'rank')}, on {count(budget, 'CPU')}",
+                f"OMP_NUM_THREADS={omp_num_threads} in each of {counted(num_ranks, 'rank')}, "
+                f"on {counted(budget, 'CPU')}",
                 f"unset it, and phalanx run divides the cores; or set it to {max(1, machine.num_cores // num_ranks)}",
                 **facts,
             )
@@ -99,7 +103,7 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
     if omp_num_threads:
         return [ok("threads", f"OMP_NUM_THREADS={omp_num_threads} as set", **facts)]
     each = divide(num_ranks, machine, pin=True).shares[0].num_threads
-    found = f"phalanx run gives each of {count(num_ranks, 'rank')} {count(each, 'thread')}"
+    found = f"phalanx run gives each of {counted(num_ranks, 'rank')} {counted(each, 'thread')}"
     if torch_threads is not None and torch_threads > budget:
         return [
             note(

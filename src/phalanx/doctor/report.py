@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import phalanx
+from phalanx._text import counted, named
 from phalanx.doctor.examination import Diagnosis
-from phalanx.doctor.finding import LEVELS, Finding, count
-from phalanx.doctor.job import named
+from phalanx.doctor.finding import LEVELS, Finding
 
 FORMAT_VERSION = 1
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
@@ -29,8 +29,8 @@ def as_json(diagnosis: Diagnosis) -> str:
         "phalanx": phalanx.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seconds": round(diagnosis.seconds, 3),
-        "host": diagnosis.place.node_rank,
-        "num_hosts": diagnosis.place.num_hosts,
+        "host": diagnosis.role.node_rank,
+        "num_hosts": diagnosis.role.num_hosts,
         "hosts": [{key: host[key] for key in ("host", "name", "address", "interface")} for host in diagnosis.hosts],
         "findings": [finding.as_dict() for finding in diagnosis.findings],
         "level": diagnosis.level,
@@ -41,12 +41,12 @@ def as_json(diagnosis: Diagnosis) -> str:
 
 def print_report(diagnosis: Diagnosis) -> None:
     """Print the findings as a table where somebody looks on, as lines for logs and other programs."""
-    place = diagnosis.place
+    role = diagnosis.role
     if diagnosis.is_told_by_first:
-        print(f"phalanx doctor: host {place.node_rank} is examined; host 0 ({place.master_addr}) prints what was found")
+        print(f"phalanx doctor: host {role.node_rank} is examined; host 0 ({role.master_addr}) prints what was found")
         return
     rows = merged(diagnosis.findings)
-    has_hosts = place.num_hosts > 1
+    has_hosts = role.num_hosts > 1
     if not (sys.stdout.isatty() and _print_table(rows, has_hosts)):
         _print_lines(rows, has_hosts)
     print(f"phalanx doctor: {summary(diagnosis)}")
@@ -61,10 +61,10 @@ def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
     groups: dict[tuple[str, ...], list[Finding]] = {}
     seen: dict[tuple[int | None, str], int] = {}
     for finding in findings:
-        place = seen[finding.host, finding.topic] = seen.get((finding.host, finding.topic), -1) + 1
+        role = seen[finding.host, finding.topic] = seen.get((finding.host, finding.topic), -1) + 1
         is_alike = finding.level == "ok" and finding.host is not None
         key = (
-            ("ok", finding.topic, str(place))
+            ("ok", finding.topic, str(role))
             if is_alike
             else (finding.level, finding.topic, finding.found, finding.todo)
         )
@@ -74,15 +74,17 @@ def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
         hosts = [finding.host for finding in group if finding.host is not None]
         alike = "" if len({finding.found for finding in group}) == 1 else f" (host {hosts[0]}; the others alike)"
         first = group[0]
-        rows.append((Finding(**{**first.as_dict(), "found": first.found + alike}), named(hosts) if hosts else "job"))
+        rows.append(
+            (Finding(**{**first.as_dict(), "found": first.found + alike}), named("host", hosts) if hosts else "job")
+        )
     return rows
 
 
 def summary(diagnosis: Diagnosis) -> str:
     """Return the last line: how many of each level, and the exit code."""
     counts = [sum(finding.level == level for finding in diagnosis.findings) for level in LEVELS]
-    bad = [count(number, level) for level, number in zip(LEVELS, counts, strict=True) if number and level != "ok"]
-    hosts = count(len(diagnosis.hosts), "host")
+    bad = [counted(number, level) for level, number in zip(LEVELS, counts, strict=True) if number and level != "ok"]
+    hosts = counted(len(diagnosis.hosts), "host")
     said = ", ".join(reversed(bad)) or "all is well"
     return f"{hosts}, {said}; {diagnosis.seconds:.1f} s; exit code {exit_code(diagnosis)}"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.torch_side import command
-from phalanx.launch.channel import Channel
+from phalanx.launch.packets import PacketSocket
 
 Say = Callable[[str], None]
 
@@ -43,12 +43,12 @@ class Met:
 class TorchProcess:
     """Owns the process, its channel and what it writes to stderr; within a ``with`` block."""
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        self._settings = {"engine_deadline_s": _ENGINE_S, "place": place}
+    def __init__(self, role: dict[str, Any]) -> None:
+        self._settings = {"engine_deadline_s": _ENGINE_S, "role": role}
 
     def __enter__(self) -> TorchProcess:
         self._stderr = tempfile.TemporaryFile()
-        self._channel, theirs = Channel.pair()
+        self._channel, theirs = PacketSocket.pair()
         with theirs:
             self._process = subprocess.Popen(
                 command(theirs.fileno(), self._settings),

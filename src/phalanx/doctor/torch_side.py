@@ -17,7 +17,7 @@ from typing import Any
 
 import phalanx
 from phalanx.doctor.exercise import in_processes, one_line, run_ranks
-from phalanx.launch.channel import Channel
+from phalanx.launch.packets import PacketSocket
 from phalanx.launch.warden import die_with_parent
 
 NUM_RANKS = 2
@@ -26,7 +26,7 @@ _GPU_DEADLINE_S = 15.0  # the driver may have to load
 
 def main() -> None:
     """Do all that this process is for; arguments: the number of the channel's descriptor, and settings as JSON."""
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
     settings = json.loads(sys.argv[2])
     die_with_parent(settings["parent"])
     began_s = time.monotonic()
@@ -39,7 +39,7 @@ def main() -> None:
         channel.send({"torch": {"error": one_line(error)}})
         return
     channel.send({"torch": {**facts, "import_s": time.monotonic() - began_s}})
-    tries_engines = settings["place"]["tries_engines"]
+    tries_engines = settings["role"]["tries_engines"]
     for engine in ["phalanx", *["gloo"] * facts["gloo"]] if tries_engines else []:
         channel.send({"begins": engine})
         channel.send({"engine": engine, **run_ranks(engine, NUM_RANKS, settings["engine_deadline_s"])})
@@ -51,10 +51,10 @@ def main() -> None:
         deadline_s = settings["engine_deadline_s"] + _GPU_DEADLINE_S
         channel.send({"engine": "nccl", "world_size": size, **run_ranks("nccl", size, deadline_s)})
     channel.send({"engines": "done"})
-    if settings["place"]["num_hosts"] > 1 and (go := channel.wait()) is not None:
-        from phalanx.doctor.meeting import hold
+    if settings["role"]["num_hosts"] > 1 and (go := channel.wait()) is not None:
+        from phalanx.doctor.hosts import hold
 
-        hold(settings["place"], go, channel.send)
+        hold(settings["role"], go, channel.send)
         os._exit(0)  # a try of Gloo may still wait
 
 
@@ -101,6 +101,6 @@ def _look_at_gpus(facts: dict[str, Any]) -> dict[str, Any]:
 
 def command(descriptor: int, settings: dict[str, Any]) -> list[str]:
     """Return the command of such a process."""
-    # Not with -m, which would let a json.py in the current folder take the library's place.
+    # Not with -m, which would let a json.py in the current folder take the library's role.
     program = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.doctor.torch_side import main; main()"
     return [sys.executable, "-c", program, str(descriptor), json.dumps({**settings, "parent": os.getpid()})]

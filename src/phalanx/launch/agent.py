@@ -32,16 +32,15 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from phalanx import _env, _torch
-from phalanx.launch.channel import Channel
+from phalanx.launch.deadlines import CAUSE_S, LEAVE_S
 from phalanx.launch.nodes import read_cause
+from phalanx.launch.packets import PacketSocket
 
-_CAUSE_WAIT_S = 3.0  # for another node to announce the cause of a victim's failure
 _NUM_FAILURES = "phalanx/failures"
 _NUM_DONE = "phalanx/done"
 _NUM_LEAVING = "phalanx/leaving"
 _MASTER_PORT = "phalanx/master_port"
 _NAME_WAIT_S, _NAME_PAUSE_S = 900.0, 1.0  # the limit is that of torch's static rendezvous
-_LEAVE_WAIT_S = 5.0  # all are known to be done
 _LEAVE_POLL_S = 0.05
 
 
@@ -52,7 +51,7 @@ class NodeAgent(SimpleElasticAgent):
         cause: Cause of the last failure that a node announced, as `nodes.cause_of` wrote it.
     """
 
-    def __init__(self, spec: WorkerSpec, channel: Channel) -> None:
+    def __init__(self, spec: WorkerSpec, channel: PacketSocket) -> None:
         super().__init__(spec, exit_barrier_timeout=30)
         self._channel = channel
         self._ended: dict[str, Any] | None = None  # how the supervisor says that this node's ranks ended
@@ -126,7 +125,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Leave together: the store goes with its node, and torch's own barrier prints what it meets then."""
-        deadline = time.monotonic() + _LEAVE_WAIT_S
+        deadline = time.monotonic() + LEAVE_S
         with contextlib.suppress(Exception):  # it has gone: nobody needs us any more
             self._attempt_store.add(_NUM_LEAVING, 1)
             size = cast(int, _torch.attribute_of(self, "_worker_group").group_world_size)
@@ -147,7 +146,7 @@ class NodeAgent(SimpleElasticAgent):
         self._attempt_store.add(_NUM_FAILURES, 1)
 
     def _failure(self, worker_group: WorkerGroup) -> RunResult:
-        deadline = time.monotonic() + _CAUSE_WAIT_S
+        deadline = time.monotonic() + CAUSE_S
         while True:
             numbers = range(1, self._num(_NUM_FAILURES) + 1)
             causes = [read_cause(self._attempt_store.get(f"{_NUM_FAILURES}/{n}")) for n in numbers]
@@ -197,7 +196,7 @@ def _rendezvous_handler(job: dict[str, Any]) -> RendezvousHandler:
     )
 
 
-def _await_name(channel: Channel, job: dict[str, Any]) -> None:
+def _await_name(channel: PacketSocket, job: dict[str, Any]) -> None:
     """Return once the host where the nodes meet has an address; torch would repeat a warning every few seconds.
 
     Raises:
@@ -222,7 +221,7 @@ def _await_name(channel: Channel, job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
     job = json.loads(sys.argv[2])
     _env.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     try:

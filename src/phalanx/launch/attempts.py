@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from phalanx._cgroups import count_oom_kills
 from phalanx._snapshots import announce_restart, common_heads, forbid
+from phalanx._text import counted
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import RankEnd, brief_report
 from phalanx.launch.folding import owner_of
@@ -127,7 +128,7 @@ class Course:
         self._begin(self._job.num_local_ranks, proven=before)
         self._is_trial = True
         return (
-            f"after {self._wait_s:g} s with {_ranks(before)}: planned restart, which does not count, with "
+            f"after {self._wait_s:g} s with {counted(before, 'rank')}: planned restart, which does not count, with "
             f"{self._note}, from the last snapshot"
         )
 
@@ -156,15 +157,17 @@ class Course:
         number, proven, steps = self.num_ranks, self._proven, []
         if has_progress and self.num_ranks < most:
             number, proven = most, self.num_ranks
-            steps = [f"{_ranks(proven)} made progress: going on with {_ranks(number)} of {self._bounds}"]
+            steps = [
+                f"{counted(proven, 'rank')} made progress: going on with {counted(number, 'rank')} of {self._bounds}"
+            ]
         elif not has_progress and lived_s < _AT_ONCE_S and job.min_local_ranks < most:
             if self.num_ranks == job.min_local_ranks:
                 self.is_over = True
-                return [f"{failed}, and {_ranks(self.num_ranks)} of {self._bounds} is the least"]
+                return [f"{failed}, and {counted(self.num_ranks, 'rank')} of {self._bounds} is the least"]
             if proven:
                 self._wait_s *= 2
             number, proven = proven or self.num_ranks - 1, 0
-            steps = [f"{failed}: going on with {_ranks(number)} of {self._bounds}"]
+            steps = [f"{failed}: going on with {counted(number, 'rank')} of {self._bounds}"]
         changes = number != self.num_ranks
         self._begin(number, proven=proven)
         self._num_restarts += 1
@@ -228,7 +231,3 @@ def _newest_steps(fd: int) -> dict[bytes, int]:
 
 def _is_ahead(steps: dict[bytes, int], before: dict[bytes, int]) -> bool:
     return any(step > before.get(folder, -1) for folder, step in steps.items())
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' * (number != 1)}"

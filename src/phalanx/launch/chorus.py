@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 
-from phalanx.launch.cpus import format_ranges
+from phalanx._text import named
 from phalanx.launch.tracebacks import Stream
 
 _WARNING = re.compile(rb"^\S.*:\d+: \w*Warning: ")  # of Python, its line of source below
@@ -62,7 +62,7 @@ class Chorus:
     def _tell(self, warning: _Warning) -> None:
         warning.is_shown = True
         ranks = sorted(warning.ranks)
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranges(ranks)}"
+        who = named("rank", ranks)
         prefix = f"[{'all ranks' if len(ranks) == self._num_ranks else who}] ".encode()
         self._show(b"".join(prefix + line + b"\n" for line in warning.text.splitlines()))
 

@@ -17,6 +17,8 @@ from typing import NamedTuple, TypeVar
 
 from phalanx import _cgroups
 from phalanx._cgroups import read
+from phalanx._ranges import share
+from phalanx._text import counted, format_ranges
 
 _Item = TypeVar("_Item")
 
@@ -71,7 +73,7 @@ class Machine:
 
     def describe(self) -> str:
         quota = f", quota {self.quota_cpus:g} CPUs" if self.has_short_quota else ""
-        return f"{_count(len(self.cores), 'physical core')}{quota}"
+        return f"{counted(len(self.cores), 'physical core')}{quota}"
 
 
 def read_machine(root: str = "/", usable: Sequence[int] | None = None) -> Machine:
@@ -185,7 +187,7 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
     elif not pin:
         why_not = ", not pinned"
     elif num_ranks > len(machine.cores):
-        why_not = f", not pinned: {_count(len(machine.cores), 'core')}"
+        why_not = f", not pinned: {counted(len(machine.cores), 'core')}"
     elif machine.has_short_quota:
         why_not = f", not pinned: quota of {machine.quota_cpus:g} CPUs"
     elif omp_num_threads.isdigit() and int(omp_num_threads) * num_ranks > machine.num_cpus:
@@ -195,14 +197,14 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
     num_threads = min(map(len, parts)) if is_pinned else max(1, machine.num_cores // num_ranks)
     cpus = [tuple(sorted(cpu for core in cores for cpu in core)) for cores in parts] or [()] * num_ranks
     threads = (
-        f"OMP_NUM_THREADS={omp_num_threads} as set" if omp_num_threads else _count(num_threads, "thread") + " each"
+        f"OMP_NUM_THREADS={omp_num_threads} as set" if omp_num_threads else counted(num_threads, "thread") + " each"
     )
     shown = [format_ranges(of_rank) for of_rank in cpus]
     if len(shown) > 8:
         shown = [*shown[:3], "...", shown[-1]]
     where = f", pinned to CPUs {' | '.join(shown)}" if is_pinned else why_not
     shares = tuple(Share(num_threads=num_threads, cpus=of_rank) for of_rank in cpus)
-    return Division(shares, f"{_count(num_ranks, 'rank')}, {threads}{where}")
+    return Division(shares, f"{counted(num_ranks, 'rank')}, {threads}{where}")
 
 
 def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, ...]]]:
@@ -222,18 +224,8 @@ def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, 
 
 
 def _split(items: Sequence[_Item], num_parts: int) -> list[Sequence[_Item]]:
-    return [items[p * len(items) // num_parts : (p + 1) * len(items) // num_parts] for p in range(num_parts)]
-
-
-def format_ranges(numbers: Sequence[int]) -> str:
-    """Return ``0-2,5`` for 0, 1, 2, 5, as the kernel writes it."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    shares = (share(len(items), part, num_parts) for part in range(num_parts))
+    return [items[of_part.start : of_part.stop] for of_part in shares]
 
 
 def _parse_cpus(text: str) -> list[int]:
@@ -249,7 +241,3 @@ def _names(folder: str) -> list[str]:
     with contextlib.suppress(OSError):
         return sorted(os.listdir(folder))
     return []
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

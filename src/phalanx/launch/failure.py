@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from phalanx._env import PREEMPTED_CODE
+from phalanx._text import named
 from phalanx.launch.causes import is_victim
-from phalanx.launch.cpus import format_ranges
 from phalanx.launch.folding import COLUMNS, ROWS, fold, num_rows
 from phalanx.launch.notes import has_made_room
 from phalanx.launch.tracebacks import STYLE, TORCH_PREFIX, class_name, find_last_block
@@ -159,7 +159,7 @@ def _others(culprit: RankEnd, ends: Sequence[RankEnd]) -> list[str]:
             groups.setdefault(_end_in_brief(end, culprit), []).append(end.rank)
     lines = []
     for what, ranks in sorted(groups.items(), key=lambda group: min(group[1])):
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranges(sorted(ranks))}"
+        who = named("rank", ranks)
         lines.append(f"{who}: {what}"[: COLUMNS - 2])
     return lines if len(lines) <= _MAX_OTHERS else [*lines[:_MAX_OTHERS], "others: see the logs"]
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 import phalanx
+from phalanx._text import counted
 from phalanx.launch.tracebacks import CPP_FRAME, EXCEPTION, TRACEBACK
 
 COLUMNS, ROWS = 80, 24
@@ -93,7 +94,7 @@ def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
         shown[:0] = last_other
     owners = {**owners, **({"C++": num_cpp} if num_cpp else {})}
     total = sum(owners.values())
-    note = f"  ({total} frame{'s' * (total != 1)} of {_listed(list(owners))} folded)" if total else ""
+    note = f"  ({counted(total, 'frame')} of {_listed(list(owners))} folded)" if total else ""
     return shown, note
 
 
@@ -146,5 +147,5 @@ def _crop_message(lines: Sequence[str], max_rows: int) -> list[str]:
         kept.append(line)
         rows_left -= num_rows(f"  {line}")
     num_left = len(body) - len(kept)
-    more = [f"... {num_left} more line{'s' * (num_left != 1)} in the log ..."] if num_left else []
+    more = [f"... {counted(num_left, 'more line')} in the log ..."] if num_left else []
     return [*kept, *more, *last]

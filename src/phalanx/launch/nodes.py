@@ -11,11 +11,12 @@ import time
 from typing import Any
 
 from phalanx.launch.attempts import say_failure
-from phalanx.launch.channel import Channel
+from phalanx.launch.deadlines import NEWS_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import LastWords, RankEnd
 from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.job import Job
+from phalanx.launch.packets import PacketSocket
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.warden import die_with_parent, hold_signals
@@ -23,7 +24,6 @@ from phalanx.launch.warden import die_with_parent, hold_signals
 # Not with -m, which would let a json.py in the current folder take the library's place.
 _RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.agent import main; main()"
 _MAX_LINES = 42
-_PATIENCE_S = 10.0  # before we say that we still wait for other nodes
 
 
 def run_with_other_nodes(ranks: Supervisor, job: Job) -> RankEnd | None:
@@ -73,7 +73,7 @@ class _Orders:
         self.num_restarts = 0
 
     def __enter__(self) -> _Orders:
-        self._channel, theirs = Channel.pair()
+        self._channel, theirs = PacketSocket.pair()
         supervisor_pid = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
@@ -104,7 +104,7 @@ class _Orders:
 
     def next(self) -> dict[str, Any] | None:
         """Return the next order; None when we are told to end."""
-        patience_ends_s = time.monotonic() + _PATIENCE_S
+        patience_ends_s = time.monotonic() + NEWS_S
         said = False
         while not self._pending:
             if self._ranks.received is not None:

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 
 from phalanx import _env
+from phalanx._files import write_whole
 
 _MODULES = "modules.json"
 _ROOM_MADE = "made_room"
@@ -49,9 +50,7 @@ def note_modules() -> None:
             names.append(name)
     path = modules_file(folder)
     with contextlib.suppress(OSError):  # a full disk: restarts are slower
-        with open(f"{path}.part", "w") as file:
-            json.dump(names, file)
-        os.rename(f"{path}.part", path)
+        write_whole(path, json.dumps(names))
 
 
 def run_logs() -> str:

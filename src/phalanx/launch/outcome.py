@@ -8,8 +8,8 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx._text import named
 from phalanx.launch.causes import is_victim
-from phalanx.launch.cpus import format_ranges
 from phalanx.launch.failure import LastWords, RankEnd, alike, signal_name
 from phalanx.launch.folding import fold
 from phalanx.launch.hints import hint_for
@@ -158,7 +158,7 @@ def _in_groups(others: Sequence[Outcome], culprit: Outcome) -> list[str]:
     groups: dict[str, list[int]] = {}
     for outcome in others:
         groups.setdefault(_brief(outcome, culprit), []).append(outcome.rank)
-    return [f"  rank{'s' * (len(ranks) > 1)} {format_ranges(sorted(ranks))}: {what}" for what, ranks in groups.items()]
+    return [f"  {named('rank', ranks)}: {what}" for what, ranks in groups.items()]
 
 
 def _brief(outcome: Outcome, culprit: Outcome) -> str:

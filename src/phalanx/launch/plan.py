@@ -13,7 +13,8 @@ from typing import Any
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import did_you_mean
-from phalanx.launch.cpus import Machine, count_gpus, divide, format_ranges, has_module, read_machine, torch_uses_gpus
+from phalanx._text import counted, format_ranges
+from phalanx.launch.cpus import Machine, count_gpus, divide, has_module, read_machine, torch_uses_gpus
 from phalanx.launch.flags import Flag, Setting, read_flags
 from phalanx.launch.job import Job
 from phalanx.launch.run_folder import name_of
@@ -47,7 +48,7 @@ class Plan:
         ]
         for rank, share in enumerate(job.divide(most).shares):
             where = f"CPUs {format_ranges(share.cpus)}" if share.cpus else "any CPU"
-            rows.append((f"local rank {rank}", f"{share.num_threads} thread{'s' * (share.num_threads != 1)}", where))
+            rows.append((f"local rank {rank}", counted(share.num_threads, "thread"), where))
         widths = [max(len(str(row[column])) for row in rows if row[2]) for column in (0, 1)]
         lines = [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {origin}".rstrip() for name, value, origin in rows]
         lines.append(f"phalanx run: {job.note}")
@@ -151,7 +152,7 @@ def _count_ranks(asked: int | str, origin: str, machine: Machine, environ: Mappi
     if asked == "gpu" and not num_gpus:
         raise UsageError(f"{origin} gpu, and no GPU is visible here: name a number, or auto")
     if num_gpus:
-        return num_gpus, f"{origin}: {num_gpus} GPU{'s' * (num_gpus != 1)}"
+        return num_gpus, f"{origin}: {counted(num_gpus, 'GPU')}"
     if asked == "cpu":
         return machine.num_cpus, f"{origin}: {machine.num_cpus} CPUs"
     return machine.num_cores, f"{origin}: {machine.describe()}"

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
+from phalanx._text import counted
+
 _LOCAL_ADDRESS = "127.0.0.1"
 
 
@@ -222,7 +224,7 @@ def contradiction(place: Placement, num_local_ranks: int) -> str:
     }.get(place.scheduler, ("mpiexec -ppn 1 phalanx run", "mpiexec python train.py"))
     return (
         f"{place.scheduler} started phalanx run {place.local_world_size} times on this node, and each would start "
-        f"{num_local_ranks} rank{'s' * (num_local_ranks != 1)}: use {right[0]} --nproc-per-node "
+        f"{counted(num_local_ranks, 'rank')}: use {right[0]} --nproc-per-node "
         f"{place.local_world_size} train.py, or {right[1]} with phalanx.init()"
     )
 

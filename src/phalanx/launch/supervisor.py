@@ -15,8 +15,10 @@ from functools import partial
 
 from phalanx import _env
 from phalanx._launched import Notes
+from phalanx._text import counted
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
+from phalanx.launch.deadlines import CAUSE_S, KILL_S, SAME_CAUSE_S
 from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
@@ -30,9 +32,6 @@ from phalanx.launch.standby import Standby
 from phalanx.launch.warden import adopt_orphans
 from phalanx.launch.warden_client import Warden
 
-_KILL_WAIT_S = 5.0  # after SIGKILL: only the kernel can make this pass
-_CAUSE_WAIT_S = 3.0  # for the cause of a victim's failure: a rank may take that long from its exception to its end
-_SAME_WAIT_S = 0.5  # for the others to raise what one has raised, where that decides on a restart
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
 _STDOUT, _STDERR = 1, 2
@@ -330,9 +329,9 @@ class Supervisor:
         else:  # it names no reason, and another is just dying of one
             silent = culprit.returncode > 0 and not culprit.last_words.kind
             awaited = silent and any(rank.end is None and rank.said_why for rank in self._ranks)
-        give_up_s = self._first_failure_s + _CAUSE_WAIT_S
+        give_up_s = self._first_failure_s + CAUSE_S
         if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
-            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + _SAME_WAIT_S
+            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + SAME_CAUSE_S
         if culprit.made_room:  # and so will the others
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
@@ -351,7 +350,7 @@ class Supervisor:
         for rank in living:
             rank.asked_to_end = True
         self._ending_by = sig
-        wait_s = _KILL_WAIT_S if sig == signal.SIGKILL else self._job.grace_s
+        wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
         self.events.deadline = time.monotonic() + wait_s
         self._warden.signal(sig, [rank.pid for rank in living if rank.pid])
 
@@ -381,7 +380,7 @@ class Supervisor:
                 living = [rank for rank in self._ranks if rank.end is None]
                 why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
                 again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
-                self.say(f"{why}: ending {_count(living)}{again}")
+                self.say(f"{why}: ending {counted(len(living), 'rank')}{again}")
                 if sig == signal.SIGINT:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()
@@ -393,7 +392,7 @@ class Supervisor:
             has_saved = any(has_made_room(rank.folder) for rank in self._ranks)
             saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
             again = " again" if sig == self.received else ""
-            self.say(f"{signal.Signals(sig).name}{again}: killing {_count(living)} at once; {saved}")
+            self.say(f"{signal.Signals(sig).name}{again}: killing {counted(len(living), 'rank')} at once; {saved}")
 
     def _repeat_lost_interrupts(self) -> None:
         """Send SIGINT again to ranks that have printed that they ignored its exception: an import may swallow it."""
@@ -423,10 +422,6 @@ class Supervisor:
         self._out.end_line()
         self._err.end_line()
         self._err.write(printable(text))
-
-
-def _count(ranks: Sequence[Rank]) -> str:
-    return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
 
 
 def _bits(streams: tuple[int, ...], local_rank: int) -> int:

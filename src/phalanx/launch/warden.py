@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
-from phalanx.launch.channel import MAX_PACKET_BYTES
+from phalanx.launch.packets import MAX_PACKET_BYTES
 
 FD_VARIABLE = "PHALANX_WARDEN_FD"
 MODULES_VARIABLE = "PHALANX_WARDEN_MODULES"

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from phalanx import _env
 from phalanx.launch import warden
-from phalanx.launch.channel import Channel
+from phalanx.launch.deadlines import KILL_S
 from phalanx.launch.keeper import fork_warden
+from phalanx.launch.packets import PacketSocket
 
-_END_WAIT_S = 10.0  # for a process that has nothing left to do but to end its children
 _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preload")
 
 
@@ -48,8 +48,8 @@ class Warden:
     ) -> None:
         self._descriptors = descriptors
         self._status: int | None = None
-        self.channel: Channel
-        self.channel, theirs = Channel.pair()
+        self.channel: PacketSocket
+        self.channel, theirs = PacketSocket.pair()
         supervisor_pid = os.getpid()
         told, tell = os.pipe()
         self.keeper_pid: int = os.fork()
@@ -94,7 +94,7 @@ class Warden:
     def status(self) -> int:
         """Return its wait status once it has ended, or is about to: its channel has closed."""
         if self._status is None:
-            self._status = warden.reap(self.keeper_pid, _END_WAIT_S)  # it ends as the warden has ended
+            self._status = warden.reap(self.keeper_pid, KILL_S)  # it ends as the warden has ended
         return signal.SIGKILL if self._status is None else self._status
 
     def close(self, spared: Collection[int] = ()) -> None:

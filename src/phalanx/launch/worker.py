@@ -24,7 +24,7 @@ from phalanx.launch.warden import die_with_parent
 
 
 @dataclasses.dataclass
-class Plan:
+class Assignment:
     """What is the same on every rank of one group.
 
     Attributes:
@@ -145,16 +145,18 @@ def channel_to_parent() -> connection.Connection:
     return _to_parent
 
 
-def worker_main(rank: int, plan: Plan, pipe: connection.Connection, _stdout: object, _stderr: object) -> None:
-    """Run the plan's function as `rank` and send its value, or its error, to the parent."""
+def worker_main(
+    rank: int, assignment: Assignment, pipe: connection.Connection, _stdout: object, _stderr: object
+) -> None:
+    """Run the assignment's function as `rank` and send its value, or its error, to the parent."""
     global _to_parent
     _to_parent = pipe
-    _settle(rank, plan)
+    _settle(rank, assignment)
     try:
         import torch
 
-        torch.set_num_threads(plan.num_threads)
-        function, args = pickle.loads(plan.call)
+        torch.set_num_threads(assignment.num_threads)
+        function, args = pickle.loads(assignment.call)
         answer = dumps(("returned", _call(load_function(function), rank, args)))
     except BaseException as error:
         _report(pipe, error)
@@ -175,17 +177,19 @@ def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Any:
         raise
 
 
-def _settle(rank: int, plan: Plan) -> None:
+def _settle(rank: int, assignment: Assignment) -> None:
     """Make the forked process look as if the parent had started it."""
     die_with_parent(os.getppid())  # the server ends with the parent, the ranks with the server
     os.setpgid(0, 0)  # Ctrl-C is the parent's to pass on
     _let_go_of_server()
-    os.sched_setaffinity(0, plan.cpus)
-    stacks = open(os.path.join(plan.folder, f"stacks_{rank}"), "w")  # noqa: SIM115 until the end
+    os.sched_setaffinity(0, assignment.cpus)
+    stacks = open(os.path.join(assignment.folder, f"stacks_{rank}"), "w")  # noqa: SIM115 until the end
     faulthandler.enable(stacks, all_threads=True)
-    own = rank_environment(plan.attempt, rank, os.path.join(plan.folder, f"error_{rank}.json"))
-    _env.replace_all({**plan.environ, **own, **plan.attempt.launch("phalanx.spawn", plan.notes, rank)})
-    multiprocessing.set_start_method(plan.start_method, force=True)  # not the server's own, whose children import all
+    own = rank_environment(assignment.attempt, rank, os.path.join(assignment.folder, f"error_{rank}.json"))
+    launch = assignment.attempt.launch("phalanx.spawn", assignment.notes, rank)
+    _env.replace_all({**assignment.environ, **own, **launch})
+    # Not the server's own, whose children import all.
+    multiprocessing.set_start_method(assignment.start_method, force=True)
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -21,10 +21,11 @@ from typing import Any
 
 from phalanx._launched import Notes
 from phalanx._sockets import keep_paths_short
+from phalanx.launch.deadlines import KILL_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.ports import ReservedPort
-from phalanx.launch.worker import Function, Inherited, Plan, dumps, worker_main
+from phalanx.launch.worker import Assignment, Function, Inherited, dumps, worker_main
 
 # What every rank needs, imported once in the server, under its keeper. None of it may start a thread there.
 _PRELOAD = (
@@ -32,7 +33,6 @@ _PRELOAD = (
     "phalanx.rendezvous", "phalanx.session",
 )  # fmt: skip
 _PRELOAD_IF_LOADED = ("numpy", "pytest", "torch._dynamo")  # the last by the first optimizer, and slow
-_KILL_WAIT_S = 10.0  # after SIGKILL: only the kernel can make this pass
 _HOUR_S = 3600.0
 
 
@@ -78,7 +78,7 @@ class Workers:
         self._port = ReservedPort()
         self._notes = Notes()
         self.handles: list[Handle] = []
-        plan = Plan(
+        assignment = Assignment(
             call=call,
             folder=self._folder.name,
             attempt=Attempt(world_size=num_ranks, num_local_ranks=num_ranks, master_port=self._port.port),
@@ -90,20 +90,20 @@ class Workers:
             or multiprocessing.get_all_start_methods()[0],
         )
         try:
-            self._start(plan, daemon)
+            self._start(assignment, daemon)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, plan: Plan, daemon: bool) -> None:
+    def _start(self, assignment: Assignment, daemon: bool) -> None:
         start_server()
         context = multiprocessing.get_context("forkserver")
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()  # what we have printed comes before what they print
-        for rank in range(plan.attempt.world_size):
+        for rank in range(assignment.attempt.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, plan, theirs, Inherited(1), Inherited(2))
+            args = (rank, assignment, theirs, Inherited(1), Inherited(2))
             process = context.Process(target=worker_main, args=args, daemon=daemon)
             try:
                 with _without_pseudo_file():
@@ -113,7 +113,7 @@ class Workers:
                 raise
             finally:
                 theirs.close()
-            self.handles.append(Handle(rank, process, ours, plan.folder))
+            self.handles.append(Handle(rank, process, ours, assignment.folder))
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -157,7 +157,7 @@ class Workers:
 
     def close(self) -> None:
         """Kill the ranks that still live and give back every descriptor."""
-        self.end(signal.SIGKILL, _KILL_WAIT_S)
+        self.end(signal.SIGKILL, KILL_S)
         for handle in self.handles:
             handle.close()
         self._port.close()

@@ -24,10 +24,11 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from phalanx import _torch
 from phalanx._errors import RankFailed
+from phalanx._nested import to_device
+from phalanx._rank_group import RankGroup, group_or_world
 from phalanx._torch import current_graph_task_id, disable_dynamo, queue_callback
 from phalanx.data.epochs import repeated_orders
 from phalanx.parallel.buckets import Bucket, CommHook, make_buckets
-from phalanx.parallel.group import group_or_world
 
 _BROADCAST_BYTES = 250 << 20
 
@@ -176,8 +177,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._parameters_of_module()]
         if with_buffers:
             own += [(name, tuple(b.shape), str(b.dtype), True) for name, b in self._buffers_of_module()]
-        every: list[Any] = [None] * dist.get_world_size(self.process_group)
-        dist.all_gather_object(every, own, group=self.process_group)
+        every = RankGroup(self.process_group).gather(own)
         for rank, other in enumerate(every):
             for mine, theirs in itertools.zip_longest(every[0], other):
                 if mine != theirs:
@@ -247,7 +247,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._is_joining():
             self._count_active(active=self._averages_now())
         if self.device_ids:
-            return _to_device((inputs, kwargs), self.device)
+            return to_device((inputs, kwargs), self.device)
         return inputs, kwargs
 
     @disable_dynamo
@@ -612,16 +612,3 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
             yield from _find_tensors(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from _find_tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Return inputs with all tensors on the device, as torch's DistributedDataParallel moves them."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_to_device(item, device) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, _to_device(item, device)) for key, item in value.items())
-    return value

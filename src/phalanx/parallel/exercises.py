@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx._rank_group import RankGroup, group_or_world
 from phalanx._tensors import is_expanded
 from phalanx.parallel.buckets import make_buckets
-from phalanx.parallel.group import group_or_world
 
 
 def average_gradients(
@@ -94,8 +94,5 @@ def _sparse_anywhere(parameters: list[nn.Parameter], group: dist.ProcessGroup) -
     """Return the parameters with a sparse gradient on any rank, which a rank without a gradient can't know itself."""
     if not parameters:
         return []
-    marks = torch.tensor(
-        [p.grad is not None and p.grad.is_sparse for p in parameters], dtype=torch.uint8, device=parameters[0].device
-    )
-    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
-    return [parameter for parameter, mark in zip(parameters, marks.tolist(), strict=True) if mark]
+    marks = RankGroup(group).largest_of_each([p.grad is not None and p.grad.is_sparse for p in parameters])
+    return [parameter for parameter, mark in zip(parameters, marks, strict=True) if mark]

@@ -6,7 +6,6 @@ sends it once, over all rails at the same time, and its ranks share what arrives
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from phalanx import _env
 from phalanx._network import host_identity
+from phalanx._ranges import share
+from phalanx._rank_group import RankGroup, group_or_world
 
 
 class HostGroups(NamedTuple):
@@ -62,14 +63,9 @@ def host_groups(
     Raises:
         ValueError: There is no process group yet.
     """
-    if not dist.is_initialized():
-        raise ValueError(
-            "host_groups: there is no process group yet; call phalanx.init() or "
-            'torch.distributed.init_process_group("phalanx") first'
-        )
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    names: list[Any] = [None] * world_size
-    dist.all_gather_object(names, _this_host() if name is None else f"named {name}")
+    world = RankGroup(group_or_world(None, "host_groups"))
+    rank, world_size = world.rank, world.world_size
+    names = world.gather(_this_host() if name is None else f"named {name}")
     hosts = [[r for r in range(world_size) if names[r] == host] for host in dict.fromkeys(names)]
     num_rails = min(map(len, hosts))
     rails = [[ranks[rail] for ranks in hosts] for rail in range(num_rails)]
@@ -91,8 +87,8 @@ def _this_host() -> str:
 
 def pieces_of(flat: Tensor, groups: HostGroups) -> list[Tensor]:
     """Return the pieces of a flat tensor, one for each rail; their sizes differ by at most one element."""
-    cuts = [flat.numel() * rail // groups.num_rails for rail in range(groups.num_rails + 1)]
-    return [flat[begin:end] for begin, end in itertools.pairwise(cuts)]
+    places = (share(flat.numel(), rail, groups.num_rails) for rail in range(groups.num_rails))
+    return [flat[place.start : place.stop] for place in places]
 
 
 def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
@@ -110,13 +106,10 @@ def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
 
 def gather_from_all(value: Any, groups: HostGroups) -> list[Any]:
     """Return the values of all ranks, host by host: the same list on every rank."""
-    on_host: list[Any] = [value]
-    if groups.host is not None:
-        on_host = [None] * groups.host.size()
-        dist.all_gather_object(on_host, value, group=groups.host)
+    on_host = [value] if groups.host is None else RankGroup(groups.host).gather(value)
     everywhere: list[Any] = [None] * groups.num_hosts
     if groups.across is not None:
-        dist.all_gather_object(everywhere, on_host, group=groups.across)
+        everywhere = RankGroup(groups.across).gather(on_host)
     if groups.host is not None:
         dist.broadcast_object_list(everywhere, src=dist.get_global_rank(groups.host, 0), group=groups.host)
     return [item for host in everywhere for item in host]

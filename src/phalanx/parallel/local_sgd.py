@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
+from phalanx._rank_group import group_or_world
 from phalanx._torch import foreach_copy_
-from phalanx.parallel.group import group_or_world
 from phalanx.parallel.hosts import HostGroups, gather_from_all, pieces_of, share_out
 from phalanx.parallel.layout import shaped
 

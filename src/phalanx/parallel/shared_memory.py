@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx._rank_group import RankGroup
+
 _HEADER_BYTES = mmap.PAGESIZE  # begins with a nonce, by which a rank knows that it mapped the right memory
 
 
@@ -45,8 +47,7 @@ def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) 
                 memory = _attach(offer[0], num_bytes)
             except OSError as failure:
                 error = f"cannot map the memory of rank {dist.get_global_rank(group, 0)}: {failure}"
-        errors = [""] * dist.get_world_size(group)
-        dist.all_gather_object(errors, error, group=group)
+        errors = RankGroup(group).gather(error)
     failed = {dist.get_global_rank(group, r): text for r, text in enumerate(errors) if text}
     if failed:
         raise RuntimeError(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from phalanx.parallel.group import group_or_world
+from phalanx._rank_group import RankGroup, group_or_world
 from phalanx.parallel.layout import flat, shaped
 from phalanx.parallel.shared_memory import shared_tensor
 
@@ -313,8 +313,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             own[piece.number] = {
                 name: (value.dtype if _is_elementwise(name, value, shard) else value) for name, value in values.items()
             }
-        every: list[dict[int, dict[str, Any]]] = [{}] * self._size
-        dist.all_gather_object(every, own, group=self.process_group)
+        every = RankGroup(self.process_group).gather(own)
         shards = {piece.number: shard for piece, shard in self._own}
         state: dict[int, dict[str, Any]] = {}
         for piece in self._pieces:

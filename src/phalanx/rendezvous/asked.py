@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from phalanx import _env, _torch
 from phalanx._launched import Launch
+from phalanx._text import plural
 
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _DEFAULT_S = 300.0  # torch's, for whatever is no positive time
@@ -86,7 +87,7 @@ class Asked:
         if launch and self.world_size > launch.world_size:
             raise ValueError(
                 f"{self.name}: world_size is {self.world_size}, and {launch.launcher} started {launch.world_size} "
-                f"rank{'s' * (launch.world_size != 1)}: nobody else can come. Leave rank and world_size out "
+                f"{plural(launch.world_size, 'rank')}: nobody else can come. Leave rank and world_size out "
                 f"({right}), or start as many ranks"
             )
 

@@ -10,7 +10,6 @@ Whoever finds that the ranks can't meet gives that as the word instead, and all 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -18,31 +17,56 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx import _errors
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx._network import host_identity
+from phalanx._store import (
+    GarbledError,
+    JsonStore,
+    Shape,
+    StoreGoneError,
+    StoreSilentError,
+    one_of,
+    read_value,
+    wait_until,
+)
+from phalanx._text import plural
 from phalanx.rendezvous.asked import Asked, cpu_backend
+from phalanx.rendezvous.deadlines import NOTE_S, PART_S
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.server import who_left
 
-_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.005  # between questions to the store
+_PAUSE_S = 0.005  # between questions to the store
 _MANY = 50  # ranks
 _LOOK_S = 0.2  # between looks at whether those who are awaited can't come
-_PART_S = 0.5  # for the others to read why, before rank 0 takes the store with it
-_END_S = 0.5  # for the launcher to note an end
 _ADVICE = (
     "Every rank must call init_process_group: start those that are missing, or look at what they printed last; one may "
     "have ended before this call, perhaps with exit code 0"
 )
 
+_KINDS = {kind.__name__: kind for kind in (PhalanxError, CollectiveTimeout, RankFailed)}
 Record = dict[str, Any]
+_RECORD = {
+    "rank": int,
+    "world_size": int,
+    "where": str,
+    "backend": lambda told: told and read_value(told, str),
+    "token": str,
+    "process": (str, int, int),
+    "host": str,
+}
+_BEAT = {"token": str, "look": int, "ranks": [int]}
+_REFUSAL = {"kind": one_of(*_KINDS), "text": str, "ranks": [int], "facts": dict}
+
+
+def _read_word(told: Any) -> Any:
+    return read_value(told, {"prefix": str} if isinstance(told, dict) and "prefix" in told else _REFUSAL)
 
 
 class RollCall:
     """This rank's part in the meeting of a world in `store`."""
 
     def __init__(self, store: dist.Store, asked: Asked, patience: Patience) -> None:
-        self._store = dist.PrefixStore("phalanx-roll", store)
+        self._store = JsonStore(dist.PrefixStore("phalanx-roll", store))
         self._asked = asked
         self._patience = patience
         self._mine: Record = {
@@ -70,27 +94,28 @@ class RollCall:
             RankFailed: A rank has ended before all had come.
             PhalanxError: Two processes call themselves the same rank, or the ranks disagree on world size or backend.
         """
-        rank = self._asked.rank
+        ask = self._call if self._asked.rank == 0 else self._reply
+        most_s = _PAUSE_S * (1 + self._asked.world_size / _MANY)
         try:
-            self._arrive()
-            pause_s, next_look_s = _FIRST_PAUSE_S, time.monotonic() + _LOOK_S
-            while (prefix := self._call() if rank == 0 else self._reply()) is None:
-                if time.monotonic() >= next_look_s:
-                    self._look()
-                    next_look_s = time.monotonic() + _LOOK_S
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_S * (1 + self._asked.world_size / _MANY))
-            return prefix
-        except dist.DistError as error:
+            with contextlib.suppress(StoreSilentError):
+                self._arrive()
+                prefix = wait_until(ask, self._patience.deadline, seldom=self._look, seldom_s=_LOOK_S, most_s=most_s)
+                if prefix is not None:
+                    return prefix
+                self._look()
+            raise self._timed_out()
+        except StoreGoneError as error:
             raise self._lost_store(error) from error
+        finally:
+            self._store.close()
 
     def _arrive(self) -> None:
         rank, here = self._asked.rank, self._mine["process"][0]
         before = self._record(rank)
         if rank == 0:
-            self._store.set("server", json.dumps(self._mine))
-            self._store.set(self._keys[0], json.dumps(self._mine))
-        self._store.set(f"rank/{rank}", json.dumps(self._mine))
+            self._set("server", self._mine)
+            self._set(self._keys[0], self._mine)
+        self._set(f"rank/{rank}", self._mine)
         if before is None or before["process"] == self._mine["process"]:
             return
         if before["process"][0] == here and not _has_ended(before):  # on another host it may have ended
@@ -98,29 +123,30 @@ class RollCall:
 
     def raise_rival(self) -> None:
         """Raise if the rank 0 that serves this store lives, and is not this process."""
-        with contextlib.suppress(dist.DistError):  # it is going
-            server = self._read("server")
-            if isinstance(server, dict) and server.keys() == self._mine.keys() and not _has_ended(server):
+        with contextlib.suppress(StoreGoneError, StoreSilentError):  # it is going
+            server = self._read("server", _RECORD)
+            if server is not None and not _has_ended(server):
                 self._fail(_two_of(server, self._mine), (0,))
 
     # ---- what lies in the store ------------------------------------------------------------------------------------
 
-    def _read(self, key: str) -> Any:
-        """Return what a key says, None if nothing."""
-        if self._store.check([key]):
-            with contextlib.suppress(ValueError):
-                return json.loads(self._store.get(key))
+    def _read(self, key: str, shape: Shape) -> Any:
+        """Return what a key says, None if nothing that a rank says."""
+        with contextlib.suppress(GarbledError):
+            return self._store.get(key, shape)
         return None
+
+    def _set(self, key: str, value: Any) -> None:
+        self._store.set(key, value, max(self._patience.left_s, PART_S))
 
     def _record(self, rank: int, key: str = "rank") -> Record | None:
         """Return the record that lies under a rank's number; whoever left it may have ended long ago."""
-        told = self._read(f"{key}/{rank}")
-        return told if isinstance(told, dict) and told.keys() == self._mine.keys() else None
+        record: Record | None = self._read(f"{key}/{rank}", _RECORD)
+        return record
 
     def _live_rank_0(self) -> Record | None:
         """Return the record of rank 0 once it has been seen alive: it has a process here, or has looked since."""
-        told, beat = self._record(0), self._read("missing")
-        beat = beat if isinstance(beat, dict) else {}
+        told, beat = self._record(0), self._read("missing", _BEAT) or {}
         has_looked = bool(self._beat) and beat != self._beat
         self._beat = beat
         if told is None or told["token"] == self._rank_0:
@@ -133,7 +159,7 @@ class RollCall:
         """Tell the rank 0 whose record lies in the store that this rank is there."""
         told = self._record(0)
         if told is not None and told["token"] != self._answered and not _has_ended(told):
-            self._store.set(f"here/{told['token']}/{self._asked.rank}", json.dumps(self._mine))
+            self._set(f"here/{told['token']}/{self._asked.rank}", self._mine)
             self._answered = told["token"]
 
     def _reply(self) -> str | None:
@@ -144,15 +170,15 @@ class RollCall:
 
     def _word(self) -> str | None:
         """Return the prefix if this rank has been given it; raise what it has been told instead."""
-        word = self._read(f"word/{self._mine['token']}")
+        word = self._read(f"word/{self._mine['token']}", _read_word)
         if word is None or "prefix" in word:
             return word and str(word["prefix"])
-        kind = getattr(_errors, word["kind"], PhalanxError)
-        raise kind(f"{self._asked.name}: {word['text']}", op="join", ranks=tuple(word["ranks"]), **word["facts"])
+        text, ranks = f"{self._asked.name}: {word['text']}", tuple(word["ranks"])
+        raise _KINDS[word["kind"]](text, op="join", ranks=ranks, **word["facts"])
 
     def _call(self) -> str | None:
         """Give every rank its word once all have come; return the prefix."""
-        if not self._store.check(self._keys):
+        if not self._store.has(*self._keys):
             return None
         records = self._all_here()
         if None in records:
@@ -161,9 +187,8 @@ class RollCall:
         prefix = f"phalanx-{self._mine['token']}"
         for record in records:
             self._give(record, {"prefix": prefix})
-        for rank, key in enumerate(self._keys):
-            self._store.delete_key(key)
-            self._store.delete_key(f"rank/{rank}")
+        with contextlib.suppress(StoreSilentError):
+            self._store.delete(*self._keys, *(f"rank/{rank}" for rank in range(self._asked.world_size)))
         return prefix
 
     def _all_here(self) -> list[Record | None]:
@@ -172,7 +197,7 @@ class RollCall:
 
     def _give(self, record: Record | None, word: dict[str, Any]) -> None:
         if record is not None:
-            self._store.set(f"word/{record['token']}", json.dumps(word))
+            self._set(f"word/{record['token']}", word)
 
     # ---- who can't come --------------------------------------------------------------------------------------------
 
@@ -189,7 +214,7 @@ class RollCall:
             self._missing = [other for other, record in enumerate(records) if record is None]
             self._num_looks += 1
             beat = {"token": self._mine["token"], "look": self._num_looks, "ranks": self._missing}
-            self._store.set("missing", json.dumps(beat))
+            self._set("missing", beat)
         else:
             self._answer()
             records = [self._live_rank_0(), mine]
@@ -197,18 +222,27 @@ class RollCall:
             is_todays = self._beat.get("token") == self._rank_0
             self._missing = [0] if records[0] is None else self._beat["ranks"] if is_todays else []
         self._look_for_deaths(records)
-        those = _ranks(self._missing) if self._missing else "rank 0 to call the roll"
         self._patience.awaits = (
-            f"{those} at {self._asked.point}",
+            f"{self._awaited} at {self._asked.point}",
             f"WORLD_SIZE is {self._asked.world_size}. {_ADVICE}",
         )
-        if self._patience.left_s <= 0.001:
-            self._fail(
-                f"timed out after {self._asked.timeout_s:g} s: {those} did not come to {self._asked.point}, and "
-                f"WORLD_SIZE is {self._asked.world_size}. {_ADVICE}.",
-                tuple(self._missing),
-                kind=CollectiveTimeout,
+
+    @property
+    def _awaited(self) -> str:
+        return _ranks(self._missing) if self._missing else "rank 0 to call the roll"
+
+    def _timed_out(self) -> CollectiveTimeout:
+        """Return the error of a wait that is over, after the others have been told."""
+        asked = self._asked
+        what = f"{self._awaited} did not come to {asked.point}, and WORLD_SIZE is {asked.world_size}. {_ADVICE}."
+        if self._store.is_silent:
+            what = (
+                f"the store at {asked.point} does not answer. Look whether the process that serves it, rank 0 or the "
+                "launcher's agent, is stopped or its host overloaded."
             )
+        text = f"timed out after {asked.timeout_s:g} s: {what}"
+        self._tell(text, tuple(self._missing), CollectiveTimeout)
+        return CollectiveTimeout(f"{asked.name}: {text}", op="join", ranks=tuple(self._missing))
 
     def _look_for_deaths(self, records: list[Record | None]) -> None:
         left = who_left(self._asked)
@@ -262,20 +296,32 @@ class RollCall:
         also: Record | None = None,
     ) -> None:
         """Raise the error, after the others have been told; `also` one who lies under this rank's number."""
-        word = {"kind": kind.__name__, "text": text, "ranks": ranks, "facts": facts or {}}
-        said = [self._record(rank) for rank in range(self._asked.world_size)]
-        most = max((one["world_size"] for one in said if one is not None), default=0)
-        others = [also, *said, *(self._record(rank) for rank in range(self._asked.world_size, most))]
-        others = [one for one in others if one is not None and one["token"] != self._mine["token"]]
-        for one in others:
-            self._give(one, word)
-        if others and self._asked.rank == 0:
-            time.sleep(_PART_S)
+        self._tell(text, ranks, kind, facts, also)
         raise kind(f"{self._asked.name}: {text}", op="join", ranks=ranks, **(facts or {}))
+
+    def _tell(
+        self,
+        text: str,
+        ranks: tuple[int, ...],
+        kind: type[PhalanxError],
+        facts: dict[str, Any] | None = None,
+        also: Record | None = None,
+    ) -> None:
+        """Tell the others why they can't meet."""
+        word = {"kind": kind.__name__, "text": text, "ranks": ranks, "facts": facts or {}}
+        with contextlib.suppress(StoreSilentError):
+            said = [self._record(rank) for rank in range(self._asked.world_size)]
+            most = max((one["world_size"] for one in said if one is not None), default=0)
+            others = [also, *said, *(self._record(rank) for rank in range(self._asked.world_size, most))]
+            others = [one for one in others if one is not None and one["token"] != self._mine["token"]]
+            for one in others:
+                self._give(one, word)
+            if others and self._asked.rank == 0:
+                time.sleep(PART_S)
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error of a rank whose store is gone, with rank 0 if that served it."""
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + NOTE_S
         while time.monotonic() < deadline:
             if (left := who_left(self._asked)) is not None:
                 return RankFailed(f"{self._asked.name}: {left[0]}", op="join", **left[1])
@@ -302,7 +348,7 @@ def _two_of(one: Record, other: Record) -> str:
 
 def _ranks(numbers: list[int], most: int = 8) -> str:
     named = ", ".join(map(str, numbers[:most]))
-    return f"rank{'s' * (len(numbers) != 1)} {named}{f' and {len(numbers) - most} more' if len(numbers) > most else ''}"
+    return f"{plural(len(numbers), 'rank')} {named}{f' and {len(numbers) - most} more' if len(numbers) > most else ''}"
 
 
 def _is_here(record: Record) -> bool:

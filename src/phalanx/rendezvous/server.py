@@ -15,13 +15,10 @@ import torch.distributed as dist
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx._launched import Launch
 from phalanx.rendezvous.asked import Asked
+from phalanx.rendezvous.deadlines import CONNECT_S, FOLDER_S, NOTE_S, RIVAL_S
 from phalanx.rendezvous.patience import Patience
 
-_CONNECT_S = 2.0
-_ANSWER_S = 5.0  # of what listens on rank 0's port
 _FIRST_PAUSE_S, _PAUSE_S = 0.002, 0.1
-_NOTE_S = 0.5  # before a rank notes that it waits for rank 0
-_LATE_S = 3.0  # for a folder on a network to show up
 
 
 def open_store(asked: Asked, patience: Patience) -> dist.Store:
@@ -60,7 +57,7 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
 def _refuse_stranger(asked: Asked) -> None:
     """Raise if what listens where rank 0 is to serve is no store: torch would wait for it to answer."""
     try:
-        with socket.create_connection((asked.host, asked.port), _CONNECT_S) as found:
+        with socket.create_connection((asked.host, asked.port), CONNECT_S) as found:
             is_there = found.getsockname() != found.getpeername()
     except OSError:
         return
@@ -80,7 +77,7 @@ def store_of_another(asked: Asked) -> dist.Store | None:
             asked.host,
             asked.port,
             is_master=False,
-            timeout=timedelta(seconds=_ANSWER_S),
+            timeout=timedelta(seconds=RIVAL_S),
             wait_for_workers=False,
         )
     return None
@@ -89,7 +86,7 @@ def store_of_another(asked: Asked) -> dist.Store | None:
 def _open_file(asked: Asked, patience: Patience) -> dist.Store:
     """Return the file as a store; torch would try for minutes to open one whose folder is not there."""
     folder = os.path.dirname(asked.path) or "/"
-    deadline = time.monotonic() + _LATE_S
+    deadline = time.monotonic() + FOLDER_S
     while not os.path.isdir(folder) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
     why = ""
@@ -140,7 +137,7 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
     began_s, said, pause_s = time.monotonic(), False, _FIRST_PAUSE_S
     while True:
         try:
-            socket.create_connection((asked.host, asked.port), min(_CONNECT_S, patience.left_s)).close()
+            socket.create_connection((asked.host, asked.port), min(CONNECT_S, patience.left_s)).close()
             return
         except OSError as error:
             # IPv6 on which nobody listens comes last: what counts is said by all.
@@ -150,7 +147,7 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
             f"{who} to listen at {asked.point} ({why.lower()})",
             "Start rank 0, look whether it still lives, or correct MASTER_ADDR and MASTER_PORT",
         )
-        if asked.own_launch is not None and time.monotonic() - began_s > _NOTE_S:
+        if asked.own_launch is not None and time.monotonic() - began_s > NOTE_S:
             if not said:
                 asked.own_launch.note_wait(asked.rank, asked.where)
                 said = True

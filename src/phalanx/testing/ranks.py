@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
+from phalanx.launch.deadlines import CAUSE_S
 from phalanx.launch.outcome import Outcome, RankError, first_true_failure
 from phalanx.launch.worker import Function
 from phalanx.launch.workers import Workers
 from phalanx.testing.rank import Group, run_in_group
 
-_VICTIM_GRACE_S = 3.0  # after the first failure: time for the others to say what they saw
 _DUMP_GRACE_S = 0.5  # after SIGABRT: time to write the stacks of a hung rank
 
 
@@ -172,7 +172,7 @@ class Ranks:
                 break
             workers.pump(deadline)
             if stop_at_failure and workers.failures and deadline == limit:
-                deadline = min(limit, time.monotonic() + _VICTIM_GRACE_S)
+                deadline = min(limit, time.monotonic() + CAUSE_S)
         return workers.outcomes
 
     def _kill_hung(self) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from phalanx import checkpoint
-from phalanx._errors import counted
+from phalanx._nested import to_device
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted
 from phalanx.data import RandomState
 from phalanx.train.evaluation_data import Counted, Own, Planned, plan
 from phalanx.train.feed import Collate, is_dataset
-from phalanx.train.nested import to_device
 from phalanx.train.objective import Objective, outputs_of, refuse_reserved
-from phalanx.train.ranks import Ranks
 from phalanx.train.wrapper import is_sharded
 
 
@@ -38,7 +38,7 @@ class Evaluator:
         self,
         model: nn.Module,
         objective: Objective,
-        ranks: Ranks,
+        ranks: RankGroup,
         device: torch.device,
         batch_size: int,
         num_workers: int,
@@ -203,7 +203,7 @@ class _Tally:
             total, num = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + float(tensor.double().mean()) * size, num + size
 
-    def means(self, ranks: Ranks, *, needs_every_rank: bool) -> dict[str, float]:
+    def means(self, ranks: RankGroup, *, needs_every_rank: bool) -> dict[str, float]:
         """Return the means over the samples of all ranks.
 
         Raises:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch.utils import data as torch_data
 
-from phalanx._errors import counted
+from phalanx._nested import num_collated, tensors_in
+from phalanx._ranges import share
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted
 from phalanx.data import RandomState
-from phalanx.data.place import share
+from phalanx.data.parts import refuse_different
 from phalanx.data.seeds import seed_process
-from phalanx.train.feed import Collate, InOwnGroup, is_dataset, is_divided, leave_group
-from phalanx.train.nested import num_collated, tensors_in
-from phalanx.train.ranks import Ranks
+from phalanx.train.feed import Collate, IgnoringSignalsOfRank, ignore_signals_of_rank, is_dataset, is_divided
 
 Counted = tuple[Any, int]
 """A batch and its samples; with 0 it only keeps ranks together."""
@@ -32,18 +33,20 @@ class Planned:
         ValueError: Ranks have different data.
     """
 
-    def __init__(self, data: Any, ranks: Ranks, batch_size: int, num_workers: int, collate_fn: Collate | None) -> None:
+    def __init__(
+        self, data: Any, ranks: RankGroup, batch_size: int, num_workers: int, collate_fn: Collate | None
+    ) -> None:
         if isinstance(data, torch_data.DataLoader):
             self._lists = _lists_of(data, None if is_divided(data, ranks) else ranks)
             options = {name: getattr(data, name) for name in ("num_workers", "collate_fn", "multiprocessing_context")}
-            options["worker_init_fn"] = InOwnGroup(data.worker_init_fn)
+            options["worker_init_fn"] = IgnoringSignalsOfRank(data.worker_init_fn)
             self._is_batched = data.batch_sampler is not None
             data = data.dataset
         else:
-            ranks.refuse_different(data)
+            refuse_different(data, ranks)
             own = share(len(data), ranks.rank, ranks.world_size)
             self._lists = [[*own[first : first + batch_size]] for first in range(0, len(own), batch_size)]
-            options = {"num_workers": num_workers, "collate_fn": collate_fn, "worker_init_fn": leave_group}
+            options = {"num_workers": num_workers, "collate_fn": collate_fn, "worker_init_fn": ignore_signals_of_rank}
             self._is_batched = True
         lists = {"batch_sampler": self._lists} if self._is_batched else {"sampler": self._lists, "batch_size": None}
         options |= {"persistent_workers": options["num_workers"] > 0, "generator": torch.Generator()}
@@ -71,7 +74,7 @@ class Planned:
 class Own:
     """Batches of a stream, or of anything else that can be iterated over, which gives this rank its own."""
 
-    def __init__(self, loader: Any, ranks: Ranks) -> None:
+    def __init__(self, loader: Any, ranks: RankGroup) -> None:
         self._loader = loader
         self._ranks = ranks
 
@@ -89,7 +92,7 @@ class Own:
             following = next(loaded, None)
 
 
-def plan(data: Any, ranks: Ranks, batch_size: int, num_workers: int, collate_fn: Collate | None) -> Planned | Own:
+def plan(data: Any, ranks: RankGroup, batch_size: int, num_workers: int, collate_fn: Collate | None) -> Planned | Own:
     """Return the batches of a dataset, or of a loader.
 
     Args:
@@ -134,7 +137,7 @@ def count_samples(batch: Any) -> int:
     return len(tensor)
 
 
-def _lists_of(loader: Any, ranks: Ranks | None) -> list[Any]:
+def _lists_of(loader: Any, ranks: RankGroup | None) -> list[Any]:
     """Return the indices of a loader's batches; of one that all `ranks` have alike, those of this rank's turns."""
     drawn = RandomState()
     before = drawn.state_dict()

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch.utils import data as torch_data
 
-from phalanx._errors import counted
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.loader import DataLoader
-from phalanx.data.place import rank_and_size
+from phalanx.data.parts import have_own_parts, refuse_different
 from phalanx.data.random_state import RandomState
+from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
-from phalanx.train.ranks import Ranks
 from phalanx.train.settings import Settings
 
 Collate = Callable[[list[Any]], Any]
@@ -67,7 +68,7 @@ def open_feed(
     data: Any,
     settings: Settings,
     batch_size: int,
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     given: Collection[str] = (),
     collate_fn: Collate | None = None,
@@ -101,7 +102,7 @@ def open_feed(
                 "divides them: phalanx.DataLoader(dataset, batch_sampler=batch_sampler, is_own_part=True)"
             )
         return LoaderFeed(data, s.seed, without_effect=_without_effect(data, s, ranks, given))
-    ranks.refuse_different(data)
+    refuse_different(data, ranks)
     length = len(data)
     if length < world_size:
         raise ValueError(
@@ -118,7 +119,7 @@ def open_feed(
     return DatasetFeed(data, batches, s.num_workers, s.seed, collate_fn=collate_fn, seeds_samples=seeds_samples)
 
 
-def _without_effect(loader: Any, s: Settings, ranks: Ranks, given: Collection[str]) -> list[str]:
+def _without_effect(loader: Any, s: Settings, ranks: RankGroup, given: Collection[str]) -> list[str]:
     """Return the settings that divide a dataset's batches and were given although a loader's are as they are.
 
     Raises:
@@ -140,7 +141,7 @@ def _without_effect(loader: Any, s: Settings, ranks: Ranks, given: Collection[st
 
 
 def _given_batches(
-    length: int, batch_sampler: Iterable[Iterable[int]], ranks: Ranks, settings: Settings, sizes: dict[str, Any]
+    length: int, batch_sampler: Iterable[Iterable[int]], ranks: RankGroup, settings: Settings, sizes: dict[str, Any]
 ) -> GivenBatches:
     if settings.drop_last or settings.on_resize == "scale":
         raise ValueError("Trainer: with batch_sampler, which makes the batches, leave out drop_last and on_resize")
@@ -187,7 +188,7 @@ class DatasetFeed:
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=self._generator,
-            worker_init_fn=leave_group,
+            worker_init_fn=ignore_signals_of_rank,
         )
 
     @property
@@ -248,7 +249,7 @@ class DatasetFeed:
         self._batches.load_state_dict(state)
 
 
-def leave_group(_: int) -> None:
+def ignore_signals_of_rank(_: int) -> None:
     """Let a worker not hear the signals that ask its rank to make room: torch takes a worker's end for a failure."""
     os.setpgid(0, 0)
 
@@ -305,7 +306,7 @@ class LoaderFeed:
             if getattr(drawing, "generator", 0) is None:
                 drawing.generator = self._order
         if getattr(loader, "num_workers", 0):
-            loader.worker_init_fn = InOwnGroup(loader.worker_init_fn)
+            loader.worker_init_fn = IgnoringSignalsOfRank(loader.worker_init_fn)
 
     @property
     def num_steps(self) -> int | None:
@@ -385,7 +386,7 @@ def is_dataset(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Sequence | Mapping)
 
 
-def is_divided(loader: Any, ranks: Ranks) -> bool:
+def is_divided(loader: Any, ranks: RankGroup) -> bool:
     """Return whether a loader gives this rank its own batches, as far as can be known; every rank asks.
 
     Raises:
@@ -396,7 +397,7 @@ def is_divided(loader: Any, ranks: Ranks) -> bool:
     is_stream = isinstance(dataset, torch_data.IterableDataset)
     is_shared = any(isinstance(sampler, torch_data.DistributedSampler) for sampler in samplers)
     is_own = is_shared or is_stream or not samplers or bool(getattr(loader, "is_own_part", False))
-    return ranks.have_own_parts(None if is_own else dataset) or is_own
+    return have_own_parts(None if is_own else dataset, ranks) or is_own
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -406,14 +407,14 @@ def _samplers(loader: Any) -> list[Any]:
     return [sampler for sampler in samplers if sampler is not None]
 
 
-class InOwnGroup:
-    """Initialises a worker as the user wants, after `leave_group`; a class, since it must reach one that is spawned."""
+class IgnoringSignalsOfRank:
+    """Initialises a worker as the user wants, after `ignore_signals_of_rank`; a class, so that it can be pickled."""
 
     def __init__(self, init: Any) -> None:
         self._init = init
 
     def __call__(self, worker_id: int) -> None:
-        leave_group(worker_id)
+        ignore_signals_of_rank(worker_id)
         if self._init is not None:
             self._init(worker_id)
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from phalanx._errors import NonFinite, counted
+from phalanx._errors import NonFinite
+from phalanx._nested import tensors_in
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted, named
 from phalanx.data import RandomState
-from phalanx.train.nested import tensors_in
 from phalanx.train.objective import Objective
-from phalanx.train.ranks import Ranks
-from phalanx.train.watch import Watch
+from phalanx.train.run_log import RunLog
 from phalanx.train.wrapper import is_sharded
 
 _LOSS, _GRADIENT, _STATE = range(3)
@@ -55,7 +56,7 @@ class FiniteGuard:
         module: The model inside its wrapper.
         objective: Objective that computes the loss, and again to find its origin.
         ranks: All ranks of the job.
-        watch: Watch that shows and records a warning.
+        run_log: Run log that shows and records a warning.
         autocast: The context in which a loss is computed.
         skips_steps: A gradient that is not finite skips the step, as with a gradient scaler.
         clips: Gradients are clipped already.
@@ -67,8 +68,8 @@ class FiniteGuard:
         on_nan: Literal["raise", "warn", "ignore"],
         module: nn.Module,
         objective: Objective,
-        ranks: Ranks,
-        watch: Watch,
+        ranks: RankGroup,
+        run_log: RunLog,
         *,
         autocast: contextlib.AbstractContextManager[Any],
         skips_steps: bool,
@@ -79,7 +80,7 @@ class FiniteGuard:
         self._module = module
         self._objective = objective
         self._ranks = ranks
-        self._watch = watch
+        self._run_log = run_log
         self._autocast = autocast
         self._skips_steps = skips_steps
         self._clips = clips
@@ -99,7 +100,7 @@ class FiniteGuard:
         """Say which parameters are not finite from the beginning; every rank calls it."""
         names = dict.fromkeys(name for of_rank in self._ranks.gather(self._state.not_finite) for name in of_rank)
         if names:
-            self._watch.say(
+            self._run_log.say(
                 f"not finite from the beginning, so not looked at for NaN: parameter {', '.join(map(repr, names))}"
             )
 
@@ -130,7 +131,9 @@ class FiniteGuard:
             return
         if self._skips_steps:
             if not self._has_said_skipped:
-                self._watch.say(f"step {step}: a loss since the last log is not finite; the gradient scaler skips that")
+                self._run_log.say(
+                    f"step {step}: a loss since the last log is not finite; the gradient scaler skips that"
+                )
             self._has_said_skipped = True
             return
         if not math.isfinite(losses[rank]):
@@ -192,7 +195,6 @@ class FiniteGuard:
         first = min(found.values(), key=lambda finding: (finding.step, finding.order))
         step = first.step
         ranks = [rank for rank, other in found.items() if (other.step, other.order) == (step, first.order)]
-        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         advice = (
             "mend the data or lower the learning rate"
             if self._clips
@@ -205,11 +207,11 @@ class FiniteGuard:
         )
         facts: dict[str, Any] = {"step": step, "epoch": first.epoch}
         if self._on_nan == "raise" or not self._has_warned:
-            self._watch.record("not_finite", ranks=ranks, message=message, **facts)
+            self._run_log.record("not_finite", ranks=ranks, message=message, **facts)
         if self._on_nan == "raise":
             raise NonFinite(message, op="Trainer.fit", ranks=tuple(ranks), **facts)
         if not self._has_warned:
-            self._watch.say(f"warning: {message}. This is said once")
+            self._run_log.say(f"warning: {message}. This is said once")
         self._has_warned = True
 
     def _until(self, step: int) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 from phalanx import _env
 from phalanx._errors import PhalanxError, printable
 from phalanx._files import open_regular
+from phalanx._rank_group import RankGroup
 from phalanx.train import restarts
-from phalanx.train.ranks import Ranks
 
 _NAME = ".lock"
 _PATIENCE_S = 1.0  # a holder that was just killed lets go when its memory is freed
@@ -42,7 +42,7 @@ class FolderLock:
         PhalanxError: On entering, on every rank: another job holds it, or the folder can't be made.
     """
 
-    def __init__(self, folder: str, ranks: Ranks) -> None:
+    def __init__(self, folder: str, ranks: RankGroup) -> None:
         self._folder, self._ranks = folder, ranks
         self._file: FileIO | None = None
         self._job = _job()

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 from phalanx._errors import CheckpointError
-from phalanx.train.ranks import Ranks
+from phalanx._rank_group import RankGroup
 from phalanx.train.settings import Settings
 
 
@@ -54,7 +54,7 @@ def check_schedule(scheduler: Any, num_steps: int, interval: str) -> str:
     return ""
 
 
-def refuse_unwritable(folder: str, ranks: Ranks) -> None:
+def refuse_unwritable(folder: str, ranks: RankGroup) -> None:
     """Refuse a folder of checkpoints in which some rank can make none; every rank calls it.
 
     Raises:

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import data as torch_data
 
-from phalanx._errors import CheckpointError, counted, printable
+from phalanx._errors import CheckpointError, printable
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted
 from phalanx._torch import SCHEDULER_COUNTERS
-from phalanx.train.ranks import Ranks
 from phalanx.train.settings import Settings
 
 Facts = dict[str, str]
@@ -92,7 +93,7 @@ def facts_of(
     return facts | {f"{_MODEL}{name}": _form_of(value) for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def facts_of_data(data: Any, settings: Settings, ranks: Ranks) -> Facts:
+def facts_of_data(data: Any, settings: Settings, ranks: RankGroup) -> Facts:
     """Return the facts of what is trained on; every rank calls it, with its own loader if it is one."""
     if isinstance(data, torch_data.Dataset) and not isinstance(data, torch_data.IterableDataset):
         length: int = len(data)  # type: ignore[arg-type]

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx import _env
+from phalanx._files import write_whole
+from phalanx._rank_group import RankGroup
 from phalanx.data import RandomState
 from phalanx.train.metrics import numbers_of, write_csv
-from phalanx.train.ranks import Ranks
 
 IDS = "loggers.json"
 """In the run's folder: under which ids the run is known elsewhere."""
@@ -79,9 +80,7 @@ class Run:
         with contextlib.suppress(OSError, ValueError):
             known = json.loads(path.read_text(encoding="utf-8"))
         known = {**(known if isinstance(known, dict) else {}), logger: run_id}
-        unfinished = path.with_suffix(f".json.{os.getpid()}")
-        unfinished.write_text(json.dumps(known), encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(known))
 
 
 class Loggers:
@@ -96,7 +95,7 @@ class Loggers:
         ImportError: The package of a logger is missing on rank 0; raised on every rank.
     """
 
-    def __init__(self, given: str | Logger | Sequence[str | Logger], ranks: Ranks) -> None:
+    def __init__(self, given: str | Logger | Sequence[str | Logger], ranks: RankGroup) -> None:
         several = isinstance(given, Sequence) and not isinstance(given, str)
         self._given: list[Any] = list(given) if several else [given]  # type: ignore[arg-type]
         self._open: dict[str, Any] = {}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import checkpoint
+from phalanx._rank_group import RankGroup
 from phalanx.train.arguments import check_metrics, has_state
-from phalanx.train.ranks import Ranks
 
 Loss = Callable[[Any, Any], Tensor]
 Step = Callable[[nn.Module, Any], Any]
@@ -243,7 +243,7 @@ class NamedParts:
                 value = value.detach().reshape(())
             self._sums[name] = self._sums.get(name, 0) + value * weight
 
-    def take(self, ranks: Ranks, num_steps: int) -> dict[str, float]:
+    def take(self, ranks: RankGroup, num_steps: int) -> dict[str, float]:
         """Return the means over all ranks' samples of so many steps, and begin anew; every rank calls it."""
         if not self._has_any:
             return {}

@@ -17,13 +17,15 @@ from torch import nn
 
 import phalanx
 from phalanx import _env, checkpoint
+from phalanx._rank_group import RankGroup
 from phalanx.launch.notes import run_logs
-from phalanx.train.ranks import Ranks
 
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
-def describe_origin(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, folder: str) -> dict[str, Any]:
+def describe_origin(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup, folder: str
+) -> dict[str, Any]:
     """Return what the report says of a run's origin; every rank calls it.
 
     Args:

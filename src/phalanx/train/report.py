@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import signal
 import statistics
 import time
@@ -19,7 +18,8 @@ from typing import Any
 from urllib.parse import quote
 
 import phalanx
-from phalanx._errors import counted
+from phalanx._files import write_whole
+from phalanx._text import counted
 from phalanx.train import plots
 from phalanx.train.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
 from phalanx.train.plots import Point, number, seconds
@@ -47,10 +47,7 @@ def write_report(folder: str | Path) -> Path:
     if not records:
         raise ValueError(f"nothing recorded yet in {str(folder)!r}")
     path = Path(folder, "report.html")
-    unfinished = path.with_suffix(f".html.{os.getpid()}")
-    page = _page(_Run(Path(folder), records)).translate(_CONTROLS)
-    unfinished.write_text(page, encoding="utf-8", errors="replace")  # of a folder whose name is no UTF-8
-    unfinished.replace(path)
+    write_whole(path, _page(_Run(Path(folder), records)).translate(_CONTROLS))
     return path
 
 

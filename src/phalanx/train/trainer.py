@@ -20,14 +20,17 @@ from torch import Tensor, nn
 
 from phalanx import checkpoint, session
 from phalanx._env import PREEMPTED_CODE
-from phalanx._errors import NonFinite, RankFailed, counted
+from phalanx._errors import NonFinite, RankFailed
 from phalanx._loop import synchronizing
+from phalanx._nested import to_device
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted
 from phalanx._torch import foreach_mul_
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules, note_room_made
 from phalanx.parallel import DistributedDataParallel
-from phalanx.train import restarts, world
+from phalanx.train import determinism, restarts
 from phalanx.train.arguments import check_arguments, check_data
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part, open_feed
@@ -38,16 +41,14 @@ from phalanx.train.identity import Identity, facts_of, facts_of_data
 from phalanx.train.judge import Judge
 from phalanx.train.loggers import IDS, Logger, Loggers
 from phalanx.train.metrics import write_csv
-from phalanx.train.nested import to_device
 from phalanx.train.objective import NamedParts, Objective
 from phalanx.train.origin import describe_origin
 from phalanx.train.preemption import Preemption, exit_code, requeue
-from phalanx.train.ranks import Ranks
 from phalanx.train.report import write_report
 from phalanx.train.resumption import ForcedFeed, Hyperparameters, Progress, Unforced, catch_up
+from phalanx.train.run_log import RunLog
 from phalanx.train.settings import Settings, is_minimized
 from phalanx.train.snapshots import Snapshots
-from phalanx.train.watch import Watch
 from phalanx.train.wrapper import wrap
 
 _NOTHING: Any = contextlib.nullcontext()
@@ -149,7 +150,7 @@ class Trainer:
         )  # fmt: skip
         self._objective = Objective(loss, training_step, evaluation_step, metrics)
         self.session = session.init()
-        self._ranks = Ranks(self.session)
+        self._ranks = RankGroup()
         self._loggers = Loggers(loggers, self._ranks)
         self.device = self.session.device
         self.module = checkpoint.unwrap(model)
@@ -163,7 +164,7 @@ class Trainer:
                 f"{', '.join(['loss', *(metrics or {})])}: name one of these, or add the metric to metrics"
             )
         if s.deterministic:
-            world.check_model(model)
+            determinism.check_model(model)
             torch.set_num_threads(1)  # more of them add in another order
         self.model = wrap(model, self.device, self.session.world_size)
         self._autocast = self.session.autocast(s.precision)
@@ -239,7 +240,7 @@ class Trainer:
         loaded = self._load(data)
         if not self._is_over():
             refuse_unwritable(self.checkpoints, self._ranks)
-        with self._begin(loaded) as self._watch, Preemption(speaks=self.session.is_main) as self._preemption:
+        with self._begin(loaded) as self._run_log, Preemption(speaks=self.session.is_main) as self._preemption:
             if validation_data is not None and not self._is_over():
                 self._evaluator.rehearse(validation_data, self.settings.monitor)
             self._call("on_fit_start")
@@ -247,7 +248,7 @@ class Trainer:
                 self.model.train()
                 self._feed.begin_epoch(self.epoch)
                 has_ended, is_empty = True, self._feed.is_at_start
-                self._watch.begin_epoch(self.step + 1, is_whole=is_empty)
+                self._run_log.begin_epoch(self.step + 1, is_whole=is_empty)
                 for parts, num_samples in self._in_step(self._feed.steps()):
                     loss = self._train_on(parts, num_samples)
                     self.step += 1
@@ -262,7 +263,7 @@ class Trainer:
                         "Trainer: the data makes no step: fewer samples than a batch, an empty loader, or a generator "
                         "that an earlier epoch has used up"
                     )
-                if self._watch.has_news:
+                if self._run_log.has_news:
                     self._log()
                 if has_ended:
                     self.epoch += 1
@@ -308,7 +309,7 @@ class Trainer:
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         if self.step % self._agree_every == 0:  # here, where ranks have just met
             self._agree()
-        self._watch.clock.lap("exchange")
+        self._run_log.clock.lap("exchange")
         self._optimize()
         return loss
 
@@ -320,7 +321,7 @@ class Trainer:
             self._agreed_signal = agreed
 
     def _forward_backward(self, batch: Any, weight: float) -> Tensor:
-        clock = self._watch.clock
+        clock = self._run_log.clock
         if self.device.type != "cpu":
             batch = to_device(batch, self.device)
         with self._autocast:
@@ -347,7 +348,7 @@ class Trainer:
                 return self._forward_backward(batch, size / num_samples)
 
         parameters = [p for p in self.module.parameters() if p.requires_grad]
-        return world.sum_gradients(parameters, self._ranks, len(parts), backward, (self.settings.seed, self.step))
+        return determinism.sum_gradients(parameters, self._ranks, len(parts), backward, (self.settings.seed, self.step))
 
     def _optimize(self) -> None:
         if self.settings.clip_norm is not None:
@@ -357,7 +358,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.scheduler is not None and self.settings.scheduler_interval == "step":
             self.scheduler.step()
-        self._watch.clock.lap("optimizer")
+        self._run_log.clock.lap("optimizer")
 
     def _clip(self, largest: float) -> None:
         self._scaler.unscale_(self.optimizer)
@@ -413,7 +414,7 @@ class Trainer:
         self._lock.settle()
         return loaded
 
-    def _begin(self, loaded: checkpoint.Loaded | None) -> Watch:
+    def _begin(self, loaded: checkpoint.Loaded | None) -> RunLog:
         s = self.settings
         self._feed.resize(self._batch_size())  # now that it is known
         of_epochs = (s.max_epochs or 0) * (self._feed.num_steps or 0) or sys.maxsize
@@ -422,11 +423,11 @@ class Trainer:
         if self._feed.may_differ:
             left = -self._ranks.largest(-left)  # an epoch ends with the shortest loader
         of_schedule = check_schedule(self.scheduler, left, s.scheduler_interval)
-        watch = Watch(self.folder, num_steps, self._ranks, self._loggers)
+        run_log = RunLog(self.folder, num_steps, self._ranks, self._loggers)
         if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
             self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
         self._guard = FiniteGuard(
-            s.on_nan, self.module, self._objective, self._ranks, watch,
+            s.on_nan, self.module, self._objective, self._ranks, run_log,
             autocast=self._autocast, skips_steps=self._scaler.is_enabled(),
             clips=s.clip_norm is not None, step=self.step,
         )  # fmt: skip
@@ -435,34 +436,34 @@ class Trainer:
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         resumed = None if loaded is None else dataclasses.asdict(loaded)
         origin = describe_origin(self.model, self.optimizer, self._ranks, self.folder)
-        watch.record(
+        run_log.record(
             "start", pid=os.getpid(), world_size=self.session.world_size, backend=self.session.backend,
             settings=dataclasses.asdict(s), resumed_from=resumed, origin=origin,
         )  # fmt: skip
-        watch.begin_logging(dataclasses.asdict(s), loaded.step if loaded else 0)
-        watch.say(f"{self._feed.describe(num_steps)}; run folder {self.folder}")
+        run_log.begin_logging(dataclasses.asdict(s), loaded.step if loaded else 0)
+        run_log.say(f"{self._feed.describe(num_steps)}; run folder {self.folder}")
         pids = " ".join(str(pid) for pid in self._ranks.gather(os.getpid())[:_MAX_PIDS])
-        watch.say(f"processes of the ranks: {pids}")
+        run_log.say(f"processes of the ranks: {pids}")
         for line in filter(None, (self._lock.problem, self._identity.news, of_schedule)):
-            watch.say(line)
+            run_log.say(line)
         self._guard.say_what_is_meant()
         last = _trained.get(self.checkpoints)
         if loaded is not None and last is not None and last() is not self:
-            watch.say(
+            run_log.say(
                 f"another Trainer of this process has trained in {self.folder}: this one takes up its run. For a run "
                 "of its own, such as a fold or another seed, give folder="
             )
         _trained[self.checkpoints] = weakref.ref(self)
         if loaded is not None and self._is_over():
-            watch.say(
+            run_log.say(
                 f"already finished at step {self.step}; nothing to train. To go on, raise max_epochs, max_steps or "
                 'patience; to begin anew, set resume="never" or another folder'
             )
         elif loaded is not None:
-            watch.say(
+            run_log.say(
                 f"going on after step {self.step}, from {loaded.source}: epoch {self.epoch + 1}, in {self.folder}"
             )
-        return watch
+        return run_log
 
     def _is_over(self) -> bool:
         s = self.settings
@@ -471,7 +472,7 @@ class Trainer:
 
     def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
         """Yield steps while every rank has one; let all obey a signal that any has got."""
-        clock = self._watch.clock
+        clock = self._run_log.clock
         while True:
             if self._agreed_signal:
                 self._make_room(self._agreed_signal)
@@ -484,12 +485,12 @@ class Trainer:
             yield step
 
     def _after_step(self, loss: Tensor, num_samples: int) -> None:
-        s, watch = self.settings, self._watch
-        watch.count(loss, num_samples)
+        s, run_log = self.settings, self._run_log
+        run_log.count(loss, num_samples)
         self._call("on_step")  # before its state is kept
-        watch.clock.lap("callbacks")
+        run_log.clock.lap("callbacks")
         self._snapshots.after_step(self.step)
-        watch.clock.lap("snapshot")
+        run_log.clock.lap("snapshot")
         if self.step == self._first_step:
             note_modules()
         if self.step % s.log_every == 0:
@@ -499,14 +500,14 @@ class Trainer:
 
     def _log(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
-        by_rank = self._watch.log(self.step, self.epoch, lr, self._grad_norm, self._parts)
+        by_rank = self._run_log.log(self.step, self.epoch, lr, self._grad_norm, self._parts)
         slowest_s = max(sum(phases) for phases in by_rank)
         self._agree_every = max(1, int(_AGREE_S / slowest_s))  # the same on every rank
         if news := self._snapshots.adapt(by_rank):
-            self._watch.say(news)
+            self._run_log.say(news)
         if self._scaler.is_enabled():
             self._guard.look_at_scale(self._scaler.get_scale(), self.step, self.epoch)
-        self._guard.look_at_log(self._watch.last_losses, self.session.rank, self.step, self.epoch)
+        self._guard.look_at_log(self._run_log.last_losses, self.session.rank, self.step, self.epoch)
 
     def _may_keep(self) -> bool:
         return self._guard.may_keep(self.step, max(0, self.epoch - self._feed.is_at_start))  # the last step's epoch
@@ -518,20 +519,20 @@ class Trainer:
         if validation_data is not None:
             self.evaluation = self.evaluate(validation_data)
             is_best = has_ended and self._judge.judge(self.evaluation, self.step)
-            self._watch.record("evaluation", step=self.step, epoch=epoch, **self.evaluation)
+            self._run_log.record("evaluation", step=self.step, epoch=epoch, **self.evaluation)
             self._call("on_evaluation")
             if bad := [f"{name} {value}" for name, value in self.evaluation.items() if not math.isfinite(value)]:
-                self._watch.say(f"evaluation after step {self.step}: {', '.join(bad)}; not finite, so never the best")
+                self._run_log.say(f"evaluation after step {self.step}: {', '.join(bad)}; not finite, so never the best")
         if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
             self.scheduler.step(*([self.evaluation[self.settings.monitor]] if self._is_plateau else []))
-        self._watch.end_epoch(self.step, epoch, self.evaluation, has_ended=has_ended)
+        self._run_log.end_epoch(self.step, epoch, self.evaluation, has_ended=has_ended)
         if has_ended:
             self._call("on_epoch")
         if self.settings.save_every is None or is_best or self._is_over():
             self._save()
         if num := self._num_unsaved:
             newest = "there is none" if self._saved_step is None else f"the newest is that of step {self._saved_step}"
-            self._watch.say(
+            self._run_log.say(
                 f"{counted(num, 'checkpoint')} left out: weights or buffers are not finite after step {self.step}; "
                 f"{newest}"
             )
@@ -549,7 +550,7 @@ class Trainer:
         keep = {"keep_last": self.settings.keep_last, **best}
         checkpoint.save(self.checkpoints, self._state(), self.step, metric=value, keep=keep, wait=wait)
         self._saved_step = self.step
-        self._watch.record("save", step=self.step, blocked_s=time.perf_counter() - begin)
+        self._run_log.record("save", step=self.step, blocked_s=time.perf_counter() - begin)
         self._call("on_save")
         return True
 
@@ -558,13 +559,13 @@ class Trainer:
             if self._may_keep():
                 checkpoint.snapshot(self.checkpoints, self._state(), self.step)
             raise SystemExit(PREEMPTED_CODE)
-        if self._watch.has_news:
+        if self._run_log.has_news:
             self._log()
         saved = "saved" if self._save(wait=True) else "weights that are not finite were not saved"
-        self._watch.record("preempted", step=self.step, signal=number)
+        self._run_log.record("preempted", step=self.step, signal=number)
         note = requeue() if self.session.is_main and number != signal.SIGINT else ""
         who = signal.Signals(number).name
-        self._watch.say(f"asked to make room by {who}: {saved} after step {self.step}{note and f'; {note}'}")
+        self._run_log.say(f"asked to make room by {who}: {saved} after step {self.step}{note and f'; {note}'}")
         self._report()
         note_room_made()
         raise SystemExit(exit_code(number))
@@ -572,15 +573,15 @@ class Trainer:
     def _end(self) -> None:
         self._call("on_fit_end")
         checkpoint.wait()
-        self._watch.record("end", step=self.step, epoch=self.epoch, seconds=time.monotonic() - self._began_s)
+        self._run_log.record("end", step=self.step, epoch=self.epoch, seconds=time.monotonic() - self._began_s)
         self._report()
 
     def _report(self) -> None:
         if self.session.rank == 0:
-            with self._watch.sparing_the_training("metrics.csv"):
+            with self._run_log.sparing_the_training("metrics.csv"):
                 write_csv(self.folder)
-            with self._watch.sparing_the_training("report.html"):
-                self._watch.say(f"report: {write_report(self.folder)}")
+            with self._run_log.sparing_the_training("report.html"):
+                self._run_log.say(f"report: {write_report(self.folder)}")
 
     def _call(self, event: str) -> None:
         for callback in self.callbacks:

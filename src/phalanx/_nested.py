@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device."""
+    """Return a batch, or what a model is called with, with its tensors on the device."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
+        moved = copy.copy(value) if isinstance(value, MutableMapping) else {}  # of the same class
+        moved.update({key: to_device(item, device) for key, item in value.items()})
+        return moved
     if isinstance(value, tuple | list):
         items = [to_device(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,15 +1,11 @@
-"""This process's rank for whatever divides data, an error where it can't be known yet, and the part that follows."""
+"""This process's rank for whatever divides data, and an error where it can't be known yet."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
 from phalanx import _env
-
-
-def share(length: int, part: int, num_parts: int) -> range:
-    """Return the places of one part: parts tile ``[0, length)`` in order, and their sizes differ by at most one."""
-    return range(length * part // num_parts, length * (part + 1) // num_parts)
+from phalanx._rank_group import RankGroup
 
 
 def rank_and_size(rank: int | None = None, num_replicas: int | None = None) -> tuple[int, int]:
@@ -21,17 +17,15 @@ def rank_and_size(rank: int | None = None, num_replicas: int | None = None) -> t
         ValueError: `rank` is outside the group.
     """
     if rank is None or num_replicas is None:
-        if dist.is_available() and dist.is_initialized():
-            own = dist.get_rank(), dist.get_world_size()
-        elif int(_env.environment().get("WORLD_SIZE") or 1) > 1:
+        is_initialized = dist.is_available() and dist.is_initialized()
+        if not is_initialized and int(_env.environment().get("WORLD_SIZE") or 1) > 1:
             raise RuntimeError(
                 "data can't be divided among the ranks before there is a process group: call phalanx.init() or "
                 "init_process_group() first, or pass num_replicas and rank"
             )
-        else:
-            own = 0, 1
-        rank = own[0] if rank is None else rank
-        num_replicas = own[1] if num_replicas is None else num_replicas
+        world = RankGroup()
+        rank = world.rank if rank is None else rank
+        num_replicas = world.world_size if num_replicas is None else num_replicas
     if not 0 <= rank < num_replicas:
         raise ValueError(f"rank must lie in [0, {num_replicas}), got {rank}")
     return rank, num_replicas

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from phalanx._errors import RankFailed
+from phalanx._rank_group import RankGroup
 from phalanx.train.loggers import CLOSE_S, Loggers, Run
 from phalanx.train.metrics import MetricsLog
 from phalanx.train.objective import NamedParts
 from phalanx.train.progress import ProgressBar
-from phalanx.train.ranks import Ranks
 
 PHASES = ("data", "forward", "backward", "exchange", "optimizer", "callbacks", "snapshot")
 """Of a step; "exchange" is what averages gradients with the other ranks, and waits for them."""
@@ -54,7 +54,7 @@ class Clock:
         return taken
 
 
-class Watch:
+class RunLog:
     """Shows and logs a run; every rank has one, rank 0's speaks.
 
     Args:
@@ -66,7 +66,7 @@ class Watch:
         last_loss: Loss over all ranks when it was logged last.
     """
 
-    def __init__(self, folder: str, num_steps: int, ranks: Ranks, loggers: Loggers) -> None:
+    def __init__(self, folder: str, num_steps: int, ranks: RankGroup, loggers: Loggers) -> None:
         self._folder = folder
         self._ranks = ranks
         self._loggers = loggers
@@ -85,7 +85,7 @@ class Watch:
             with self.sparing_the_training("metrics.jsonl"):
                 self._log = MetricsLog(folder)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> RunLog:
         if self._ranks.rank == 0 and sys.stdout.isatty():
             self._bar = ProgressBar.open(self._num_steps)
         return self

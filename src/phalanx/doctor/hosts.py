@@ -13,11 +13,12 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx import _env
+from phalanx._store import GarbledError
+from phalanx._text import named
 from phalanx.doctor import job, links, messages
-from phalanx.doctor.board import PATIENCE_S, POLL_S, STAGE_S, NotMetError, Send, come_to_board, open_board
+from phalanx.doctor.bulletin import PATIENCE_S, POLL_S, STAGE_S, NotMetError, Send, come_to_bulletin, open_bulletin
 from phalanx.doctor.exercise import all_reduce_by_gloo, answered, one_line
 from phalanx.doctor.finding import Finding, problem, worst
-from phalanx.doctor.messages import GarbledError
 
 _MOST_REFUSED = 20
 _SLACK_S = 45.0  # for a host that has come to examine itself
@@ -25,32 +26,32 @@ _SAME_VERSION = "the same version of phalanx on all hosts, and a --master-port t
 _SAME_FLAGS = "the same --nnodes on all hosts, and a --node-rank of its own on each"
 
 
-def hold(place: dict[str, Any], go: dict[str, Any], send: Send) -> None:
+def hold(role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
     """Take this host's part; send each finding as a packet, and at the end who was there and the job's worst level.
 
     Args:
-        place: `examination.Place` as a dict.
+        role: `examination.HostRole` as a dict.
         go: Results of this host alone: ``facts``, and ``findings`` as dicts.
     """
-    meeting = Meeting(place, go, send)
+    examination = HostExamination(role, go, send)
     try:
-        findings = meeting.hold()
+        findings = examination.hold()
     except NotMetError as error:
         findings = [error.finding]
     except GarbledError as error:
-        found = f"host 0 at {meeting.where} tells what this phalanx doctor does not understand: {error}"
+        found = f"host 0 at {examination.where} tells what this phalanx doctor does not understand: {error}"
         findings = [problem("meeting", found, _SAME_VERSION)]
     except Exception as error:  # the store has gone, and with it host 0
         todo = "see what phalanx doctor says on host 0"
-        findings = [problem("meeting", f"lost host 0 at {meeting.where}: {one_line(error)}", todo)]
+        findings = [problem("meeting", f"lost host 0 at {examination.where}: {one_line(error)}", todo)]
     finally:
-        meeting.listener.close()
+        examination.listener.close()
     for finding in findings:
         send({"finding": finding.as_dict()})
-    send({"job": meeting.level or worst(findings), "hosts": meeting.hosts, "rank": meeting.rank})
+    send({"job": examination.level or worst(findings), "hosts": examination.hosts, "rank": examination.rank})
 
 
-class Meeting:
+class HostExamination:
     """One host's part in the meeting.
 
     Attributes:
@@ -59,12 +60,12 @@ class Meeting:
         level: The worst of the whole job, once host 0 has said it.
     """
 
-    def __init__(self, place: dict[str, Any], go: dict[str, Any], send: Send) -> None:
-        self._place, self._go, self._send = place, go, send
-        self.rank: int = place["node_rank"]
-        self._num: int = place["num_hosts"]
-        self.where: str = f"{place['master_addr']}:{place['master_port']}"
-        self._ends_s = time.monotonic() + place["timeout_s"]
+    def __init__(self, role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
+        self._role, self._go, self._send = role, go, send
+        self.rank: int = role["node_rank"]
+        self._num: int = role["num_hosts"]
+        self.where: str = f"{role['master_addr']}:{role['master_port']}"
+        self._ends_s = time.monotonic() + role["timeout_s"]
         self.listener: links.Listener = links.Listener()
         self.hosts: list[dict[str, Any]] = []
         self.level: str = ""
@@ -72,58 +73,58 @@ class Meeting:
 
     def hold(self) -> list[Finding]:
         """Return what is to be said on this host: on host 0 of all of them."""
-        host, port = self._place["master_addr"], self._place["master_port"]
-        if self._place["serves"]:
-            self._board = open_board(port, self._num)
+        host, port = self._role["master_addr"], self._role["master_port"]
+        if self._role["serves"]:
+            self._bulletin = open_bulletin(port, self._num)
             self._introduce(self._num)
             return self._lead()
-        self._board, expected = come_to_board(host, port, self._ends_s, self._send)
+        self._bulletin, expected = come_to_bulletin(host, port, self._ends_s, self._send)
         self._introduce(expected)
         ends_s = self._ends_s + _SLACK_S
-        members = self._board.wait_for("members", messages.members, ends_s, "host 0 to count the hosts")
-        self.hosts = self._board.get("hosts", messages.all_facts)
+        members = self._bulletin.wait_for("members", messages.members, ends_s, "host 0 to count the hosts")
+        self.hosts = self._bulletin.get("hosts", messages.hosts)
         if members != [host["host"] for host in self.hosts] or self.rank not in members:
             raise GarbledError(f"the hosts {members} are not those that it describes, or not this one")
-        self._board.set(f"done/{self.rank}", self._measure(members))
-        self.level = self._board.wait_for("level", messages.level, time.monotonic() + STAGE_S, "host 0 to judge")
-        self._board.add("bye")
+        self._bulletin.set(f"done/{self.rank}", self._measure(members))
+        self.level = self._bulletin.wait_for("level", messages.level, time.monotonic() + STAGE_S, "host 0 to judge")
+        self._bulletin.add("bye")
         return []
 
     def _introduce(self, expected: int) -> None:
         """Tell the others who we are, unless somebody else is that already."""
-        place, board, name = self._place, self._board, self._go["facts"]["name"]
-        if place["is_counted"]:
-            self.rank = 0 if place["serves"] else board.add("counted")
+        role, bulletin, name = self._role, self._bulletin, self._go["facts"]["name"]
+        if role["is_counted"]:
+            self.rank = 0 if role["serves"] else bulletin.add("counted")
         refused = ""
         if expected != self._num:
             refused = f"{name} was started with --nnodes {self._num}, and host 0 with {expected}"
         elif self.rank >= expected:
             refused = f"{name} came to a job that has {expected} hosts already"
-        elif board.add(f"came/{self.rank}") > 1:
+        elif bulletin.add(f"came/{self.rank}") > 1:
             refused = f"node rank {self.rank} was given to several hosts, {name} among them"
         if refused:
-            board.set(f"refused/{board.add('refused')}", refused)
+            bulletin.set(f"refused/{bulletin.add('refused')}", refused)
             raise NotMetError(problem("meeting", refused, _SAME_FLAGS))
         mine = {
             **self._go["facts"],
             "host": self.rank,
-            "address": place["address"],
-            "interface": place["interface"],
+            "address": role["address"],
+            "interface": role["interface"],
             "port": self.listener.port,
             "token": self.listener.token,
             "findings": [{**found, "host": self.rank} for found in self._go["findings"]],
         }
-        board.set(f"facts/{self.rank}", mine)
+        bulletin.set(f"facts/{self.rank}", mine)
 
     # ------------------------------------------------------------ host 0
 
     def _lead(self) -> list[Finding]:
         """Return the findings of the other hosts, and those about several."""
-        board, known = self._board, self._gather()
+        bulletin, known = self._bulletin, self._gather()
         members = sorted(known)
         self.hosts = [{key: known[rank][key] for key in known[rank] if key != "findings"} for rank in members]
-        board.set("hosts", self.hosts)
-        board.set("members", members)
+        bulletin.set("hosts", self.hosts)
+        bulletin.set("members", members)
         findings = [Finding(**found) for rank in members if rank != self.rank for found in known[rank]["findings"]]
         findings += [problem("meeting", why, _SAME_VERSION) for why in self._garbled.values()]
         findings += self._judge_absence(members)
@@ -133,14 +134,14 @@ class Meeting:
             ends_s = time.monotonic() + STAGE_S
             for rank in members[1:]:
                 with contextlib.suppress(NotMetError, GarbledError):  # it came and did not finish
-                    measured[rank] = board.wait_for(
+                    measured[rank] = bulletin.wait_for(
                         f"done/{rank}", lambda told: messages.measured(told, members), ends_s, f"host {rank}"
                     )
             findings += job.judge(self.hosts, measured)
         self.level = worst([*findings, *(Finding(**found) for found in self._go["findings"])])
-        board.set("level", self.level)
+        bulletin.set("level", self.level)
         ends_s = time.monotonic() + PATIENCE_S
-        while board.count("bye") < len(members) - 1 and time.monotonic() < ends_s:
+        while bulletin.count("bye") < len(members) - 1 and time.monotonic() < ends_s:
             time.sleep(POLL_S)  # the store ends with us
         return findings
 
@@ -150,18 +151,18 @@ class Meeting:
         known: dict[int, dict[str, Any]] = {}
         while True:
             for rank in self._missing({*known, *self._garbled}):
-                if self._board.has(f"facts/{rank}"):
+                if self._bulletin.has(f"facts/{rank}"):
                     self._read_facts(rank, known)
             if len(known) + len(self._garbled) == self._num or time.monotonic() >= self._ends_s:
                 return known
             if time.monotonic() >= said_s:
                 said_s = float("inf")
-                self._send({"waiting": f"at {self.where} for {job.named(self._missing(known))}"})
+                self._send({"waiting": f"at {self.where} for {named('host', self._missing(known))}"})
             time.sleep(POLL_S)
 
     def _read_facts(self, rank: int, known: dict[int, dict[str, Any]]) -> None:
         try:
-            told = self._board.get(f"facts/{rank}", messages.facts)
+            told = self._bulletin.get(f"facts/{rank}", messages.facts)
             if told["host"] != rank:
                 raise GarbledError(f"it calls itself host {told['host']}")
             known[rank] = told
@@ -172,16 +173,16 @@ class Meeting:
         return [rank for rank in range(self._num) if rank not in members]
 
     def _judge_absence(self, members: Sequence[int]) -> list[Finding]:
-        num_refused = self._board.count("refused")
+        num_refused = self._bulletin.count("refused")
         refused = []
         for number in range(1, min(num_refused, self._num + _MOST_REFUSED) + 1):
             with contextlib.suppress(GarbledError):
-                if self._board.has(f"refused/{number}"):  # its host may have counted, and not yet told
-                    refused.append(self._board.get(f"refused/{number}", messages.text))
+                if self._bulletin.has(f"refused/{number}"):  # its host may have counted, and not yet told
+                    refused.append(self._bulletin.get(f"refused/{number}", messages.text))
         findings = [problem("meeting", why, _SAME_FLAGS) for why in refused]
         missing = self._missing({*members, *self._garbled})
-        if missing and len(members) < self._place["least_hosts"]:  # fewer than --nnodes MIN:MAX allows
-            found = f"{job.named(missing)} did not come to {self.where} within {self._place['timeout_s']:g} s"
+        if missing and len(members) < self._role["least_hosts"]:  # fewer than --nnodes MIN:MAX allows
+            found = f"{named('host', missing)} did not come to {self.where} within {self._role['timeout_s']:g} s"
             todo = f"start phalanx doctor there too; where it runs, it says why {self.where} is not reached"
             findings.append(problem("meeting", found, todo, missing=missing))
         return findings
@@ -193,27 +194,27 @@ class Meeting:
         measured: dict[str, Any] = {"links": {}, "gloo": []}
         if len(members) < 2:
             return measured
-        board, known = self._board, {host["host"]: host for host in self.hosts}
-        board.sync("trips", members)
+        bulletin, known = self._bulletin, {host["host"]: host for host in self.hosts}
+        bulletin.sync("trips", members)
         to: dict[int, dict[str, Any]] = {rank: _try_trip(known[rank]) for rank in members if rank != self.rank}
         measured["links"] = to
         for number, pairs in enumerate(links.schedule(len(members))):
-            if not board.sync(f"streams/{number}", members):
+            if not bulletin.sync(f"streams/{number}", members):
                 break  # somebody has gone
             for other in (members[receiver] for sender, receiver in pairs if members[sender] == self.rank):
                 if "error" not in to[other]:
                     to[other].update(_try_stream(known[other], to[other]["round_trip_s"]))
         if any("error" in link for link in to.values()):
-            board.add("unreachable")
-        if board.sync("links", members) and not board.count("unreachable"):
+            bulletin.add("unreachable")
+        if bulletin.sync("links", members) and not bulletin.count("unreachable"):
             measured["gloo"] = self._try_gloo(members)  # which connects every host to every other
         return measured
 
     def _try_gloo(self, members: Sequence[int]) -> list[dict[str, Any]]:
         """Try Gloo as it is; where that fails on any host, over the interface towards host 0."""
         tries: list[dict[str, Any]] = []
-        for number, interface in enumerate(("", self._place["interface"])):
-            if not self._board.sync(f"gloo/{number}", members):
+        for number, interface in enumerate(("", self._role["interface"])):
+            if not self._bulletin.sync(f"gloo/{number}", members):
                 break
             if interface:
                 _env.withdraw(["GLOO_SOCKET_IFNAME"])
@@ -222,17 +223,17 @@ class Meeting:
             result = self._run_gloo(number, members, failures)
             tries.append({"interface": interface, **result})
             if "error" in result:
-                self._board.add(failures)
-            if not self._board.sync(f"gloo-tried/{number}", members) or not self._board.count(failures):
+                self._bulletin.add(failures)
+            if not self._bulletin.sync(f"gloo-tried/{number}", members) or not self._bulletin.count(failures):
                 break
         return tries
 
     def _run_gloo(self, number: int, members: Sequence[int], failures: str) -> dict[str, Any]:
-        store = dist.PrefixStore(f"try-gloo/{number}", self._board.store)
+        store = dist.PrefixStore(f"try-gloo/{number}", self._bulletin.raw)
         position = members.index(self.rank)
         # Where one host fails at once, Gloo keeps another waiting for five times its timeout.
         return answered(
-            lambda: all_reduce_by_gloo(store, position, len(members)), lambda: self._board.count(failures) > 0
+            lambda: all_reduce_by_gloo(store, position, len(members)), lambda: self._bulletin.count(failures) > 0
         )
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from phalanx._rank_group import RankGroup
 from phalanx._torch import BatchNorm, foreach_add_
 from phalanx.data.seeds import derive_seed, seed_process
-from phalanx.train.ranks import Ranks
 from phalanx.train.wrapper import is_sharded
 
 
@@ -31,7 +31,7 @@ def check_model(model: nn.Module) -> None:
 
 def sum_gradients(
     parameters: Sequence[nn.Parameter],
-    ranks: Ranks,
+    ranks: RankGroup,
     num_shards: int,
     backward: Callable[[int], Tensor],
     seed: tuple[int, int],

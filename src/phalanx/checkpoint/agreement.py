@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from phalanx._errors import CheckpointError, GroupUnusable, printable
+from phalanx._rank_group import RankGroup
 
-_MEETING_S = 60.0
-
-
-def place() -> tuple[int, int]:
-    """Return this rank and the number of ranks; 0 of 1 without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+_MISSING_S = 60.0  # before a rank that does not make the call is missed
 
 
-def meet(op: str) -> None:
+def require_all(op: str) -> None:
     """Return when every rank has called this.
 
     Raises:
         CheckpointError: Another rank does something else, or nothing for a minute.
     """
-    rank, world_size = place()
-    backend = str(dist.get_backend_config()) if world_size > 1 else ""
-    if "phalanx" not in backend and "gloo" not in backend:  # only these can tell who is missing
-        return
-    world: Any = dist.group.WORLD
+    ranks = RankGroup()
     try:
-        # Not dist.monitored_barrier, which before torch 2.14 refuses a Gloo that stands beside NCCL.
-        world.monitored_barrier(timedelta(seconds=_MEETING_S), True)
+        ranks.barrier(_MISSING_S)
     except GroupUnusable:
         raise  # no rank is late: this one cannot call anything
     except RuntimeError as error:
         raise CheckpointError(
-            f"rank {rank}: checkpoint.{op}: not every rank has called it. All must, not only rank 0: take the call "
-            f"out of `if rank == 0:`. {error}",
+            f"rank {ranks.rank}: checkpoint.{op}: not every rank has called it. All must, not only rank 0: take the "
+            f"call out of `if rank == 0:`. {error}",
             op=op,
             ranks=getattr(error, "ranks", ()),
         ) from error
@@ -47,25 +35,10 @@ def gather(op: str, message: Any) -> list[Any]:
     """Return the messages of all ranks, in rank order.
 
     Raises:
-        CheckpointError: As in `meet`.
+        CheckpointError: As in `require_all`.
     """
-    _, world_size = place()
-    if world_size == 1:
-        return [message]
-    meet(op)
-    messages: list[Any] = [None] * world_size
-    dist.all_gather_object(messages, message)
-    return messages
-
-
-def largest(numbers: Sequence[int]) -> list[int]:
-    """Return the largest of each number over all ranks."""
-    _, world_size = place()
-    if world_size == 1:
-        return [*numbers]
-    every: list[Any] = [None] * world_size
-    dist.all_gather_object(every, [*numbers])
-    return [max(column) for column in zip(*every, strict=True)]
+    require_all(op)
+    return RankGroup().gather(message)
 
 
 def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None, about: str = "") -> None:

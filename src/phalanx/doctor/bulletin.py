@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import socket
 import threading
@@ -13,10 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx._store import GarbledError, JsonStore, Shape, wait_until
 from phalanx.doctor import links
 from phalanx.doctor.exercise import one_line
 from phalanx.doctor.finding import Finding, problem
-from phalanx.doctor.messages import GarbledError, Reader, T, read, whole
+from phalanx.doctor.messages import whole
 from phalanx.launch.ports import port_problem
 
 Send = Callable[[dict[str, Any]], None]
@@ -37,60 +37,32 @@ class NotMetError(Exception):
         self.finding = finding
 
 
-class Board:
+class Bulletin(JsonStore):
     """Values and counters by name, seen by every host of the job."""
 
-    def __init__(self, store: dist.TCPStore) -> None:
-        self.store = store
-
-    def set(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
-
-    def get(self, key: str, reader: Reader[T]) -> T:
-        """Return what is told there.
-
-        Raises:
-            GarbledError: That is not what `reader` reads.
-        """
-        return read(self.store.get(key), reader)
-
-    def has(self, key: str) -> bool:
-        return bool(self.store.check([key]))
-
-    def add(self, counter: str) -> int:
-        """Add one and return the sum."""
-        return int(self.store.add(counter, 1))
-
-    def count(self, counter: str) -> int:
-        return int(self.store.add(counter, 0))
-
-    def wait_for(self, key: str, reader: Reader[T], ends_s: float, whom: str) -> T:
+    def wait_for(self, key: str, shape: Shape, ends_s: float, whom: str) -> Any:
         """Return a value when it is there.
 
         Raises:
             NotMetError: It is not there at `ends_s`.
-            GarbledError: It is there, and `reader` can't read it.
+            GarbledError: It is there, and does not have the shape.
         """
-        while not self.has(key):
-            if time.monotonic() >= ends_s:
-                found = f"waited in vain for {whom}"
-                raise NotMetError(problem("meeting", found, "see what phalanx doctor says on host 0"))
-            time.sleep(POLL_S)
-        return self.get(key, reader)
+        value = wait_until(lambda: self.get(key, shape), ends_s, most_s=POLL_S)
+        if value is None:
+            found = f"waited in vain for {whom}"
+            raise NotMetError(problem("meeting", found, "see what phalanx doctor says on host 0"))
+        return value
 
     def sync(self, name: str, members: Sequence[int]) -> bool:
         """Wait until all members are here; return whether they came."""
-        self.add(f"sync/{name}")
         ends_s = time.monotonic() + STAGE_S
-        while self.count(f"sync/{name}") < len(members):
-            if time.monotonic() >= ends_s:
-                return False
-            time.sleep(POLL_S / 4)
-        return True
+        self.add(f"sync/{name}", STAGE_S)
+        have_come = wait_until(lambda: self.count(f"sync/{name}") >= len(members) or None, ends_s, most_s=POLL_S / 4)
+        return have_come is not None
 
 
-def open_board(port: int, num_hosts: int) -> Board:
-    """Return the board that this host, the first, serves.
+def open_bulletin(port: int, num_hosts: int) -> Bulletin:
+    """Return the bulletin that this host, the first, serves.
 
     Raises:
         NotMetError: It can't listen there.
@@ -99,13 +71,13 @@ def open_board(port: int, num_hosts: int) -> Board:
         todo = "end it, or name another --master-port on all hosts"
         raise NotMetError(problem("meeting", f"host 0 can't listen: {why}", todo))
     timeout = timedelta(seconds=STAGE_S)
-    board = Board(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout))
-    board.set(_HELLO, num_hosts)
-    return board
+    bulletin = Bulletin(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout))
+    bulletin.set(_HELLO, num_hosts)
+    return bulletin
 
 
-def come_to_board(host: str, port: int, ends_s: float, send: Send) -> tuple[Board, int]:
-    """Return the board of host 0, and how many hosts it expects.
+def come_to_bulletin(host: str, port: int, ends_s: float, send: Send) -> tuple[Bulletin, int]:
+    """Return the bulletin of host 0, and how many hosts it expects.
 
     Raises:
         NotMetError: It was not reached by `ends_s`, or somebody else answers; says which.
@@ -117,9 +89,9 @@ def come_to_board(host: str, port: int, ends_s: float, send: Send) -> tuple[Boar
     if isinstance(opened, str):
         found = f"what answers at {where} is not the doctor of host 0: {opened}"
         raise NotMetError(problem("meeting", found, todo))
-    board = Board(opened)
+    bulletin = Bulletin(opened)
     try:
-        return board, board.wait_for(_HELLO, whole, time.monotonic() + PATIENCE_S, "")
+        return bulletin, bulletin.wait_for(_HELLO, whole, time.monotonic() + PATIENCE_S, "")
     except (NotMetError, GarbledError):
         found = f"a store answers at {where}, and no doctor of host 0 is there"
         raise NotMetError(problem("meeting", found, todo)) from None

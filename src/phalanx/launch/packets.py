@@ -11,7 +11,7 @@ from typing import Any
 MAX_PACKET_BYTES = 1 << 18
 
 
-class Channel:
+class PacketSocket:
     """One end of a connection; `alive` turns False when the other end has gone.
 
     Args:
@@ -23,10 +23,10 @@ class Channel:
         self.alive: bool = True
 
     @staticmethod
-    def pair() -> tuple[Channel, socket.socket]:
+    def pair() -> tuple[PacketSocket, socket.socket]:
         """Return our end, and the other for a child process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return Channel(ours), theirs
+        return PacketSocket(ours), theirs
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -1,0 +1,100 @@
+"""What the ranks of a process group tell one another; a process without a group is rank 0 of 1 and asks nobody."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class RankGroup:
+    """The ranks of a group. Every rank calls the same methods in the same order.
+
+    Args:
+        group: By default the default group, if there is one.
+
+    Attributes:
+        rank: This process's rank in the group.
+        world_size: Number of ranks in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank, self.world_size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Device whose tensors the group exchanges: the CPU if the group takes it, else the current accelerator."""
+        if self.world_size > 1 and not any(name in self._backends for name in ("phalanx", "gloo", "mpi")):
+            return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return torch.device("cpu")
+
+    @property
+    def _backends(self) -> str:
+        return str(dist.get_backend_config(self._group))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, in rank order; they must be alike in shape and dtype."""
+        if self.world_size == 1:
+            return [tensor]
+        tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(tensors, tensor, group=self._group)
+        return tensors
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of all ranks, in rank order; each rank gives as many."""
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return [row.tolist() for row in self.gather_tensor(own)]
+
+    def largest(self, number: int) -> int:
+        """Return the largest number of any rank."""
+        return self.largest_of_each([number])[0]
+
+    def largest_of_each(self, numbers: Sequence[int]) -> list[int]:
+        """Return, for each position, the largest number of any rank; numbers must fit 64 bits."""
+        if self.world_size == 1:
+            return [int(number) for number in numbers]
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tensor.tolist()
+
+    def barrier(self, timeout_s: float) -> None:
+        """Return when every rank has called this; where only NCCL and the like could wait, return at once.
+
+        Raises:
+            RuntimeError: Ranks did not call it within the timeout; it names them.
+        """
+        if self.world_size == 1 or not any(name in self._backends for name in ("phalanx", "gloo")):
+            return
+        group: Any = self._group or dist.group.WORLD
+        # Not dist.monitored_barrier, which before torch 2.14 refuses a Gloo that stands beside NCCL.
+        group.monitored_barrier(timedelta(seconds=timeout_s), True)
+
+
+def group_or_world(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
+    """Return the group as given, else the default group.
+
+    Raises:
+        ValueError: There is no process group yet.
+    """
+    group = process_group or dist.group.WORLD
+    if group is None:
+        raise ValueError(
+            f"{caller}: there is no process group yet; call phalanx.init() or "
+            'torch.distributed.init_process_group("phalanx") first'
+        )
+    return group

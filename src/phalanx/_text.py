@@ -1,0 +1,45 @@
+"""Numbers, sizes and tables in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def plural(number: int, noun: str) -> str:
+    """Return ``rank`` for 1, else ``ranks``, ``passes`` and so on."""
+    return noun if number == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as ``1 rank``, ``2 passes`` and ``1,024 steps``."""
+    return f"{number:,} {plural(number, noun)}"
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Return ``0-2,5`` for 0, 1, 2, 5, as the kernel writes it."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def named(noun: str, numbers: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0-2,5``."""
+    return f"{plural(len(numbers), noun)} {format_ranges(sorted(numbers))}"
+
+
+def in_units(size_bytes: float) -> str:
+    """Return ``1.5 GiB``, whole numbers without a fraction."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with the cells of a column under one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

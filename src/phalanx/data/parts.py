@@ -1,0 +1,61 @@
+"""What the ranks have of a dataset: each the same one, or each its own part."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch.utils.data import Subset
+
+from phalanx._rank_group import RankGroup
+from phalanx.data.partition import Partition
+
+
+def refuse_different(data: Any, ranks: RankGroup) -> None:
+    """Refuse a dataset that is to be divided among the ranks if each has another one, such as its own part already.
+
+    Raises:
+        ValueError: On every rank.
+    """
+    described = ranks.gather((len(data), _digest(_chosen(data)[0])))
+    if len(set(described)) > 1:
+        raise ValueError(
+            "Trainer: ranks have different datasets, and it divides one that all of them have. Pass the whole "
+            "dataset, or phalanx.DataLoader(part, is_own_part=True) to fit() on this rank's own; samples by rank: "
+            + ", ".join(str(length) for length, _ in described)
+        )
+
+
+def have_own_parts(data: Any, ranks: RankGroup) -> bool:
+    """Return whether each rank has its own part of the data, told by their lengths and by the indices of subsets.
+
+    Raises:
+        ValueError: On every rank: they have different parts, with samples in common.
+    """
+    indices, whole = _chosen(data)
+    num = len(whole) if hasattr(whole, "__len__") else 0
+    described = ranks.gather((num, _digest(indices)))
+    if len(set(described)) == 1:
+        return False
+    if len({length for length, _ in described}) == 1:
+        every = [index for of_rank in ranks.gather({*indices}) for index in of_rank]
+        if len(set(every)) < len(every):
+            raise ValueError(
+                "Trainer: ranks have different parts of a dataset, and some samples are in several of them: was it "
+                "split with another seed on each rank? Give all ranks the same dataset, or each a part of its own; "
+                "parts that overlap on purpose: phalanx.DataLoader(part, is_own_part=True)"
+            )
+    return True
+
+
+def _chosen(data: Any) -> tuple[list[Any], Any]:
+    """Return the indices that a subset, also one of a subset, takes of a dataset, and the whole dataset."""
+    if not isinstance(data, Partition | Subset):
+        return [], data
+    inner, whole = _chosen(data.data if isinstance(data, Partition) else data.dataset)
+    indices = data.indices.tolist() if hasattr(data.indices, "tolist") else list(data.indices)
+    return [inner[index] for index in indices] if inner else indices, whole
+
+
+def _digest(indices: list[Any]) -> bytes:
+    return hashlib.blake2b(repr(indices).encode()).digest()

@@ -1,0 +1,120 @@
+"""The store in which processes meet: JSON of a checked shape, and no wait that a stopped server could make endless."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from phalanx import CollectiveTimeout, PhalanxError
+from phalanx._store import GarbledError, JsonStore, StoreGoneError, StoreSilentError, one_of, understand, wait_until
+from phalanx.backend._meeting import Meeting
+from phalanx.doctor.bulletin import Bulletin, NotMetError
+from phalanx.rendezvous.asked import read_url
+from phalanx.rendezvous.patience import Patience
+from phalanx.rendezvous.roll import RollCall
+
+SERVE = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server():
+    """A process that serves a store, and the port."""
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process, int(process.stdout.readline())
+        process.kill()
+    gc.collect()  # errors hold frames, and frames hold stores
+
+
+def connect(port):
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def took(call, error):
+    begin = time.monotonic()
+    with pytest.raises(error) as caught:
+        call()
+    return time.monotonic() - begin, str(caught.value)
+
+
+def test_no_wait_hangs_on_a_store_whose_server_is_stopped(server):
+    process, port = server
+    stores = [connect(port) for _ in range(4)]
+    os.kill(process.pid, signal.SIGSTOP)
+    asked = read_url(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", 0.5, "train.py:1", "init_process_group")
+    patience = Patience(asked)
+    meeting = Meeting(JsonStore(stores[0]), 1, 2, "default", [0, 1], 0.5, time.monotonic() + 0.5)
+    plain = JsonStore(stores[1])
+    waits = [
+        (lambda: plain.get("x", str), StoreSilentError, "does not answer"),
+        (lambda: plain.has("x"), StoreSilentError, "has not answered yet"),
+        (lambda: meeting.get("hello/0", "rank 0 did not answer"), CollectiveTimeout, "within the timeout"),
+        (lambda: meeting.set("hello/1", {}), CollectiveTimeout, "the job's store did not answer within the timeout"),
+        (lambda: RollCall(stores[2], asked, patience).answer(), CollectiveTimeout, f"{port} does not answer"),
+        (
+            lambda: Bulletin(stores[3]).wait_for("x", str, time.monotonic() + 0.5, "host 0"),
+            NotMetError,
+            "waited in vain",
+        ),
+    ]
+    try:
+        for wait, error, text in waits:
+            took_s, said = took(wait, error)
+            assert took_s < 15  # the machine may be busy; endless is what must not be
+            assert text in said
+        os.kill(process.pid, signal.SIGCONT)
+        plain.set("x", ["y"], 20)  # it goes on: nothing was lost
+        assert plain.get("x", [str]) == ["y"]
+        assert Bulletin(stores[3]).wait_for("x", [str], time.monotonic() + 20, "host 0") == ["y"]
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def test_a_store_that_has_gone_is_asked_once(server):
+    process, port = server
+    store = JsonStore(connect(port))
+    assert store.get("x", str) is None
+    assert (store.add("n"), store.add("n"), store.count("n")) == (1, 2, 2)
+    process.kill()
+    process.wait()
+    with pytest.raises(StoreGoneError):
+        store.has("x")
+    with pytest.raises(StoreGoneError, match="failed before"):
+        wait_until(lambda: store.get("x", str), time.monotonic() + 60)
+    store.close()
+
+
+def test_what_is_read_has_its_shape_or_is_refused():
+    shape = {"rank": int, "hosts": [str], "process": (str, int), "level": one_of("ok", "bad")}
+    told = '{"rank": 1, "hosts": ["a"], "process": ["b", 2], "level": "ok", "more": null}'
+    assert understand(told, shape)["more"] is None
+    for wrong in ("", "[", "[" * 100_000, "1", told.replace("1", "true"), told.replace('"ok"', "[]"), told[:-30] + "}"):
+        with pytest.raises(GarbledError):
+            understand(wrong, shape)
+
+
+def test_a_rank_that_the_roll_call_refuses_raises_what_it_was_told(tmp_path):
+    """Nothing that anybody writes into the store raises another error than that."""
+    store = dist.HashStore()
+    asked = read_url("tcp://127.0.0.1:1?rank=1&world_size=2", 5, "train.py:1", "init_process_group")
+    call = RollCall(store, asked, Patience(asked))
+    key = f"phalanx-roll/word/{call._mine['token']}"
+    for garbage in ("{", "[]", '{"kind": "os", "text": "t", "ranks": [], "facts": {}}', '{"prefix": 1}'):
+        store.set(key, garbage)
+        assert call._word() is None
+    store.set(key, '{"kind": "PhalanxError", "text": "two of one rank", "ranks": [1], "facts": {}}')
+    with pytest.raises(PhalanxError, match="two of one rank"):
+        call._word()
+    call._store.close()
