@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.parallel.test_sharded import CASES, save_and_load, step_all_cases
 
 from tests.integration._compare import whole
 from tests.integration.test_torch_checkpoint import save_and_load as save_and_load_dcp
 from tests.integration.test_torch_ddp import train as train_ddp
 from tests.integration.test_torch_sharding import train_fsdp2, train_hsdp, train_tensor_parallel, train_zero
+from tests.parallel.test_zero import CASES, save_and_load, step_all_cases
 from tests.train.test_trainer import run_programs
 
 TRAINED = [
