@@ -7,7 +7,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <deque>
@@ -26,6 +29,7 @@ namespace {
 // Set once by configure(); leaked on purpose, the interpreter may be gone when statics are destroyed.
 nb::object* g_call_site = nullptr;
 nb::object* g_make_error = nullptr;
+nb::object* g_report_stall = nullptr;
 
 /// Hooks of a thread that came from Python and waits without the GIL.
 class PythonHooks : public Hooks {
@@ -84,11 +88,94 @@ void run_without_gil(Work&& work) {
   hooks.raise();
 }
 
-/// The Python exception for a failure of the core; the GIL is held.
-nb::object to_python(const Failure& failure) {
-  return (*g_make_error)(static_cast<int>(failure.kind), failure.message, failure.ranks, failure.op, failure.seq,
-                         failure.pid, failure.exit_code, failure.signal);
+nb::dict facts_of(const Standing& stand) {
+  nb::dict facts;
+  facts["rank"] = stand.rank;
+  facts["pid"] = stand.pid;
+  facts["has_joined"] = stand.has_joined;
+  facts["waits_in"] = stand.waits_in;
+  facts["last"] = stand.last;
+  return facts;
 }
+
+nb::dict facts_of(const MadeCall& made) {
+  nb::dict facts;
+  facts["rank"] = made.rank;
+  facts["op"] = op_name(made.call.op);
+  facts["dtype"] = made.call.dtype;
+  facts["reduce_op"] = made.call.reduce_op;
+  facts["has_splits"] = (made.call.flags & 1) != 0;
+  facts["count"] = made.call.count;
+  facts["root"] = made.root;
+  facts["tag"] = made.tag;
+  facts["size_bytes"] = made.size_bytes;
+  facts["site"] = made.site;
+  return facts;
+}
+
+template <class Item>
+nb::list facts_of(const std::vector<Item>& items) {
+  nb::list facts;
+  for (const Item& item : items) facts.append(facts_of(item));
+  return facts;
+}
+
+/// A failure as plain data, see from_core() of the Python side; the GIL is held.
+nb::dict facts_of(const Failure& failure) {
+  nb::dict facts;
+  facts["kind"] = kind_name(failure.kind);
+  facts["rank"] = failure.rank;
+  facts["group"] = failure.group;
+  facts["op"] = failure.op;
+  facts["seq"] = failure.seq;
+  facts["site"] = failure.site;
+  facts["ranks"] = failure.ranks;
+  facts["by"] = failure.by;
+  facts["pid"] = failure.pid;
+  facts["exit_code"] = failure.exit_code;
+  facts["signal"] = failure.signal;
+  facts["standings"] = facts_of(failure.standings);
+  facts["calls"] = facts_of(failure.calls);
+  facts["sizes"] = nb::none();
+  if (failure.sizes)
+    facts["sizes"] = nb::make_tuple(failure.sizes->rank, failure.sizes->count, failure.sizes->other,
+                                    failure.sizes->other_count, failure.sizes->of);
+  facts["timeout_s"] = failure.timeout_s;
+  facts["size_bytes"] = failure.size_bytes;
+  facts["errno"] = failure.error;
+  facts["detail"] = failure.detail;
+  facts["cause"] = nb::none();
+  if (failure.cause) facts["cause"] = facts_of(*failure.cause);
+  return facts;
+}
+
+/// The Python exception for a failure of the core; the GIL is held.
+nb::object to_python(const Failure& failure) { return (*g_make_error)(facts_of(failure)); }
+
+/// Has Python print who does not come. A native thread that asks for the GIL while the interpreter ends never gets it, so
+/// the last report of one comes before close(), which the interpreter calls first. A thread of Python's needs no lock, and
+/// may not have it: it handles signals while it prints.
+class StallReports {
+ public:
+  void operator()(const Failure& missing, double waited_s) {
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (PyGILState_GetThisThreadState() == nullptr) lock.lock();
+    if (closed_) return;
+    nb::gil_scoped_acquire gil;
+    (*g_report_stall)(facts_of(missing), waited_s);
+  }
+  void close() {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<bool> closed_{false};
+};
+StallReports g_stall_reports;
+// A thread that the child does not have may hold the lock there for ever.
+const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] { new (&g_stall_reports) StallReports; });
 
 nb::object error_object(std::exception_ptr error) {
   if (!error) return nb::none();
@@ -144,48 +231,39 @@ double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::mi
 /// Where an asynchronous call was made; none for one that blocks.
 using Site = std::optional<std::string>;
 
-/// What may help against an error of the system.
-const char* remedy(int error) {
-  if (error == EAGAIN)
-    return "no thread could be started: raise the limit of processes (ulimit -u, the container's pids limit) or of memory "
-           "(ulimit -v)";
-  if (error == ENOMEM) return "raise the memory limit of the job or container, and see ulimit -v";
-  if (error == EMFILE || error == ENFILE) return "raise the limit of open files (ulimit -n)";
-  return "a sandbox may forbid it: run phalanx doctor there";
-}
-
 /// Run `work`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.
 template <class Work>
-decltype(auto) guarded(Group& group, Work&& work) {
+decltype(auto) guarded(Group& group, Op op, Work&& work) {
   Board& board = group.board();
-  const auto where = [&] {
-    return "rank " + std::to_string(board.global(board.rank())) + ": an operation of group '" + board.config().name + "': ";
+  const auto end = [&](int error, const char* what) {
+    Failure failure = board.failure(error == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem, op, "");
+    failure.error = error;
+    failure.detail = what;
+    return board.end(std::move(failure));
   };
   try {
     return work();
   } catch (const std::bad_alloc&) {
-    throw board.end(Failure(FailureKind::kNoMemory,
-                            where() + "no memory; raise the memory limit of the job or container", {}));
+    throw end(ENOMEM, "");
   } catch (const std::system_error& error) {
-    const FailureKind kind = error.code().value() == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem;
-    throw board.end(Failure(kind, where() + error.what() + "; " + remedy(error.code().value()), {}));
+    throw end(error.code().value(), error.what());
   }
 }
 
 /// Run `work` in the calling thread, or queue it when it comes with a site; then the Job is returned.
 template <class Work>
 std::shared_ptr<Job> start(Group& group, Op op, const Site& site, double timeout_s, Work work) {
-  auto run = [&group, limit_s = bounded(timeout_s), work = std::move(work)](Hooks& h) {
-    guarded(group, [&] { work(group.collectives(), Context{&h, limit_s}); });
+  auto run = [&group, op, limit_s = bounded(timeout_s), work = std::move(work)](Hooks& h) {
+    guarded(group, op, [&] { work(group.collectives(), Context{&h, limit_s}); });
   };
   if (!site) {
     run_without_gil([&](Hooks& hooks) {
-      guarded(group, [&] { group.worker().run(op, bounded(timeout_s), hooks, run); });
+      guarded(group, op, [&] { group.worker().run(op, bounded(timeout_s), hooks, run); });
     });
     return nullptr;
   }
   nb::gil_scoped_release release;
-  return guarded(group, [&] { return group.worker().submit(op, std::move(run), *site); });
+  return guarded(group, op, [&] { return group.worker().submit(op, std::move(run), *site); });
 }
 
 Items make_items(int dtype, std::size_t item_bytes, std::size_t count) {
@@ -214,7 +292,8 @@ void bind_peers(nb::module_& m) {
       .def_prop_ro("dead", &PeerWatch::dead)
       .def_prop_ro("ending", [](const PeerWatch& self) {
         const Ending ending = self.ending();
-        return nb::make_tuple(ending.text(), ending.exit_code, ending.signal);
+        const auto kind = ending.is_replaced ? FailureKind::kRankReplaced : FailureKind::kRankEnded;
+        return nb::make_tuple(kind_name(kind), ending.exit_code, ending.signal);
       });
 }
 
@@ -269,7 +348,7 @@ void bind_group(nb::module_& m) {
          std::vector<int> global_ranks, double timeout_s, double stall_s, double spin_us) {
         return Group::make(std::move(segment), offset,
                            GroupConfig{rank, size, std::move(name), std::move(global_ranks), bounded(timeout_s),
-                                       bounded(stall_s), bounded(spin_us, 1e6)});
+                                       bounded(stall_s), bounded(spin_us, 1e6), std::ref(g_stall_reports)});
       },
       nb::arg("segment"), nb::arg("offset"), nb::arg("rank"), nb::arg("size"), nb::arg("name"),
       nb::arg("global_ranks"), nb::arg("timeout_s"), nb::arg("stall_s"), nb::arg("spin_us"));
@@ -414,7 +493,7 @@ void bind_group(nb::module_& m) {
     return [op](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int peer, std::int64_t tag,
                 std::string site) {
       nb::gil_scoped_release release;
-      return guarded(g, [&] {
+      return guarded(g, op, [&] {
         return g.p2p().post(op, pointer(data), make_items(dtype, item, count), peer, tag, std::move(site));
       });
     };
@@ -426,7 +505,7 @@ void bind_group(nb::module_& m) {
   group.def("wait_request", [](Group& g, const std::shared_ptr<Request>& request, double timeout_s) {
     bool done = true;
     run_without_gil([&](Hooks& hooks) {
-      guarded(g, [&] {
+      guarded(g, request->op(), [&] {
         if (timeout_s > 0)
           done = g.p2p().wait_briefly(request, hooks, bounded(timeout_s));
         else
@@ -453,13 +532,16 @@ NB_MODULE(_core, m) {
       PyErr_SetObject(PyExc_OSError, nb::make_tuple(refused.code().value(), refused.what()).ptr());
     }
   });
-  m.def("configure", [](std::vector<std::string> dtypes, std::vector<std::string> reduce_ops, nb::object call_site,
-                        nb::object make_error) {
-    Names::dtypes = std::move(dtypes);
-    Names::reduce_ops = std::move(reduce_ops);
+  m.def("configure", [](nb::object call_site, nb::object make_error, nb::object report_stall) {
     g_call_site = new nb::object(std::move(call_site));
     g_make_error = new nb::object(std::move(make_error));
+    g_report_stall = new nb::object(std::move(report_stall));
   });
+  nb::list kinds;
+  for (std::uint32_t kind = 1; kind <= static_cast<std::uint32_t>(FailureKind::kSystem); ++kind)
+    kinds.append(kind_name(static_cast<FailureKind>(kind)));
+  m.attr("FAILURE_KINDS") = kinds;
+  m.def("end_stall_reports", [] { g_stall_reports.close(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("reduces", [](int dtype, int op) {
     return find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)) != nullptr;
   }, "True if the reduce operation has a meaning for the dtype.");
@@ -489,7 +571,6 @@ NB_MODULE(_core, m) {
                     count);
   }, nb::arg("out"), nb::arg("ins"), nb::arg("dtype"), nb::arg("op"), nb::arg("count"));
   m.def("simd_level", &simd_level);
-  m.attr("FEWER_CALLS") = kFewerCalls;
   bind_peers(m);
   m.def("digests", [](const Addresses& pieces, const std::vector<std::size_t>& sizes, int num_threads) {
     std::vector<Bytes> bytes;

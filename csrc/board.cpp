@@ -7,7 +7,6 @@
 #include <cstring>
 #include <mutex>
 #include <set>
-#include <sstream>
 #include <system_error>
 #include <thread>
 
@@ -64,12 +63,6 @@ struct Boards {
 };
 Boards g_boards;
 
-std::string list(const std::vector<int>& ranks) {
-  std::string text;
-  for (std::size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + std::to_string(ranks[i]);
-  return (ranks.size() == 1 ? "rank " : "ranks ") + text;
-}
-
 // Grows in each forked child: a group belongs to the process that made it. Cheaper to read than getpid().
 std::atomic<int> g_forks{0};
 const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] {
@@ -79,73 +72,31 @@ const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] {
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-FailureKind verdict_kind(std::uint64_t verdict) { return static_cast<FailureKind>(verdict >> 32); }
-int verdict_rank(std::uint64_t verdict) { return static_cast<int>(verdict & 0xffffffff) - 1; }
+/// What peers are told of a failure: its kind, who is at fault and who says so, by their ranks in the group.
+struct Verdict {
+  FailureKind kind;
+  int subject, reporter;
 
-/// How people count: the join of the group comes before the first collective.
-std::string number(std::uint32_t seq) { return std::to_string(seq - 1); }
-
-/// What calls disagree about, and what to do about it.
-struct Difference {
-  std::string what, advice;
+  static constexpr int kRankBits = 24;
+  static constexpr std::uint64_t kRankMask = (std::uint64_t{1} << kRankBits) - 1;
+  std::uint64_t pack() const {
+    return static_cast<std::uint64_t>(kind) << 2 * kRankBits | static_cast<std::uint64_t>(reporter) << kRankBits |
+           static_cast<std::uint64_t>(subject);
+  }
+  static Verdict unpack(std::uint64_t packed) {
+    return {static_cast<FailureKind>(packed >> 2 * kRankBits), static_cast<int>(packed & kRankMask),
+            static_cast<int>(packed >> kRankBits & kRankMask)};
+  }
 };
 
-Difference difference_between(const std::vector<Call>& calls) {
-  auto differ = [&](auto field) {
-    return std::any_of(calls.begin(), calls.end(), [&](const Call& call) { return call.*field != calls[0].*field; });
-  };
-  const std::string order = "ake every rank of the group call the same collectives in the same order.";
-  if (differ(&Call::op)) return {"called different collectives", "M" + order};
-  std::string fields;
-  auto add = [&](bool differs, const char* name) {
-    if (differs) fields += (fields.empty() ? "" : " and ") + std::string(name);
-  };
-  add(differ(&Call::dtype), "dtypes");
-  add(differ(&Call::count) || differ(&Call::flags), "sizes");
-  add(differ(&Call::reduce_op), "reduce operations");
-  add(differ(&Call::root), "roots");
-  return {"called " + std::string(op_name(calls[0].op)) + " with different " + fields,
-          "Make the " + fields + " the same on every rank; if these calls do not belong together, m" + order};
-}
+/// How people count: the join of the group comes before the first collective.
+std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
 
-std::string decimal(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f", value);
-  return text;
+Clock::duration from_seconds(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
 }  // namespace
-
-std::vector<std::string> Names::dtypes;
-std::vector<std::string> Names::reduce_ops;
-
-const char* op_name(Op op) {
-  static constexpr const char* kNames[] = {"none", "join", "barrier", "broadcast", "all_reduce", "reduce",
-                                           "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all",
-                                           "send", "recv"};
-  return kNames[static_cast<std::size_t>(op)];
-}
-
-Call Call::unpack(std::uint32_t what, std::uint64_t detail) {
-  Call call;
-  call.op = static_cast<Op>(what & 0xff);
-  call.dtype = static_cast<std::uint8_t>(what >> 8);
-  call.reduce_op = static_cast<std::uint8_t>(what >> 16);
-  call.flags = static_cast<std::uint8_t>(what >> 24);
-  call.count = detail & ((std::uint64_t{1} << kCountBits) - 1);
-  call.root = static_cast<std::int32_t>(detail >> kCountBits) - 1;
-  return call;
-}
-
-std::string Call::text() const {
-  std::string text = op_name(op);
-  if (op == Op::kJoin || op == Op::kBarrier || op == Op::kNone) return text + "()";
-  text += "(" + (dtype < Names::dtypes.size() ? Names::dtypes[dtype] : "dtype " + std::to_string(dtype));
-  text += flags & 1 ? ", split sizes" : ", count=" + std::to_string(count);
-  if (reduce_op != 0)
-    text += ", op=" + (reduce_op <= Names::reduce_ops.size() ? Names::reduce_ops[reduce_op - 1] : "?");
-  return text;  // the caller adds the root in global ranks and closes the parenthesis
-}
 
 std::uint64_t Board::create(Segment& segment, int size) {
   const Offsets o = offsets_of(static_cast<std::size_t>(size));
@@ -227,21 +178,16 @@ void Board::watch_peers() {
 }
 
 void Board::require_own_process(Op op) const {
-  if (!forked()) return;
-  throw Failure(FailureKind::kUnusable,
-                std::string(op_name(op)) + " on group '" + config_.name + "': this process was forked from " + who() +
-                    " after the group was made and is no rank of it; call init_process_group in the child", {});
+  if (forked()) throw failure(FailureKind::kForked, op, "");
 }
 
 void Board::require_usable(Op op) {
   require_own_process(op);
   if (!ended()) return;
-  std::lock_guard lock(ended_mutex_);
-  throw Failure(FailureKind::kUnusable,
-                "rank " + std::to_string(global(rank())) + ": " + (op == Op::kNone ? "operation" : op_name(op)) + " on group '" + config_.name +
-                    "', which can no longer be used: " + why_ended_ +
-                    "\nDestroy the group and make a new one: destroy_process_group(), then init_process_group().",
-                {});
+  Failure unusable = failure(FailureKind::kUnusable, op, "");
+  unusable.ranks.clear();
+  unusable.cause = ended_by();
+  throw unusable;
 }
 
 Wait Board::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell) {
@@ -260,7 +206,8 @@ Wait Board::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double time
 /// A peer has ended the group: a call that comes later must fail too, though all data may lie there.
 void Board::come_late(Wait& wait) {
   // After a mismatch the call goes on as far as its own comparison, which adds this rank's row to the table.
-  if (verdict_kind(header_->verdict.load(std::memory_order_acquire)) == FailureKind::kMismatch && wait.seq != 0) return;
+  const FailureKind kind = Verdict::unpack(header_->verdict.load(std::memory_order_acquire)).kind;
+  if ((kind == FailureKind::kCallsDiffer || kind == FailureKind::kSizesDiffer) && wait.seq != 0) return;
   throw end(*find_verdict(wait, [](int) { return false; }));
 }
 
@@ -268,8 +215,7 @@ void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
   if (wait.start == Clock::time_point{}) {
     wait.start = Clock::now();
     wait.next_look = wait.start + kLook / 2;
-    wait.next_report = wait.start + std::chrono::duration_cast<Clock::duration>(
-                                        std::chrono::duration<double>(config_.stall_s));
+    wait.next_report = wait.start + from_seconds(config_.stall_s);
   }
   while (!sleep_on(*wait.bell, std::chrono::duration_cast<std::chrono::nanoseconds>(kLook / 2), done)) {
     if (Clock::now() < wait.next_look) continue;
@@ -287,13 +233,14 @@ std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
   if (!wait.announced) announce(wait);  // before the signals: a handler may need to be told what it interrupted
   try {
     wait.hooks->tick();
+    report_stall(wait, missing);
   } catch (...) {
-    end(failure(FailureKind::kAborted, wait, where(wait) + " was interrupted by a signal", {global(rank())}));
+    end(failure(FailureKind::kInterrupted, wait));
     throw;
   }
   if (wait.arriving)
     for (int r = 0; r < config_.size; ++r)
-      if (call_differs(r, wait.seq)) mismatch(wait, "");
+      if (call_differs(r, wait.seq)) mismatch(wait);
   // The first failure that anybody saw explains the rest: ranks that died of it are victims. A victim has published its
   // verdict before it dies, so a verdict that was missing at first is there once the victim is seen dead.
   if (auto verdict = find_verdict(wait, missing)) return verdict;
@@ -301,24 +248,22 @@ std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
     if (auto verdict = find_verdict(wait, missing)) return verdict;
     return dead;
   }
-  if (ended())
-    return failure(FailureKind::kAborted, wait, where(wait) + ": this rank left the group meanwhile", {global(rank())});
+  if (ended()) return failure(FailureKind::kDestroyed, wait);
   if (seconds_since(wait.start) >= wait.timeout_s) return timed_out(wait, missing);
-  if (!wait.quiet && Clock::now() >= wait.next_report) {
-    wait.next_report = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                          std::chrono::duration<double>(config_.stall_s));
-    const std::vector<int> ranks = missing_ranks(missing);
-    std::fprintf(stderr, "phalanx: %s has waited %s s for %s (timeout %s s)\n%s", where(wait).c_str(),
-                 decimal(seconds_since(wait.start)).c_str(), list(ranks).c_str(), decimal(wait.timeout_s).c_str(),
-                 standings(wait, ranks).c_str());
-  }
   return std::nullopt;
+}
+
+/// Tell who does not come, now and then.
+void Board::report_stall(Wait& wait, const MissingFn& missing) {
+  if (wait.quiet || !config_.on_stall || Clock::now() < wait.next_report) return;
+  wait.next_report = Clock::now() + from_seconds(config_.stall_s);
+  config_.on_stall(timed_out(wait, missing), seconds_since(wait.start));
 }
 
 void Board::announce(Wait& wait) {
   wait.announced = true;
   std::string text = op_name(wait.call.op);
-  if (wait.seq != 0) text += " #" + number(wait.seq);
+  if (wait.seq != 0) text += " #" + std::to_string(number(wait.seq));
   text += " of group '" + config_.name + "'";
   if (wait.seq != 0) collective_ = text;  // the site is found by Python, where signals are handled, too
   const std::string site = wait.hooks->site();
@@ -335,46 +280,32 @@ void Board::say_everywhere(const std::string& text) {
       write_text(board->members_[board->rank()].site, text);
 }
 
-std::string Board::where(const Wait& wait) const {
-  std::string text = "rank " + std::to_string(global(rank())) + ": " + op_name(wait.call.op);
-  if (wait.seq != 0) text += " #" + number(wait.seq);
-  text += " of group '" + config_.name + "'";
-  const std::string site = wait.hooks->site();
-  return site.empty() ? text : text + " at " + site;
+Standing Board::stand_of(int r) {
+  Standing stand;
+  stand.rank = global(r);
+  stand.has_joined = members_[r].state.load(std::memory_order_acquire) != MemberState::kAbsent;
+  if (!stand.has_joined) return stand;
+  stand.pid = members_[r].pid;
+  stand.waits_in = read_text(members_[r].site);
+  stand.last = number(std::max(line(r, 0).seq.load(std::memory_order_acquire),
+                               line(r, 1).seq.load(std::memory_order_acquire)));
+  return stand;
 }
 
-std::string Board::stand_of(int r, const Wait& wait) {
-  const std::string head = "  rank " + std::to_string(global(r)) + " ";
-  if (members_[r].state.load(std::memory_order_acquire) == MemberState::kAbsent) return head + "has not joined\n";
-  const std::string pid = "(pid " + std::to_string(members_[r].pid) + ") ";
-  const std::string site = read_text(members_[r].site);
-  if (!site.empty()) return head + pid + "waits in " + site + "\n";
-  if (wait.seq == 0) return head + pid + "has not made the matching call\n";
-  const std::uint32_t last = std::max(line(r, 0).seq.load(std::memory_order_acquire),
-                                      line(r, 1).seq.load(std::memory_order_acquire));
-  if (last >= wait.seq) return head + pid + "is in #" + number(last) + " but makes no progress\n";
-  return head + pid + "has not called #" + number(wait.seq) + "; " +
-         (last <= 1 ? "it has made no collective here yet" : "its last collective here was #" + number(last)) + "\n";
+Failure Board::failure(FailureKind kind, Op op, std::string site) const {
+  Failure failure;
+  failure.kind = kind;
+  failure.rank = global(rank());
+  failure.ranks = {failure.rank};
+  failure.group = config_.name;
+  failure.op = op_name(op);
+  failure.site = std::move(site);
+  return failure;
 }
 
-std::string Board::standings(const Wait& wait, const std::vector<int>& ranks) {
-  std::string text;
-  for (int r = 0; r < config_.size; ++r)
-    if (std::find(ranks.begin(), ranks.end(), global(r)) != ranks.end()) text += stand_of(r, wait);
-  return text;
-}
-
-std::vector<int> Board::missing_ranks(const MissingFn& missing) const {
-  std::vector<int> ranks;
-  for (int r = 0; r < config_.size; ++r)
-    if (missing(r)) ranks.push_back(global(r));
-  return ranks;
-}
-
-Failure Board::failure(FailureKind kind, const Wait& wait, std::string message, std::vector<int> ranks) const {
-  Failure failure(kind, std::move(message), std::move(ranks));
-  failure.op = op_name(wait.call.op);
-  failure.seq = wait.seq == 0 ? 0 : wait.seq - 1;
+Failure Board::failure(FailureKind kind, const Wait& wait) const {
+  Failure failure = this->failure(kind, wait.call.op, wait.hooks->site());
+  failure.seq = number(wait.seq);
   return failure;
 }
 
@@ -395,65 +326,59 @@ std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
   }
   if (!departed && (watch == nullptr || !watch->dead())) return std::nullopt;
   const Ending ending = departed ? Ending{} : watch->ending();
-  const std::string who = "rank " + std::to_string(global(r));
-  const bool fell = state == MemberState::kFell;
-  const std::string how = fell       ? "has left the group because of " + read_text(members_[r].site)
-                          : departed ? "has left the group (destroy_process_group)"
-                                     : ending.text();
-  // Whoever ends in order while others go on has made fewer calls, or has caught what went wrong.
-  const std::string advice =
-      !fell && (departed || (ending.signal == 0 && ending.exit_code == 0))
-          ? kFewerCalls
-          : "Look at what " + who + " printed last; this rank is only its victim.";
-  Failure found = failure(FailureKind::kRankFailed, wait,
-                          where(wait) + ": " + who + " (pid " + std::to_string(members_[r].pid) + ") " + how + "\n" +
-                              advice,
-                          {global(r)});
+  Failure found = failure(state == MemberState::kFell ? FailureKind::kRankFell
+                          : departed                  ? FailureKind::kRankLeft
+                          : ending.is_replaced        ? FailureKind::kRankReplaced
+                                                      : FailureKind::kRankEnded,
+                          wait);
+  if (state == MemberState::kFell) found.detail = read_text(members_[r].site);
+  found.ranks = {global(r)};
   found.pid = members_[r].pid;
   found.exit_code = ending.exit_code;
   found.signal = ending.signal;
   return found;
 }
 
+/// What a peer has met, as this rank's own failure.
 std::optional<Failure> Board::find_verdict(const Wait& wait, const MissingFn& missing) {
-  const std::uint64_t verdict = header_->verdict.load(std::memory_order_acquire);
-  if (verdict == 0) return std::nullopt;
-  const int r = verdict_rank(verdict);
-  const FailureKind kind = verdict_kind(verdict);
-  const std::string who = "rank " + std::to_string(global(r));
-  switch (kind) {
-    case FailureKind::kMismatch:
-      return failure(kind, wait, where(wait) + ": the ranks of this group made calls that do not fit together, as " +
-                                     who + " reports; see its message", {global(r)});
-    case FailureKind::kTimeout: {
-      if (missing_ranks(missing).empty())
-        return failure(kind, wait, where(wait) + " comes too late: " + who + " has reached its deadline and ended the " +
-                                       "group; see its message", {global(rank())});
-      Failure late = timed_out(wait, missing);
-      late.message = who + " has reached its deadline and ended the group.\n" + late.message;
-      return late;
-    }
-    case FailureKind::kNoMemory:
-      return failure(kind, wait, where(wait) + ": " + who + " found no memory for the group's buffers", {global(r)});
-    case FailureKind::kSystem:
-      return failure(kind, wait, where(wait) + ": " + who + " met an error of its system and ended the group\nLook at what " +
-                                     who + " printed last.", {global(r)});
+  const std::uint64_t packed = header_->verdict.load(std::memory_order_acquire);
+  if (packed == 0) return std::nullopt;
+  const Verdict verdict = Verdict::unpack(packed);
+  Failure found;
+  switch (verdict.kind) {
+    case FailureKind::kRankMissing:
+    case FailureKind::kNoTurn:
+      found = timed_out(wait, missing);
+      if (!found.ranks.empty()) break;
+      found = failure(FailureKind::kCameLate, wait);
+      break;
+    case FailureKind::kRankEnded:
+    case FailureKind::kRankReplaced:
+    case FailureKind::kRankLeft:
+    case FailureKind::kRankFell:
     case FailureKind::kRankFailed:
-      if (auto dead = is_dead(r, wait)) return dead;
-      return failure(kind, wait, where(wait) + ": " + who + " has failed, as a peer reports", {global(r)});
+      if (auto dead = is_dead(verdict.subject, wait)) return dead;
+      found = failure(FailureKind::kRankFailed, wait);
+      found.ranks = {global(verdict.subject)};
+      break;
     default:
-      return failure(FailureKind::kAborted, wait, where(wait) + ": " + who + " aborted the group (abort(), or a signal" +
-                                                      " interrupted it)\nLook at what " + who + " printed last.",
-                     {global(r)});
+      found = failure(verdict.kind, wait);
+      found.ranks = {global(verdict.subject)};
   }
+  found.by = global(verdict.reporter);
+  return found;
 }
 
 Failure Board::timed_out(const Wait& wait, const MissingFn& missing) {
-  const std::vector<int> ranks = missing_ranks(missing);
-  return failure(FailureKind::kTimeout, wait,
-                 where(wait) + " timed out after " + decimal(wait.timeout_s) + " s waiting for " + list(ranks) + "\n" +
-                     standings(wait, ranks) + "Pass a larger timeout to init_process_group if that is slow but right.",
-                 ranks);
+  Failure late = failure(FailureKind::kRankMissing, wait);
+  late.timeout_s = wait.timeout_s;
+  late.ranks.clear();
+  for (int r = 0; r < config_.size; ++r) {
+    if (!missing(r)) continue;
+    late.ranks.push_back(global(r));
+    late.standings.push_back(stand_of(r));
+  }
+  return late;
 }
 
 bool Board::call_differs(int r, std::uint32_t seq) {
@@ -463,11 +388,11 @@ bool Board::call_differs(int r, std::uint32_t seq) {
          (theirs.what != mine.what || theirs.detail != mine.detail);
 }
 
-void Board::mismatch(Wait& wait, const std::string& headline) {
-  const std::string own_site = wait.hooks->site();
+void Board::mismatch(Wait& wait, std::optional<SizeDispute> sizes) {
+  Failure found = failure(sizes ? FailureKind::kSizesDiffer : FailureKind::kCallsDiffer, wait);
   {
     std::lock_guard lock(g_boards.mutex);  // other threads of this rank may write there too
-    write_text(members_[rank()].site, own_site);
+    write_text(members_[rank()].site, found.site);
   }
   members_[rank()].site_seq.store(wait.seq, std::memory_order_release);
   const auto grace_end = Clock::now() + kMismatchGrace;
@@ -477,70 +402,71 @@ void Board::mismatch(Wait& wait, const std::string& headline) {
     return true;
   };
   while (!all_said() && Clock::now() < grace_end) std::this_thread::sleep_for(1ms);
+  found.sizes = sizes;
+  found.calls = calls_made(wait.seq);
+  found.ranks.clear();
+  if (sizes) found.ranks = {sizes->rank, sizes->other};
+  for (int r = 0; r < config_.size; ++r)
+    if (call_differs(r, wait.seq)) found.ranks.push_back(global(r));
+  throw end(std::move(found));
+}
 
-  std::ostringstream table;
-  std::vector<Call> calls;
-  std::vector<int> ranks;
+/// What each rank has called as number `seq`, and where, as far as it has said so.
+std::vector<MadeCall> Board::calls_made(std::uint32_t seq) {
+  std::vector<MadeCall> calls;
   for (int r = 0; r < config_.size; ++r) {
-    table << "  rank " << global(r) << ": ";
-    if (line(r, wait.seq).seq.load(std::memory_order_acquire) != wait.seq) {
-      table << "has not called yet\n";
-      continue;
-    }
-    const Call& call = calls.emplace_back(Call::unpack(line(r, wait.seq).what, line(r, wait.seq).detail));
-    std::string text = call.text();
-    if (text.back() != ')') {
-      const char* role = call.op == Op::kBroadcast || call.op == Op::kScatter ? ", src=" : ", dst=";
-      text += (call.root >= 0 ? role + std::to_string(global(call.root)) : "") + ")";
-    }
-    const bool said = members_[r].site_seq.load(std::memory_order_acquire) == wait.seq;
-    const std::string site = said ? read_text(members_[r].site) : "";
-    table << text << (site.empty() ? "" : " at " + site) << "\n";
-    if (call_differs(r, wait.seq)) ranks.push_back(global(r));
+    MadeCall& made = calls.emplace_back();
+    made.rank = global(r);
+    const Line& own = line(r, seq);
+    if (own.seq.load(std::memory_order_acquire) != seq) continue;
+    made.call = Call::unpack(own.what, own.detail);
+    if (made.call.root >= 0) made.root = global(made.call.root);
+    if (members_[r].site_seq.load(std::memory_order_acquire) == seq) made.site = read_text(members_[r].site);
   }
-  Difference found{headline, "Make input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."};
-  if (headline.empty()) {
-    found = difference_between(calls);
-    found.what = "the ranks of this group " + found.what;
-  }
-  throw end(failure(FailureKind::kMismatch, wait,
-                    where(wait) + ": " + found.what + "\n" + table.str() + found.advice, ranks));
+  return calls;
 }
 
 Failure Board::end(Failure failure) {
   {
     std::lock_guard lock(ended_mutex_);
-    if (!ended()) {
-      why_ended_ = failure.message;
-      ended_by_ = failure;
-    }
+    if (!ended()) ended_by_ = std::make_shared<const Failure>(failure);
     ended_.store(true, std::memory_order_release);
   }
   // Peers that follow name the same culprit; without one, they name this rank.
   int subject = rank();
-  for (int r = 0; failure.kind == FailureKind::kRankFailed && r < config_.size; ++r)
-    if (!failure.ranks.empty() && global(r) == failure.ranks.front()) subject = r;
+  switch (failure.kind) {
+    case FailureKind::kRankEnded:
+    case FailureKind::kRankReplaced:
+    case FailureKind::kRankLeft:
+    case FailureKind::kRankFell:
+    case FailureKind::kRankFailed:
+      for (int r = 0; r < config_.size; ++r)
+        if (!failure.ranks.empty() && global(r) == failure.ranks.front()) subject = r;
+      break;
+    default:
+      break;
+  }
   std::uint64_t none = 0;
-  const std::uint64_t verdict =
-      static_cast<std::uint64_t>(failure.kind) << 32 | static_cast<std::uint32_t>(subject + 1);
+  const std::uint64_t verdict = Verdict{failure.kind, subject, rank()}.pack();
   header_->verdict.compare_exchange_strong(none, verdict, std::memory_order_acq_rel);
   ring_all();
   return failure;
 }
 
-std::optional<Failure> Board::ended_by() {
+std::shared_ptr<const Failure> Board::ended_by() {
   std::lock_guard lock(ended_mutex_);
   return ended_by_;
 }
 
 void Board::abort(const std::string& why) {
-  end(Failure(FailureKind::kAborted, "rank " + std::to_string(global(rank())) + ": " + why, {global(rank())}));
+  Failure aborted = failure(FailureKind::kAborted, Op::kNone, "");
+  aborted.detail = why;
+  end(std::move(aborted));
 }
 
 void Board::depart(const std::string& why) {
   {
-    std::lock_guard lock(ended_mutex_);
-    if (!ended()) why_ended_ = "it was destroyed on this rank";
+    std::lock_guard lock(ended_mutex_);  // after what ended the group, if anything did
     ended_.store(true, std::memory_order_release);
   }
   if (members_[rank()].state.load(std::memory_order_relaxed) == MemberState::kFell) return;  // that has been said

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "call.h"
 #include "failure.h"
 #include "layout.h"
 #include "peers.h"
@@ -20,44 +21,6 @@
 
 namespace phalanx {
 
-enum class Op : std::uint8_t {
-  kNone = 0, kJoin, kBarrier, kBroadcast, kAllReduce, kReduce, kReduceScatter, kAllGather, kGather, kScatter,
-  kAllToAll, kSend, kRecv,
-};
-const char* op_name(Op op);
-
-/// What all ranks of a collective must agree on; travels in the Line that peers wait for.
-struct Call {
-  Op op = Op::kNone;
-  std::uint8_t dtype = 0;      // index into the names that the Python side registers
-  std::uint8_t reduce_op = 0;  // 0: none, else ReduceOp + 1
-  std::uint8_t flags = 0;      // bit 0: split sizes given by each rank
-  std::uint64_t count = 0;     // elements a rank (a block)
-  std::int32_t root = -1;      // rank in the group, -1: none
-
-  static constexpr int kCountBits = 48;  // of detail(); root + 1 above
-  std::uint32_t what() const {
-    return static_cast<std::uint32_t>(op) | static_cast<std::uint32_t>(dtype) << 8 |
-           static_cast<std::uint32_t>(reduce_op) << 16 | static_cast<std::uint32_t>(flags) << 24;
-  }
-  std::uint64_t detail() const {
-    return (count & ((std::uint64_t{1} << kCountBits) - 1)) | static_cast<std::uint64_t>(root + 1) << kCountBits;
-  }
-  static Call unpack(std::uint32_t what, std::uint64_t detail);
-  std::string text() const;  // "all_reduce(float32, count=4, op=SUM)"
-};
-
-/// What to look for where a rank has ended in order while others go on; the Python side says the same between hosts.
-inline constexpr const char* kFewerCalls =
-    "If it printed no error, it made fewer calls: look for one under a condition that only some ranks meet "
-    "(if rank == 0), or give every rank equally many batches (DistributedSampler, drop_last=True; or join()).";
-
-/// Names that appear in messages, by code; set once by the bindings.
-struct Names {
-  static std::vector<std::string> dtypes;
-  static std::vector<std::string> reduce_ops;
-};
-
 struct GroupConfig {
   int rank = 0;
   int size = 1;
@@ -66,6 +29,8 @@ struct GroupConfig {
   double timeout_s = 1800;
   double stall_s = 10;
   double spin_us = 50;
+  /// Told of a long wait, and how long it has lasted; in the thread that waits. What it throws ends the wait.
+  std::function<void(const Failure& missing, double waited_s)> on_stall;
 };
 
 /// One operation's wait: what is awaited, since when, until when.
@@ -162,16 +127,18 @@ class Board {
   /// Throw in a forked child. Comes before any lock: a thread that the child does not have may hold it there for ever.
   void require_own_process(Op op) const;
   /// What ended the group, for operations that were queued before it did; none if it was left in order.
-  std::optional<Failure> ended_by();
+  std::shared_ptr<const Failure> ended_by();
 
-  /// Raise CollectiveMismatch with the table of what each rank called. Gives late ranks a moment to say where they are.
-  [[noreturn]] void mismatch(Wait& wait, const std::string& headline);
+  /// Throw what each rank called, and the sizes that contradict each other where the calls are alike. Gives late ranks a
+  /// moment to say where they are.
+  [[noreturn]] void mismatch(Wait& wait, std::optional<SizeDispute> sizes = {});
   bool call_differs(int r, std::uint32_t seq);
   int global(int r) const { return config_.global_ranks[r]; }
-  std::string who() const { return "rank " + std::to_string(global(rank())); }
   /// The collective that waits, "all_reduce #42 of group 'world' at train.py:31"; for the thread that is in it.
   const std::string& collective() const { return collective_; }
-  Failure failure(FailureKind kind, const Wait& wait, std::string message, std::vector<int> ranks) const;
+  /// A failure of this rank, which is at fault unless others are named.
+  Failure failure(FailureKind kind, Op op, std::string site) const;
+  Failure failure(FailureKind kind, const Wait& wait) const;
 
  private:
   using DoneFn = std::function<bool()>;
@@ -185,12 +152,11 @@ class Board {
   void come_late(Wait& wait);
   std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
   Failure timed_out(const Wait& wait, const MissingFn& missing);
+  void report_stall(Wait& wait, const MissingFn& missing);
   void announce(Wait& wait);
   void say_everywhere(const std::string& text);
-  std::string stand_of(int r, const Wait& wait);
-  std::string where(const Wait& wait) const;
-  std::vector<int> missing_ranks(const MissingFn& missing) const;
-  std::string standings(const Wait& wait, const std::vector<int>& ranks);
+  Standing stand_of(int r);
+  std::vector<MadeCall> calls_made(std::uint32_t seq);
   void ring_all();
 
   std::shared_ptr<Segment> segment_;
@@ -210,9 +176,8 @@ class Board {
   std::atomic<double> timeout_s_;
   std::atomic<bool> ended_{false};
   std::mutex ended_mutex_;
-  std::string why_ended_;
   std::string collective_;
-  std::optional<Failure> ended_by_;
+  std::shared_ptr<const Failure> ended_by_;
 };
 
 }  // namespace phalanx

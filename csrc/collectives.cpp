@@ -75,7 +75,7 @@ void Collectives::muster(Wait& wait) {
   wait.arriving = false;
   for (int r = 0; compares_calls && r < board_.size(); ++r) {
     const Line& theirs = board_.line(r, seq_);  // in the cache already: its `seq` was just read
-    if (theirs.what != what || theirs.detail != detail) board_.mismatch(wait, "");
+    if (theirs.what != what || theirs.detail != detail) board_.mismatch(wait);
   }
 }
 
@@ -84,11 +84,10 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   const std::size_t bytes = static_cast<std::size_t>(board_.size()) * 2 * kSlots * kSlotBytes;
   auto& offset = board_.header().mailbox;
   auto no_memory = [&](const std::string& why) {
-    return board_.end(board_.failure(
-        FailureKind::kNoMemory, wait,
-        "rank " + std::to_string(board_.global(board_.rank())) + ": " + op_name(wait.call.op) + " of group '" +
-            board_.config().name + "': no memory for " + std::to_string(bytes >> 10) + " KiB of shared buffers" + why +
-            "; raise the memory limit of the job or container", {}));
+    Failure failure = board_.failure(FailureKind::kNoMemory, wait);
+    failure.size_bytes = bytes;
+    failure.detail = why;
+    return board_.end(std::move(failure));
   };
   std::string why;
   if (board_.rank() == 0) {
@@ -97,7 +96,7 @@ void Collectives::ensure_mailboxes(Wait& wait) {
       made = board_.segment().allocate(bytes);
     } catch (const std::bad_alloc&) {
     } catch (const std::system_error& error) {
-      why = std::string(" (") + error.what() + ")";
+      why = error.what();
     }
     offset.store(made, std::memory_order_release);  // pairs with the load below
     ring(board_.header().bell);
@@ -108,7 +107,7 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   try {
     mailboxes_ = board_.segment().map(made, bytes);
   } catch (const std::system_error& error) {
-    throw no_memory(std::string(" (") + error.what() + ")");
+    throw no_memory(error.what());
   }
 }
 
@@ -383,10 +382,8 @@ Wait Collectives::begin_split(const Context& context, Call call, std::span<const
   for (int r = 1; r < board_.size(); ++r) {
     const auto [first, other] = std::mismatch(table(0), table(0) + counts.size(), table(r));
     if (first == table(0) + counts.size()) continue;
-    const std::string of = std::to_string(board_.global(static_cast<int>(first - table(0))));
-    board_.mismatch(wait, "rank " + std::to_string(board_.global(0)) + "'s list has " + std::to_string(*first) +
-                              " elements for rank " + of + ", rank " + std::to_string(board_.global(r)) + "'s has " +
-                              std::to_string(*other));
+    const int of = board_.global(static_cast<int>(first - table(0)));
+    board_.mismatch(wait, SizeDispute{board_.global(0), *first, board_.global(r), *other, of});
   }
   return wait;
 }
@@ -498,10 +495,8 @@ void Collectives::all_to_all_split(const Context& context, std::span<const void*
     for (std::size_t to = 0; to < n; ++to) {
       const auto* theirs = reinterpret_cast<const std::uint64_t*>(board_.stage(static_cast<int>(to), seq_));
       if (sent[to] != theirs[n + from])
-        board_.mismatch(wait, "rank " + std::to_string(board_.global(static_cast<int>(from))) + " sends " +
-                                  std::to_string(sent[to]) + " elements to rank " +
-                                  std::to_string(board_.global(static_cast<int>(to))) + ", which expects " +
-                                  std::to_string(theirs[n + from]));
+        board_.mismatch(wait, SizeDispute{board_.global(static_cast<int>(from)), sent[to],
+                                          board_.global(static_cast<int>(to)), theirs[n + from]});
       if (from != to) most = std::max(most, sent[to]);
     }
   }

@@ -137,7 +137,7 @@ bool PointToPoint::cancel(const std::shared_ptr<Request>& request) {
   std::lock_guard lock(mutex_);
   if (!posted_.contains(request->number_)) return false;
   withdraw(*request);
-  complete(request, std::make_exception_ptr(Failure(FailureKind::kAborted, "the receive was taken back", {})));
+  complete(request, std::make_exception_ptr(board_.failure(FailureKind::kDestroyed, Op::kRecv, request->site_)));
   return true;
 }
 
@@ -154,13 +154,8 @@ Channel* PointToPoint::open(int src, int dst, bool create) {
     try {
       offset = board_.segment().allocate(sizeof(Channel));
     } catch (const std::bad_alloc&) {
-      Failure failure(FailureKind::kNoMemory,
-                      "rank " + std::to_string(board_.global(src)) + ": send to rank " +
-                          std::to_string(board_.global(dst)) + ": no memory for a channel of " +
-                          std::to_string(sizeof(Channel) >> 10) +
-                          " KiB; raise the memory limit of the job or container",
-                      {board_.global(src)});
-      failure.op = "send";
+      Failure failure = board_.failure(FailureKind::kNoMemory, Op::kSend, "");
+      failure.size_bytes = sizeof(Channel);
       throw board_.end(std::move(failure));  // the receiver waits: it must be told
     }
     cell.store(offset, std::memory_order_release);  // only the sender writes its cells; pairs with the load above
@@ -254,24 +249,21 @@ std::shared_ptr<Request> PointToPoint::match(int src, const Fragment& head) {
 
 void PointToPoint::check_fits(Request& request, int src, const Fragment& head) {
   if (head.message_bytes == request.items_.bytes() && head.dtype == request.items_.dtype) return;
-  Call sent;
-  sent.op = Op::kSend;
-  sent.dtype = static_cast<std::uint8_t>(head.dtype);
-  sent.count = head.message_bytes / std::max<std::size_t>(request.items_.item_bytes, 1);
-  Call expected;
-  expected.op = Op::kRecv;
-  expected.dtype = request.items_.dtype;
-  expected.count = request.items_.count;
-  std::string text = sent.text() + ") of " + std::to_string(head.message_bytes) + " bytes";
-  Failure failure(FailureKind::kMismatch,
-                  "rank " + std::to_string(board_.global(board_.rank())) + ": " + expected.text() + ", src=" +
-                      std::to_string(board_.global(src)) + ", tag=" + std::to_string(head.tag) + ")" +
-                      (request.site_.empty() ? "" : " at " + request.site_) + " expects " +
-                      std::to_string(request.items_.bytes()) + " bytes, but rank " +
-                      std::to_string(board_.global(src)) + " sent " + text +
-                      "\nGive recv a tensor of the dtype and size that send was given.",
-                  {board_.global(src)});
-  failure.op = "recv";
+  MadeCall expected;
+  expected.rank = board_.global(board_.rank());
+  expected.call.op = Op::kRecv;
+  expected.call.dtype = request.items_.dtype;
+  expected.call.count = request.items_.count;
+  expected.root = board_.global(src);
+  expected.tag = head.tag;
+  MadeCall sent;
+  sent.rank = board_.global(src);
+  sent.call.op = Op::kSend;
+  sent.call.dtype = static_cast<std::uint8_t>(head.dtype);
+  sent.size_bytes = head.message_bytes;
+  Failure failure = board_.failure(FailureKind::kMessageDiffers, Op::kRecv, request.site_);
+  failure.ranks = {sent.rank};
+  failure.calls = {std::move(expected), std::move(sent)};
   throw board_.end(std::move(failure));
 }
 
@@ -419,8 +411,7 @@ void PointToPoint::run() {
       fail_all(std::current_exception());
     }
   }
-  fail_all(std::make_exception_ptr(
-      Failure(FailureKind::kAborted, "the group was destroyed while messages were on their way", {})));
+  fail_all(std::make_exception_ptr(board_.failure(FailureKind::kDestroyed, Op::kNone, "")));
 }
 
 }  // namespace phalanx

@@ -125,18 +125,6 @@ const int g_fork_handler = pthread_atfork([] { g_watches_mutex.lock(); }, [] { g
 
 }  // namespace
 
-std::string Ending::text() const {
-  if (signal != 0) {
-    const char* name = sigabbrev_np(signal);
-    std::string text = "was killed by signal " + std::to_string(signal);
-    return name == nullptr ? text : text + " (SIG" + name + ")";
-  }
-  if (is_replaced) return "runs another program now (exec)";
-  if (exit_code == 0) return "exited with code 0 without leaving the group";
-  if (exit_code > 0) return "exited with code " + std::to_string(exit_code);
-  return "ended (its exit code was already collected by its parent)";
-}
-
 Identity Identity::own() {
   const std::optional<ProcStat> stat = read_stat(getpid());
   return Identity{getpid(), stat ? stat->start_time : 0, own_pid_namespace()};

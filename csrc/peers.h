@@ -17,7 +17,6 @@ struct Ending {
   int exit_code = -1;  // -1: unknown
   int signal = 0;
   bool is_replaced = false;  // the process lives, and runs another program
-  std::string text() const;  // "was killed by signal 9 (SIGKILL)"
 };
 
 /// Fill in the identity and the CPUs of the calling process.

@@ -23,6 +23,7 @@ class Pending {
   // ACQUIRE makes results and error() readable on true; pairs with finish().
   bool done() const { return listeners_.load(std::memory_order_acquire) == &over_; }
   std::exception_ptr error() const { return error_; }  // valid once done
+  Op op() const { return op_; }
 
   /// Throw if it is not done and this thread can never see it done, as in a forked child. Comes before any lock.
   virtual void require_reachable() const {

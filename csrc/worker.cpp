@@ -38,7 +38,7 @@ Job::Job(Board& board, Worker& worker, Op op, std::function<void(Hooks&)> work, 
 void Job::require_reachable() const {
   Pending::require_reachable();
   if (!done() && worker_.interrupted())
-    throw worker_.inside_another(op_, std::string("the wait for ") + op_name(op_) + at_site(site_));
+    throw worker_.inside_another(FailureKind::kNestedWait, op_, site_);
 }
 
 bool Worker::interrupted() const {
@@ -47,27 +47,21 @@ bool Worker::interrupted() const {
   return std::any_of(waiting_.begin(), waiting_.end(), [](const auto& one) { return one.first == pthread_self(); });
 }
 
-Failure Worker::inside_another(Op op, const std::string& what) const {
-  std::string interrupted = board_.collective();
-  if (!turn_.mine()) {
-    std::lock_guard lock(mutex_);
-    for (const auto& [thread, job] : waiting_)
-      if (thread == pthread_self())
-        interrupted = "the wait for " + (op_name(job->op_) + (" of group '" + board_.config().name + "'")) + at_site(job->site_);
-  }
-  Failure failure(FailureKind::kUnusable,
-                  board_.who() + ": " + what + " was called by a signal handler that interrupted " +
-                      interrupted +
-                      "\nThe group can do nothing else until that call returns. Set a flag in the handler, and act on it "
-                      "when the call has returned.",
-                  {board_.global(board_.rank())});
-  failure.op = op_name(op);
+Failure Worker::inside_another(FailureKind kind, Op op, std::string site) const {
+  Failure failure = board_.failure(kind, op, std::move(site));
+  failure.detail = board_.collective();
+  if (turn_.mine()) return failure;
+  std::lock_guard lock(mutex_);
+  for (const auto& [thread, job] : waiting_)
+    if (thread == pthread_self())
+      failure.detail = std::string("the wait for ") + op_name(job->op_) + " of group '" + board_.config().name + "'" +
+                       at_site(job->site_);
   return failure;
 }
 
 /// Run a call that could not begin at once.
 void Worker::run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::function<void(Hooks&)>& work) {
-  if (interrupted()) throw inside_another(op, op_name(op) + at_site(hooks.site()));
+  if (interrupted()) throw inside_another(FailureKind::kNested, op, hooks.site());
   if (idle()) {
     take_turn(op, timeout_s, hooks);
     TurnHolder holder(turn_);
@@ -89,31 +83,24 @@ void Worker::run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::funct
 /// Wait until no other thread is in a collective. A rank that gives up here has missed a collective, so the group ends.
 void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
   const double limit_s = timeout_s > 0 ? timeout_s : board_.timeout_s();
-  const auto where = [&] {
-    return board_.who() + ": " + op_name(op) + " of group '" + board_.config().name + "'" + at_site(hooks.site());
-  };
   unsigned num_given = turn_.num_given();
   auto deadline = Clock::now() + from_seconds(limit_s);
   while (!turn_.take_within(kLook, [] { return false; })) {
     try {
       hooks.tick();
     } catch (...) {
-      board_.end(Failure(FailureKind::kAborted, where() + " was interrupted by a signal", {board_.global(board_.rank())}));
+      board_.end(board_.failure(FailureKind::kInterrupted, op, hooks.site()));
       throw;
     }
-    if (const std::optional<Failure> cause = board_.ended_by()) throw Failure(*cause);
+    if (const auto cause = board_.ended_by()) throw Failure(*cause);
     board_.require_usable(op);
     if (turn_.num_given() != num_given) {  // the others get on
       num_given = turn_.num_given();
       deadline = Clock::now() + from_seconds(limit_s);
     }
     if (Clock::now() < deadline) continue;
-    Failure failure(FailureKind::kTimeout,
-                    where() + " timed out after " + std::to_string(limit_s) +
-                        " s: another thread of this rank is in a collective of the group, which runs one at a time"
-                        "\nGive each thread that calls collectives a group of its own: new_group().",
-                    {board_.global(board_.rank())});
-    failure.op = op_name(op);
+    Failure failure = board_.failure(FailureKind::kNoTurn, op, hooks.site());
+    failure.timeout_s = limit_s;
     throw board_.end(std::move(failure));
   }
 }
@@ -124,7 +111,7 @@ void Worker::run_queued(const std::function<void(Hooks&)>& work, Hooks& hooks) {
     work(hooks);
   } catch (const Failure& failure) {
     if (failure.kind != FailureKind::kUnusable) throw;
-    if (const std::optional<Failure> cause = board_.ended_by()) throw Failure(*cause);
+    if (const auto cause = board_.ended_by()) throw Failure(*cause);
     throw;
   }
 }
@@ -250,9 +237,9 @@ void Worker::run() {
       JobHooks hooks(job->site_);
       execute(*job, hooks);
     } else if (job != nullptr) {
-      finish(*job, std::make_exception_ptr(board_.ended_by().value_or(
-                       Failure(FailureKind::kAborted, board_.who() + ": the group was destroyed before the operation began",
-                               {board_.global(board_.rank())}))));
+      const auto cause = board_.ended_by();
+      finish(*job, std::make_exception_ptr(
+                       cause ? *cause : board_.failure(FailureKind::kDestroyed, job->op_, job->site_)));
     }
   }
 }

@@ -63,8 +63,8 @@ class Worker {
   bool idle() const { return num_pending_.load(std::memory_order_acquire) == 0; }
   /// True if this thread is inside a collective, or waits for one: asked by a signal handler that interrupted it.
   bool interrupted() const;
-  /// What a signal handler is told that calls `what` while the thread is inside a collective.
-  Failure inside_another(Op op, const std::string& what) const;
+  /// What a signal handler is told that calls `op`, or waits for one, while the thread is inside a collective.
+  Failure inside_another(FailureKind kind, Op op, std::string site) const;
   /// Wait until idle, at most `timeout_s`.
   bool drain(double timeout_s);
   /// End the thread after the queued jobs; the group must have ended.

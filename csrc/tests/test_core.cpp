@@ -37,9 +37,6 @@ bool run(const Case& test) {
 
 int main(int num_args, char** args) {
   using namespace phalanx;
-  Names::dtypes = {"float32", "float64", "float16", "bfloat16", "int8",   "int16", "int32",     "int64",
-                   "uint8",   "uint16",  "uint32",  "uint64",   "bool",   "complex64", "complex128"};
-  Names::reduce_ops = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
   int num_run = 0, num_failed = 0;
   for (const tests::Case& test : tests::cases()) {
     const bool wanted = num_args == 1 || std::any_of(args + 1, args + num_args, [&](const char* part) {

@@ -6,6 +6,185 @@ errors cross processes.
 
 from __future__ import annotations
 
+import types
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+if typing.TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class _Facts:
+    """Plain data, which JSON can hold."""
+
+    def to_facts(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]  # what derives from it is a dataclass
+
+    @classmethod
+    def from_facts(cls, facts: object) -> Self:
+        """Return what `to_facts` gave, perhaps through JSON.
+
+        Raises:
+            ValueError: Nothing that `to_facts` gives: whoever sent it may have sent anything.
+        """
+        try:
+            value: Self = _read(facts, cls)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer(_Facts):
+    """A rank of the world, its process and its host, as far as they are known.
+
+    Attributes:
+        host: Empty where all ranks of the group share one.
+    """
+
+    rank: int
+    pid: int | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing(Peer):
+    """Where a rank stands that others wait for.
+
+    Attributes:
+        waits_in: The call in which it waits, in whichever group; empty if in none.
+        last: Number of its last collective in the group, None if nobody knows.
+    """
+
+    has_joined: bool = True
+    waits_in: str = ""
+    last: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeCall(Peer):
+    """What a rank called: a row of a mismatch's table.
+
+    Attributes:
+        op: Empty if it has not called yet.
+        count: Elements of a rank's block; None where each rank gives sizes of its own.
+        sizes: Of each rank's block, where they are known and differ.
+        root: Rank of the world that sends or receives.
+    """
+
+    op: str = ""
+    dtype: str = ""
+    count: int | None = None
+    sizes: tuple[int, ...] = ()
+    reduce_op: str = ""
+    root: int | None = None
+    tag: int | None = None
+    site: str = ""
+
+    @property
+    def asked(self) -> tuple[object, ...]:
+        """What ranks must agree on."""
+        return self.op, self.dtype, self.count, self.sizes, self.reduce_op, self.root
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeDispute(_Facts):
+    """Sizes that contradict each other: what `one` sends and `other` expects, or what they say of the block of `of`.
+
+    Attributes:
+        of: A rank of the world; None for what is sent.
+    """
+
+    one: Peer
+    count: int
+    other: Peer
+    other_count: int
+    of: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(_Facts):
+    """Why an operation of a rank failed: facts, which `phalanx.backend._wording` makes sentences of.
+
+    It is plain data: between hosts it travels as the JSON of `to_facts`.
+
+    Attributes:
+        kind: What happened, see `KINDS`.
+        rank: The rank of the world that met it.
+        op: Operation, ``"join"`` for ``init_process_group``.
+        seq: Number of the collective in its group, from 1; 0 for point-to-point.
+        site: Line of the call, ``"train.py:31"``.
+        culprits: Ranks at fault: missing, dead or in disagreement.
+        by: The rank that ended the group, if this one only follows.
+        exit_code: Of the first culprit, None when it was killed or the kernel does not tell.
+        signal: That killed it.
+        standings: Where the ranks stand that were waited for.
+        calls: What each rank called, where they differ; for a message what its two ends called.
+        hosts: Those hosts whose ranks are all lost.
+        size_bytes: Of the memory that there was not.
+        num_ranks: Of the group for which there was none.
+        errno: Of the system's refusal.
+        detail: What has no structure: the system's words, the reason given to ``abort()``.
+        cause: What had ended the group before this call; None if it was left in order.
+    """
+
+    kind: str
+    rank: int
+    group: str = ""
+    op: str = ""
+    seq: int = 0
+    site: str = ""
+    culprits: tuple[Peer, ...] = ()
+    by: Peer | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    standings: tuple[Standing, ...] = ()
+    calls: tuple[MadeCall, ...] = ()
+    sizes: SizeDispute | None = None
+    hosts: tuple[str, ...] = ()
+    timeout_s: float | None = None
+    size_bytes: int | None = None
+    num_ranks: int | None = None
+    errno: int | None = None
+    detail: str = ""
+    cause: Failure | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(culprit.rank for culprit in self.culprits)
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether the rank that met it only suffers from what another rank did or met."""
+        return KINDS[self.kind].is_victim or self.by not in (None, Peer(rank=self.rank))
+
+
+def _read(value: Any, shape: Any) -> Any:
+    """Return plain data as what a type hint names."""
+    if is_dataclass(shape):
+        make: Any = shape
+        if not isinstance(value, dict):
+            raise ValueError(f"it is not of the expected form: {str(value)[:80]}")
+        hints = typing.get_type_hints(shape)
+        given = {field.name: value[field.name] for field in fields(shape) if field.name in value}
+        try:
+            return make(**{name: _read(one, hints[name]) for name, one in given.items()})
+        except TypeError as missing:
+            raise ValueError(str(missing)) from None
+    options = typing.get_args(shape)
+    if typing.get_origin(shape) is tuple and isinstance(value, (list, tuple)):
+        return tuple(_read(one, options[0]) for one in value)
+    if isinstance(shape, types.UnionType):
+        return None if value is None else _read(value, options[0])
+    if type(value) is shape or (shape is float and type(value) is int):  # true is no number
+        return value
+    raise ValueError(f"it is not of the expected form: {str(value)[:80]}")
+
 
 class PhalanxError(RuntimeError):
     """Base of all errors of phalanx.
@@ -14,13 +193,29 @@ class PhalanxError(RuntimeError):
         op: Operation, such as ``"all_reduce"``; empty when no operation was involved.
         seq: Number of the collective in its group, from 1; 0 for point-to-point.
         ranks: Global ranks at fault: missing, dead or in disagreement.
+        failure: All that is known, as plain data, where an operation of a group failed.
+        is_victim: Whether this rank only suffers from what another rank did or met.
     """
 
-    def __init__(self, message: str, *, op: str = "", seq: int = 0, ranks: tuple[int, ...] = (), **facts: object):
+    is_victim: bool = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        op: str = "",
+        seq: int = 0,
+        ranks: tuple[int, ...] = (),
+        failure: Failure | None = None,
+        **facts: object,
+    ):
         super().__init__(message)
         self.op = op
         self.seq = seq
         self.ranks = tuple(ranks)
+        self.failure = failure
+        if failure is not None:
+            self.is_victim = failure.is_victim
         self.__dict__.update(facts)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -61,6 +256,7 @@ class RankFailed(PhalanxError):
         signal: The signal that killed it, or None.
     """
 
+    is_victim = True
     pid: int | None
     exit_code: int | None
     signal: int | None
@@ -68,6 +264,8 @@ class RankFailed(PhalanxError):
 
 class CollectiveTimeout(PhalanxError, TimeoutError):
     """An operation passed its deadline; ``ranks`` are those that were missing."""
+
+    is_victim = True
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -77,9 +275,13 @@ class CollectiveTimeout(PhalanxError, TimeoutError):
 class GroupAborted(PhalanxError):
     """``abort()`` was called, or a signal such as Ctrl-C interrupted a rank in the middle of an operation."""
 
+    is_victim = True
+
 
 class GroupUnusable(PhalanxError):
     """The group had ended before this call; the message says why."""
+
+    is_victim = True
 
 
 class OutOfSharedMemory(PhalanxError, MemoryError):
@@ -102,32 +304,35 @@ class NonFinite(PhalanxError, FloatingPointError):
     epoch: int
 
 
-# In the order of FailureKind in csrc/failure.h.
-_KINDS: tuple[type[PhalanxError], ...] = (
-    PhalanxError,
-    CollectiveMismatch,
-    RankFailed,
-    CollectiveTimeout,
-    GroupAborted,
-    GroupUnusable,
-    OutOfSharedMemory,
-    PhalanxError,
-)
+KINDS: dict[str, type[PhalanxError]] = {
+    "calls_differ": CollectiveMismatch,
+    "sizes_differ": CollectiveMismatch,
+    "message_differs": CollectiveMismatch,
+    "rank_ended": RankFailed,
+    "rank_replaced": RankFailed,
+    "rank_left": RankFailed,
+    "rank_fell": RankFailed,
+    "rank_failed": RankFailed,
+    "rank_lost": RankFailed,
+    "rank_missing": CollectiveTimeout,
+    "came_late": CollectiveTimeout,
+    "no_turn": CollectiveTimeout,
+    "not_met": CollectiveTimeout,
+    "aborted": GroupAborted,
+    "interrupted": GroupAborted,
+    "destroyed": GroupAborted,
+    "unusable": GroupUnusable,
+    "forked": GroupUnusable,
+    "nested": GroupUnusable,
+    "nested_wait": GroupUnusable,
+    "no_memory": OutOfSharedMemory,
+    "system": PhalanxError,
+    "refused": PhalanxError,
+}
+"""What can happen, and its exception. All but three are those of FailureKind in csrc/failure.h: between hosts the
+connection to a rank may be lost (``rank_lost``), ranks may not meet in time (``not_met``), and a rank may be refused
+for a reason that only `Failure.detail` tells (``refused``)."""
 
 
-for _kind in (*_KINDS, CheckpointError, NonFinite):
+for _kind in (*KINDS.values(), CheckpointError, NonFinite):
     _kind.__module__ = "phalanx"  # where users import them from
-
-
-def from_core(
-    kind: int, message: str, ranks: list[int], op: str, seq: int, pid: int, exit_code: int, signal: int
-) -> PhalanxError:
-    """Build the exception for a failure that the core reports."""
-    facts: dict[str, object] = {}
-    if _KINDS[kind] is RankFailed:
-        facts = {
-            "pid": pid or None,
-            "exit_code": exit_code if exit_code >= 0 else None,
-            "signal": signal or None,
-        }
-    return _KINDS[kind](message, op=op, seq=seq, ranks=tuple(ranks), **facts)

@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx import PhalanxError
+from phalanx._errors import Failure, MadeCall, Peer, SizeDispute, Standing
 from phalanx.backend._failures import verdict_in
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import _SHAPES, Meeting
+from phalanx.backend._wording import error_of
 from phalanx.backend._words import fits
 
 LONG = os.environ.get("PHALANX_TEST_LONG") == "1"
@@ -30,7 +32,16 @@ values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4)
 )
 HELLO = {"pid": 1, "host": "a", "kernel": "k", "network": "n", "torch": "2", "bridge": "gloo", "segments": ["s"]}
-VERDICT = {"kind": "RankFailed", "text": "t", "ranks": [1], "facts": {"pid": 1}, "by": 0}
+CALLS = (MadeCall(rank=0, op="barrier"), MadeCall(rank=1, host="b", op="recv", count=1, sizes=(1, 2), tag=0))
+VERDICTS = [
+    Failure(kind="calls_differ", rank=1, op="barrier", seq=3, site="a.py:1", calls=CALLS),
+    Failure(kind="rank_lost", rank=0, culprits=(Peer(rank=1, pid=7, host="b"), Peer(rank=2)), hosts=("b",)),
+    Failure(kind="rank_missing", rank=0, seq=3, timeout_s=1.5, standings=(Standing(rank=1, last=2), Standing(rank=2))),
+    Failure(kind="unusable", rank=0, cause=Failure(kind="no_memory", rank=1, by=Peer(rank=2), size_bytes=4096)),
+    Failure(
+        kind="sizes_differ", rank=0, sizes=SizeDispute(one=Peer(rank=0), count=1, other=Peer(rank=1), other_count=2)
+    ),
+]
 
 
 @st.composite
@@ -60,10 +71,27 @@ def connect(box, data=b""):
 
 
 @many
-@given(st.binary(max_size=200) | almost(VERDICT) | values.map(lambda value: json.dumps(value).encode()))
+@given(
+    st.binary(max_size=200)
+    | st.sampled_from(VERDICTS).flatmap(lambda verdict: almost(verdict.to_facts()))
+    | values.map(lambda value: json.dumps(value).encode())
+)
 def test_a_verdict_is_understood_or_nothing(text):
     verdict = verdict_in(text)
-    assert verdict is None or fits(verdict, {"kind": str, "text": str, "ranks": [int], "facts": dict})
+    if verdict is not None:
+        error = error_of(verdict)
+        assert str(error).startswith(f"rank {verdict.rank}")
+        assert error.ranks == verdict.ranks
+
+
+@pytest.mark.parametrize("verdict", VERDICTS, ids=lambda verdict: verdict.kind)
+def test_a_verdict_arrives_whole(verdict):
+    assert verdict_in(json.dumps(verdict.to_facts()).encode()) == verdict
+
+
+def test_a_verdict_nested_for_ever_is_nothing():
+    text = b'{"kind":"unusable","rank":0,"cause":' * 5_000 + b"null" + b"}" * 5_000
+    assert verdict_in(text) is None
 
 
 @many
@@ -88,7 +116,7 @@ def test_what_a_rank_says_is_understood_or_names_it(name, text):
 
 
 @settings(many, max_examples=10_000 if LONG else 50)
-@given(st.binary(max_size=99) | almost(VERDICT), st.booleans())
+@given(st.binary(max_size=99) | almost(VERDICTS[0].to_facts()), st.booleans())
 def test_a_mailbox_takes_a_message_or_nothing(data, is_known):
     box = Mailbox("127.0.0.1")
     with closing(box), connect(box, (box.name[2].encode() + b"\n") * is_known + data) as link:

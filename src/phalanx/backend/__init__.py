@@ -16,18 +16,18 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _plugin
 from phalanx._env import GroupOptions, seconds
-from phalanx._errors import from_core
 from phalanx.backend._adapters import HAS_PYTHON_BACKENDS, GroupName, PhalanxGroup, keep, kept_groups
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._ops import Operations
-from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
+from phalanx.backend._wording import from_core, report_core_stall
 from phalanx.backend._work import call_site
 
 __all__ = ["PhalanxGroup", "install_as_default"]
 
-_core.configure(DTYPE_NAMES, REDUCE_NAMES, call_site, from_core)
+_core.configure(call_site, from_core, report_core_stall)
+atexit.register(_core.end_stall_reports)
 
 
 @atexit.register

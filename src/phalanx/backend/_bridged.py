@@ -18,7 +18,6 @@ behind. Waits of the core keep the same deadline themselves.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,20 +29,19 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx._errors import GroupAborted, GroupUnusable, RankFailed
+from phalanx._errors import GroupAborted
 from phalanx.backend._calls import LATE, Call
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
 from phalanx.backend._messages import Messages
+from phalanx.backend._patience import END_S, LOOK_S, TELL_S
 from phalanx.backend._place import Place
 from phalanx.backend._rails import INLINE_BYTES, Buffers, Rail, Span, Transfer, bounds_of
 from phalanx.backend._tasks import Task, Tasks, Watch
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
 from phalanx.backend._work import call_site
 
-_LEAVE_S = 1.0  # for calls that run to end
-_SLICE = timedelta(seconds=0.1)  # of waiting, between looks at what else may have happened
-_WORD_S = 1.0  # of waiting, until the others are told of it
+_SLICE = timedelta(seconds=LOOK_S)
 _CALLER_BYTES = 1 << 20  # larger ones run on the group's thread, so that Ctrl-C need not wait for the network
 _STAGED_BYTES = 512 * 1024  # blocks up to here are collected on their host before they cross
 _SUM, _AVG = (REDUCE_CODES[op][0] for op in (RedOpType.SUM, RedOpType.AVG))
@@ -186,27 +184,19 @@ class BridgedGroup:
 
     def _explain(self, error: BaseException, call: Call) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
-        text = call.text(self._place.global_ranks)
-        return self._failures.end(error, call.op, call.seq, self._where(call), text)
+        place, site = self._place, self._site(call)
+        made = call.made(place.peer(place.rank), place.global_ranks, site)
+        return self._failures.end(error, call.op, call.seq, site, made)
 
-    def _where(self, call: Call) -> str:
-        site = call_site(call.caller) if call.site is None else call.site
-        return f"{call.op} #{call.seq} of group '{self._place.group}'" + f" at {site}" * bool(site)
+    def _site(self, call: Call) -> str:
+        return call_site(call.caller) if call.site is None else call.site
 
     def _check_reach(self, op: str = "the wait for an operation") -> None:
         """Raise in a thread in which `op` would wait for ever: of a forked child, or inside another collective."""
         self._failures.require_own_process(op)
         if not self._tasks.runs_here:
             return
-        call, site = self._current, call_site()
-        interrupted = "a call" if call is None else f"{call.op} #{call.seq}"
-        raise GroupUnusable(
-            f"rank {self._place.global_rank}: {op}{f' at {site}' * bool(site)} was called by a signal handler that "
-            f"interrupted {interrupted} of group '{self._place.group}'\nThe group can do nothing else until "
-            "that call returns. Set a flag in the handler, and act on it when the call has returned.",
-            op=op,
-            ranks=(self._place.global_rank,),
-        )
+        self._failures.refuse_nested(op, call_site(), self._current)
 
     def wait_job(self, task: Task, timeout_s: float) -> bool:
         """Wait for a task, at most `timeout_s` (0: until it is over); raise what it failed with."""
@@ -249,7 +239,7 @@ class BridgedGroup:
         task = self._landings.submit(lambda: [handle.wait(limit) for handle in handles])
 
         def wait() -> None:
-            while not task.wait(_SLICE.total_seconds()):
+            while not task.wait(LOOK_S):
                 self._look()
             error = task.error()
             if error is not None:
@@ -270,12 +260,12 @@ class BridgedGroup:
             error = GroupAborted("another rank has ended the group")
         elif waited_s > call.timeout_s:
             error = self._failures.timed_out(call.op, call.seq, call.timeout_s)
-        elif not call.has_told and waited_s > min(_WORD_S, (self._stall_s or call.timeout_s) / 2, call.timeout_s / 2):
+        elif not call.has_told and waited_s > min(TELL_S, (self._stall_s or call.timeout_s) / 2, call.timeout_s / 2):
             call.has_told = True
             self._failures.tell_wait(call.seq)
         elif self._stall_s and waited_s > (call.num_reports + 1) * self._stall_s:
             call.num_reports += 1
-            self._failures.report_stall(self._where(call), call.seq, waited_s, call.timeout_s)
+            self._failures.report_stall(call.op, call.seq, self._site(call), waited_s, call.timeout_s)
         if error is not None:
             raise self._explain(error, call)
 
@@ -649,24 +639,11 @@ class BridgedGroup:
         self._timeout_s = self._messages.timeout_s = timeout_s
 
     def abort(self, why: str) -> None:
-        rank = self._place.global_rank
-        error = GroupAborted(
-            f"rank {rank} aborted the group ({why})\nLook at what rank {rank} printed last.", ranks=(rank,), is_own=True
-        )
-        self._failures.end(error, "abort", 0, "abort", "abort()")
+        self._failures.declare("aborted", why)
 
     def leave(self, why: str = "") -> None:
         if why and not self._failures.ended:
-            who = self._place.describe(self._place.rank)
-            error = RankFailed(
-                f"{who} has left the group because of {why}\nLook at what it printed last.",
-                ranks=(self._place.global_rank,),
-                pid=os.getpid(),
-                exit_code=None,
-                signal=None,
-                is_own=True,
-            )
-            self._failures.end(error, "leave", 0, "leave", "leave()")
+            self._failures.declare("rank_fell", why)
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would not end
             _keep_for_ever(self)
             self._failures.leave()
@@ -674,12 +651,12 @@ class BridgedGroup:
             return
         may_wait = not self._tasks.runs_here  # in a signal handler, what it interrupted can't finish
         if may_wait and not why:
-            self._tasks.drain(_LEAVE_S)
+            self._tasks.drain(END_S)
         self._failures.leave()
         self._close_threads()
         self._core.leave()
         if may_wait:
-            self._tasks.drain(_LEAVE_S)  # what the end of the connections has ended
+            self._tasks.drain(END_S)  # what the end of the connections has ended
         _left.append(self)
         for group in list(_left):
             if group._release():

@@ -25,10 +25,9 @@ from phalanx.backend._failures import Failures
 from phalanx.backend._links import watch_store
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import Meeting
+from phalanx.backend._patience import CONNECT_S
 from phalanx.backend._place import Place
 
-_REACH_S = 10.0  # for the other hosts to take a connection
-_CONNECT_S = 10.0  # for the engine, at least: they have been reached
 _MOST_LINES = 8
 _ADVICE = "Run phalanx doctor on them: it tests names, ports and interfaces."
 
@@ -65,10 +64,8 @@ def bridge(
         everyone = engine.connect(list(range(meeting.size)), "everyone")
     except RuntimeError as error:
         engine.close()
-        raise PhalanxError(
-            f"rank {meeting.me}: init_process_group: {settings.bridge} could not connect the hosts "
-            f"{', '.join(dict.fromkeys(place.hosts))}: {error}\n{_ADVICE}",
-            op="join",
+        raise meeting.refusal(
+            f"{settings.bridge} could not connect the hosts {', '.join(dict.fromkeys(place.hosts))}: {error}\n{_ADVICE}"
         ) from error
     failures = Failures(meeting.store, place, engine.mailbox, engine.boxes)
     watch_store(_master(meeting.store)[1], settings.silence_s)
@@ -86,10 +83,9 @@ class _Mpi:
 
         self._ranks = [hello.get("mpi", -1) for hello in hellos]
         if len(set(self._ranks)) < meeting.size:
-            raise PhalanxError(
-                f"rank {meeting.me}: init_process_group: PHALANX_BRIDGE=mpi, and mpi4py has loaded {library()}, which "
-                "did not start these ranks. Start them with its mpirun, or install the mpi4py of the MPI that did.",
-                op="join",
+            raise meeting.refusal(
+                f"PHALANX_BRIDGE=mpi, and mpi4py has loaded {library()}, which did not start these ranks. Start them "
+                "with its mpirun, or install the mpi4py of the MPI that did."
             )
 
     def connect(self, ranks: list[int], name: str) -> Channel:
@@ -123,7 +119,7 @@ class _Gloo:
         meeting = self._meeting
         others = [r for r in self.boxes if place.hosts[r] != place.hosts[place.rank]]
         names = [self.boxes[r] for r in others]
-        failed = post(names, {"reached by": place.rank}, min(meeting.left_s / 2, _REACH_S))
+        failed = post(names, {"reached by": place.rank}, min(meeting.left_s / 2, CONNECT_S))
         me = place.describe(place.rank)
         lines = [
             f"{me} does not reach {place.describe(others[i])} at {names[i][0]}, port {names[i][1]}: {why}"
@@ -136,13 +132,11 @@ class _Gloo:
             meeting.part()
             more = [f"... and {len(lines) - _MOST_LINES} more"] * (len(lines) > _MOST_LINES)
             told = "\n".join([*lines[:_MOST_LINES], *more, _ADVICE])
-            raise PhalanxError(
-                f"rank {meeting.me}: init_process_group: hosts can't reach each other:\n{told}", op="join"
-            )
+            raise meeting.refusal(f"hosts can't reach each other:\n{told}")
 
     def connect(self, ranks: list[int], name: str) -> Channel:
         store = c10d.PrefixStore(f"bridge/{name}", self._meeting.store)
-        timeout_s = max(self._meeting.left_s, _CONNECT_S)
+        timeout_s = max(self._meeting.left_s, CONNECT_S)
         return GlooChannel(store, self._meeting.rank, ranks, self._address, timeout_s, self._silence_s)
 
     def close(self) -> None:
@@ -175,17 +169,15 @@ def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], place: Place) -
         else:
             address = "127.0.0.1" if is_one_network else outside_address()
     except NetworkError as error:
-        raise PhalanxError(
-            f"rank {meeting.me}: init_process_group: host {place.hosts[meeting.rank]} has no way to the other hosts: "
-            f"{error}. Set MASTER_ADDR to an address that every host reaches, or GLOO_SOCKET_IFNAME to the interface.",
-            op="join",
+        raise meeting.refusal(
+            f"host {place.hosts[meeting.rank]} has no way to the other hosts: {error}. Set MASTER_ADDR to an address "
+            "that every host reaches, or GLOO_SOCKET_IFNAME to the interface."
         ) from error
     if is_loopback(address) and not is_one_network:
-        raise PhalanxError(
-            f"rank {meeting.me}: init_process_group: host {place.hosts[meeting.rank]} would listen on its loopback "
-            f"({address}), which the hosts {', '.join(sorted(set(place.hosts)))} can't reach from each other. Set "
-            "MASTER_ADDR to rank 0's address in the network, or GLOO_SOCKET_IFNAME to the interface.",
-            op="join",
+        raise meeting.refusal(
+            f"host {place.hosts[meeting.rank]} would listen on its loopback ({address}), which the hosts "
+            f"{', '.join(sorted(set(place.hosts)))} can't reach from each other. Set MASTER_ADDR to rank 0's address "
+            "in the network, or GLOO_SOCKET_IFNAME to the interface."
         )
     return address
 

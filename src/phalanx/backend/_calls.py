@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from phalanx._errors import MadeCall, Peer
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
 
 LATE = timedelta(seconds=5)  # after its deadline, a call is over in any case
@@ -27,25 +27,6 @@ _OPS = (
     "scatter",
     "all_to_all",
 )
-
-
-_CALL = re.compile(
-    r"(\w+)\((?:(?P<dtypes>\w+), (?P<sizes>count=\d+|split sizes|sizes=\[[^]]*\])(?:, op=(?P<ops>\w+))?"
-    r"(?:, (?P<roots>(?:src|dst)=\d+))?)?\)"
-)
-_FIELDS = {"dtypes": "dtypes", "sizes": "sizes", "ops": "reduce operations", "roots": "roots"}
-
-
-def difference_between(calls: Sequence[str]) -> tuple[str, str]:
-    """Return what calls (as `Call.text` writes them) disagree about, and what to do about it, as the core says it."""
-    order = "ake every rank of the group call the same collectives in the same order."
-    parts = [found for call in calls if (found := _CALL.fullmatch(call))]
-    names = [name for field, name in _FIELDS.items() if len({part[field] for part in parts}) > 1]
-    if len(parts) < len(calls) or len({part[1] for part in parts}) > 1 or not names:
-        return "called different collectives", f"M{order}"
-    fields = " and ".join(names)
-    advice = f"Make the {fields} the same on every rank; if these calls do not belong together, m{order}"
-    return f"called {parts[0][1]} with different {fields}", advice
 
 
 @dataclass
@@ -92,20 +73,20 @@ class Call:
         count = _digest(self.sizes) if self.sizes else self.count
         return _HEAD.pack(self.seq, op, self.named_dtype, self.code + 1, self.has_splits, self.root, count)
 
-    def text(self, global_ranks: Sequence[int]) -> str:
-        """Return the call as its caller wrote it."""
+    def made(self, peer: Peer, global_ranks: Sequence[int], site: str) -> MadeCall:
+        """Return the call as `peer` has made it, there."""
         if self.op == "barrier":
-            return "barrier()"
-        text = f"{self.op}({DTYPE_NAMES[self.named_dtype]}, "
-        if self.sizes:
-            text += f"sizes={list(self.sizes)}"
-        else:
-            text += "split sizes" if self.has_splits else f"count={self.count}"
-        if self.code >= 0:
-            text += f", op={REDUCE_NAMES[self.code]}"
-        if self.root >= 0:
-            text += f", {'src' if self.op in ('broadcast', 'scatter') else 'dst'}={global_ranks[self.root]}"
-        return text + ")"
+            return MadeCall(**vars(peer), op=self.op, site=site)
+        return MadeCall(
+            **vars(peer),
+            op=self.op,
+            dtype=DTYPE_NAMES[self.named_dtype],
+            count=None if self.sizes or self.has_splits else self.count,
+            sizes=tuple(self.sizes),
+            reduce_op=REDUCE_NAMES[self.code] if self.code >= 0 else "",
+            root=global_ranks[self.root] if self.root >= 0 else None,
+            site=site,
+        )
 
 
 def _digest(sizes: Sequence[int]) -> int:

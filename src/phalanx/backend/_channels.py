@@ -20,10 +20,10 @@ from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.backend._links import Link, closed_at_exec, duplicate, sockets
+from phalanx.backend._patience import END_S
 from phalanx.backend._words import understand
 
 FOR_EVER = timedelta(days=30)  # of a thread that waits for whatever may come
-_DRAIN_S = 1.0
 _POLL_S = 0.001
 _making = threading.Lock()  # connections are told apart by when they were made
 
@@ -185,7 +185,7 @@ class GlooChannel:
         """
         own = {link.fileno() for link in self.links.values()}
         held = {os.readlink(f"/proc/self/fd/{fd}") for fd in own}
-        deadline = time.monotonic() + _DRAIN_S
+        deadline = time.monotonic() + END_S
         while time.monotonic() < deadline and any(inode in held and fd not in own for inode, fd in sockets()):
             time.sleep(_POLL_S)
 

@@ -11,37 +11,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import Store
 
-from phalanx import _core, _errors
-from phalanx._errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed
-from phalanx.backend._calls import difference_between
+from phalanx import _core
+from phalanx._errors import Failure, GroupAborted, MadeCall, PhalanxError, SizeDispute, Standing
+from phalanx.backend._calls import Call
 from phalanx.backend._channels import Channel
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import answer_within
+from phalanx.backend._patience import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, STORE_S, TABLE_S
 from phalanx.backend._place import Place
 from phalanx.backend._watcher import Watcher
+from phalanx.backend._wording import error_of, report_stall, words
 from phalanx.backend._words import fits, understand
-
-_GRACE_S = 0.5  # for those who know more to say it
-_TABLE_S = 0.2  # for those who meet the same mismatch
-_NOTE_S = 0.3  # on its way from a rank that leaves
-_STORE_S = 1.0  # for the store to answer
-_LOST_STORE_S = 0.2  # where the rank that serves it may be lost
-_POST_S = 0.3  # for last words to arrive
-_POLL_S = 0.02
-_WHERE = re.compile(r"rank \d+: [^\n]*? of group '[^']*'(?: at \S+?)?(?::(?= )|(?= timed out)) ?")
-_KINDS = {kind.__name__: kind for kind in vars(_errors).values() if isinstance(kind, type)}
-_VERDICT = {"kind": lambda kind: kind in tuple(_KINDS), "text": str, "ranks": [int], "facts": dict}
-_FACTS = ("pid", "exit_code", "signal")
-_VICTIM = "this rank is only its victim."
 
 
 class Failures:
@@ -65,20 +53,20 @@ class Failures:
             self._store: Store = clone() if clone else store
         except RuntimeError:  # a kind of store that has none
             self._store = store
-        self._is_store_gone, self._store_s = False, _STORE_S
+        self._is_store_gone, self._store_s = False, STORE_S
         self._unanswered: threading.Thread | None = None  # a question to the store that took too long
         self._mailbox, self._boxes = mailbox, boxes or {}
         self._place = place
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may abort or leave the group while its thread does
-        self._verdict: dict[str, Any] | None = None
-        self._why = ""
+        self._verdict: Failure | None = None
+        self._has_ended = False  # without a verdict: this rank has left the group
         self._unreachable: set[int] = set()  # ranks, once the group has ended
         self._has_lingered = False
         self._is_raised = False  # by an operation of this rank
         self._departed: set[int] = set()
         self._opening = threading.RLock()  # of the mailbox, by the watcher and whoever meets a failure
-        self._mail: dict[str, Any] | None = None  # a verdict that came that way
+        self._mail: Failure | None = None  # a verdict that came that way
         self._watcher: Watcher | None = None
         self._core: Any = None
         self._channels: Sequence[Channel] = ()
@@ -94,14 +82,14 @@ class Failures:
 
     def _notice(self, rank: int) -> None:
         """The connection to a rank has ended (-1: perhaps one of them did): the group has, unless it left in order."""
-        if self._why or (rank < 0 and not self.is_told()):
+        if self._has_ended or (rank < 0 and not self.is_told()):
             return
         if rank >= 0 and (self.has_left(rank) or (rank not in self._silent() and self._has_left_soon(rank))):
             return
         with self._lock:
-            is_first = not self._why
+            is_first = not self._has_ended
             if is_first:
-                self._conclude(RuntimeError("a connection has ended"), "", 0, "", "")
+                self._conclude(lambda: self._judge_lost("a connection has ended"), is_patient=True)
         if is_first:
             self._on_end()
 
@@ -115,83 +103,92 @@ class Failures:
 
     @property
     def ended(self) -> bool:
-        return bool(self._why)
+        return self._has_ended
 
     def check(self, op: str) -> None:
         """Raise GroupUnusable if the group has ended, or belongs to the process that this one was forked from."""
         self.require_own_process(op)
-        if self._why and (self._is_raised or self._verdict is None):
+        if self._has_ended and (self._is_raised or self._verdict is None):
             raise self._unusable(op)
 
     def require_own_process(self, op: str) -> None:
         """Raise GroupUnusable in a forked child."""
-        place = self._place
         if self.is_forked:
-            raise GroupUnusable(
-                f"{op} on group '{place.group}': this process was forked from rank {place.global_rank} after the group "
-                "was made and is no rank of it; call init_process_group in the child",
-                op=op,
-            )
+            raise error_of(self._failure("forked", op))
 
-    def _unusable(self, op: str) -> GroupUnusable:
-        return GroupUnusable(
-            f"rank {self._place.global_rank}: {op} on group '{self._place.group}', which can no longer be used: "
-            f"{self._why}\nDestroy the group and make a new one: destroy_process_group(), then init_process_group().",
-            op=op,
-        )
+    def refuse_nested(self, op: str, site: str, interrupted: Call | None) -> None:
+        """Raise GroupUnusable in a signal handler that has interrupted a call, perhaps one that has not begun."""
+        call = "a call" if interrupted is None else f"{interrupted.op} #{interrupted.seq}"
+        detail = f"{call} of group '{self._place.group}'"
+        culprits = self._place.peers([self._place.rank])
+        raise error_of(self._failure("nested", op, site=site, detail=detail, culprits=culprits))
 
-    def end(self, error: BaseException, op: str, seq: int, where: str, call: str) -> BaseException:
+    def _unusable(self, op: str) -> PhalanxError:
+        return error_of(self._failure("unusable", op, cause=self._verdict))
+
+    def _failure(self, kind: str, op: str = "", seq: int = 0, **facts: Any) -> Failure:
+        """Return a failure that this rank has met."""
+        return Failure(kind=kind, rank=self._place.global_rank, group=self._place.group, op=op, seq=seq, **facts)
+
+    def declare(self, kind: str, why: str) -> None:
+        """End the group on all of its hosts, by this rank's own decision."""
+        me = self._place.peer(self._place.rank)
+        self._end(lambda: self._failure(kind, culprits=(me,), detail=why), is_patient=False)
+
+    def end(self, error: BaseException, op: str, seq: int, site: str, call: MadeCall | None) -> BaseException:
         """End the group on all of its hosts, and return the error that this rank raises.
 
         Args:
             error: Met by this rank, perhaps a consequence of what another has met.
-            where: The operation, for messages.
-            call: As its caller wrote it.
+            call: What this rank has called; None for a message.
         """
+        # Whoever closes a connection has told why; so has whoever ended the part of the group that shares memory.
+        is_consequence = isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
+        verdict = self._end(
+            lambda: self._judge(error, op, seq, site, call),
+            is_patient=is_consequence or isinstance(error, GroupAborted),
+        )
+        if verdict is None:
+            return self._unusable(op)
+        if not isinstance(error, RuntimeError):
+            return error  # Ctrl-C and the like: this rank's own
+        place = self._place
+        by = verdict.by or place.named(verdict.rank)
+        mine = self._failure(verdict.kind, op, seq)
+        return error_of(
+            replace(
+                verdict, rank=mine.rank, group=mine.group, op=op, seq=seq, site=site,
+                by=None if by.rank == mine.rank else by,
+            )
+        )  # fmt: skip
+
+    def _end(self, judge: Callable[[], Failure], *, is_patient: bool) -> Failure | None:
+        """End the group, unless it has ended; return the verdict, None if this rank has left it."""
         with self._lock:
-            if self._why and self._verdict is None:  # this rank has left it meanwhile
-                return self._unusable(op)
-            is_first = not self._why
-            self._conclude(error, op, seq, where, call)
+            if self._has_ended and self._verdict is None:
+                return None
+            is_first = not self._has_ended
+            self._conclude(judge, is_patient=is_patient)
             self._is_raised = True
         if is_first:
             self._on_end()
         self._linger()
-        if not isinstance(error, RuntimeError):
-            return error  # Ctrl-C and the like: this rank's own
-        return self._rebuild(op, seq, where)
+        return self._verdict
 
-    def _conclude(self, error: BaseException, op: str, seq: int, where: str, call: str) -> None:
+    def _conclude(self, judge: Callable[[], Failure], *, is_patient: bool) -> None:
         """Find out what ended the group, or settle it, and end it here."""
         if self._verdict is not None:
             return
         silent = self._unreachable = self._silent()
         if silent or any(self._place.global_ranks[rank] == 0 for rank in self._lost()):
-            self._store_s = _LOST_STORE_S
-        # Whoever closes a connection has told why; nobody has where a host does not answer.
-        found = self._find_verdict(is_patient=_is_consequence(error) and not silent)
-        self._verdict = found or self._settle(self._judge(error, op, seq, where, call))
-        self._why = self._verdict["text"]
+            self._store_s = LOST_STORE_S
+        found = self._find_verdict(is_patient=is_patient and not silent)  # nobody has told where a host is silent
+        self._verdict = found or self._settle(judge())
+        self._has_ended = True
         with contextlib.suppress(PhalanxError):
-            self._core.abort(self._why.splitlines()[0])
+            self._core.abort(words(self._verdict).splitlines()[0])
         self.close_channels()
         self._ask(lambda: self._store.add("num_told", 1))
-
-    def _rebuild(self, op: str, seq: int, where: str) -> PhalanxError:
-        """Return the verdict as the error of an operation of this rank."""
-        assert self._verdict is not None
-        kind = _KINDS[self._verdict["kind"]]
-        message = f"rank {self._place.global_rank}: {where}: {self._why}"
-        by = self._verdict.get("by")
-        if (
-            isinstance(by, int)
-            and 0 <= by < len(self._place.pids)
-            and self._place.global_rank in self._verdict["ranks"]
-        ):
-            by = self._place.describe(by)
-            message += f"\nThis process runs: {by} has lost the connection to it."
-        facts = {name: self._verdict["facts"].get(name) for name in _FACTS} if kind is RankFailed else {}
-        return kind(message, op=op, seq=seq, ranks=tuple(self._verdict["ranks"]), **facts)
 
     def _linger(self) -> None:
         """Let the others read the verdict before this rank, which may serve the store, goes on to its end.
@@ -199,30 +196,29 @@ class Failures:
         Every thread that has met the failure waits: any may be the one that ends the process.
         """
         num_ranks = len(self._place.pids) - len(self._unreachable)
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         while self._place.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
             if self._ask(lambda: self._store.add("num_told", 0), num_ranks) >= num_ranks:
                 break
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         self._has_lingered = True
 
     # ---- whose fault it is -----------------------------------------------------------------------------------------
 
-    def _judge(self, error: BaseException, op: str, seq: int, where: str, call: str) -> dict[str, Any]:
-        if isinstance(error, CollectiveMismatch) and not hasattr(error, "is_told"):
-            return self._tabulate(seq, where, call)
-        if isinstance(error, PhalanxError):
-            text = _WHERE.sub("", str(error), count=1)
-            for rank, number in enumerate(self._place.global_ranks):
-                text = re.sub(rf"rank {number} \(pid \d+\)(?! on host)", self._place.describe(rank), text)
-            facts = {name: getattr(error, name, None) for name in _FACTS}
-            return {"kind": type(error).__name__, "text": text, "ranks": error.ranks, "facts": facts}
-        if isinstance(error, RuntimeError):
-            return self._judge_lost(error)
-        text = f"{self._place.describe(self._place.rank)} left it in the middle: {type(error).__name__}: {error}"
-        return {"kind": "GroupAborted", "text": text, "ranks": [self._place.global_rank], "facts": {}}
+    def _judge(self, error: BaseException, op: str, seq: int, site: str, call: MadeCall | None) -> Failure:
+        found = getattr(error, "failure", None)
+        if found is not None and found.kind == "calls_differ" and call is not None:
+            return self._tabulate(op, seq, call)
+        if found is not None:
+            return replace(self._place.locate(found), op=op, seq=seq, site=site)
+        if isinstance(error, RuntimeError) and not isinstance(error, PhalanxError):
+            return replace(self._judge_lost(str(error)), op=op, seq=seq, site=site)
+        if isinstance(error, PhalanxError) and not isinstance(error, GroupAborted):
+            return self._failure("refused", op, seq, site=site, detail=str(error))
+        why = str(error) if isinstance(error, GroupAborted) else f"{type(error).__name__}: {error}".rstrip(": ")
+        return self._failure("aborted", op, seq, site=site, culprits=self._place.peers([self._place.rank]), detail=why)
 
-    def _judge_lost(self, error: RuntimeError) -> dict[str, Any]:
+    def _judge_lost(self, why: str) -> Failure:
         """Name the ranks whose connections have ended."""
         place = self._place
         lost = self._lost()
@@ -230,26 +226,10 @@ class Failures:
         if found is not None:
             return found
         if not lost:
-            return {
-                "kind": "PhalanxError",
-                "text": f"the bridge between hosts failed: {error}",
-                "ranks": [],
-                "facts": {},
-            }
-        left = [rank for rank in lost if self.has_left(rank)]
-        lost = left or lost
-        named = place.describe_all(lost)
-        if left:
-            text = f"{named} left the group (destroy_process_group)\n{_core.FEWER_CALLS}"
-        elif len(lost) == 1:
-            text = f"{named} is gone: its process has ended, or the network to its host is broken"
-        else:
-            text = f"{place.describe_by_host(lost)} do not answer: their processes have ended, or the network is broken"
-        if not left:
-            text += f"\nLook at what was printed there last; {_VICTIM}"
-        numbers = [place.global_ranks[rank] for rank in lost]
-        facts = {"pid": place.pids[lost[0]]}
-        return {"kind": "RankFailed", "text": text, "ranks": numbers, "facts": facts, "by": place.rank}
+            return self._failure("refused", detail=f"the bridge between hosts failed: {why}")
+        if left := [rank for rank in lost if self.has_left(rank)]:
+            return self._failure("rank_left", culprits=place.peers(left))
+        return self._failure("rank_lost", culprits=place.peers(lost), hosts=place.whole_hosts(lost))
 
     def _lost(self) -> list[int]:
         """Return the ranks a connection to which has ended."""
@@ -269,56 +249,59 @@ class Failures:
 
     def _has_left_soon(self, rank: int) -> bool:
         """Whether it says so within a while: its note takes another way than the end of its connection."""
-        deadline = time.monotonic() + _NOTE_S
+        deadline = time.monotonic() + NOTE_S
         while not self.has_left(rank):
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return True
 
-    def _open_mail(self) -> dict[str, Any] | None:
+    def _open_mail(self) -> Failure | None:
         """Return a verdict that another rank has left here, and note who has left the group."""
         with self._opening:
             while self._mailbox is not None and (message := self._mailbox.read()) is not None:
                 if fits(message, {"left": int}):
                     self._departed.add(message["left"])
-                elif fits(message, _VERDICT):
-                    self._mail = self._mail or message
+                else:
+                    self._mail = self._mail or _verdict_of(message)
             return self._mail
 
-    def _tabulate(self, seq: int, where: str, call: str) -> dict[str, Any]:
+    def _tabulate(self, op: str, seq: int, call: MadeCall) -> Failure:
         """Return what each rank called, of those who say it in time."""
         place = self._place
-        site = where.partition(" at ")[2]
-        mine = call + f" at {site}" * bool(site)
-        self._ask(lambda: self._store.set(f"call/{seq}/{place.rank}", mine))
+        self._ask(lambda: self._store.set(f"call/{seq}/{place.rank}", json.dumps(call.to_facts())))
         keys = [f"call/{seq}/{rank}" for rank in range(len(place.pids))]
-        deadline = time.monotonic() + _TABLE_S
+        deadline = time.monotonic() + TABLE_S
         while time.monotonic() < deadline and not self._ask(lambda: self._store.check(keys), True):
-            time.sleep(_POLL_S)
-        lines, ranks, calls = [], [], [call]
-        for rank, key in enumerate(keys):
-            told = (self._read(key) or b"").decode()
-            said = told or "waits, or has not called yet"
-            lines.append(f"  rank {place.global_ranks[rank]}: {said} (host {place.hosts[rank]})")
-            if told and told.partition(" at ")[0] != call:
-                ranks.append(place.global_ranks[rank])
-                calls.append(told.partition(" at ")[0])
-        what, advice = difference_between(calls)
-        text = "\n".join([f"the ranks of this group {what}", *lines, advice])
-        return {"kind": "CollectiveMismatch", "text": text, "ranks": ranks, "facts": {}}
+            time.sleep(POLL_S)
+        calls = [self._call_of(rank, self._read(key)) for rank, key in enumerate(keys)]
+        differ = [rank for rank, one in enumerate(calls) if one.op and one.asked != call.asked]
+        return self._failure(
+            "calls_differ", op, seq, site=call.site, calls=tuple(calls), culprits=place.peers(differ)
+        )  # fmt: skip
 
-    def mismatch(self, op: str, seq: int) -> CollectiveMismatch:
+    def _call_of(self, rank: int, told: bytes | None) -> MadeCall:
+        """Return what a rank has called, by what it has told."""
+        who = vars(self._place.peer(rank))
+        with contextlib.suppress(ValueError):
+            if told is not None:
+                return replace(MadeCall.from_facts(understand(told, dict)), **who)
+        return MadeCall(**who)
+
+    def mismatch(self, op: str, seq: int) -> PhalanxError:
         """Return the error of a rank whose peer on another host is in another call; `end` writes the table."""
-        return CollectiveMismatch("the ranks of this group made calls that do not fit together", op=op, seq=seq)
+        return error_of(self._failure("calls_differ", op, seq))
 
-    def wrong_split(self, op: str, seq: int, rank: int, sent: int, expected: int) -> CollectiveMismatch:
+    def wrong_split(self, op: str, seq: int, rank: int, sent: int, expected: int) -> PhalanxError:
         """Return the error of an all_to_all whose sizes do not fit."""
-        text = (
-            f"{self._place.describe(rank)} sends {sent} elements to rank {self._place.global_rank}, which expects "
-            f"{expected}\nMake input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."
-        )
-        return CollectiveMismatch(text, op=op, seq=seq, ranks=(self._place.global_ranks[rank],), is_told=True)
+        one, me = self._place.peers([rank, self._place.rank])
+        sizes = SizeDispute(one=one, count=sent, other=me, other_count=expected)
+        return error_of(self._failure("sizes_differ", op, seq, sizes=sizes, culprits=(one,)))
+
+    def wrong_message(self, expected: MadeCall, sent: MadeCall) -> PhalanxError:
+        """Return the error of a receive that does not fit what was sent."""
+        culprit = self._place.named(sent.rank)
+        return error_of(self._failure("message_differs", "recv", calls=(expected, sent), culprits=(culprit,)))
 
     # ---- those who do not come -------------------------------------------------------------------------------------
 
@@ -326,38 +309,39 @@ class Failures:
         """Tell the ranks of other hosts that this one waits in a call."""
         self._ask(lambda: self._store.set(f"waits/{self._place.rank}", str(seq)))
 
-    def report_stall(self, where: str, seq: int, waited_s: float, timeout_s: float) -> None:
+    def report_stall(self, op: str, seq: int, site: str, waited_s: float, timeout_s: float) -> None:
         """Print which ranks of other hosts do not come; those of this host are the core's to name."""
-        place, absent = self._place, self._absent(seq)
-        if not absent:
-            return
-        lines = [
-            f"phalanx: rank {place.global_rank}: {where} has waited {waited_s:.1f} s for {place.describe_all(absent)} "
-            f"(timeout {timeout_s:g} s)",
-            *(f"  {place.describe(rank)} has not called #{seq}, or only just" for rank in absent),
-        ]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        hosts = self._place.hosts
+        elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[self._place.rank]]
+        missing = replace(self._missing(op, seq, timeout_s, self._absent(seq, elsewhere), ""), site=site)
+        if missing.culprits:
+            report_stall(missing, waited_s)
 
-    def timed_out(self, op: str, seq: int, timeout_s: float) -> CollectiveTimeout:
-        return self.too_late(op, seq, timeout_s, self._absent(seq), "ranks of other hosts")
+    def timed_out(self, op: str, seq: int, timeout_s: float) -> PhalanxError:
+        """Return the error of a call that waits for all ranks."""
+        others = [rank for rank in range(len(self._place.pids)) if rank != self._place.rank]
+        return self.too_late(op, seq, timeout_s, self._absent(seq, others), "other ranks")
 
-    def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> CollectiveTimeout:
+    def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> PhalanxError:
         """Return the error of a wait for the `absent` ranks; if nobody knows which they are, for `others`."""
-        text = (
-            f"timed out after {timeout_s:g} s waiting for {self._place.describe_all(absent) or others}\n"
-            "Pass a larger timeout to init_process_group if that is slow but right."
-        )
-        ranks = tuple(self._place.global_ranks[rank] for rank in absent)
-        return CollectiveTimeout(text, op=op, seq=seq, ranks=ranks)
+        return error_of(self._missing(op, seq, timeout_s, absent, others))
 
-    def _absent(self, seq: int) -> list[int]:
-        """Return the ranks of other hosts that have not said that they wait in this call or a later one."""
-        place = self._place
-        absent = []
-        for rank, host in enumerate(place.hosts):
-            if host != place.hosts[place.rank] and int(self._read(f"waits/{rank}") or 0) < seq:
-                absent.append(rank)
-        return absent
+    def _missing(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> Failure:
+        culprits = self._place.peers(absent)
+        standings = tuple(Standing(**vars(peer)) for peer in culprits)
+        return self._failure(
+            "rank_missing", op, seq, timeout_s=timeout_s, culprits=culprits, standings=standings, detail=others
+        )
+
+    def _absent(self, seq: int, ranks: Sequence[int]) -> list[int]:
+        """Return those of the ranks that have not said that they wait in this call or a later one."""
+        return [rank for rank in ranks if self._waits_in(rank) < seq]
+
+    def _waits_in(self, rank: int) -> int:
+        """Return the number of the call in which a rank has said that it waits, 0 if in none."""
+        with contextlib.suppress(ValueError):
+            return int(self._read(f"waits/{rank}") or 0)
+        return 0
 
     def is_told(self) -> bool:
         """Whether a rank has written a verdict that this one can only read about."""
@@ -372,8 +356,8 @@ class Failures:
         if self.is_forked:  # they are the parent's, and its threads stayed there
             return
         with self._lock:
-            if not self._why:
-                self._why = "this rank has left it"
+            if not self._has_ended:
+                self._has_ended = True
                 if self._mailbox is None:
                     self._ask(lambda: self._store.set(f"left/{self._place.rank}", ""))
                 else:  # the store may have gone already, in order
@@ -402,8 +386,8 @@ class Failures:
         for channel in self._channels:
             channel.close()
 
-    def _find_verdict(self, *, is_patient: bool) -> dict[str, Any] | None:
-        deadline = time.monotonic() + (_GRACE_S if is_patient else 0)
+    def _find_verdict(self, *, is_patient: bool) -> Failure | None:
+        deadline = time.monotonic() + (GRACE_S if is_patient else 0)
         while True:
             told = self._read("verdict")
             if told is not None and (verdict := verdict_in(told)) is not None:
@@ -412,20 +396,21 @@ class Failures:
                 return left
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
-    def _settle(self, verdict: dict[str, Any]) -> dict[str, Any]:
+    def _settle(self, verdict: Failure) -> Failure:
         """Make this the group's verdict, unless another rank was first; return which holds."""
-        told = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(verdict)), None)
+        facts = verdict.to_facts()
+        told = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(facts)), None)
         if told and (settled := verdict_in(told)) is not None:
             return settled
-        self._post(verdict)
+        self._post(facts)
         return verdict
 
     def _post(self, message: dict[str, Any]) -> None:
         """Leave a message with the ranks that are still there."""
         lost = {rank for rank, link in self._channels[-1].links.items() if link.is_lost}
-        post([box for rank, box in self._boxes.items() if rank not in lost], message, _POST_S)
+        post([box for rank, box in self._boxes.items() if rank not in lost], message, NOTE_S)
 
     def _read(self, key: str) -> bytes | None:
         """Return what a key says; None if it is not there, or the store does not answer."""
@@ -445,16 +430,15 @@ class Failures:
         return answer[0] if answer else otherwise
 
 
-def verdict_in(text: bytes) -> dict[str, Any] | None:
+def verdict_in(text: bytes) -> Failure | None:
     """Return the verdict that a rank has written, None if it is nothing that a rank writes."""
     try:
-        return understand(text, _VERDICT)
+        return _verdict_of(understand(text, dict))
     except ValueError:
         return None
 
 
-def _is_consequence(error: BaseException) -> bool:
-    """Whether another rank may know more: a connection that ended, a group that another rank ended."""
-    if isinstance(error, GroupAborted):
-        return not hasattr(error, "is_own")
-    return isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
+def _verdict_of(facts: dict[str, Any]) -> Failure | None:
+    with contextlib.suppress(ValueError):
+        return Failure.from_facts(facts)
+    return None

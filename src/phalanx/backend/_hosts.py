@@ -14,12 +14,12 @@ from torch.distributed import Store
 
 from phalanx import _core
 from phalanx._env import LONGEST_S, GroupOptions, Settings, read_settings, seconds, variable_of
-from phalanx._errors import CollectiveTimeout, PhalanxError
+from phalanx._errors import PhalanxError
 from phalanx._network import host_identity, network_identity
 from phalanx.backend._bridges import bridge
 from phalanx.backend._meeting import Meeting
+from phalanx.backend._patience import LOOK_S
 
-_SERVE_S = 0.1  # between looks at whether those who are still awaited can't come
 _AGREED = ("one_shot_bytes", "chunk_bytes")  # settings by which ranks find each other's data
 _ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace, another user: as another host
 
@@ -123,10 +123,7 @@ def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
         if len(set(said)) > 1:
             told = ", ".join(f"{one} on rank {meeting.global_ranks[said.index(one)]}" for one in sorted(set(said)))
             what = what if fact in ("torch", "bridge") else f"values of {what}"
-            raise PhalanxError(
-                f"rank {meeting.me}: init_process_group: the ranks run different {what}: {told}. Give all the same.",
-                op="join",
-            )
+            raise meeting.refusal(f"the ranks run different {what}: {told}. Give all the same.")
 
 
 def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
@@ -168,10 +165,8 @@ def _proved(meeting: Meeting, hosts: list[list[int]]) -> list[list[int]]:
         together = meeting.get(f"segment/{ranks[0]}/placed", what).get("ranks", [])
         proved += [together, *([r] for r in ranks if r not in together)]
     if sorted(r for ranks in proved for r in ranks) != list(range(meeting.size)) or not all(proved):
-        raise PhalanxError(
-            f"rank {meeting.me}: init_process_group: the ranks disagree on who shares memory: {proved}. Let nothing "
-            "else write to the job's store.",
-            op="join",
+        raise meeting.refusal(
+            f"the ranks disagree on who shares memory: {proved}. Let nothing else write to the job's store."
         )
     return sorted(proved)
 
@@ -201,17 +196,13 @@ def _serve(meeting: Meeting, key: str, server: _core.SegmentServer, peers: Seque
     num_served = 0
     refused: list[int] = []
     while True:
-        num_served += server.serve(len(peers) - len(refused) - num_served, min(_SERVE_S, meeting.left_s))
+        num_served += server.serve(len(peers) - len(refused) - num_served, min(LOOK_S, meeting.left_s))
         if num_served + len(refused) == len(peers):
             break
         meeting.look()
         refused = [r for r in peers if meeting.store.check([f"{key}/refused/{r}"])]
         if meeting.left_s <= 0.001:
-            raise CollectiveTimeout(
-                f"rank {meeting.me}: init_process_group: only {num_served} of {len(peers)} peers mapped the shared "
-                "segment",
-                op="join",
-            )
+            raise meeting.too_late(f"only {num_served} of {len(peers)} peers mapped the shared segment")
     return [r for r in peers if r not in refused]
 
 

@@ -20,11 +20,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.backend._patience import MAIL_LOOK_S, MAIL_POLL_S, STRANGERS_S
 from phalanx.backend._words import understand
 
-_READ_S = 0.1  # of one look
-_PATIENCE_S = 1.0  # of all looks together, for those who have connected and not said all
-_POLL_S = 0.005
 _BACKLOG = 4096  # or as many as the kernel allows
 _MOST_OPEN = 64
 _MOST_BYTES = 1 << 20  # of a message: a verdict may have a line for each rank
@@ -74,12 +72,12 @@ class Mailbox:
         self._socket.setblocking(False)
         self._token = secrets.token_hex(16)  # so that a stranger's connection is not taken for a message
         self._open: list[_Letter] = []
-        self._patience_s = _PATIENCE_S
+        self._patience_s = STRANGERS_S
         self.name = (address, self._socket.getsockname()[1], self._token)
 
     def read(self) -> dict[str, Any] | None:
         """Return the first message that lies here, None if there is none; takes a moment, whatever strangers do."""
-        deadline = time.monotonic() + _READ_S
+        deadline = time.monotonic() + MAIL_LOOK_S
         while True:
             is_empty = self._accept()
             for letter in list(self._open):
@@ -92,8 +90,8 @@ class Mailbox:
             if time.monotonic() >= deadline or (is_empty and (not self._open or self._patience_s <= 0)):
                 return None
             if is_empty:
-                time.sleep(_POLL_S)
-                self._patience_s -= _POLL_S
+                time.sleep(MAIL_POLL_S)
+                self._patience_s -= MAIL_POLL_S
 
     def _accept(self) -> bool:
         """Take connections, in the place of the oldest where there are many; return whether there are no more."""

@@ -10,34 +10,34 @@ import errno
 import functools
 import json
 import os
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store
 
-from phalanx import _core, _env, _errors
-from phalanx._errors import CollectiveTimeout, OutOfSharedMemory, PhalanxError, RankFailed
+from phalanx import _core, _env
+from phalanx._errors import CollectiveTimeout, Failure, Peer, PhalanxError
 from phalanx._launched import Launch
+from phalanx.backend._patience import FIRST_POLL_S, LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
+from phalanx.backend._wording import error_of
 from phalanx.backend._words import Shape, understand
 
-_PART_S = 1.0
-_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.02  # between questions to the store
 _MANY = 50  # ranks
-_LOOK_S = 0.1  # between looks at whether those who are awaited can't come
-_DEATH_S = 0.3  # for the end of a process to be seen after that of its connections
-_STORE_S = 1.0  # for the store to answer
-_LOOK = "Look at what rank {} printed last; this rank is only its victim."
-_FACTS = ("pid", "exit_code", "signal")  # of a rank that has died
-_WHO = re.compile(r"^rank \d+: init_process_group: ")
 
 
 def _is_natural(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_failure(value: Any) -> bool:
+    try:
+        return bool(Failure.from_facts(value))
+    except ValueError:
+        return False
 
 
 _HELLO = {
@@ -59,7 +59,7 @@ _SHAPES: dict[str, Shape] = {
     "placed": {"offset": _is_natural, "ranks": [int]},
     "mailbox": (str, int, str),
     "unreached": [str],
-    "failed": {"kind": str, "text": str, "ranks": [int], "facts": dict},
+    "failed": _is_failure,
 }
 """What is said under a key, by the last of its parts that is a word."""
 
@@ -109,16 +109,16 @@ class Meeting:
     def get(self, key: str, what: str) -> Any:
         """Return what `key` of the store says; a missing one is a timeout that names the ranks that did not come."""
         # Not Store.wait: it would not end when somebody fails, and TCPStore prints a warning whenever it times out.
-        pause_s = _FIRST_PAUSE_S
-        next_look_s = time.monotonic() + _LOOK_S
+        pause_s = FIRST_POLL_S
+        next_look_s = time.monotonic() + LOOK_S
         while (said := self._said(key)) is None:
             if time.monotonic() >= next_look_s:
                 self.look()
-                next_look_s = time.monotonic() + _LOOK_S
+                next_look_s = time.monotonic() + LOOK_S
             if time.monotonic() >= self.deadline:
                 raise self._timed_out(what)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_S * (1 + self.size / _MANY))  # the store serves all ranks
+            pause_s = min(2 * pause_s, POLL_S * (1 + self.size / _MANY))  # the store serves all ranks
         return self._understand(key, said)
 
     def _said(self, key: str) -> bytes | None:
@@ -130,17 +130,27 @@ class Meeting:
 
     def _understand(self, key: str, said: bytes) -> Any:
         """Return what a key says; name the rank that wrote it if it is nothing that a rank says."""
+        parts = key.split("/")
+        name = [part for part in parts if not part.isdigit()][-1]
+        number = next((int(part) for part in parts if part.isdigit()), 0)
         try:
-            return understand(said, _SHAPES[re.sub(r".*/(?=[a-z])|/\d+$", "", key)])
+            return understand(said, _SHAPES[name])
         except ValueError as error:
-            number = re.search(r"/(\d+)", key)
-            rank = self.global_ranks[int(number[1])] if number else self.global_ranks[0]
-            raise PhalanxError(
-                f"rank {self.me}: init_process_group: what rank {rank} said of itself ({key}) is not understood: "
-                f"{error}. Run the same version of phalanx on every rank, and let nothing else write to the store.",
-                op="join",
+            rank = self.global_ranks[number]
+            raise self.refusal(
+                f"what rank {rank} said of itself ({key}) is not understood: {error}. Run the same version of phalanx "
+                "on every rank, and let nothing else write to the store.",
                 ranks=(rank,),
             ) from None
+
+    def failure(self, kind: str, ranks: Sequence[int] = (), **facts: Any) -> Failure:
+        """Return what this rank has met while joining."""
+        culprits = tuple(Peer(rank=rank) for rank in ranks)
+        return Failure(**{"rank": self.me, "group": self.name, "op": "join", "culprits": culprits, **facts}, kind=kind)
+
+    def refusal(self, why: str, ranks: Sequence[int] = ()) -> PhalanxError:
+        """Return the error of a rank that can't join."""
+        return error_of(self.failure("refused", ranks, detail=why))
 
     def set(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
@@ -156,10 +166,10 @@ class Meeting:
             return
         self._has_parted = True
         self._ask(lambda: self.set(f"parted/{self.rank}", ""))
-        deadline = time.monotonic() + _PART_S
+        deadline = time.monotonic() + PART_S
         keys = [f"parted/{r}" for r in range(self.size)]
         while self.me == 0 and self._ask(lambda: self.store.check(keys)) is False and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
+            time.sleep(POLL_S)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Return what the store says; None if it has gone: whoever can't do without it says so."""
@@ -187,9 +197,9 @@ class Meeting:
             while spare:  # where descriptors have run out, a store that is a file needs one
                 os.close(spare.pop())
             cause = _cause(error, self)
-            self._tell(cause)
+            self._tell(replace(cause, by=Peer(rank=self.me)))
             if isinstance(error, (MemoryError, OSError, RuntimeError)) and not isinstance(error, PhalanxError):
-                raise self._rebuild({**cause, "text": cause["text"].partition(": ")[2]}) from error
+                raise error_of(cause) from error
             raise
         finally:
             for fd in spare:
@@ -200,12 +210,12 @@ class Meeting:
         told = self._ask(lambda: self.store.get("failed") if self.store.check(["failed"]) else None)
         if told is not None:
             self.part()
-            raise self._rebuild(self._understand("failed", told))
+            raise error_of(replace(Failure.from_facts(self._understand("failed", told)), rank=self.me))
         for rank, watch in self.watches.items():
             if not watch.dead:
                 continue
             if rank in self._suspects:  # what it had done before was looked at since
-                raise self._rebuild(self._bury(rank, watch))
+                raise self._bury(rank, watch)
             self._suspects.add(rank)
         if not self.watches:
             self._look_at_launch()
@@ -222,60 +232,44 @@ class Meeting:
             if rank < 0 or self._ask(functools.partial(self.store.check, [f"hello/{rank}"])) is not False:
                 continue
             if rank in self._suspects:
-                text = f"rank {end.rank} (pid {end.pid}) {end.how} before it joined\n{_LOOK.format(end.rank)}"
-                facts = {"pid": end.pid, "exit_code": end.exit_code, "signal": end.signal}
-                cause = {"kind": RankFailed.__name__, "text": text, "ranks": [end.rank], "facts": facts}
+                dead = (Peer(rank=end.rank, pid=end.pid),)
+                cause = self.failure("rank_ended", culprits=dead, exit_code=end.exit_code, signal=end.signal)
                 self._tell(cause)
-                raise self._rebuild(cause)
+                raise error_of(cause)
             self._suspects.add(rank)
 
-    def _bury(self, rank: int, watch: _core.PeerWatch) -> dict[str, Any]:
-        text, exit_code, signal = watch.ending
-        number = self.global_ranks[rank]
-        cause = {
-            "kind": RankFailed.__name__,
-            "text": f"rank {number} (pid {watch.pid}) {text}\n{_LOOK.format(number)}",
-            "ranks": [number],
-            "facts": {"pid": watch.pid, "exit_code": exit_code if exit_code >= 0 else None, "signal": signal or None},
-        }
+    def _bury(self, rank: int, watch: _core.PeerWatch) -> PhalanxError:
+        kind, exit_code, signal = watch.ending
+        dead = (Peer(rank=self.global_ranks[rank], pid=watch.pid),)
+        code = exit_code if exit_code >= 0 else None
+        cause = self.failure(kind, culprits=dead, exit_code=code, signal=signal or None)
         self._tell(cause)
-        return cause
+        return error_of(cause)
 
-    def _tell(self, cause: dict[str, Any]) -> None:
+    def _tell(self, cause: Failure) -> None:
         if self._ask(lambda: self.store.check(["failed"])) is False:
-            self._ask(lambda: self.set("failed", cause))
+            self._ask(lambda: self.set("failed", cause.to_facts()))
         self.part()
 
-    def _rebuild(self, cause: dict[str, Any]) -> PhalanxError:
-        """Return the error of this rank for what a rank has failed with."""
-        kind = getattr(_errors, cause["kind"], None)
-        if not (isinstance(kind, type) and issubclass(kind, PhalanxError)):
-            kind = PhalanxError
-        text = f"rank {self.me}: init_process_group: {cause['text']}"
-        facts = {name: cause["facts"][name] for name in _FACTS if type(cause["facts"].get(name)) is int}
-        return kind(text, op="join", ranks=tuple(cause["ranks"]), **facts)
-
-    def _timed_out(self, what: str) -> CollectiveTimeout:
+    def _timed_out(self, what: str) -> PhalanxError:
         ranks = self._absent()
         if ranks:
             what = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} did not come"
-        return CollectiveTimeout(
-            f"rank {self.me}: init_process_group: {what} within the timeout. "
-            "Start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE (or init_method).",
-            op="join",
-            ranks=ranks,
-        )
+        return self.too_late(what, ranks)
+
+    def too_late(self, what: str, ranks: Sequence[int] = ()) -> PhalanxError:
+        """Return the error of a rank that has waited for what did not happen."""
+        return error_of(self.failure("not_met", ranks, detail=what, timeout_s=self.timeout_s))
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error of a store that does not answer: its server has died, if that is seen in a moment."""
-        deadline = time.monotonic() + _DEATH_S
+        deadline = time.monotonic() + NOTE_S
         while time.monotonic() < deadline:
             self.look()
-            time.sleep(_PAUSE_S)
-        return PhalanxError(
-            f"rank {self.me}: init_process_group: the job's store is gone ({error}). Look at what the rank or "
-            "launcher that serves it, most often rank 0, printed last.",
-            op="join",
+            time.sleep(POLL_S)
+        return self.refusal(
+            f"the job's store is gone ({error}). Look at what the rank or launcher that serves it, most often rank 0, "
+            "printed last."
         )
 
     def _absent(self) -> tuple[int, ...]:
@@ -286,28 +280,19 @@ class Meeting:
 
         if self._is_store_gone:
             return ()
-        _, answer = answer_within(look, _STORE_S)
+        _, answer = answer_within(look, STORE_S)
         return answer[0] if answer else ()
 
 
-def _cause(error: BaseException, meeting: Meeting) -> dict[str, Any]:
-    """Return what keeps this rank from joining, as it is told to the others."""
-    kind: type[PhalanxError] = PhalanxError
-    if isinstance(error, PhalanxError):
-        kind, why = type(error), _WHO.sub("", str(error))
-    elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        kind = OutOfSharedMemory
-        what = f" ({error.strerror})" if isinstance(error, OSError) else ""
-        why = (
-            f"no shared memory for a group of {meeting.size} ranks{what}; raise the memory limit of the job or "
-            "container, and see ulimit -f and -v"
-        )
-    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        why = f"no file descriptor is left ({error.strerror}); raise the limit of open files (ulimit -n)"
-    elif isinstance(error, OSError):
-        why = f"{error.strerror or error}; a sandbox may forbid it: run phalanx doctor there"
-    else:
-        why = f"{type(error).__name__}: {error}"
-    facts = {name: getattr(error, name, None) for name in _FACTS} if kind is RankFailed else {}
-    ranks = list(getattr(error, "ranks", ())) or [meeting.me]
-    return {"kind": kind.__name__, "text": f"rank {meeting.me} could not join: {why}", "ranks": ranks, "facts": facts}
+def _cause(error: BaseException, meeting: Meeting) -> Failure:
+    """Return what keeps this rank from joining."""
+    found = getattr(error, "failure", None)
+    if found is not None:
+        return replace(found, culprits=found.culprits or (Peer(rank=meeting.me),))
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
+        why = str(error.strerror) if isinstance(error, OSError) else ""
+        return meeting.failure("no_memory", [meeting.me], num_ranks=meeting.size, errno=number, detail=why)
+    if isinstance(error, OSError):
+        return meeting.failure("system", [meeting.me], errno=number, detail=error.strerror or str(error))
+    return meeting.failure("refused", [meeting.me], detail=f"{type(error).__name__}: {error}")

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx._errors import CollectiveMismatch, PhalanxError
+from phalanx._errors import MadeCall, PhalanxError
 from phalanx.backend._channels import FOR_EVER, Channel
 from phalanx.backend._failures import Failures
+from phalanx.backend._patience import END_S, LOOK_S
 from phalanx.backend._place import Place
 from phalanx.backend._rails import Span
 from phalanx.backend._tasks import Task
@@ -30,8 +31,6 @@ _HEAD = struct.Struct("<qQQB")  # tag, elements, bytes, dtype
 _SLOT_BYTES = 1024
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
 _HEADS, _BODIES = 1, 2  # tags of the engine
-_SLICE_S = 0.1  # of waiting, between looks at whether the group has ended
-_JOIN_S = 1.0
 
 
 class _Message(Task):
@@ -190,7 +189,7 @@ class Messages:
         limit_s = timeout_s or self.timeout_s
         deadline = time.monotonic() + limit_s
         try:
-            while not request.wait(min(max(deadline - time.monotonic(), 0.001), _SLICE_S)):
+            while not request.wait(min(max(deadline - time.monotonic(), 0.001), LOOK_S)):
                 if self._failures.ended or self._core.told or self._failures.is_told():
                     self._fail(request, RuntimeError("another rank has ended the group"))
                 elif time.monotonic() >= deadline:
@@ -220,7 +219,7 @@ class Messages:
             self._is_closed = True
             self._changed.notify_all()
         self._from_here.close()
-        deadline = time.monotonic() + _JOIN_S
+        deadline = time.monotonic() + END_S
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
 
@@ -291,14 +290,13 @@ class Messages:
     def _fits(self, message: _Message, peer: int, dtype: int, count: int) -> bool:
         if (dtype, count) == (message.dtype, message.count):
             return True
-        place = self._place
-        text = (
-            f"recv({DTYPE_NAMES[message.dtype]}, count={message.count}, src={place.global_ranks[peer]}, "
-            f"tag={message.tag}) does not fit what {place.describe(peer)} sent: "
-            f"send({DTYPE_NAMES[dtype]}, count={count})\nGive recv a tensor of the dtype and size that send was given."
-        )
-        ranks = (place.global_ranks[peer],)
-        self._fail(message, CollectiveMismatch(text, op="recv", ranks=ranks, is_told=True))
+        ranks = self._place.global_ranks
+        expected = MadeCall(
+            rank=ranks[self._rank], op="recv", dtype=DTYPE_NAMES[message.dtype], count=message.count, root=ranks[peer],
+            tag=message.tag,
+        )  # fmt: skip
+        sent = MadeCall(**vars(self._place.peer(peer)), op="send", dtype=DTYPE_NAMES[dtype], count=count)
+        self._fail(message, self._failures.wrong_message(expected, sent))
         return False
 
     # ---- sending ---------------------------------------------------------------------------------------------------
@@ -380,7 +378,4 @@ class Messages:
 
     def _told(self, error: BaseException, op: str, site: str) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
-        if isinstance(error, CollectiveMismatch):
-            error.__dict__["is_told"] = True  # there is no table to make of a message
-        where = f"{op} of group '{self._place.group}'" + f" at {site}" * bool(site)
-        return self._failures.end(error, op, 0, where, op)
+        return self._failures.end(error, op, 0, site, None)

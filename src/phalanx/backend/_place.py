@@ -1,9 +1,15 @@
-"""Who a rank of a group on several hosts is, in numbers and in words."""
+"""Who the ranks of a group on several hosts are: their numbers in the world, processes and hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from phalanx._errors import Failure, Peer
+from phalanx.backend._wording import describe
+
+_Some = TypeVar("_Some", bound=Peer)
 
 
 @dataclass(frozen=True)
@@ -28,25 +34,46 @@ class Place:
     def global_rank(self) -> int:
         return self.global_ranks[self.rank]
 
+    def peer(self, rank: int) -> Peer:
+        """Return who a rank of the group is."""
+        return Peer(rank=self.global_ranks[rank], pid=self.pids[rank], host=self.hosts[rank])
+
+    def peers(self, ranks: Sequence[int]) -> tuple[Peer, ...]:
+        return tuple(map(self.peer, ranks))
+
+    def named(self, number: int) -> Peer:
+        """Return who a rank of the world is; no more than its number if it is none of the group."""
+        return self._located(Peer(rank=number))
+
     def describe(self, rank: int) -> str:
         """Return ``rank 3 (pid 123) on host b``."""
-        return f"rank {self.global_ranks[rank]} (pid {self.pids[rank]}) on host {self.hosts[rank]}"
+        return describe(self.peer(rank))
 
-    def describe_all(self, ranks: Sequence[int]) -> str:
-        return listed([self.describe(rank) for rank in ranks])
+    def whole_hosts(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """Return the hosts all of whose ranks are among these."""
+        return tuple(
+            host
+            for host in dict.fromkeys(self.hosts)
+            if all(rank in ranks for rank, one in enumerate(self.hosts) if one == host)
+        )
 
-    def describe_by_host(self, ranks: Sequence[int]) -> str:
-        """Return ``host b (ranks 2 and 3)`` for a host all of whose ranks are meant, else ``rank 2 on host b``."""
-        named = []
-        for host in dict.fromkeys(self.hosts[rank] for rank in ranks):
-            meant = [rank for rank in ranks if self.hosts[rank] == host]
-            numbers = f"rank{'s' * (len(meant) > 1)} {listed([self.global_ranks[rank] for rank in meant])}"
-            is_whole = len(meant) == self.hosts.count(host)
-            named.append(f"host {host} ({numbers})" if is_whole else f"{numbers} on host {host}")
-        return listed(named)
+    def locate(self, failure: Failure) -> Failure:
+        """Return a failure of the core, which knows one host, with the processes and hosts of those that it names.
 
+        The numbers of the core's collectives, of which a call may take several, mean nothing to its caller.
+        """
+        sizes = failure.sizes
+        return replace(
+            failure,
+            culprits=tuple(map(self._located, failure.culprits)),
+            by=failure.by and self._located(failure.by),
+            standings=tuple(replace(self._located(stand), last=None) for stand in failure.standings),
+            calls=tuple(map(self._located, failure.calls)),
+            sizes=sizes and replace(sizes, one=self._located(sizes.one), other=self._located(sizes.other)),
+        )
 
-def listed(items: Sequence[object]) -> str:
-    """Return ``a, b and c``."""
-    texts = [str(item) for item in items]
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+    def _located(self, peer: _Some) -> _Some:
+        if peer.rank not in self.global_ranks:
+            return peer
+        known = self.peer(self.global_ranks.index(peer.rank))
+        return replace(peer, pid=known.pid, host=known.host)

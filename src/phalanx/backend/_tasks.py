@@ -11,8 +11,8 @@ from typing import Any
 
 from phalanx import _core
 from phalanx._errors import GroupAborted
+from phalanx.backend._patience import END_S, LOOK_S
 
-_LOOK_S = 0.1
 _MOST_IDLE = 10  # looks without a block, before the watch sleeps
 
 
@@ -96,7 +96,7 @@ class _Thread(ABC):
             self._is_closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(timeout=1)
+            self._thread.join(timeout=END_S)
 
 
 class Watch(_Thread):
@@ -125,7 +125,7 @@ class Watch(_Thread):
         while True:
             with self._changed:
                 may_sleep = self._num_idle >= _MOST_IDLE and not self._is_open
-                self._changed.wait(None if may_sleep else _LOOK_S)
+                self._changed.wait(None if may_sleep else LOOK_S)
                 if self._is_closed:
                     return
                 self._num_idle = 0 if self._is_open else self._num_idle + 1

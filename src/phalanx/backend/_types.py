@@ -38,6 +38,7 @@ DTYPE_CODES: dict[torch.dtype, tuple[int, int]] = {d: (code, d.itemsize) for cod
 Without the dtypes that pack several elements into a byte, which no operation takes.
 """
 
+ITEM_BYTES = [dtype.itemsize for dtype in _ORDERED]
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in _ORDERED]
 
 # In the order of ReduceOp in csrc/reduce.h.

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from phalanx.backend._links import Link
+from phalanx.backend._patience import WATCH_S
 
 _ENDS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
-_LOOK_S = 0.2  # where no connection tells of an end
 
 
 class Watcher:
@@ -26,7 +26,7 @@ class Watcher:
         self._notice = notice
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._watched = {link.fileno(): (rank, link) for rank, link in links}
-        self._period_s = min((link.period_s for _, link in links), default=_LOOK_S)
+        self._period_s = min((link.period_s for _, link in links), default=WATCH_S)
         self._thread = threading.Thread(target=self._run, name="phalanx-watcher", daemon=True)
         self._thread.start()
 

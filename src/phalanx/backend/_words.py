@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 Shape = Any
@@ -37,8 +36,3 @@ def fits(value: Any, shape: Shape) -> bool:
     if isinstance(shape, type):
         return type(value) is shape  # true is no number
     return bool(shape(value))
-
-
-def either(*shapes: Shape) -> Callable[[Any], bool]:
-    """Return the shape of what has one of several."""
-    return lambda value: any(fits(value, shape) for shape in shapes)
