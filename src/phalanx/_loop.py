@@ -134,6 +134,7 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
             f"{failures[failed[0]]}{'' if is_first else '; the block was not run here'}. Mend what failed there",
             op="main_process_first",
             ranks=tuple(failed),
+            is_victim=True,
         )
     if not is_first:
         yield

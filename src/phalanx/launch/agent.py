@@ -33,14 +33,13 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from phalanx.launch.channel import Channel
 from phalanx.launch.nodes import read_cause
+from phalanx.launch.patience import CAUSE_S, LEAVE_S, NAME_S
 
-_CAUSE_WAIT_S = 3.0  # for another node to announce the cause of a victim's failure
 _NUM_FAILURES = "phalanx/failures"
 _NUM_DONE = "phalanx/done"
 _NUM_LEAVING = "phalanx/leaving"
 _MASTER_PORT = "phalanx/master_port"
-_NAME_WAIT_S, _NAME_PAUSE_S = 900.0, 1.0  # the limit is that of torch's static rendezvous
-_LEAVE_WAIT_S = 5.0  # all are known to be done
+_NAME_PAUSE_S = 1.0
 _LEAVE_POLL_S = 0.05
 
 
@@ -125,7 +124,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Leave together: the store goes with its node, and torch's own barrier prints what it meets then."""
-        deadline = time.monotonic() + _LEAVE_WAIT_S
+        deadline = time.monotonic() + LEAVE_S
         with contextlib.suppress(Exception):  # it has gone: nobody needs us any more
             self._attempt_store.add(_NUM_LEAVING, 1)
             size = cast(int, self._worker_group.group_world_size)
@@ -146,7 +145,7 @@ class NodeAgent(SimpleElasticAgent):
         self._attempt_store.add(_NUM_FAILURES, 1)
 
     def _failure(self, worker_group: WorkerGroup) -> RunResult:
-        deadline = time.monotonic() + _CAUSE_WAIT_S
+        deadline = time.monotonic() + CAUSE_S
         while True:
             numbers = range(1, self._num(_NUM_FAILURES) + 1)
             causes = [read_cause(self._attempt_store.get(f"{_NUM_FAILURES}/{n}")) for n in numbers]
@@ -181,7 +180,7 @@ def _rendezvous_handler(job: dict[str, Any]) -> RendezvousHandler:
     config = dict(job["rdzv_conf"])
     if job["rdzv_backend"] == "static":
         host, _, port = job["rdzv_endpoint"].rpartition(":")
-        limit_s = int(config.get("timeout", 900))
+        limit_s = int(config.get("timeout", NAME_S))
         return _FreshStaticRendezvous(host, int(port), job["node_rank"], job["max_nodes"], job["run_id"], limit_s)
     return get_rendezvous_handler(
         RendezvousParameters(
@@ -204,7 +203,7 @@ def _await_name(channel: Channel, job: dict[str, Any]) -> None:
     """
     host = job["rdzv_endpoint"].rpartition(":")[0].strip("[]")
     config = job["rdzv_conf"]
-    deadline = time.monotonic() + float(config.get("timeout", config.get("join_timeout", _NAME_WAIT_S)))
+    deadline = time.monotonic() + float(config.get("timeout", config.get("join_timeout", NAME_S)))
     is_told = False
     while True:
         try:

@@ -13,11 +13,10 @@ from typing import Any
 from phalanx import _env
 from phalanx.launch.cpus import read_machine
 from phalanx.launch.environment import thread_environment
-from phalanx.launch.outcome import first_true_failure
+from phalanx.launch.failure import first_true_failure
+from phalanx.launch.patience import CAUSE_S, GRACE_S, KILL_S
 from phalanx.launch.workers import Workers
 
-_VICTIM_WAIT_S = 3.0  # for the cause of a victim's failure to show
-_GRACE_S = 5.0  # between SIGTERM or Ctrl-C and SIGKILL
 _RIGHT = "right: phalanx.spawn(fn, args=(first, second), nprocs=2)"
 _NO_GUARD = 88  # exit code of a rank whose import of the script comes to spawn again
 
@@ -112,7 +111,7 @@ class SpawnContext:
             finished = self._wait(deadline)
         except BaseException as error:
             try:
-                self._workers.end(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM, _GRACE_S)
+                self._workers.end(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM, GRACE_S)
             finally:
                 self._close()
             raise
@@ -128,13 +127,13 @@ class SpawnContext:
         workers = self._workers
         while not workers.all_ended:
             failures = workers.failures
-            give_up_s = min((outcome.when_s for outcome in failures), default=0.0) + _VICTIM_WAIT_S
+            give_up_s = min((outcome.when_s for outcome in failures), default=0.0) + CAUSE_S
             cause_is_known = any(not outcome.is_victim for outcome in failures)
             if failures and (cause_is_known or time.monotonic() >= give_up_s):
                 for handle in workers.handles:
                     handle.outcome.ended_by_us = not handle.ended
-                workers.end(signal.SIGTERM, _GRACE_S)
-                workers.end(signal.SIGKILL, _GRACE_S)
+                workers.end(signal.SIGTERM, GRACE_S)
+                workers.end(signal.SIGKILL, KILL_S)
                 return True
             if deadline is not None and time.monotonic() >= deadline:
                 return False

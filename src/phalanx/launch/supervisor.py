@@ -23,11 +23,13 @@ from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
 from phalanx.launch.descriptors import descriptor_problem, open_streams, raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
-from phalanx.launch.failure import LastWords, RankEnd, find_culprit, report
+from phalanx.launch.failure import report
 from phalanx.launch.hints import hint_for
 from phalanx.launch.job import Job
 from phalanx.launch.notes import has_made_room
+from phalanx.launch.outcome import Outcome, find_culprit, read_stderr
 from phalanx.launch.output import Screen, prefix, printable
+from phalanx.launch.patience import CAUSE_S, KILL_S, SAME_S
 from phalanx.launch.ports import port_advice, port_problem
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.run_folder import RunFolder
@@ -35,9 +37,6 @@ from phalanx.launch.standby import Standby
 from phalanx.launch.warden import adopt_orphans
 from phalanx.launch.warden_client import Warden
 
-_KILL_WAIT_S = 5.0  # after SIGKILL: only the kernel can make this pass
-_CAUSE_WAIT_S = 3.0  # for the cause of a victim's failure: a rank may take that long from its exception to its end
-_SAME_WAIT_S = 0.5  # for the others to raise what one has raised, where that decides on a restart
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
 _STDOUT, _STDERR = 1, 2
@@ -85,7 +84,7 @@ class Supervisor:
         self._num_attempts = 0
         self._unhandled: list[int] = []  # signals
         self.received: int | None = None  # the one that ends the job
-        self._cause_before: RankEnd | None = None  # of a failure that came before it
+        self._cause_before: Outcome | None = None  # of a failure that came before it
         self._late: int | None = None  # one that came when all ranks had ended
         self.began_s = 0.0  # when the ranks of this attempt were started
         self._ending_by: int | None = None  # the signal that ranks are being ended with
@@ -199,7 +198,7 @@ class Supervisor:
     def _have_made_room(self) -> bool:
         return bool(self._ranks) and all(rank.end is not None and rank.end.made_room for rank in self._ranks)
 
-    def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> RankEnd | None:
+    def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> Outcome | None:
         """Start the group once and return the cause of its failure; None if every rank ended with 0 or was told to end.
 
         Args:
@@ -212,7 +211,7 @@ class Supervisor:
             return None
         self._ending_by = self._first_failure_s = None
         self.began_s = time.monotonic()
-        self._warden_failure: RankEnd | None = None
+        self._warden_failure: Outcome | None = None
         shares = self._job.divide(attempt.num_local_ranks).shares
         if not self._warden.channel.alive or self._environ != self._warden_environment(shares):
             self._standby.start_over()
@@ -248,7 +247,7 @@ class Supervisor:
         return self._warden_failure or find_culprit(self.ends)
 
     @property
-    def ends(self) -> list[RankEnd]:
+    def ends(self) -> list[Outcome]:
         """How the ranks of the last attempt have ended."""
         return [rank.end for rank in self._ranks if rank.end]
 
@@ -378,7 +377,7 @@ class Supervisor:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
         has_failure = self._first_failure_s is not None or not rank.asked_to_end
         end = rank.record_end(status, is_reported=self.received is None and has_failure)
-        self._notes.note_end(end.rank, end.pid, end.returncode, end.last_words.summary if end.raised else "")
+        self._notes.note_end(end.rank, end.pid, end.exitcode or 0, end.last_words.summary if end.raised else "")
         if end.failed and self._first_failure_s is None:
             self._first_failure_s = end.when_s
 
@@ -390,12 +389,11 @@ class Supervisor:
             rank.record_end(signal.SIGKILL, is_reported=self.received is None)
         if living or not self._ranks:
             self._warden_output.drain(drops_last_words=True)
-            self._warden_failure = RankEnd(
+            self._warden_failure = Outcome(
                 rank=-1,
                 pid=self._warden.pid,
-                returncode=os.waitstatus_to_exitcode(self._warden.status()),
-                asked=False,
-                last_words=LastWords.of(self._warden_output.tail),
+                exitcode=os.waitstatus_to_exitcode(self._warden.status()),
+                last_words=read_stderr(self._warden_output.tail),
                 folder=self._folder.path,
                 when_s=time.monotonic(),
             )
@@ -411,11 +409,11 @@ class Supervisor:
         if culprit.is_victim:
             awaited = any(rank.end is None for rank in self._ranks)
         else:  # it names no reason, and another is just dying of one
-            silent = culprit.returncode > 0 and not culprit.last_words.kind
+            silent = not culprit.signal and not culprit.last_words.kind
             awaited = silent and any(rank.end is None and rank.said_why for rank in self._ranks)
-        give_up_s = self._first_failure_s + _CAUSE_WAIT_S
+        give_up_s = self._first_failure_s + CAUSE_S
         if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
-            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + _SAME_WAIT_S
+            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + SAME_S
         if culprit.made_room:  # and so will the others
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
@@ -434,7 +432,7 @@ class Supervisor:
         for rank in living:
             rank.asked_to_end = True
         self._ending_by = sig
-        wait_s = _KILL_WAIT_S if sig == signal.SIGKILL else self._job.grace_s
+        wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
         self._deadline = time.monotonic() + wait_s
         self._warden.signal(sig, [rank.pid for rank in living if rank.pid])
 
@@ -519,7 +517,7 @@ class Supervisor:
         self._err.end_line()
         self._err.write_lines(printable(f"phalanx run: {text}\n"))
 
-    def _report(self, culprit: RankEnd) -> None:
+    def _report(self, culprit: Outcome) -> None:
         """Write the last words of the job: the cause, then what became of the others."""
         hint = hint_for(
             culprit, self.ends, num_oom_kills=count_oom_kills() - self._num_oom_kills, command=self._job.command

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from phalanx.launch import warden
 from phalanx.launch.channel import Channel
 from phalanx.launch.keeper import fork_warden
+from phalanx.launch.patience import KILL_S
 
-_END_WAIT_S = 10.0  # for a process that has nothing left to do but to end its children
 _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preload")
 
 
@@ -93,7 +93,7 @@ class Warden:
     def status(self) -> int:
         """Return its wait status once it has ended, or is about to: its channel has closed."""
         if self._status is None:
-            self._status = warden.reap(self.keeper_pid, _END_WAIT_S)  # it ends as the warden has ended
+            self._status = warden.reap(self.keeper_pid, KILL_S)  # it ends as the warden has ended
         return signal.SIGKILL if self._status is None else self._status
 
     def close(self, spared: Collection[int] = ()) -> None:

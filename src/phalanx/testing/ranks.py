@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
-from phalanx.launch.outcome import Outcome, RankError, first_true_failure
+from phalanx.launch.failure import first_true_failure
+from phalanx.launch.outcome import Outcome, RankError
+from phalanx.launch.patience import CAUSE_S, STACKS_S
 from phalanx.launch.worker import Function
 from phalanx.launch.workers import Workers
 from phalanx.testing.rank import Group, run_in_group
-
-_VICTIM_GRACE_S = 3.0  # after the first failure: time for the others to say what they saw
-_DUMP_GRACE_S = 0.5  # after SIGABRT: time to write the stacks of a hung rank
 
 
 def run_ranks(
@@ -39,9 +38,8 @@ def run_ranks(
             as in `spawn_ranks`.
 
     Raises:
-        RankError: A rank raised, died or hung. It names the first true failure: a rank
-            that died comes before one that raised, and one that raised because its peer
-            was gone comes after both.
+        RankError: A rank raised, died or hung. The error names the first true failure: a rank that was killed comes
+            before one that raised or exited, one that raised because a peer was gone after both, one that hung last.
     """
     with spawn_ranks(fn, world_size, *args, **options) as ranks:
         outcomes = ranks.join(timeout_s, stop_at_failure=not expect_failures)
@@ -162,7 +160,7 @@ class Ranks:
                 break
             workers.pump(deadline)
             if stop_at_failure and workers.failures and deadline == limit:
-                deadline = min(limit, time.monotonic() + _VICTIM_GRACE_S)
+                deadline = min(limit, time.monotonic() + CAUSE_S)
         return workers.outcomes
 
     def _kill_hung(self) -> None:
@@ -171,5 +169,5 @@ class Ranks:
             if not handle.ended:
                 handle.outcome.hung = True
                 handle.outcome.when_s = time.monotonic()
-        self._workers.end(signal.SIGABRT, _DUMP_GRACE_S)  # answered by faulthandler, even inside C
+        self._workers.end(signal.SIGABRT, STACKS_S)  # answered by faulthandler, even inside C
         self._workers.close()
