@@ -32,6 +32,7 @@ FLOORS = {
     "_store": 0,
     "_text": 0,
     "_torch": 0,
+    "_last_words": 1,
     "_tensors": 1,
     "backend": 2,
     "checkpoint": 2,

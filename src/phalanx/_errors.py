@@ -6,8 +6,10 @@ because they cross processes.
 
 from __future__ import annotations
 
+import collections
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
@@ -339,6 +341,33 @@ KINDS: dict[str, type[PhalanxError]] = {
 """What can happen, and its exception. All but three are those of FailureKind in csrc/failure.h: between hosts the
 connection to a rank may be lost (``rank_lost``), ranks may not meet in time (``not_met``), and a rank may be refused
 for a reason that only `Failure.detail` tells (``refused``)."""
+
+
+_handed_over: collections.deque[PhalanxError] = collections.deque(maxlen=16)
+
+
+def hand_over(error: BaseException) -> BaseException:
+    """Return `error`, to be raised where native code takes it and gives on its text alone; see `origins`."""
+    if isinstance(error, PhalanxError):
+        # A copy, since a traceback holds frames, and frames hold the group.
+        _handed_over.append(_rebuild(type(error), str(error), error.__dict__.copy()))
+    return error
+
+
+def origins(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error` and those in whose handling it was raised, the latest first.
+
+    What native code has made of an error of phalanx (see `hand_over`) is followed by that error.
+    """
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        if type(one) is RuntimeError:
+            text = str(one)
+            yield from (given for given in _handed_over if str(given) in text)
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
 
 
 for _kind in (*KINDS.values(), CheckpointError, NonFinite):

@@ -140,6 +140,7 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
             f"{failures[failed[0]]}{'' if is_first else '; the block did not run here'}. Fix the error on that rank",
             op="main_process_first",
             ranks=tuple(failed),
+            is_victim=True,
         )
     if not is_first:
         yield

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from phalanx import _env, _torch
 from phalanx._errors import CollectiveTimeout
+from phalanx._last_words import tell_when_ended
 from phalanx._loop import LoopTools
 from phalanx._network import NetworkError, host_identity, outside_address
 from phalanx._sockets import keep_paths_short
@@ -135,6 +136,7 @@ def init(
     global _current
     import torch.distributed as dist
 
+    tell_when_ended()
     limit = _as_timedelta(timeout)
     arguments = (backend, device, timeout, init_method, rank, world_size)
     if _current is not None and not dist.is_initialized():

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx._errors import Failure, Peer
+from phalanx._last_words import LastWords
 from phalanx.launch.causes import is_victim
-from phalanx.launch.failure import LastWords, RankEnd
+from phalanx.launch.outcome import Outcome, alike, find_culprit, read_stderr
 
 
 def peer_dies(rank, world_size, operation):
@@ -60,7 +62,7 @@ SAID = [
 
 @pytest.mark.parametrize(("kind", "message"), SAID)
 def test_what_other_engines_say_is_a_victims(kind, message):
-    assert is_victim([kind], message)
+    assert is_victim(LastWords(kind, message))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,51 @@ def test_what_other_engines_say_is_a_victims(kind, message):
     ],
 )
 def test_a_cause_is_no_victim(kind, message):
-    assert not is_victim([kind], message)
+    assert not is_victim(LastWords(kind, message))
+
+
+VICTIM = LastWords(
+    "phalanx.RankFailed", "rank 0: all_reduce #4: rank 1 (pid 9) was killed", is_victim=True, is_told=True
+)
+RAISED = LastWords("ValueError", "bad", is_told=True)
+ENDS = {
+    "victim": {"exitcode": 1, "last_words": VICTIM, "when_s": 1.0},
+    "hung": {"exitcode": -6, "hung": True, "when_s": 2.0},
+    "ended": {"exitcode": -15, "ended_by_us": True, "when_s": 2.0},
+    "exited": {"exitcode": 7, "when_s": 3.0},
+    "raised": {"exitcode": 1, "last_words": RAISED, "when_s": 4.0},
+    "killed": {"exitcode": -9, "when_s": 5.0},
+    "returned": {"exitcode": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        (["victim", "raised"], "raised"),
+        (["victim", "exited", "killed"], "killed"),
+        (["raised", "exited"], "exited"),
+        (["hung", "victim"], "victim"),
+        (["hung", "ended"], "hung"),
+        (["ended", "returned"], None),
+    ],
+)
+def test_one_order_of_causes(ends, cause):
+    outcomes = {name: Outcome(rank=rank, pid=rank + 10, **ENDS[name]) for rank, name in enumerate(ends)}
+    assert find_culprit(outcomes.values()) is (outcomes[cause] if cause else None)
+
+
+def said(rank, culprit, text="rank 0: all_reduce #4: rank 1 was killed"):
+    failure = Failure(kind="rank_ended", rank=rank, op="all_reduce", seq=4 + rank, culprits=(Peer(rank=culprit),))
+    return LastWords("phalanx.RankFailed", text, failure=failure)
+
+
+def test_ranks_that_met_the_same_are_told_by_the_facts():
+    assert alike(said(0, 2), said(1, 2, "rank 1: quite another text"))
+    assert not alike(said(0, 2), said(0, 3))
+    assert alike(LastWords("ValueError", "rank 0: bad"), LastWords("ValueError", "rank 1: bad"))
+    assert not alike(LastWords("ValueError", "bad"), LastWords("ValueError", "worse"))
+    assert not alike(LastWords(), LastWords())
 
 
 ABORTED = b"""terminate called after throwing an instance of 'c10::DistBackendError'
@@ -92,9 +138,9 @@ Thread 0x00007f (most recent call first):
 
 
 def test_a_rank_that_native_code_aborts_because_of_a_peer_is_a_victim():
-    words = LastWords.of(ABORTED)
+    words = read_stderr(ABORTED)
     assert words.kind == "c10::DistBackendError"
-    end = RankEnd(3, 10, -6, False, words, "", 0.0)
+    end = Outcome(rank=3, pid=10, exitcode=-6, last_words=words)
     assert end.is_victim
     assert 'File "train.py", line 9 in step' in "\n".join(words.lines)
     assert "Watchdog caught" in words.message

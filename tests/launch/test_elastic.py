@@ -14,8 +14,8 @@ import pytest
 from phalanx._snapshots import MAGIC, Head, region_offset
 from phalanx.launch.attempts import Course
 from phalanx.launch.cpus import divide, read_machine
-from phalanx.launch.failure import LastWords, RankEnd
 from phalanx.launch.job import Job
+from phalanx.launch.outcome import Outcome
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
 
 HEAD = """
@@ -211,7 +211,7 @@ def test_all_ranks_that_fail_again_after_progress_give_way_to_the_number_that_wo
             for rank in range(course.num_ranks):
                 head = Head(MAGIC, 1, step, 0, course.num_ranks, course.num_ended, bytes(16))
                 os.pwrite(fd, head.pack(), region_offset(rank, step % 2))
-        course.after_failure(RankEnd(0, 1, 1, False, LastWords(), "", 0.0), lived_s=0.5)
+        course.after_failure(Outcome(rank=0, pid=1, exitcode=1), lived_s=0.5)
         numbers.append(course.num_ranks)
 
     for step in (None, None, None, 10, None, None, 11, 12):

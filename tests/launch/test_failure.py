@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from phalanx.launch.failure import LastWords, RankEnd
 from phalanx.launch.hints import hint_for
+from phalanx.launch.outcome import Outcome
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
 
 TWO_MEET = """
@@ -49,7 +49,7 @@ def test_the_end_says_how_where_and_what_to_do(tmp_path, source, code, said, hin
     last = done.stderr[done.stderr.index("phalanx run: rank 1 (pid ") :]
     assert said in last.splitlines()[0]
     assert last.splitlines()[0].endswith(f"code {code}")
-    assert "\n  rank 0: ended by phalanx run\n" in last
+    assert "\n  rank 0: ended because of it\n" in last
     assert f"  log: {folder_of(tmp_path).relative_to(tmp_path)}/logs/attempt_0/rank_1/stderr.log\n" in last
     assert ("  hint: " in last) == bool(hint)
     assert hint in last.splitlines()[-1] or not hint
@@ -66,10 +66,10 @@ def test_a_crash_in_native_code_shows_the_line_of_python(tmp_path):
 
 
 def test_memory_that_the_kernel_took_is_told_from_a_kill_by_hand():
-    killed = RankEnd(0, 1, -signal.SIGKILL, False, LastWords(), "", 0.0)
+    killed = Outcome(rank=0, pid=1, exitcode=-signal.SIGKILL)
     assert "for want of memory" in hint_for(killed, num_oom_kills=1)
     assert "somebody killed it" in hint_for(killed, num_oom_kills=0)
-    shells = RankEnd(0, 1, 128 + signal.SIGKILL, False, LastWords(), "", 0.0)
+    shells = Outcome(rank=0, pid=1, exitcode=128 + signal.SIGKILL)
     assert "for want of memory" in hint_for(shells, num_oom_kills=1)
 
 
@@ -79,7 +79,7 @@ def test_the_cause_is_named_and_its_victims_take_one_line(tmp_path):
     ours = [line for line in done.stderr.splitlines() if line.startswith("phalanx run: ")]
     assert len(ours) == 2  # how it began and how it ended
     assert re.fullmatch(r"phalanx run: rank 2 \(pid \d+\) exited with code 9", ours[1])
-    assert re.search(r"^  ranks? [013,-]+: (RuntimeError, because of it|ended by phalanx run)$", done.stderr, re.M)
+    assert re.search(r"^  ranks? [013,-]+: (RuntimeError, because of it|ended because of it)$", done.stderr, re.M)
     assert "Traceback" not in done.stderr  # a victim's is in its log
 
 

@@ -8,10 +8,11 @@ import os
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.launch.failure import LastWords, RankEnd, report
+from phalanx.launch.failure import report
 from phalanx.launch.folding import COLUMNS, ROWS
 from phalanx.launch.hints import hint_for
 from phalanx.launch.nodes import _end_of, cause_of, read_cause
+from phalanx.launch.outcome import Outcome, read_stderr
 from phalanx.launch.output import LiveStream, Screen, printable
 from phalanx.launch.tracebacks import HeldTracebacks
 from tests.launch.streams import Kept
@@ -90,8 +91,7 @@ def test_what_is_no_victims_traceback_comes_out_as_it_went_in(pieces):
 @given(OUTPUT)
 @example([b"Traceback (most recent call last):\n" + b"  File x\n" * 5000 + b"A: \xff\x1b]0;x\x07\n"])
 def test_any_last_words_make_a_report_that_moves_no_cursor(pieces):
-    words = LastWords.of(b"".join(pieces))
-    end = RankEnd(0, 1, 1, False, words, "/folder\udcff", 0.0)
+    end = Outcome(rank=0, pid=1, exitcode=1, last_words=read_stderr(b"".join(pieces)), folder="/folder\udcff")
     hint_for(end)
     shown = printable(report(end, [end], hint=""))
     assert not set(shown) & {0x1B, 0x07, 0x0D, 0x00}

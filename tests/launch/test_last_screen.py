@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,9 +11,11 @@ import sys
 
 import pytest
 
-from phalanx.launch.failure import LastWords, RankEnd, report
+from phalanx._last_words import LastWords
+from phalanx.launch.failure import report
 from phalanx.launch.folding import COLUMNS, ROWS, fold
 from phalanx.launch.hints import hint_for
+from phalanx.launch.outcome import Outcome, last_words_in
 from tests.launch import mistakes
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN
 
@@ -46,9 +49,11 @@ def end_of(logs, name, rank=None, returncode=1):
     attempt = logs / f"attempt_{NAMES.index(name)}"
     ends = []
     for number in (0, 1):
-        words = LastWords.of((attempt / f"rank_{number}" / "stderr.log").read_bytes())
+        folder = attempt / f"rank_{number}"
+        pid = json.loads((folder / "error.json").read_text())["pid"] if (folder / "error.json").exists() else 4711
+        words = last_words_in(str(folder), pid, (folder / "stderr.log").read_bytes())
         code = 1 if words.kind and returncode == 1 else 0 if returncode == 1 else returncode
-        ends.append(RankEnd(number, 4711, code, False, words, "logs", 0.0))
+        ends.append(Outcome(rank=number, pid=pid, exitcode=code, last_words=words, folder="logs"))
     ends.sort(key=lambda end: (not end.last_words.kind, end.is_victim, end.rank))
     return (ends[0] if rank is None else next(end for end in ends if end.rank == rank)), ends
 
@@ -142,14 +147,14 @@ def test_a_rank_that_knows_no_more_is_not_the_cause(job):
 
 
 def test_a_job_ends_with_its_victims_on_one_line():
-    dead = RankEnd(3, 10, -signal.SIGKILL, False, LastWords(), "logs", 0.0)
+    dead = Outcome(rank=3, pid=10, exitcode=-signal.SIGKILL, folder="logs")
     gone = LastWords("phalanx.RankFailed", "rank 0: all_reduce #4: rank 3 (pid 10) was killed", ())
-    ends = [RankEnd(rank, rank + 11, 1, False, gone, "logs", 1.0) for rank in (0, 1, 2, 4, 5)]
-    asked = [RankEnd(rank, rank + 11, -15, True, LastWords(), "logs", 1.0) for rank in (6, 7)]
+    ends = [Outcome(rank=rank, pid=rank + 11, exitcode=1, last_words=gone, when_s=1.0) for rank in (0, 1, 2, 4, 5)]
+    asked = [Outcome(rank=rank, pid=rank + 11, exitcode=-15, ended_by_us=True) for rank in (6, 7)]
     assert report(dead, [dead, *ends, *asked], hint="") == (
         "phalanx run: rank 3 (pid 10) was killed by SIGKILL; exit code 137\n"
         "  ranks 0-2,4-5: RankFailed, because of it\n"
-        "  ranks 6-7: ended by phalanx run\n"
+        "  ranks 6-7: ended because of it\n"
         "  log: logs/stderr.log\n"
     )
 
@@ -161,14 +166,14 @@ def test_a_module_that_lies_elsewhere_is_found(tmp_path, monkeypatch):
     words = LastWords(
         "ModuleNotFoundError", "No module named 'helpers'", ("ModuleNotFoundError: No module named 'helpers'",)
     )
-    end = RankEnd(0, 1, 1, False, words, "logs", 0.0)
+    end = Outcome(rank=0, pid=1, exitcode=1, last_words=words)
     hint = hint_for(end, command=("python", "src/train.py"))
     assert hint == f"'helpers' is in {tmp_path}, which is not on Python's path: PYTHONPATH={tmp_path} phalanx run ..."
 
 
 def test_a_flag_of_ours_behind_the_script_is_put_before_it():
     said = "train.py: error: unrecognized arguments: --max_restarts=3 --nproc-per-node 2"
-    end = RankEnd(0, 1, 2, False, LastWords(lines=("usage: train.py [--lr LR]", said)), "logs", 0.0)
+    end = Outcome(rank=0, pid=1, exitcode=2, last_words=LastWords(lines=("usage: train.py [--lr LR]", said)))
     args = ["--lr", "3", "--max_restarts=3", "--nproc-per-node", "2"]
     for target in (["train.py"], ["-m", "package.train"]):
         assert hint_for(end, command=["python", *target, *args]) == (

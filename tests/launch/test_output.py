@@ -155,7 +155,7 @@ def test_a_traceback_is_shown_when_the_rank_goes_on(monkeypatch):
     stream = HeldTracebacks(kept)
     stream.feed(CAUSE)
     assert (kept.data, stream.is_holding) == (b"", True)
-    monkeypatch.setattr(tracebacks, "_HOLD_S", 0.0)
+    monkeypatch.setattr(tracebacks, "HOLD_S", 0.0)
     stream.release_late()
     assert (kept.data, stream.is_holding) == (CAUSE, False)
     stream.feed(CAUSE)

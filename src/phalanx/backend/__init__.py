@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _torch
 from phalanx._env import GroupOptions, seconds
+from phalanx._last_words import tell_when_ended
 from phalanx.backend._adapters import (
     HAS_PYTHON_BACKENDS,
     GroupName,
@@ -93,6 +94,7 @@ def create_group(options: Any, backend_options: Any) -> ProcessGroup:
         options: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, name, global ranks.
         backend_options: What the user passed as ``pg_options``: `GroupOptions`, or torch's for another device.
     """
+    tell_when_ended()
     own = backend_options if isinstance(backend_options, GroupOptions) else None
     size = options.group_size
     global_ranks = list(options.global_ranks_in_group) or list(range(size))

@@ -18,6 +18,7 @@ import typing_extensions
 from torch.distributed import Work
 
 from phalanx import _core
+from phalanx._errors import hand_over
 
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
@@ -329,7 +330,7 @@ class PhalanxWork(Work):
     def _outcome(self) -> list[torch.Tensor]:
         error = self.exception()
         if error is not None:
-            raise error
+            raise hand_over(error)
         self._finish()
         return self._result
 

@@ -32,15 +32,15 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from phalanx import _env, _torch
-from phalanx.launch.deadlines import CAUSE_S, LEAVE_S
 from phalanx.launch.nodes import read_cause
 from phalanx.launch.packets import PacketSocket
+from phalanx.launch.patience import CAUSE_S, LEAVE_S, NAME_S
 
 _NUM_FAILURES = "phalanx/failures"
 _NUM_DONE = "phalanx/done"
 _NUM_LEAVING = "phalanx/leaving"
 _MASTER_PORT = "phalanx/master_port"
-_NAME_WAIT_S, _NAME_PAUSE_S = 900.0, 1.0  # the limit is that of torch's static rendezvous
+_NAME_PAUSE_S = 1.0
 _LEAVE_POLL_S = 0.05
 
 
@@ -181,7 +181,7 @@ def _rendezvous_handler(job: dict[str, Any]) -> RendezvousHandler:
     config = dict(job["rdzv_conf"])
     if job["rdzv_backend"] == "static":
         host, _, port = job["rdzv_endpoint"].rpartition(":")
-        limit_s = int(config.get("timeout", 900))
+        limit_s = int(config.get("timeout", NAME_S))
         return _FreshStaticRendezvous(host, int(port), job["node_rank"], job["max_nodes"], job["run_id"], limit_s)
     return get_rendezvous_handler(
         RendezvousParameters(
@@ -204,7 +204,7 @@ def _await_name(channel: PacketSocket, job: dict[str, Any]) -> None:
     """
     host = job["rdzv_endpoint"].rpartition(":")[0].strip("[]")
     config = job["rdzv_conf"]
-    deadline = time.monotonic() + float(config.get("timeout", config.get("join_timeout", _NAME_WAIT_S)))
+    deadline = time.monotonic() + float(config.get("timeout", config.get("join_timeout", NAME_S)))
     is_told = False
     while True:
         try:

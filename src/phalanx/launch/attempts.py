@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Sequence
 
 from phalanx._cgroups import count_oom_kills
 from phalanx._snapshots import announce_restart, common_heads, forbid
 from phalanx._text import counted
+from phalanx.launch.causes import is_victim
 from phalanx.launch.environment import Attempt
-from phalanx.launch.failure import RankEnd, brief_report
-from phalanx.launch.folding import owner_of
+from phalanx.launch.failure import brief_report
 from phalanx.launch.job import Job
 from phalanx.launch.notes import modules_file
+from phalanx.launch.outcome import Outcome
+from phalanx.launch.patience import AT_ONCE_S
 from phalanx.launch.ports import ReservedPort, port_advice, port_problem
 from phalanx.launch.supervisor import Supervisor
-from phalanx.launch.tracebacks import class_name
-
-_SITE = re.compile(r'^\s*File "(.+)", line (\d+)')
-_AT_ONCE_S = 10.0  # a rank that fails sooner than this can't start; slow imports are part of it
 
 
-def run_on_this_node(ranks: Supervisor, job: Job) -> RankEnd | None:
+def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
     """Start the ranks until they succeed or may not be started again; return the last cause, None if all went well.
 
     Raises:
@@ -73,7 +70,7 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> RankEnd | None:
             ranks.say(step)
 
 
-def say_failure(ranks: Supervisor, culprit: RankEnd) -> None:
+def say_failure(ranks: Supervisor, culprit: Outcome) -> None:
     """Say what failed, before the ranks are started again."""
     ranks.say(brief_report(culprit))
 
@@ -132,7 +129,7 @@ class Course:
             f"{self._note}, from the last snapshot"
         )
 
-    def after_failure(self, culprit: RankEnd, *, lived_s: float, ends: Sequence[RankEnd] = ()) -> list[str]:
+    def after_failure(self, culprit: Outcome, *, lived_s: float, ends: Sequence[Outcome] = ()) -> list[str]:
         """Choose what follows the failed attempt; return the lines to be said.
 
         Args:
@@ -150,7 +147,7 @@ class Course:
         if self._num_restarts == job.max_restarts:
             self.is_over = True
             return []
-        mistake = "" if has_progress or lived_s >= _AT_ONCE_S or job.min_local_ranks < most else _common_mistake(ends)
+        mistake = "" if has_progress or lived_s >= AT_ONCE_S or job.min_local_ranks < most else _common_mistake(ends)
         if mistake:
             self.is_over = True
             return [f"not started again: every rank raised {mistake}, before any progress, and would again"]
@@ -160,7 +157,7 @@ class Course:
             steps = [
                 f"{counted(proven, 'rank')} made progress: going on with {counted(number, 'rank')} of {self._bounds}"
             ]
-        elif not has_progress and lived_s < _AT_ONCE_S and job.min_local_ranks < most:
+        elif not has_progress and lived_s < AT_ONCE_S and job.min_local_ranks < most:
             if self.num_ranks == job.min_local_ranks:
                 self.is_over = True
                 return [f"{failed}, and {counted(self.num_ranks, 'rank')} of {self._bounds} is the least"]
@@ -190,26 +187,20 @@ class Course:
         return f"{self._job.min_local_ranks} to {self._job.num_local_ranks}"
 
 
-def _common_mistake(ends: Sequence[RankEnd]) -> str:
+def _common_mistake(ends: Sequence[Outcome]) -> str:
     """Return the exception, with its line, that every rank raised before it trained; nothing if they differ."""
     found = set()
     for end in ends:
-        places = [site for line in end.last_words.lines if (site := _SITE.match(line))]
-        places = [site for site in places if not owner_of(site[1])] or places
+        words = end.last_words
         has_trained = os.path.exists(modules_file(end.folder))
-        if (
-            has_trained
-            or not places
-            or not end.last_words.kind
-            or end.is_victim
-            or (end.returncode != 1 and not end.asked)
-        ):
+        has_ended_of_it = end.exitcode == 1 or end.ended_by_us
+        if has_trained or not words.kind or not words.site or is_victim(words) or not has_ended_of_it:
             return ""
-        found.add((class_name(end.last_words.kind), places[-1][1], places[-1][2]))
+        found.add((words.name, words.site))
     if len(found) != 1:
         return ""
-    kind, path, number = found.pop()
-    return f"{kind} at {os.path.basename(path)}:{number}"
+    kind, site = found.pop()
+    return f"{kind} at {os.path.basename(site)}"
 
 
 def _reserve_port(ranks: Supervisor, job: Job) -> ReservedPort:

@@ -1,42 +1,39 @@
-"""Which errors are those of a victim: a rank that failed because a peer had gone, or did not come."""
+"""Which errors are those of a victim: a rank that failed because a peer had gone, or did not come.
+
+Errors of phalanx carry that as an attribute. Here is what tells it otherwise: the classes, where a rank has left
+nothing but a traceback, and what other engines say, whose classes tell nothing.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-_KINDS = {
-    # phalanx
-    "RankFailed",
-    "GroupAborted",
-    "GroupUnusable",
-    "CollectiveTimeout",
-    # torch's stores
-    "DistNetworkError",
-    # sockets
-    "ConnectionError",
-    "ConnectionResetError",
-    "ConnectionAbortedError",
-    "ConnectionRefusedError",
-    "BrokenPipeError",
+from phalanx._errors import KINDS
+from phalanx._last_words import LastWords
+
+_OURS = {kind.__name__ for kind in KINDS.values() if kind.is_victim}
+_OF_SOCKETS = {
+    kind.__name__
+    for kind in (ConnectionError, ConnectionResetError, ConnectionAbortedError, ConnectionRefusedError, BrokenPipeError)
 }
+_OF_STORES = {"DistNetworkError"}  # torch 2.15
+_KINDS = _OURS | _OF_SOCKETS | _OF_STORES
 
-# Where the kind is a bare RuntimeError or DistBackendError, the text tells.
-_TEXTS = re.compile(
-    r"running the callback: (?:RankFailed|GroupAborted|GroupUnusable|CollectiveTimeout):"  # of a future of phalanx
-    r"|made calls that do not fit together, as rank \d+ reports"  # of a rank that knows no more
-    r"|main_process_first: rank \d+ went first and failed"  # of a session
-    r"|closed by (?:remote )?peer|[Cc]onnection reset by peer|Broken pipe"  # Gloo and NCCL
-    r"|Timed out waiting \d+ ?ms for (?:recv|send) operation"  # Gloo
-    r"|failed to pass monitoredBarrier"
-    r"|ncclRemoteError|remote process (?:has )?exit|NCCL communicator was aborted"
-    r"|Watchdog caught collective operation timeout"
-    r"|Connection was likely closed\. Did the remote server"  # TCPStore
-    r"|wait timeout after \d+ ?ms, keys"
-    r"|MPI_ERR_PROC_FAILED|MPI_ERR_REVOKED"
-)
+_TEXTS = {  # pattern: where it was seen
+    r"closed by (?:remote )?peer": "Gloo in torch 2.15, NCCL 2.30",
+    r"[Cc]onnection reset by peer|Broken pipe": "Gloo in torch 2.15, Linux",
+    r"Timed out waiting \d+ ?ms for (?:recv|send) operation": "Gloo in torch 2.15",
+    r"failed to pass monitoredBarrier": "torch 2.15",
+    r"ncclRemoteError|remote process (?:has )?exit": "NCCL 2.30",
+    r"NCCL communicator was aborted": "torch 2.15",
+    r"Watchdog caught collective operation timeout": "torch 2.15",
+    r"Connection was likely closed\. Did the remote server": "TCPStore in torch 2.15",
+    r"wait timeout after \d+ ?ms, keys": "TCPStore in torch 2.15",
+    r"MPI_ERR_PROC_FAILED|MPI_ERR_REVOKED": "ULFM in Open MPI 5.0",
+}
+_SAID = re.compile("|".join(_TEXTS))
 
 
-def is_victim(kind_names: Iterable[str], message: str) -> bool:
-    """Whether an error of these classes, with this text, says that a peer was gone or did not come."""
-    return not _KINDS.isdisjoint(kind_names) or _TEXTS.search(message) is not None
+def is_victim(words: LastWords) -> bool:
+    """Whether the rank that said this only suffers from what another did or met."""
+    return words.is_victim or words.name in _KINDS or _SAID.search(words.message) is not None

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 
 from phalanx._text import named
+from phalanx.launch.patience import SAME_S
 from phalanx.launch.tracebacks import Stream
 
 _WARNING = re.compile(rb"^\S.*:\d+: \w*Warning: ")  # of Python, its line of source below
 _LOGGED = re.compile(rb"^\[[EWI]\d{4} [\d:.]+ (?:\d+ )?")  # of torch's C++, with the time and perhaps the thread
-_GATHER_S = 0.5  # from the first rank that prints it to the last that is waited for
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ class Chorus:
         Args:
             late_only: Whether to show only what has waited long enough for other ranks.
         """
-        latest_s = time.monotonic() - (_GATHER_S if late_only else 0)
+        latest_s = time.monotonic() - (SAME_S if late_only else 0)
         for warning in self._warnings.values():
             if not warning.is_shown and warning.since_s <= latest_s:
                 self._tell(warning)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 
-import phalanx
+from phalanx._last_words import owner_of
 from phalanx._text import counted
 from phalanx.launch.tracebacks import CPP_FRAME, EXCEPTION, TRACEBACK
 
@@ -15,24 +15,12 @@ _FRAME = re.compile(r'^(\s*)File "([^"]+)", line (\d+)(,? in .*)?$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.*\(most recent call first\):$")
 _CALLBACK = re.compile(r"^  (\S.*)\(\d+\): \S+$")  # a frame as pybind11 writes it, under "At:"
 _CARETS = re.compile(r"^\s*[\^~]+\s*$")
-_PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+?)(?:\.py)?(?:/|$)")
-_STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/|^<(?!stdin>|ipython-input)")  # or generated, as by dataclasses
 _COMMAND = "<string>"  # of python -c, or generated
-_OURS = os.path.join(os.path.dirname(phalanx.__file__), "")
 
 
 def num_rows(line: str, columns: int = COLUMNS) -> int:
     """Return how many rows of a terminal `line` takes."""
     return max(1, -(-len(line) // columns))
-
-
-def owner_of(path: str) -> str:
-    """Return the package that a frame's file belongs to; empty for the user's own."""
-    if path.startswith(_OURS):
-        return "phalanx"
-    if found := _PACKAGE.search(path):
-        return found[1]
-    return "Python" if _STANDARD_LIBRARY.search(path) else ""
 
 
 def fold(lines: Sequence[str], max_rows: int) -> list[str]:

@@ -9,9 +9,8 @@ import shlex
 import signal
 from collections.abc import Sequence
 
-from phalanx.launch.failure import RankEnd
 from phalanx.launch.flags import split_off_flags
-from phalanx.launch.tracebacks import class_name
+from phalanx.launch.outcome import Outcome
 
 _BY_SIGNAL = {
     signal.SIGILL: "an instruction that this processor lacks: a library was built for a newer one",
@@ -134,7 +133,7 @@ _HINTS = (
 )  # fmt: skip
 
 
-def hint_for(end: RankEnd, ends: Sequence[RankEnd] = (), *, num_oom_kills: int = 0, command: Sequence[str] = ()) -> str:
+def hint_for(end: Outcome, ends: Sequence[Outcome] = (), *, num_oom_kills: int = 0, command: Sequence[str] = ()) -> str:
     """Return what to do about it in one line; empty when nothing is known to help.
 
     Args:
@@ -143,13 +142,14 @@ def hint_for(end: RankEnd, ends: Sequence[RankEnd] = (), *, num_oom_kills: int =
         num_oom_kills: Number of processes that the kernel has killed for want of memory since the job began.
         command: Command of a rank: the interpreter and its script, or any program.
     """
-    if end.returncode in (-signal.SIGKILL, _SHELLS_SIGKILL):
+    code = end.exitcode or 0
+    if code in (-signal.SIGKILL, _SHELLS_SIGKILL):
         return _OUT_OF_MEMORY if num_oom_kills else _KILLED
-    if -end.returncode in _BY_SIGNAL and not end.raised:
-        return _BY_SIGNAL[signal.Signals(-end.returncode)]
-    kind = class_name(end.last_words.kind)
+    if -code in _BY_SIGNAL and not end.raised:
+        return _BY_SIGNAL[signal.Signals(-code)]
+    kind = end.last_words.name
     text = "\n".join([*end.last_words.lines, end.last_words.summary])
-    if end.is_victim and (finished := [other.rank for other in ends if other.returncode == 0]):
+    if end.is_victim and (finished := [other.rank for other in ends if other.exitcode == 0]):
         if _ADVISED.search(text):
             return ""
         return (
@@ -167,7 +167,7 @@ def hint_for(end: RankEnd, ends: Sequence[RankEnd] = (), *, num_oom_kills: int =
     for hint in _HINTS:
         if re.fullmatch(hint.kind, kind) and (found := re.search(hint.text, text, re.MULTILINE)):
             return hint.advice.replace("{python}", command[0] if command else "python")
-    return _BY_SIGNAL.get(signal.Signals(-end.returncode), "") if -end.returncode in _BY_SIGNAL else ""
+    return _BY_SIGNAL.get(signal.Signals(-code), "") if -code in _BY_SIGNAL else ""
 
 
 def _hint_for_flags(refused: str, command: Sequence[str]) -> str:

@@ -10,13 +10,14 @@ import sys
 import time
 from typing import Any
 
+from phalanx._last_words import LastWords
 from phalanx.launch.attempts import say_failure
-from phalanx.launch.deadlines import NEWS_S
 from phalanx.launch.environment import Attempt
-from phalanx.launch.failure import LastWords, RankEnd
 from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.job import Job
+from phalanx.launch.outcome import Outcome
 from phalanx.launch.packets import PacketSocket
+from phalanx.launch.patience import NODES_S
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.warden import die_with_parent, hold_signals
@@ -26,7 +27,7 @@ _RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.lau
 _MAX_LINES = 42
 
 
-def run_with_other_nodes(ranks: Supervisor, job: Job) -> RankEnd | None:
+def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
     """Take this node's part in `job` and return the cause of its failure, on whichever node; None if all went well.
 
     Raises:
@@ -104,7 +105,7 @@ class _Orders:
 
     def next(self) -> dict[str, Any] | None:
         """Return the next order; None when we are told to end."""
-        patience_ends_s = time.monotonic() + NEWS_S
+        patience_ends_s = time.monotonic() + NODES_S
         said = False
         while not self._pending:
             if self._ranks.received is not None:
@@ -120,7 +121,7 @@ class _Orders:
         self._stopped = False
         return order
 
-    def report(self, culprit: RankEnd | None) -> None:
+    def report(self, culprit: Outcome | None) -> None:
         """Tell the agent how this node's ranks ended."""
         self._running = False
         how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
@@ -147,12 +148,12 @@ class _Orders:
                 self._ranks.stop_attempt()
 
 
-def cause_of(end: RankEnd) -> dict[str, Any]:
+def cause_of(end: Outcome) -> dict[str, Any]:
     """Return what other nodes need to name `end` as the cause."""
     return {
         "rank": end.rank,
         "pid": end.pid,
-        "returncode": end.returncode,
+        "returncode": end.exitcode,
         "is_victim": end.is_victim,
         # Short enough for a packet, also where JSON writes twelve bytes for a character.
         "kind": end.last_words.kind[:200],
@@ -185,17 +186,15 @@ def read_cause(text: str | bytes) -> dict[str, Any]:
     }
 
 
-def _end_of(cause: dict[str, Any]) -> RankEnd:
-    words = LastWords(cause["kind"], cause["message"], tuple(cause["lines"]))
+def _end_of(cause: dict[str, Any]) -> Outcome:
+    words = LastWords(cause["kind"], cause["message"], tuple(cause["lines"]), is_victim=cause["is_victim"])
     here = cause["host"] == socket.gethostname()
-    return RankEnd(
-        cause["rank"],
-        cause["pid"],
-        cause["returncode"],
-        False,
-        words,
-        cause["folder"],
-        when_s=0.0,
+    return Outcome(
+        rank=cause["rank"],
+        pid=cause["pid"],
+        exitcode=cause["returncode"],
+        last_words=words,
+        folder=cause["folder"],
         host="" if here else cause["host"],
     )
 

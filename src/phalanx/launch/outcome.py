@@ -1,90 +1,139 @@
-"""How a rank ended, and which of several failures was the cause."""
+"""How a rank ended, and which of several that failed was the cause."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from phalanx._text import named
+from phalanx import _last_words
+from phalanx._env import PREEMPTED_CODE
+from phalanx._last_words import LastWords
 from phalanx.launch.causes import is_victim
-from phalanx.launch.failure import LastWords, RankEnd, alike, signal_name
-from phalanx.launch.folding import fold
-from phalanx.launch.hints import hint_for
-from phalanx.launch.tracebacks import find_last_block
+from phalanx.launch.notes import has_made_room
+from phalanx.launch.tracebacks import STYLE, TORCH_PREFIX, find_last_block
 
-_NEWLINE = "\n"
-_MAX_ROWS = 14  # of the culprit's traceback: the interpreter prints that of the call, and the cause, above it
+_MAX_PLAIN_LINES = 5  # of what a rank that raised nothing wrote last: it stands on the screen, too
+_ERROR_FILE = "error.json"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Outcome:
-    """How a rank ended.
+    """How a rank ended, under whichever launcher.
 
     Attributes:
-        rank: Rank that ended.
+        rank: Rank that ended; -1: the process that starts the ranks.
         pid: Process id of the rank.
+        exitcode: Exit code of the rank, or minus the number of the signal that ended it; None while it lives.
         value: Result of the function, if it returned.
-        error: Exception that the rank raised, or None.
-        traceback: Remote traceback; after a fatal signal or a hang, the stacks of all threads.
-        exitcode: Exit code of the rank, or minus the number of the signal that ended it.
+        error: Exception that the rank raised, or None; under ``phalanx run`` its `last_words` have what is known of it.
+        last_words: Exception that ended the rank, or what it wrote last; after a hang, the stacks of all threads.
         hung: Whether the rank was killed because it had not ended at the time limit.
-        ended_by_us: Whether the rank was told to end because another had failed.
+        ended_by_us: Whether the rank was told to end, so that it is not the cause.
+        folder: Folder of its logs.
+        host: Host on which it ran; empty: this one.
         when_s: Time of the failure on the machine's monotonic clock.
     """
 
     rank: int
     pid: int
+    exitcode: int | None = None
     value: Any = None
     error: BaseException | None = None
-    traceback: str = ""
-    exitcode: int | None = None
+    last_words: LastWords = dataclasses.field(default_factory=LastWords)
     hung: bool = False
     ended_by_us: bool = False
+    folder: str = ""
+    host: str = ""
     when_s: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether the function returned."""
+        """Whether the function, or the script, came to its end."""
         return self.exitcode == 0 and self.error is None and not self.hung
+
+    @property
+    def failed(self) -> bool:
+        return not self.ok and not self.ended_by_us
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" if self.rank >= 0 else "the process that starts the ranks"
+
+    @property
+    def log(self) -> str:
+        return os.path.join(self.folder, "stderr.log" if self.rank >= 0 else "launch.log")
+
+    @property
+    def traceback(self) -> str:
+        """Remote traceback; after a fatal signal or a hang, the stacks of all threads."""
+        return "\n".join(self.last_words.lines)
 
     @property
     def signal(self) -> int | None:
         """Signal that ended the rank, as a ``signal.Signals`` if it has a name; None if no signal did."""
-        code = self.exitcode
-        if code is None or code >= 0:
+        if self.exitcode is None or self.exitcode >= 0:
             return None
         with contextlib.suppress(ValueError):  # a real-time signal
-            return signal.Signals(-code)
-        return -code
+            return signal.Signals(-self.exitcode)
+        return -self.exitcode
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would report: 128 plus the signal, if one ended the rank."""
+        code = self.exitcode or 0
+        return 128 - code if code < 0 else code
+
+    @property
+    def made_room(self) -> bool:
+        """Whether it was asked to end, has saved its state, and can go on from there."""
+        return self.exitcode == PREEMPTED_CODE and has_made_room(self.folder)
+
+    @property
+    def raised(self) -> str:
+        """Class of the exception that ended it; empty if none did. One that it has caught and printed did not."""
+        by_exception = self.last_words.is_told or self.exitcode in (1, -signal.SIGABRT)
+        return self.last_words.name if by_exception else ""
 
     @property
     def is_victim(self) -> bool:
-        """Whether the rank raised because a peer was gone."""
-        error = self.error
-        return error is not None and is_victim((kind.__name__ for kind in type(error).__mro__), str(error))
+        """Whether the rank raised because a peer was gone, or only suffers from what another rank did."""
+        return bool(self.raised) and is_victim(self.last_words)
 
     @property
     def how(self) -> str:
         """Words for how the rank ended, such as "was killed by SIGKILL"."""
+        return self._how(message=True)
+
+    def describe(self, *, message: bool = False) -> str:
+        """Return which rank ended how, in words.
+
+        Args:
+            message: With the first line of the exception's; in place of the exit code, which says no more.
+        """
+        where = f" on {self.host}" if self.host else ""
+        return f"{self.name} (pid {self.pid}{where}) {self._how(message=message)}"
+
+    def _how(self, *, message: bool) -> str:
         if self.ok:
-            how = "returned"
-        elif self.ended_by_us:
-            how = "was ended"
-        elif self.hung:
-            how = "hung and was killed at the limit"
-        elif self.error is not None:
-            how = f"raised {type(self.error).__name__}: {self.error}"
-        elif self.signal is not None:
-            how = f"was killed by {signal_name(self.signal)}"
-        else:
-            how = f"exited with code {self.exitcode} before its function returned"
-        return how
+            return "returned"
+        if self.ended_by_us:
+            return "was ended"
+        if self.hung:
+            return "hung and was killed at the limit"
+        if self.exitcode is not None and self.exitcode < 0:
+            return f"was killed by {signal_name(-self.exitcode)}"
+        if self.raised and message:
+            return f"raised {self.raised}: {self.last_words.message}"
+        by = f"raised {self.raised} and " if self.raised else ""
+        return f"{by}exited with code {self.exitcode}"
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid}) {self.how}"
+        return self.describe(message=True)
 
 
 class RankError(RuntimeError):
@@ -119,70 +168,64 @@ class RankError(RuntimeError):
 RankError.__module__ = "phalanx"  # where users import it from
 
 
-def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, folds: bool = False) -> RankError:
-    """Return the error that names the cause and, in a line for all that ended alike, what became of the others.
-
-    Args:
-        timeout_s: The limit, for the line that names ranks that hung.
-        folds: Whether only the user's frames of the traceback are shown; `RankError.traceback` has all.
-    """
-
-    def order(outcome: Outcome) -> tuple[int, float]:
-        if outcome.hung or outcome.ended_by_us:
-            return 3, outcome.when_s
-        if outcome.error is None:
-            return 0, outcome.when_s
-        return (2 if outcome.is_victim else 1), outcome.when_s
-
-    failed = sorted((outcome for outcome in outcomes if not outcome.ok), key=order)
-    culprit, others = failed[0], failed[1:]
-    lines = [f"{str(culprit).partition(_NEWLINE)[0]} [world_size {len(outcomes)}]"]
-    if hung := [outcome.rank for outcome in failed if outcome.hung]:
-        lines.append(f"  limit {timeout_s:g} s passed or a peer failed; hung: ranks {hung}")
-    lines += _in_groups(others, culprit)
-    if folds and culprit.error is not None:
-        # The first line has the first of the message.
-        lines += _folded(culprit.traceback.splitlines())
-        if hint := hint_for(_end_of(culprit), [_end_of(outcome) for outcome in outcomes]):
-            lines.append(f"  hint: {hint}")
-    else:
-        for outcome in [culprit, *others] if culprit.hung else [culprit]:
-            if outcome.traceback:
-                lines += [f"--- rank {outcome.rank}:", outcome.traceback.rstrip()]
-    error = RankError("\n".join(lines), culprit, outcomes)
-    error.__cause__ = culprit.error
-    return error
+def find_culprit(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """Return the rank whose end was the cause: a hang and a victim last, a signal before an exit code, then time."""
+    return min((outcome for outcome in outcomes if outcome.failed), key=_order, default=None)
 
 
-def _in_groups(others: Sequence[Outcome], culprit: Outcome) -> list[str]:
-    groups: dict[str, list[int]] = {}
-    for outcome in others:
-        groups.setdefault(_brief(outcome, culprit), []).append(outcome.rank)
-    return [f"  {named('rank', ranks)}: {what}" for what, ranks in groups.items()]
+def _order(outcome: Outcome) -> tuple[object, ...]:
+    return outcome.hung, outcome.is_victim, (outcome.exitcode or 0) >= 0, outcome.when_s
 
 
-def _brief(outcome: Outcome, culprit: Outcome) -> str:
-    if outcome.ended_by_us:
-        return "ended because of it"
-    error, its = outcome.error, culprit.error
-    if error and its and alike(type(error).__name__, str(error)) == alike(type(its).__name__, str(its)):
-        return "the same error"
-    if outcome.is_victim:
-        return f"raised {type(outcome.error).__name__}"
-    return outcome.how.partition(_NEWLINE)[0]
+def alike(one: LastWords, other: LastWords) -> bool:
+    """Whether two ranks have met the same: by the facts; what has no structure is compared without its numbers."""
+    return bool(one.kind) and _gist(one) == _gist(other)
 
 
-def _end_of(outcome: Outcome) -> RankEnd:
-    words = LastWords.of(outcome.traceback.encode())
-    code = 0 if outcome.ok else (outcome.exitcode or 1)
-    return RankEnd(outcome.rank, outcome.pid, code, outcome.ended_by_us, words, "", outcome.when_s)
+def _gist(words: LastWords) -> tuple[object, ...]:
+    """Return what ranks have in common that fail alike."""
+    failure = words.failure
+    if failure is None:
+        return words.name, re.sub(r"\d+", "N", words.message)
+    if failure.calls or failure.sizes is not None:  # each tells it from its own call
+        return words.name, failure.group
+    return words.name, failure.kind, failure.group, failure.ranks, re.sub(r"\d+", "N", failure.detail)
 
 
-def _folded(traceback: Sequence[str]) -> list[str]:
-    block = find_last_block(traceback)
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+# ---------------------------------------------------------------- where the last words are
+
+
+def read_stderr(tail: bytes) -> LastWords:
+    """Return the exception that a rank has printed, if it has, else its last lines."""
+    text = STYLE.sub("", tail.decode(errors="replace"))
+    lines = [line.rstrip() for line in text.splitlines()]
+    block = find_last_block(lines)
     if block is None:
-        return []
-    shown = fold(block.lines, _MAX_ROWS)
-    heads = [n for n, line in enumerate(shown) if line.startswith(f"{block.kind}:") or line == block.kind]
-    number = heads[-1] if heads else 0  # of several in a chain the last was raised
-    return [*shown[:number], *(f"  {line}" for line in shown[number + 1 :])]
+        return LastWords(lines=tuple(TORCH_PREFIX.sub("", line) for line in lines[-_MAX_PLAIN_LINES:]))
+    shown = _last_words.cropped(block.lines)
+    return LastWords(block.kind, block.message, shown, site=_last_words.site_of(block.lines))
+
+
+def last_words_in(folder: str, pid: int, stderr_tail: bytes) -> LastWords:
+    """Return what a rank of ``phalanx run`` said last: by itself in its folder, else what its stderr shows."""
+    return _last_words.read(os.path.join(folder, _ERROR_FILE), pid) or read_stderr(stderr_tail)
+
+
+def write_error_file(outcome: Outcome) -> None:
+    """Write ``error.json`` in the form of torch's ``@record``, unless the rank has written its own."""
+    path = os.path.join(outcome.folder, _ERROR_FILE)
+    if os.path.exists(path):
+        return
+    words, code = outcome.last_words, outcome.exitcode or 0
+    record = words.record(outcome.rank, outcome.pid, words.summary or outcome.describe())
+    record["exception"]["is_victim"] = outcome.is_victim
+    ends = {"exit_code": code if code >= 0 else None, "signal": signal_name(-code) if code < 0 else None}
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        _last_words.write(path, {**record, **ends})

@@ -13,7 +13,9 @@ import time
 import tty
 from collections.abc import Callable
 
-from phalanx.launch.failure import LastWords, RankEnd, write_error_file
+from phalanx._last_words import LastWords
+from phalanx.launch.causes import is_victim
+from phalanx.launch.outcome import Outcome, last_words_in, read_stderr, write_error_file
 from phalanx.launch.output import LineStream, LiveStream, Screen, prefix
 from phalanx.launch.tracebacks import HeldTracebacks, Stream
 
@@ -150,7 +152,7 @@ class Rank:
         self.stderr = stderr
         self.pid = 0  # until the warden has forked it
         self.asked_to_end = False
-        self.end: RankEnd | None = None
+        self.end: Outcome | None = None
 
     @property
     def outputs(self) -> tuple[Output, Output]:
@@ -174,22 +176,32 @@ class Rank:
 
     @property
     def said_why(self) -> bool:
-        """Whether an exception that is not a victim's stands on its stderr: it is about to end, or has."""
-        words = LastWords.of(self.stderr.tail)
-        return bool(words.kind) and not RankEnd(self.rank, self.pid, 1, False, words, "", 0.0).is_victim
+        """Whether it has told of an exception that is not a victim's: it is about to end, or has."""
+        words = self._last_words()
+        return bool(words.kind) and not is_victim(words)
 
-    def record_end(self, status: int, *, is_reported: bool) -> RankEnd:
+    def _last_words(self) -> LastWords:
+        return last_words_in(self.folder, self.pid, self.stderr.tail)
+
+    def record_end(self, status: int, *, is_reported: bool) -> Outcome:
         """Take in its wait status, with all that it had still to say.
 
         Args:
             is_reported: Whether the failure will be reported, so that this rank's last words need not be shown now.
         """
-        returncode = os.waitstatus_to_exitcode(status)
+        code = os.waitstatus_to_exitcode(status)
         self.stdout.drain()
-        self.stderr.drain(drops_last_words=is_reported and returncode != 0)
-        words = LastWords.of(self.stderr.tail) if returncode else LastWords()
-        self.end = RankEnd(
-            self.rank, self.pid, returncode, self.asked_to_end, words, self.folder, when_s=time.monotonic()
+        self.stderr.drain(drops_last_words=is_reported and code != 0)
+        is_crash = code < 0 and not self.asked_to_end  # after an exception, too: what it was doing stands on stderr
+        words = read_stderr(self.stderr.tail) if is_crash else self._last_words() if code else LastWords()
+        self.end = Outcome(
+            rank=self.rank,
+            pid=self.pid,
+            exitcode=code,
+            ended_by_us=self.asked_to_end,
+            last_words=words,
+            folder=self.folder,
+            when_s=time.monotonic(),
         )
         if self.end.failed:
             write_error_file(self.end)

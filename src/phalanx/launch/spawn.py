@@ -13,9 +13,9 @@ from typing import Any
 
 from phalanx import _env
 from phalanx.launch.cpus import read_machine
-from phalanx.launch.deadlines import CAUSE_S, KILL_S, SPAWN_GRACE_S
 from phalanx.launch.environment import thread_environment
-from phalanx.launch.outcome import first_true_failure
+from phalanx.launch.failure import first_true_failure
+from phalanx.launch.patience import CAUSE_S, GRACE_S, KILL_S
 from phalanx.launch.workers import Workers
 
 _RIGHT = "right: phalanx.spawn(fn, args=(first, second), nprocs=2)"
@@ -119,9 +119,7 @@ class SpawnContext:
             finished = self._wait(deadline)
         except BaseException as error:
             try:
-                self._workers.end(
-                    signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM, SPAWN_GRACE_S
-                )
+                self._workers.end(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM, GRACE_S)
             finally:
                 self._close()
             raise
@@ -142,7 +140,7 @@ class SpawnContext:
             if failures and (cause_is_known or time.monotonic() >= give_up_s):
                 for handle in workers.handles:
                     handle.outcome.ended_by_us = not handle.ended
-                workers.end(signal.SIGTERM, SPAWN_GRACE_S)
+                workers.end(signal.SIGTERM, GRACE_S)
                 workers.end(signal.SIGKILL, KILL_S)
                 return True
             if deadline is not None and time.monotonic() >= deadline:

@@ -18,14 +18,14 @@ from phalanx._launched import Notes
 from phalanx._text import counted
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
-from phalanx.launch.deadlines import CAUSE_S, KILL_S, SAME_CAUSE_S
 from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
-from phalanx.launch.failure import LastWords, RankEnd, find_culprit
 from phalanx.launch.job import Job
 from phalanx.launch.notes import has_made_room
+from phalanx.launch.outcome import Outcome, find_culprit, read_stderr
 from phalanx.launch.output import Screen, prefix, printable
+from phalanx.launch.patience import CAUSE_S, KILL_S, SAME_S
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.standby import Standby
@@ -52,7 +52,7 @@ class Supervisor:
         self._ranks: list[Rank] = []
         self._num_attempts = 0
         self.received: int | None = None  # the one that ends the job
-        self.cause_before: RankEnd | None = None  # of a failure that came before it
+        self.cause_before: Outcome | None = None  # of a failure that came before it
         self._late: int | None = None  # one that came when all ranks had ended
         self.began_s = 0.0  # when the ranks of this attempt were started
         self._ending_by: int | None = None  # the signal that ranks are being ended with
@@ -139,7 +139,7 @@ class Supervisor:
         """Whether every rank of the last attempt has saved because it was asked to end, and can go on."""
         return bool(self._ranks) and all(rank.end is not None and rank.end.made_room for rank in self._ranks)
 
-    def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> RankEnd | None:
+    def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> Outcome | None:
         """Start the group once and return the cause of its failure; None if every rank ended with 0 or was told to end.
 
         Args:
@@ -152,7 +152,7 @@ class Supervisor:
             return None
         self._ending_by = self._first_failure_s = None
         self.began_s = time.monotonic()
-        self._warden_failure: RankEnd | None = None
+        self._warden_failure: Outcome | None = None
         shares = self._job.divide(attempt.num_local_ranks).shares
         if not self._warden.channel.alive or self._environ != self._warden_environment(shares):
             self._standby.start_over()
@@ -188,7 +188,7 @@ class Supervisor:
         return self._warden_failure or find_culprit(self.ends)
 
     @property
-    def ends(self) -> list[RankEnd]:
+    def ends(self) -> list[Outcome]:
         """How the ranks of the last attempt have ended."""
         return [rank.end for rank in self._ranks if rank.end]
 
@@ -294,7 +294,7 @@ class Supervisor:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
         has_failure = self._first_failure_s is not None or not rank.asked_to_end
         end = rank.record_end(status, is_reported=self.received is None and has_failure)
-        self._notes.note_end(end.rank, end.pid, end.returncode, end.last_words.summary if end.raised else "")
+        self._notes.note_end(end.rank, end.pid, end.exitcode or 0, end.last_words.summary if end.raised else "")
         if end.failed and self._first_failure_s is None:
             self._first_failure_s = end.when_s
 
@@ -306,12 +306,11 @@ class Supervisor:
             rank.record_end(signal.SIGKILL, is_reported=self.received is None)
         if living or not self._ranks:
             self._warden_output.drain(drops_last_words=True)
-            self._warden_failure = RankEnd(
+            self._warden_failure = Outcome(
                 rank=-1,
                 pid=self._warden.pid,
-                returncode=os.waitstatus_to_exitcode(self._warden.status()),
-                asked=False,
-                last_words=LastWords.of(self._warden_output.tail),
+                exitcode=os.waitstatus_to_exitcode(self._warden.status()),
+                last_words=read_stderr(self._warden_output.tail),
                 folder=self._folder.path,
                 when_s=time.monotonic(),
             )
@@ -327,11 +326,11 @@ class Supervisor:
         if culprit.is_victim:
             awaited = any(rank.end is None for rank in self._ranks)
         else:  # it names no reason, and another is just dying of one
-            silent = culprit.returncode > 0 and not culprit.last_words.kind
+            silent = not culprit.signal and not culprit.last_words.kind
             awaited = silent and any(rank.end is None and rank.said_why for rank in self._ranks)
         give_up_s = self._first_failure_s + CAUSE_S
         if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
-            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + SAME_CAUSE_S
+            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + SAME_S
         if culprit.made_room:  # and so will the others
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:

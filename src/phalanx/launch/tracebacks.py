@@ -12,7 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from phalanx._last_words import LastWords, class_name
 from phalanx.launch.causes import is_victim
+from phalanx.launch.patience import HOLD_LAST_S, HOLD_S
 
 STYLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch's excepthook puts it before each line
@@ -41,13 +43,6 @@ _BEGINNING = re.compile(
 )
 _BEGINNING_OR_IGNORED = re.compile(_BEGINNING.pattern + rb"|^Exception ignored ", re.MULTILINE)
 _MAX_HELD_BYTES = 1 << 20  # no traceback is that long: what only looks like one is given on, and takes no memory
-_HOLD_S = 5.0  # a rank may take that long from its exception to its end
-_HOLD_LAST_S = 30.0  # if torch's excepthook has printed it, the rank does end of it, but for threads that go on
-
-
-def class_name(kind: str) -> str:
-    """Return the class without its module or namespace."""
-    return re.split(r"\.|::", kind)[-1]
 
 
 # ---------------------------------------------------------------- where they are
@@ -220,7 +215,7 @@ class HeldTracebacks:
 
     def release_late(self) -> None:
         """Give on what is held if the rank has gone on after it."""
-        limit_s = _HOLD_LAST_S if _WHOLE_PREFIX.match(self._held) else _HOLD_S
+        limit_s = HOLD_LAST_S if _WHOLE_PREFIX.match(self._held) else HOLD_S
         if self._held and time.monotonic() - self._since_s >= limit_s:
             self.release()
 
@@ -247,7 +242,7 @@ class HeldTracebacks:
             replacement = []
             if not drops_last_words:
                 replacement = lines[block.start : block.end]
-                if name and is_victim([name], block.message):
+                if name and is_victim(LastWords(name, block.message)):
                     replacement = [f"{name}: {block.message} (traceback in the log)\n".encode()]
             lines[block.start : block.end] = replacement
         if any(line.strip() for line in lines):

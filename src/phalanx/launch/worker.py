@@ -13,12 +13,12 @@ import os
 import pickle
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing import connection, forkserver, reduction
 from typing import Any
 
 from phalanx import _env
+from phalanx._last_words import LastWords
 from phalanx.launch.environment import Attempt, rank_environment
 from phalanx.launch.warden import die_with_parent
 
@@ -209,13 +209,13 @@ def _let_go_of_server() -> None:
 
 def _report(pipe: connection.Connection, error: BaseException) -> None:
     when_s = time.monotonic()
-    text = "".join(traceback.format_exception(error))
+    words = LastWords.of_error(error)
     try:
-        message = dumps(("raised", error, text, when_s))
+        message = dumps(("raised", error, words, when_s))
         pickle.loads(message)
     except Exception:  # an exception may pickle and still not come back
         stand_in = RuntimeError(f"{type(error).__name__}: {error}")
-        message = pickle.dumps(("raised", stand_in, text, when_s))
+        message = pickle.dumps(("raised", stand_in, words, when_s))
     with contextlib.suppress(OSError):
         pipe.send_bytes(message)
 

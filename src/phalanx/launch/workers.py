@@ -14,16 +14,16 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver
 from typing import Any
 
+from phalanx._last_words import LastWords
 from phalanx._launched import Notes
 from phalanx._sockets import keep_paths_short
-from phalanx.launch.deadlines import KILL_S
 from phalanx.launch.environment import Attempt
-from phalanx.launch.outcome import Outcome
+from phalanx.launch.outcome import Outcome, read_stderr
+from phalanx.launch.patience import ASK_AGAIN_S, KILL_S
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.worker import Assignment, Function, Inherited, dumps, worker_main
 
@@ -33,7 +33,6 @@ _PRELOAD = (
     "phalanx.rendezvous", "phalanx.session",
 )  # fmt: skip
 _PRELOAD_IF_LOADED = ("numpy", "pytest", "torch._dynamo")  # the last by the first optimizer, and slow
-_HOUR_S = 3600.0
 
 
 def start_server() -> None:
@@ -129,12 +128,11 @@ class Workers:
         return all(handle.ended for handle in self.handles)
 
     def pump(self, deadline: float | None) -> None:
-        """Take in what the ranks have sent; return after the first news or at `deadline`, if that is within an hour."""
+        """Take in what the ranks have sent; return after the first news, at `deadline`, or within the hour."""
         sources: dict[Any, Handle] = {}
         for handle in self.handles:
             sources.update((source, handle) for source in handle.sources())
-        # The system can't wait longer than 24 days, and every caller asks again.
-        timeout = None if deadline is None else min(max(0.0, deadline - time.monotonic()), _HOUR_S)
+        timeout = None if deadline is None else min(max(0.0, deadline - time.monotonic()), ASK_AGAIN_S)
         ready = connection.wait(list(sources), timeout)
         for handle in {id(sources[source]): sources[source] for source in ready}.values():
             handle.take_news()
@@ -143,8 +141,7 @@ class Workers:
 
     def _note_end(self, outcome: Outcome) -> None:
         """Let the ranks that wait for this one know that it has ended."""
-        error = outcome.error
-        why = f"{type(error).__name__}: {error}".partition("\n")[0] if error is not None else ""
+        why = outcome.last_words.summary if outcome.raised else ""
         self._notes.note_end(outcome.rank, outcome.pid, outcome.exitcode or 0, why)
 
     def end(self, sig: int, grace_s: float) -> None:
@@ -188,7 +185,7 @@ class Handle:
     """
 
     def __init__(self, rank: int, process: Any, pipe: connection.Connection, folder: str) -> None:
-        self.outcome: Outcome = Outcome(rank, process.pid)
+        self.outcome: Outcome = Outcome(rank=rank, pid=process.pid)
         self.points: dict[str, Any] = {}
         self.ended: bool = False
         self.process = process
@@ -231,22 +228,23 @@ class Handle:
             os.killpg(self.outcome.pid, signal.SIGKILL)
         self.outcome.exitcode = self.process.exitcode
         self.outcome.when_s = self.outcome.when_s or time.monotonic()
-        if not self.outcome.traceback:
-            with contextlib.suppress(OSError), open(self._stacks, errors="replace") as stacks:
-                self.outcome.traceback = stacks.read()
+        if not self.outcome.last_words.lines:
+            with contextlib.suppress(OSError), open(self._stacks, "rb") as stacks:
+                self.outcome.last_words = read_stderr(stacks.read())
 
     def _take(self, data: bytes) -> None:
         try:
             message = pickle.loads(data)
         except Exception as error:  # what a rank has sent does not come back: its failure
-            text = "".join(traceback.format_exception(error))
-            message = ("raised", TypeError(f"its result can't be unpickled here: {error}"), text, time.monotonic())
+            ours = TypeError(f"its result can't be unpickled here: {error}")
+            ours.__cause__ = error
+            message = ("raised", ours, LastWords.of_error(ours), time.monotonic())
         if message[0] == "reached":
             self.points[message[1]] = message[2]
         elif message[0] == "returned":
             self.outcome.value = message[1]
         else:
-            _, self.outcome.error, self.outcome.traceback, self.outcome.when_s = message
+            _, self.outcome.error, self.outcome.last_words, self.outcome.when_s = message
 
     def close(self) -> None:
         self._pipe.close()

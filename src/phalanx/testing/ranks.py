@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
-from phalanx.launch.deadlines import CAUSE_S
-from phalanx.launch.outcome import Outcome, RankError, first_true_failure
+from phalanx.launch.failure import first_true_failure
+from phalanx.launch.outcome import Outcome, RankError
+from phalanx.launch.patience import CAUSE_S, STACKS_S
 from phalanx.launch.worker import Function
 from phalanx.launch.workers import Workers
 from phalanx.testing.rank import Group, run_in_group
-
-_DUMP_GRACE_S = 0.5  # after SIGABRT: time to write the stacks of a hung rank
 
 
 def run_ranks(
@@ -39,8 +38,8 @@ def run_ranks(
         options: Keyword arguments of `spawn_ranks`.
 
     Raises:
-        RankError: A rank raised, died or hung. The error names the first true failure: a rank that died comes before
-            one that raised, and a rank that raised because a peer was gone comes last.
+        RankError: A rank raised, died or hung. The error names the first true failure: a rank that was killed comes
+            before one that raised or exited, one that raised because a peer was gone after both, one that hung last.
     """
     with spawn_ranks(fn, world_size, *args, **options) as ranks:
         outcomes = ranks.join(timeout_s, stop_at_failure=not expect_failures)
@@ -181,5 +180,5 @@ class Ranks:
             if not handle.ended:
                 handle.outcome.hung = True
                 handle.outcome.when_s = time.monotonic()
-        self._workers.end(signal.SIGABRT, _DUMP_GRACE_S)  # answered by faulthandler, even inside C
+        self._workers.end(signal.SIGABRT, STACKS_S)  # answered by faulthandler, even inside C
         self._workers.close()

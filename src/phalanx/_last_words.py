@@ -1,0 +1,247 @@
+"""What a rank says when an exception ends it: facts, in the file that torch's launchers name for it.
+
+The file has the form of torch's ``@record``, so torchrun reads it too, and beside that what `phalanx run` judges by.
+The rank writes it; whoever started the rank reads it, and believes nothing of it unchecked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx import _env
+from phalanx._errors import Failure, PhalanxError, origins
+from phalanx._files import open_regular, write_whole
+
+_MAX_FILE_BYTES = 4 << 20
+_MAX_LINES = 400  # of a traceback
+_MAX_LINE, _MAX_MESSAGE = 500, 20_000  # characters
+_KIND = re.compile(r"[A-Za-z_][\w.<>]{0,199}")
+_SITE = re.compile(r'^\s*(?:\| )?File "(.+)", line (\d+)')
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+?)(?:\.py)?(?:/|$)")
+_STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/|^<(?!stdin>|ipython-input)")  # or generated, as by dataclasses
+_OURS = os.path.join(os.path.dirname(__file__), "")
+
+
+@dataclasses.dataclass(frozen=True)
+class LastWords:
+    """What a rank said last: the exception that ended it, if one did, else the last lines on its stderr.
+
+    Attributes:
+        kind: Class of the exception, with its module, as a traceback names it.
+        message: First line.
+        lines: The traceback with the whole message.
+        is_victim: It only suffers from what another rank did or met.
+        failure: What phalanx knows of the operation that failed.
+        site: The user's line in the traceback that is nearest to the failure, ``"/home/me/train.py:31"``.
+        is_told: By the rank itself; else it was read from stderr.
+    """
+
+    kind: str = ""
+    message: str = ""
+    lines: tuple[str, ...] = ()
+    is_victim: bool = False
+    failure: Failure | None = None
+    site: str = ""
+    is_told: bool = False
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> LastWords:
+        lines = tuple("".join(traceback.format_exception(error)).splitlines())
+        ours = [one for one in origins(error) if isinstance(one, PhalanxError)]
+        return cls(
+            _name_of(type(error)),
+            _first_line(_text_of(error)),
+            lines,
+            is_victim=any(one.is_victim for one in ours),
+            failure=next((one.failure for one in ours if one.failure), None),
+            site=site_of(lines),
+            is_told=True,
+        )
+
+    @property
+    def name(self) -> str:
+        """The class alone."""
+        return class_name(self.kind)
+
+    @property
+    def summary(self) -> str:
+        """The exception in one line; empty when there was none."""
+        return (f"{self.kind}: {self.message}" if self.message else self.kind) if self.kind else ""
+
+    def record(self, rank: int, pid: int, message: str = "") -> dict[str, Any]:
+        """Return the content of the file.
+
+        Args:
+            message: The whole text, if it is known; default: `summary`.
+        """
+        lines = [line[:_MAX_LINE] for line in cropped(self.lines)]
+        # In seconds; torchrun takes the earliest for the cause, which is not to be a victim of the same second.
+        timestamp = str(int(time.time()) + self.is_victim)
+        return {
+            "message": {
+                "message": (message or self.summary)[:_MAX_MESSAGE],
+                "extraInfo": {"py_callstack": "\n".join(lines), "timestamp": timestamp},
+            },
+            "rank": rank,
+            "pid": pid,
+            "host": socket.gethostname(),
+            "exception": {
+                "kind": self.kind,
+                "message": self.message[:_MAX_MESSAGE],
+                "is_victim": self.is_victim,
+                "failure": None if self.failure is None else self.failure.to_facts(),
+                "site": self.site,
+            },
+        }
+
+
+def class_name(kind: str) -> str:
+    """Return a class without its module or namespace."""
+    return re.split(r"\.|::", kind)[-1]
+
+
+def cropped(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the lines of a traceback, of a very long one its two ends."""
+    if len(lines) <= _MAX_LINES:
+        return tuple(lines)
+    half = _MAX_LINES // 2
+    return (*lines[:half], f"  ... {len(lines) - 2 * half} lines ...", *lines[-half:])
+
+
+def owner_of(path: str) -> str:
+    """Return the package that a frame's file belongs to; empty for the user's own."""
+    if path.startswith(_OURS):
+        return "phalanx"
+    if found := _PACKAGE.search(path):
+        return found[1]
+    return "Python" if _STANDARD_LIBRARY.search(path) else ""
+
+
+def site_of(lines: Sequence[str]) -> str:
+    """Return the last line of the user's in a traceback, else the last of all; empty if it has none."""
+    places = [found for line in lines if (found := _SITE.match(line))]
+    places = [found for found in places if not owner_of(found[1])] or places
+    return f"{places[-1][1]}:{places[-1][2]}" if places else ""
+
+
+# ---------------------------------------------------------------- the rank's side
+
+_teller_pid = 0
+
+
+def tell_when_ended() -> None:
+    """From now on, an exception that ends this process writes its facts for whoever started it. Idempotent.
+
+    The hook goes before those that are there, which print as ever.
+    """
+    global _teller_pid
+    is_set, _teller_pid = _teller_pid != 0, os.getpid()
+    if is_set or not _error_file():
+        return
+    print_it = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None, /) -> None:
+        # The interpreter notes what ends it; whoever calls the hook to print an exception may go on.
+        is_end = error is getattr(sys, "last_value", None) and isinstance(error, Exception)
+        if is_end and os.getpid() == _teller_pid:  # no child that was forked
+            with contextlib.suppress(Exception):  # the disk may be what failed, or the exception's own text
+                _tell(error)
+        print_it(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _tell(error: BaseException) -> None:
+    words = LastWords.of_error(error)
+    rank = _env.environment().get("RANK", "")
+    record = words.record(int(rank) if rank.isdigit() else -1, os.getpid(), f"{words.name}: {_text_of(error)}")
+    path = _error_file()
+    before = _read(path)
+    if isinstance(before, dict) and "message" in before:  # of @record, or of a handler of the user's
+        record = {**before, **record, "message": before["message"]}
+    write(path, record)
+
+
+def write(path: str, record: dict[str, Any]) -> None:
+    """Write the file at once: there is none that is half written.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    write_whole(path, json.dumps(record, indent=1))
+
+
+def _error_file() -> str:
+    return _env.environment().get("TORCHELASTIC_ERROR_FILE", "")
+
+
+def _name_of(kind: type[BaseException]) -> str:
+    """Return a class as a traceback names it."""
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # as a traceback says
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+# ---------------------------------------------------------------- the launcher's side
+
+
+def read(path: str, pid: int) -> LastWords | None:
+    """Return what the process `pid` has left; None if that is nothing, or not what `LastWords.record` gives.
+
+    A file of another process, such as one that the rank has started, is nothing of its own.
+    """
+    told = _read(path)
+    if not isinstance(told, dict) or told.get("pid") != pid:
+        return None
+    said, facts = told.get("message"), told.get("exception")
+    extra = said.get("extraInfo") if isinstance(said, dict) else None
+    stack = extra.get("py_callstack") if isinstance(extra, dict) else None
+    if not isinstance(facts, dict) or not isinstance(stack, str):
+        return None
+    kind, message, site = (facts.get(name) for name in ("kind", "message", "site"))
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind) or not isinstance(message, str):
+        return None
+    failure = None
+    with contextlib.suppress(ValueError):
+        failure = Failure.from_facts(facts.get("failure"))
+    return LastWords(
+        kind,
+        _first_line(message[:_MAX_MESSAGE]),
+        tuple(line[:_MAX_LINE] for line in cropped(stack.splitlines())),
+        is_victim=facts.get("is_victim") is True,
+        failure=failure,
+        site=site[:_MAX_LINE] if isinstance(site, str) else "",
+        is_told=True,
+    )
+
+
+def _read(path: str) -> Any:
+    """Return the JSON of a file, None if it has none or is too large."""
+    with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
+        data = b""
+        while len(data) <= _MAX_FILE_BYTES and (more := file.read(_MAX_FILE_BYTES + 1 - len(data))):
+            data += more
+        return json.loads(data) if len(data) <= _MAX_FILE_BYTES else None
+    return None

@@ -1,0 +1,43 @@
+"""How long launchers wait for what a rank, another node or the kernel may never do.
+
+Each is a bound: a wait ends earlier if what it is for has come. What the user sets stands in `flags`
+(``--shutdown-timeout``), how often something is looked at beside who looks.
+"""
+
+from __future__ import annotations
+
+CAUSE_S = 3.0
+"""After the failure of a victim, for its cause to show: a rank may take that long from its exception to its end."""
+
+SAME_S = 0.5
+"""For the other ranks to raise or to print what one of them has."""
+
+AT_ONCE_S = 10.0
+"""A rank that fails sooner can't start; slow imports are part of it."""
+
+HOLD_S = 5.0
+"""From a traceback on stderr to the end of the rank; if the rank goes on after it, the traceback is shown."""
+
+HOLD_LAST_S = 30.0
+"""The same where torch's excepthook has printed it: the rank does end of it, but for threads that go on."""
+
+GRACE_S = 5.0
+"""For ranks of `phalanx.spawn`, from SIGTERM or Ctrl-C to SIGKILL."""
+
+STACKS_S = 0.5
+"""From SIGABRT to SIGKILL, for a rank that hangs to write the stacks of its threads."""
+
+KILL_S = 10.0
+"""After SIGKILL, which the kernel alone can delay; and for a process that only has to end its children."""
+
+NODES_S = 10.0
+"""Before it is said that other nodes are awaited."""
+
+NAME_S = 900.0
+"""For the name of the host where nodes meet to be in DNS; the limit of torch's static rendezvous."""
+
+LEAVE_S = 5.0
+"""For the agents of the other nodes to leave, once all are known to be done."""
+
+ASK_AGAIN_S = 3600.0
+"""Longest single wait for ranks without a limit: the system takes no more than 24 days."""
