@@ -145,7 +145,7 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
     """Return the direct way to the operations of a group of the phalanx backend.
 
     Args:
-        group: Of which this rank is a member; None: the default group.
+        group: Group that this rank is a member of; None: the default group.
 
     Raises:
         ValueError: This rank is no member of the group, or the group has another backend.

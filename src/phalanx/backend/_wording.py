@@ -202,7 +202,9 @@ def _message_differs(failure: Failure) -> str:
 
 
 def _rank_ended(failure: Failure) -> str:
-    if failure.signal is not None:
+    if failure.detail:  # what the launcher says of it
+        how = failure.detail
+    elif failure.signal is not None:
         how = f"was killed by signal {failure.signal}{_signal_name(failure.signal)}"
     elif failure.exit_code == 0:
         return f": {describe(_culprit(failure))} exited with code 0 without leaving the group\n{_FEWER_CALLS}"

@@ -26,7 +26,10 @@ class Patience:
         self._began_s = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="phalanx-patience", daemon=True)
-        self.awaits: tuple[str, str] = ("", "")
+        self.awaits: tuple[str, str] = (
+            f"the store at {asked.point}",
+            "See that MASTER_ADDR and MASTER_PORT are right",
+        )
         self.deadline: float = self._began_s + asked.timeout_s
 
     @property

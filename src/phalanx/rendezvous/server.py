@@ -161,7 +161,7 @@ def _require_rank_0(asked: Asked, launch: Launch) -> None:
     waiting = launch.waiting()
     if waiting.keys() >= set(range(launch.world_size)):
         said = ", ".join(
-            f"that of rank {given} says rank={rank} (at {where})" for given, (rank, where) in waiting.items()
+            f"that of rank {given} says rank={rank} (at {where})" for given, (rank, where) in sorted(waiting.items())
         )
         raise PhalanxError(
             f"{asked.name}: no process calls itself rank 0, and all wait for it: {said}. Leave rank and world_size "
