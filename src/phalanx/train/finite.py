@@ -201,8 +201,8 @@ class FiniteGuard:
             else ("mend the data, lower the learning rate or set clip_norm")
         )
         message = (
-            f"Trainer.fit: step {step}, epoch {first.epoch + 1}, {named('rank', ranks)}: {first.what}. {first.origin}. No state with "
-            f"weights that are not finite is saved. If it isn't meant, {advice}"
+            f"Trainer.fit: step {step}, epoch {first.epoch + 1}, {named('rank', ranks)}: {first.what}. {first.origin}. "
+            f"No state with weights that are not finite is saved. If it isn't meant, {advice}"
             + ('; on_nan="warn" goes on' if self._on_nan == "raise" else "")
         )
         facts: dict[str, Any] = {"step": step, "epoch": first.epoch}
