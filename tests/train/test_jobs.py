@@ -227,8 +227,9 @@ def test_verify_resume_refuses_what_run_refuses(tmp_path):
         timeout=LIMIT_S,
     )
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "phalanx verify-resume --nproc-per-node 2 train.py" in done.stderr
+    usage, line = done.stderr.splitlines()
+    assert usage.startswith("usage: phalanx verify-resume ")
+    assert f"did you mean --nproc-per-node?; right: phalanx verify-resume --nproc-per-node 2 {SCRIPT}" in line
 
 
 @pytest.mark.parametrize("columns", [80, 160])
