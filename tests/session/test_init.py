@@ -237,7 +237,7 @@ def raise_inside(rank, world_size):
 
 
 def time_out(rank, world_size):
-    with phalanx.init(timeout=0.5):
+    with phalanx.init(timeout=2):
         if rank == 1:
             phalanx.testing.await_release("done")
             return
