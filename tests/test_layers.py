@@ -17,7 +17,6 @@ PACKAGE = Path(phalanx.__file__).parent
 FLOORS = {
     "__init__": 0,
     "_cgroups": 0,
-    "_command_line": 0,
     "_core": 0,
     "_env": 0,
     "_errors": 0,
@@ -32,6 +31,7 @@ FLOORS = {
     "_store": 0,
     "_text": 0,
     "_torch": 0,
+    "_command_line": 1,
     "_last_words": 1,
     "_tensors": 1,
     "backend": 2,

@@ -6,8 +6,10 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
+
+from phalanx._env import nearest
 
 _WIDTH = 80
 
@@ -62,7 +64,7 @@ class Parser(argparse.ArgumentParser):
             return UsageError(f"unexpected argument {word!r}")
         name = word.partition("=")[0]
         known = [option for option in self._option_string_actions if option.startswith("--") and "_" not in option]
-        near = nearest(name, known)
+        near = nearest(name, known, cutoff=0.75)  # of a flag with its dashes, a higher one
         what = f"unknown flag {name}{near and f', did you mean {near}?'}"
         return UsageError(what, self.call(args, {name: near}) if near else "")
 
@@ -94,15 +96,6 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         print(message, end="", file=file)  # argparse's hides that nobody reads it
-
-
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str:
-    """Return the known name that a misspelt one may stand for; empty if none is as near as `cutoff`, from 0 to 1."""
-    import difflib  # only on the way to an error
-
-    known = sorted(known)
-    near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff)
-    return near[0] if near else ""
 
 
 def whole_number(text: str) -> int:

@@ -206,8 +206,14 @@ def is_service_link(name: str, environ: Mapping[str, str]) -> bool:
     return "_PORT" in name and (environ.get(name, "").startswith(("tcp://", "udp://", "sctp://")) or "_TCP" in name)
 
 
-def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return ``, did you mean X?`` for the known name nearest to a misspelt one; empty if none is near.
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``, did you mean X?`` for the known name nearest to a misspelt one; empty if none is near."""
+    near = nearest(name, known)
+    return f", did you mean {near}?" if near else ""
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return the known name that a misspelt one may stand for; empty if none is near.
 
     Args:
         cutoff: Similarity from which a name counts as near, from 0 to 1 for equal names.
@@ -216,7 +222,7 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
 
     known = sorted(known)
     near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff)
-    return f", did you mean {near[0]}?" if near else ""
+    return near[0] if near else ""
 
 
 def unknown_argument(call: str, name: str, known: Iterable[str], meant: str | None = None) -> TypeError:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import phalanx
 from phalanx import _env
-from phalanx._command_line import Parser, UsageError, nearest
+from phalanx._command_line import Parser, UsageError
+from phalanx._env import nearest
 from phalanx.launch.flags import RIGHT_CALL, add_flags, run_parser
 from phalanx.launch.plan import make_plan
 from phalanx.launch.run import run
@@ -103,7 +104,7 @@ def _no_command(args: list[str]) -> int:
         if args[0].endswith(".py"):
             raise UsageError(f"{args[0]} is a script, not a command", f"phalanx run {' '.join(args)}")
         if not args[0].startswith("-"):
-            near = nearest(args[0], _COMMANDS, cutoff=0.6)
+            near = nearest(args[0], _COMMANDS)
             raise UsageError(
                 f"unknown command {args[0]!r}{near and f', did you mean {near}?'}",
                 parser.call(args, {args[0]: near}) if near else "phalanx --help",

@@ -197,7 +197,8 @@ def test_a_job_goes_on_alone_when_its_other_host_is_killed(jobs, tmp_path):
         command += ["--max-restarts", "2"]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
         for host in (a, b):
-            own = ["--rdzv-conf", f"last_call_timeout=1,is_host={host is a}", "--local-addr", host.address]
+            # Long enough for the slower host to begin: torch's agents wait so long once they are as many as they need.
+            own = ["--rdzv-conf", f"last_call_timeout=10,is_host={host is a}", "--local-addr", host.address]
             jobs.append(host.start([*command, *own, "--log-dir", str(tmp_path / host.name), str(script)], **options))
         for job in jobs:
             for _ in range(2):

@@ -11,7 +11,7 @@ import torch
 from phalanx import _core
 from phalanx._tensors import is_dense, is_stored, unusual_keys
 from phalanx.backend._memory import NotPlain, Places, Tensors
-from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, SUM_CODES, RedOpType, premul_factor
+from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, SUM_CODES, RedOpType, is_inexact, premul_factor
 
 _core.set_tensor_types([torch.Tensor, torch.nn.Parameter], torch.strided)
 
@@ -94,6 +94,17 @@ class Arguments(Places):
                 )
         return tensors
 
+    def of_root(self, lists: list[Tensors], like: torch.Tensor, *, is_root: bool) -> Tensors:
+        """Check the list of a gather or scatter, which the root gives and no other rank; empty on the others."""
+        name = f"{self.op}_list"
+        if is_root != (len(lists) == 1):
+            role, argument = ("destination", "dst") if self.op == "gather" else ("source", "src")
+            raise ValueError(
+                f"{self.where()}: {name} must be given on the {role} rank only; call dist.{self.op}(tensor, {name} if "
+                f"rank == {argument} else None, {argument}={argument})"
+            )
+        return self.each(name, lists[0], like) if is_root else []
+
     def require_length(self, name: str, tensors: Tensors) -> None:
         if len(tensors) != self.ranks.size:
             raise ValueError(
@@ -115,7 +126,7 @@ class Arguments(Places):
         """Return the kernel and the code of a reduce operation that has a meaning for the dtype."""
         kernel, code = codes_of(reduce_op)
         is_premul = code != kernel
-        if not _has_kernel(dtype, kernel) or (is_premul and not _is_inexact(dtype)):
+        if not _has_kernel(dtype, kernel) or (is_premul and not is_inexact(dtype)):
             raise ValueError(f"{self.where()}: {_reduction_problem(reduce_op.op, dtype)}")
         self._factor = premul_factor(reduce_op) if is_premul else None
         return {"kernel": kernel, "code": code}
@@ -168,7 +179,7 @@ def _reduction_problem(kind: Any, dtype: torch.dtype) -> str:
     whole = f"ReduceOp.{kind.name} is not supported for {dtype}; "
     if dtype.is_complex:
         return whole + "reduce the real and imaginary parts, torch.view_as_real(tensor)"
-    if _is_inexact(dtype):
+    if is_inexact(dtype):
         return whole + "it works on bits of whole numbers and bool: convert the tensor, such as tensor.int()"
     return whole + "convert the tensor, such as tensor.float()"
 
@@ -196,7 +207,3 @@ def offsets(first: int, counts: list[int], item: int) -> list[int]:
 @functools.cache
 def _has_kernel(dtype: torch.dtype, kernel: int) -> bool:
     return _core.reduces(DTYPE_CODES[dtype][0], kernel)
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex

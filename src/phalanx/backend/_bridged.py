@@ -19,9 +19,9 @@ from phalanx import _core
 from phalanx._errors import GroupAborted
 from phalanx.backend._calls import LATE, Running
 from phalanx.backend._channels import Channel, Handle
+from phalanx.backend._deadlines import END_S, LOOK_S, TELL_S
 from phalanx.backend._failures import Failures
 from phalanx.backend._messages import Messages
-from phalanx.backend._patience import END_S, LOOK_S, TELL_S
 from phalanx.backend._place import Place
 from phalanx.backend._steps import Steps
 from phalanx.backend._tasks import Task, Tasks, Watch

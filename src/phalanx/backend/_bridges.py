@@ -21,11 +21,11 @@ from phalanx._network import (
 )
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._channels import Channel, GlooChannel
+from phalanx.backend._deadlines import CONNECT_S
 from phalanx.backend._failures import Failures
 from phalanx.backend._links import watch_store
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import Meeting
-from phalanx.backend._patience import CONNECT_S
 from phalanx.backend._place import Place
 
 _MOST_LINES = 8

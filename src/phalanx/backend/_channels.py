@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _torch
 from phalanx._store import understand
+from phalanx.backend._deadlines import END_S
 from phalanx.backend._links import Link, closed_at_exec, duplicate, sockets
-from phalanx.backend._patience import END_S
 
 FOR_EVER = timedelta(days=30)  # of a thread that waits for whatever may come
 _POLL_S = 0.001

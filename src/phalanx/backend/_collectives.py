@@ -207,12 +207,7 @@ class Collectives:
         source = given.one(inputs)
         codes = given.check(source)
         root = given.root(root)
-        if is_root != given_one:
-            raise ValueError(
-                f"{given.where()}: gather_list must be given on the destination rank only; "
-                f"call dist.gather(tensor, gather_list if rank == dst else None, dst=dst)"
-            )
-        blocks = given.each("gather_list", outputs[0], source) if is_root else []
+        blocks = given.of_root(outputs, source, is_root=is_root)
         keep, *at = given.move([source], blocks, own=(0, self._rank, 0) if blocks else None)
         call = Call("gather", *codes, source.numel(), root=root)
         return self._run(call, at, opts, blocks, given.settle, keep, [source])
@@ -239,12 +234,7 @@ class Collectives:
         target = given.one(outputs)
         codes = given.check(target)
         root = given.root(root)
-        if is_root != given_one:
-            raise ValueError(
-                f"{given.where()}: scatter_list must be given on the source rank only; "
-                f"call dist.scatter(tensor, scatter_list if rank == src else None, src=src)"
-            )
-        blocks = given.each("scatter_list", inputs[0], target) if is_root else []
+        blocks = given.of_root(inputs, target, is_root=is_root)
         keep, *at = given.move(blocks, [target], own=(self._rank, 0, 0) if blocks else None)
         call = Call("scatter", *codes, target.numel(), root=root)
         return self._run(call, at, opts, outputs, given.settle, keep, blocks)

@@ -22,9 +22,9 @@ from phalanx import _core
 from phalanx._errors import Failure, GroupAborted, MadeCall, PhalanxError, SizeDispute, Standing
 from phalanx.backend._calls import Running
 from phalanx.backend._channels import Channel
+from phalanx.backend._deadlines import GRACE_S, POLL_S
 from phalanx.backend._mailbox import Mailbox
 from phalanx.backend._notices import Notices
-from phalanx.backend._patience import GRACE_S, POLL_S
 from phalanx.backend._place import Place
 from phalanx.backend._watcher import Watcher
 from phalanx.backend._wording import error_of, report_stall, words

@@ -18,8 +18,8 @@ from phalanx._errors import PhalanxError
 from phalanx._network import host_identity, network_identity
 from phalanx._store import JsonStore
 from phalanx.backend._bridges import bridge
+from phalanx.backend._deadlines import LOOK_S
 from phalanx.backend._meeting import Meeting
-from phalanx.backend._patience import LOOK_S
 
 _AGREED = ("one_shot_bytes", "chunk_bytes")  # settings by which ranks find each other's data
 _ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace, another user: as another host

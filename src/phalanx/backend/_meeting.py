@@ -21,7 +21,7 @@ from phalanx._errors import CollectiveTimeout, Failure, Peer, PhalanxError
 from phalanx._launched import Launch
 from phalanx._store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, require, wait_until
 from phalanx._text import plural
-from phalanx.backend._patience import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
+from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
 from phalanx.backend._wording import error_of
 
 _MANY = 50  # ranks

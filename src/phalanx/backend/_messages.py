@@ -20,8 +20,8 @@ import torch
 from phalanx import _core
 from phalanx._errors import MadeCall, PhalanxError
 from phalanx.backend._channels import FOR_EVER, Channel
+from phalanx.backend._deadlines import END_S, LOOK_S
 from phalanx.backend._failures import Failures
-from phalanx.backend._patience import END_S, LOOK_S
 from phalanx.backend._place import Place
 from phalanx.backend._rails import Span
 from phalanx.backend._tasks import Task

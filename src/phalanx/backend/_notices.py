@@ -14,8 +14,8 @@ from torch.distributed import Store
 
 from phalanx._errors import Failure, MadeCall
 from phalanx._store import fits, understand
+from phalanx.backend._deadlines import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, STORE_S, TABLE_S
 from phalanx.backend._mailbox import Mailbox, post
-from phalanx.backend._patience import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, STORE_S, TABLE_S
 from phalanx.backend._place import Place
 
 

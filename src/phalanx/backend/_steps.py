@@ -24,7 +24,7 @@ from phalanx.backend._calls import Running
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
 from phalanx.backend._rails import INLINE_BYTES, Buffers, Rail, Span, Transfer, bounds_of
-from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType
+from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, RedOpType, is_inexact
 
 _STAGED_BYTES = 512 * 1024  # blocks up to here are collected on their host before they cross
 _SUM, _AVG = (REDUCE_CODES[op][0] for op in (RedOpType.SUM, RedOpType.AVG))
@@ -93,7 +93,7 @@ class Steps:
 
         The core knows the steps that a call is made of, and a rank of a larger host may be on no rail.
         """
-        is_average = running.call.code == _AVG and not _is_inexact(running.dtype)
+        is_average = running.call.code == _AVG and not is_inexact(_DTYPES[running.dtype])
         is_compared = self._is_even and running.op != "reduce" and not is_average
         if not is_compared and not running.sizes:
             self._compare_here(running)
@@ -182,7 +182,7 @@ class Steps:
 
     def _all_reduce(self, running: Running, source: int, out: int, count: int, kernel: int) -> None:
         item, code = running.item, running.call.code
-        if kernel == _AVG and not _is_inexact(running.dtype):
+        if kernel == _AVG and not is_inexact(_DTYPES[running.dtype]):
             return self._average_integers(running, source, out, count)
         message = Span(out, count * item)
         kernel, divide = self._average(running, kernel)
@@ -250,7 +250,7 @@ class Steps:
         num_bytes = call.count * item
         if running.sizes:
             self._agree_everywhere(running)
-        if running.sizes or not self._is_even or (call.kernel == _AVG and not _is_inexact(call.dtype)):
+        if running.sizes or not self._is_even or (call.kernel == _AVG and not is_inexact(_DTYPES[call.dtype])):
             self._reduce_blocks(running, ins, running.sizes or [call.count] * self._size, outs[0])
             return
         room = self._buffers.span("mine", len(self._hosts) * num_bytes)
@@ -403,10 +403,6 @@ class Steps:
         transfer.start(range(len(sends)), sends, recvs)
         self._agree(running)
         transfer.finish()
-
-
-def _is_inexact(dtype: int) -> bool:
-    return _DTYPES[dtype].is_floating_point or _DTYPES[dtype].is_complex
 
 
 def _quotients(sums: torch.Tensor, divisor: int, *, is_unsigned: bool) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx import _core
 from phalanx._errors import GroupAborted
-from phalanx.backend._patience import END_S, LOOK_S
+from phalanx.backend._deadlines import END_S, LOOK_S
 
 _MOST_IDLE = 10  # looks without a block, before the watch sleeps
 

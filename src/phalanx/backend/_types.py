@@ -65,3 +65,8 @@ REDUCE_NAMES = [op.name for op in (*_REDUCE_OPS, RedOpType.PREMUL_SUM)]
 def premul_factor(op: Any) -> float | torch.Tensor:
     """Return the factor of a PREMUL_SUM operation."""
     return op.__getstate__()[1]
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Return whether elements of a dtype are rounded: floating-point and complex numbers."""
+    return dtype.is_floating_point or dtype.is_complex

@@ -7,8 +7,8 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 
+from phalanx.backend._deadlines import WATCH_S
 from phalanx.backend._links import Link
-from phalanx.backend._patience import WATCH_S
 
 _ENDS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from phalanx._command_line import Parser, UsageError, nearest, whole_number
+from phalanx._command_line import Parser, UsageError, whole_number
+from phalanx._env import nearest
 from phalanx._errors import printable
 from phalanx._text import columns, counted, in_units
 from phalanx.checkpoint import folder as folders
@@ -52,7 +53,7 @@ def main(args: Sequence[str]) -> int:
     parser = _parser(name)
     try:
         if name and name not in _CALLS and not name.startswith("-"):
-            near = nearest(name, _CALLS, cutoff=0.6)
+            near = nearest(name, _CALLS)
             right = parser.call(args, {name: near}) if near else ""
             raise UsageError(f"unknown command {name!r}{near and f', did you mean {near}?'}", right)
         given = parser.parse_args(args[1:] if name in _CALLS else args)

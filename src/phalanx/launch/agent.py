@@ -32,9 +32,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from phalanx import _env, _torch
+from phalanx.launch.deadlines import CAUSE_S, LEAVE_S, NAME_S
 from phalanx.launch.nodes import read_cause
 from phalanx.launch.packets import PacketSocket
-from phalanx.launch.patience import CAUSE_S, LEAVE_S, NAME_S
 
 _NUM_FAILURES = "phalanx/failures"
 _NUM_DONE = "phalanx/done"

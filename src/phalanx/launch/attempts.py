@@ -15,12 +15,12 @@ from phalanx._cgroups import count_oom_kills
 from phalanx._snapshots import announce_restart, common_heads, forbid
 from phalanx._text import counted
 from phalanx.launch.causes import is_victim
+from phalanx.launch.deadlines import AT_ONCE_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import brief_report
 from phalanx.launch.job import Job
 from phalanx.launch.notes import modules_file
 from phalanx.launch.outcome import Outcome
-from phalanx.launch.patience import AT_ONCE_S
 from phalanx.launch.ports import ReservedPort, port_advice, port_problem
 from phalanx.launch.supervisor import Supervisor
 

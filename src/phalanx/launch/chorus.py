@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from phalanx._text import named
-from phalanx.launch.patience import SAME_S
+from phalanx.launch.deadlines import SAME_S
 from phalanx.launch.tracebacks import Stream
 
 _WARNING = re.compile(rb"^\S.*:\d+: \w*Warning: ")  # of Python, its line of source below

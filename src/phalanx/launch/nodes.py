@@ -12,12 +12,12 @@ from typing import Any
 
 from phalanx._last_words import LastWords
 from phalanx.launch.attempts import say_failure
+from phalanx.launch.deadlines import NODES_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.job import Job
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.packets import PacketSocket
-from phalanx.launch.patience import NODES_S
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.warden import die_with_parent, hold_signals

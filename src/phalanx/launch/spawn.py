@@ -13,9 +13,9 @@ from typing import Any
 
 from phalanx import _env
 from phalanx.launch.cpus import read_machine
+from phalanx.launch.deadlines import CAUSE_S, GRACE_S, KILL_S
 from phalanx.launch.environment import thread_environment
 from phalanx.launch.failure import first_true_failure
-from phalanx.launch.patience import CAUSE_S, GRACE_S, KILL_S
 from phalanx.launch.workers import Workers
 
 _RIGHT = "right: phalanx.spawn(fn, args=(first, second), nprocs=2)"

@@ -18,6 +18,7 @@ from phalanx._launched import Notes
 from phalanx._text import counted
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
+from phalanx.launch.deadlines import CAUSE_S, KILL_S, SAME_S
 from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
@@ -25,7 +26,6 @@ from phalanx.launch.job import Job
 from phalanx.launch.notes import has_made_room
 from phalanx.launch.outcome import Outcome, find_culprit, read_stderr
 from phalanx.launch.output import Screen, prefix, printable
-from phalanx.launch.patience import CAUSE_S, KILL_S, SAME_S
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.standby import Standby

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from phalanx import _env
 from phalanx.launch import warden
+from phalanx.launch.deadlines import KILL_S
 from phalanx.launch.keeper import fork_warden
 from phalanx.launch.packets import PacketSocket
-from phalanx.launch.patience import KILL_S
 
 _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preload")
 

@@ -21,9 +21,9 @@ from typing import Any
 from phalanx._last_words import LastWords
 from phalanx._launched import Notes
 from phalanx._sockets import keep_paths_short
+from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.outcome import Outcome, read_stderr
-from phalanx.launch.patience import ASK_AGAIN_S, KILL_S
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.worker import Assignment, Function, Inherited, dumps, worker_main
 

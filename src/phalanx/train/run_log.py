@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -63,7 +62,7 @@ class RunLog:
         loggers: Get what metrics.jsonl gets, once `begin_logging` was called.
 
     Attributes:
-        last_loss: Loss over all ranks when it was logged last.
+        last_losses: Loss of each rank when it was logged last.
     """
 
     def __init__(self, folder: str, num_steps: int, ranks: RankGroup, loggers: Loggers) -> None:
@@ -79,8 +78,7 @@ class RunLog:
         self._losses: list[torch.Tensor] = []  # of the steps since `log` was called
         self._num_samples: list[int] = []
         self._epoch = _Mean(1, is_whole=True)
-        self.last_loss: float = math.nan  # of all ranks, when it was logged last
-        self.last_losses: list[float] = []  # of each
+        self.last_losses: list[float] = []
         if ranks.rank == 0:
             with self.sparing_the_training("metrics.jsonl"):
                 self._log = MetricsLog(folder)
@@ -160,7 +158,7 @@ class RunLog:
         weighted = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
         table = self._ranks.gather_numbers([sum(losses) / num, weighted, *phases])
         self.last_losses = [row[0] for row in table]
-        loss = self.last_loss = sum(self.last_losses) / len(table)
+        loss = sum(self.last_losses) / len(table)
         self._epoch.add(sum(row[1] for row in table) / len(table), sum(weights))
         by_rank = [row[2:] for row in table]
         totals = [sum(row) for row in by_rank]
