@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -32,13 +33,14 @@ _PRELOAD = (
     "phalanx.launch.server", "torch", "torch.distributed", "phalanx.launch.worker", "phalanx.backend",
     "phalanx.rendezvous", "phalanx.session",
 )  # fmt: skip
-_PRELOAD_IF_LOADED = ("numpy", "pytest", "torch._dynamo")  # the last by the first optimizer, and slow
+# What this process has imported, its ranks need soon: torch._dynamo by the first optimizer, and slow.
+_PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")
 
 
 def start_server() -> None:
     """Start the process that ranks are forked from, unless it runs; it and all below it end with this one."""
     keep_paths_short()
-    loaded = [name for name in _PRELOAD_IF_LOADED if name in sys.modules]
+    loaded = [name for name in sys.modules if _PRELOAD_IF_LOADED.fullmatch(name)]
     forkserver.set_forkserver_preload([*_PRELOAD, *loaded])
     forkserver.ensure_running()
 
