@@ -1,7 +1,7 @@
 """The side of the parent in `phalanx.spawn`: start the ranks, hear from them, signal them, end them.
 
 Ranks are forked from one server process that has imported torch and that ends with this process, so that a group of two
-starts in well under a tenth of a second.
+starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ _PRELOAD = (
 )  # fmt: skip
 # What this process has imported, its ranks need soon: torch._dynamo by the first optimizer, and slow.
 _PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")
+_PRELOAD_LAST = "phalanx.launch.shared_pages"
 
 
 def start_server() -> None:
     """Start the process that ranks are forked from, unless it runs; it and all below it end with this one."""
     keep_paths_short()
     loaded = [name for name in sys.modules if _PRELOAD_IF_LOADED.fullmatch(name)]
-    forkserver.set_forkserver_preload([*_PRELOAD, *loaded])
+    forkserver.set_forkserver_preload([*_PRELOAD, *loaded, _PRELOAD_LAST])
     forkserver.ensure_running()
 
 
