@@ -1,4 +1,4 @@
-"""Imported last by the fork server of `phalanx.spawn`, and nowhere else: its ranks go on sharing what it has imported."""
+"""Imported last by the fork server of `phalanx.spawn`, and nowhere else: ranks go on sharing what it has imported."""
 
 from __future__ import annotations
 
