@@ -1,8 +1,9 @@
-"""The tensors of a batch, however they are nested in mappings, tuples and lists."""
+"""The tensors of a batch or of a model's output, however they are nested."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -11,17 +12,27 @@ from torch import Tensor
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor with where it lies, such as ``batch['image'][0]`` for a `path` of ``batch``."""
+    """Yield each tensor in mappings, tuples, lists and dataclasses, with its place.
+
+    Args:
+        value: Tensor, or container of tensors and anything else.
+        path: Name of `value`; for ``batch``, the places are such as ``batch['image'][0]`` and ``batch.mask``.
+    """
     if isinstance(value, Tensor):
         yield path, value
-    items: Any = value.items() if isinstance(value, Mapping) else ()
-    items = enumerate(value) if isinstance(value, tuple | list) else items
-    for key, item in items:
-        yield from tensors_in(item, f"{path}[{key!r}]")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        for number, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{number}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), f"{path}.{field.name}")
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch, or what a model is called with, with its tensors on the device."""
+    """Return a batch, or a model's arguments, with its tensors on the device; dataclasses stay as they are."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
@@ -35,9 +46,9 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def num_collated(batch: Any, num_samples: int) -> int:
-    """Return how many samples a function has left in a batch of `num_samples`, as its tensors tell.
+    """Return how many samples a function has left in a batch of `num_samples`, judging by its tensors.
 
-    They tell where all of them begin with the same dimension and it is smaller; else none counts as left out.
+    If all tensors begin with the same dimension and it is smaller, that many are left; else all count as left.
     """
     lengths = {len(tensor) if tensor.dim() else num_samples for _, tensor in tensors_in(batch)}
     return min(lengths.pop(), num_samples) if len(lengths) == 1 else num_samples

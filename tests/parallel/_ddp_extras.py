@@ -195,6 +195,20 @@ def train_unevenly_with_unused(model, rank):
 
 
 @behaviour_of_several
+def join_divides_sparse_gradients_by_the_ranks_that_have_data(rank, world_size):
+    for hook in (None, default_hooks.allreduce_hook):
+        model = wrap(nn.Embedding(4, 3, sparse=True))
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        with model.join(divide_by_initial_world_size=False):
+            for _ in range(rank + 1):
+                model.zero_grad()
+                model(torch.tensor([2])).sum().backward()
+                gradient = model.module.weight.grad.to_dense()
+        assert gradient.tolist() == [[0.0] * 3, [0.0] * 3, pytest.approx([1.0] * 3), [0.0] * 3]
+
+
+@behaviour_of_several
 def join_can_end_all_ranks_early(rank, world_size):
     model = wrap(Net())
     num_steps = 0

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 import phalanx
 from phalanx.parallel import shared_memory
-from phalanx.parallel.zero import _cuts
+from phalanx.parallel.pieces import cuts
 
 CASES = {
     "SGD": (optim.SGD, {"lr": 0.1}),
@@ -292,16 +292,16 @@ def test_no_process_group_is_an_error_that_shows_the_call():
 )
 def test_cuts_tile_the_buffer_evenly(numels, num_shards, cut):
     begins = [0, *itertools.accumulate(-(-n // 64) * 64 for n in numels)][:-1]
-    cuts = _cuts(begins, numels, num_shards, cut)
-    assert len(cuts) == num_shards - 1
-    assert cuts == sorted(cuts)
-    bounds = [0, *cuts, begins[-1] + numels[-1]]
+    places = cuts(begins, numels, num_shards, cut)
+    assert len(places) == num_shards - 1
+    assert places == sorted(places)
+    bounds = [0, *places, begins[-1] + numels[-1]]
     shares = []
     for lo, hi in itertools.pairwise(bounds):
         pieces = [(max(lo, b), min(hi, b + n)) for b, n in zip(begins, numels, strict=True)]
         shares.append(sum(max(stop - start, 0) for start, stop in pieces))
     assert sum(shares) == sum(numels)
-    for place in cuts:
+    for place in places:
         inside = [(place - b, n) for b, n in zip(begins, numels, strict=True) if b < place < b + n]
         assert all(cut and at % cut == 0 for at, _ in inside)
     slack = 128 if cut else max(numels)

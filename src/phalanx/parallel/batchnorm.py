@@ -17,24 +17,24 @@ class SyncBatchNorm(BatchNorm):
     """torch's SyncBatchNorm, on the CPU too: it normalizes with the statistics of all ranks' samples.
 
     Up to rounding, forward and backward equal those of ``BatchNorm*d`` in one process on the whole batch, however
-    unequal the ranks' batches are; one may be empty. Inputs have shape (N, C, ...). Statistics are computed in float32
-    or wider. As with torch's, gradients of weight and bias are those of this rank's samples, which
-    DistributedDataParallel averages. It is not a subclass of torch's, which torch's DistributedDataParallel refuses on
-    a CPU.
+    unequal the ranks' batches are; some may be empty. Inputs have shape (N, C, ...). Statistics are computed in float32
+    or wider. As in torch, gradients of weight and bias are those of this rank's samples, and DistributedDataParallel
+    averages them. The class does not derive from torch's, which torch's DistributedDataParallel refuses on a CPU.
 
     Args:
         num_features: Number of channels C.
         eps: Number added to the variance, for stability.
-        momentum: Weight of a batch in the running statistics; None: they are the mean over all batches.
-        affine: Whether the layer has a trained weight, and a bias.
+        momentum: Weight of a batch in the running statistics; with None they are the mean over all batches.
+        affine: Whether the layer has a trainable weight and, unless `bias` is False, a trainable bias.
         track_running_stats: Whether running statistics are kept for evaluation.
         process_group: Ranks to normalize over; by default all.
         device: Device of parameters and buffers.
         dtype: Dtype of parameters and buffers.
-        bias: Whether an affine layer has a bias; False needs a torch whose BatchNorm has the argument.
+        bias: Whether an affine layer has a bias; False takes a torch whose BatchNorm has the argument, too.
 
     Raises:
-        ValueError: The input has fewer than two dimensions, or all ranks together have one value for each channel.
+        ValueError: In ``forward()``: the input has fewer than two dimensions, or all ranks together have only one value
+            for each channel.
 
     Source: Chan, Golub, LeVeque 1979 for joining the statistics of the ranks.
     """
@@ -87,7 +87,7 @@ class SyncBatchNorm(BatchNorm):
         """Return the module with every BatchNorm layer replaced by one of this class, with the same tensors.
 
         Args:
-            module: Module to convert in place; a BatchNorm layer itself is replaced by what is returned.
+            module: Module to convert in place, unless it is a BatchNorm layer itself.
             process_group: Ranks to normalize over; by default all.
         """
         converted: dict[nn.Module, nn.Module] = {}
@@ -119,7 +119,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
     """Return the module with every BatchNorm layer replaced: `SyncBatchNorm.convert_sync_batchnorm` as a function.
 
     Args:
-        module: Module to convert in place; a BatchNorm layer itself is replaced by what is returned.
+        module: Module to convert in place, unless it is a BatchNorm layer itself.
         process_group: Ranks to normalize over; by default all.
     """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
@@ -131,7 +131,7 @@ def _by_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalize with the statistics of all ranks; returns also mean, biased variance (both (C,)) and the count."""
+    """Normalizes with the statistics of all ranks; also returns mean and biased variance, both (C,), and the count."""
 
     @staticmethod
     def forward(
@@ -178,9 +178,9 @@ class _Normalize(torch.autograd.Function):
 
 
 def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and biased variance of each channel, (C,) each, over all ranks, and how many values those are of.
+    """Return mean and biased variance of each channel over all ranks, (C,) each, and the number of values, ().
 
-    Joins each rank's mean and sum of squared deviations, in rank order: the same bits on all ranks.
+    Each rank's mean and sum of squared deviations are joined in rank order, so all ranks get the same bits.
     """
     num_channels = input.shape[1]
     own = input.new_zeros(2 * num_channels + 1)

@@ -1,4 +1,4 @@
-"""Communication hooks for the link between hosts alone: `bridge_hook`, and bf16 with error feedback for it."""
+"""Communication hooks for the link between hosts: `bridge_hook`, and bf16 with error feedback to use with it."""
 
 # No `from __future__ import annotations`: torch's DistributedDataParallel compares a hook's annotations with types.
 
@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.buckets import CommHook, GradBucket
+from phalanx.parallel.grad_bucket import CommHook, GradBucket, tensor_of
 from phalanx.parallel.hosts import HostGroups, share_out
+from phalanx.parallel.layout import num_reals
 
 
 def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook:
@@ -22,10 +23,10 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
         state = PowerSGDState(groups.across, matrix_approximation_rank=2, start_powerSGD_iter=10)
         ddp.register_comm_hook(None, phalanx.parallel.bridge_hook(groups, state, powerSGD_hook))
 
-    The ranks of a host add their gradients. Each rail then runs `hook` on its share of the bucket, which consists of
-    whole gradients, so that hooks that work on matrices get matrices. Last, the ranks of the host share the results.
-    So each host sends one copy of the gradients, and all its ranks get the same bits. The result is the mean over all
-    ranks, even where hosts have different numbers of ranks. Backward goes on while a bucket crosses.
+    The ranks of a host first add up their gradients. Each rail then runs `hook` on its share of the bucket, which
+    consists of whole gradients, so that hooks that work on matrices get matrices. Finally, the ranks of the host share
+    the results. So each host sends one copy of the gradients, and all its ranks get the same bits. The result is the
+    mean over all ranks, even if hosts have different numbers of ranks. Backward goes on while a bucket crosses.
 
     Args:
         groups: Groups of this rank, from `host_groups`.
@@ -43,7 +44,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
             "bridge_hook(groups, PowerSGDState(groups.across), powerSGD_hook) or "
             "bridge_hook(groups, groups.across, bf16_compress_hook)"
         )
-    crossing: list[_Crossing] = []  # at most one: a hook of several rounds would else mix those of two buckets
+    crossing: list[_Crossing] = []  # at most one: a hook with several rounds would mix those of two buckets
 
     def finish() -> None:
         while crossing:
@@ -76,7 +77,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
 
 
 class _Late(torch.futures.Future):
-    """The future of a bucket; waiting for it in Python finishes the bucket first."""
+    """Future of a bucket; waiting for it in Python finishes the bucket first."""
 
     def __init__(self, finish: Callable[[], None], device: torch.device) -> None:
         super().__init__(devices=[device] if device.type == "cuda" else [])
@@ -103,8 +104,7 @@ class _Crossing:
     def finish(self, groups: HostGroups) -> None:
         """Wait for this rail's part, share all parts on the host, and complete the future."""
         if self._future is not None:
-            value = self._future.wait()
-            mean = value[0] if isinstance(value, list | tuple) else value
+            mean = tensor_of(self._future)
             if mean.data_ptr() != self._parts[self._rail].data_ptr():
                 self._parts[self._rail].copy_(mean)
         share_out(self._parts, groups)
@@ -114,7 +114,7 @@ class _Crossing:
 def _parts_of(bucket: Any, num_rails: int) -> list[GradBucket]:
     """Divide a bucket into parts of whole gradients and about equal size, one for each rail."""
     buffer, gradients, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
-    sizes = [g.numel() * (2 if g.is_complex() else 1) for g in gradients]
+    sizes = [num_reals(g) for g in gradients]
     total = sum(sizes)
     assert total == buffer.numel(), "gradients fill their bucket"
     rails: list[list[int]] = [[] for _ in range(num_rails)]
@@ -133,28 +133,31 @@ def _parts_of(bucket: Any, num_rails: int) -> list[GradBucket]:
 
 
 class Bf16State:
-    """State of `bf16_feedback_hook`: the rounding error of each gradient so far.
+    """State of `bf16_feedback_hook`: the residuals, which rounding has left out of the gradients so far.
 
-    It is not saved; after a restart it begins at zero.
+    They are not saved; after a restart they begin at zero.
 
     Args:
-        process_group: Ranks to average over; None: all.
+        process_group: Ranks to average over; None means all.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
         self.left_out: dict[int, tuple[list[Tensor], Tensor]] = {}
-        """Parameters and rounding error, a flat tensor, of each bucket by its index."""
+        """Parameters and residual, a flat tensor, of each bucket by its index."""
 
 
 def bf16_feedback_hook(state: Bf16State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in bf16, half of float32's bytes, and add the rounding error to the next gradients.
+    """Average a bucket in bf16, which halves float32's bytes, and add the residual to the next gradients.
 
     Without this feedback, as in torch's ``bf16_compress_hook``, updates that are too small for bf16 are lost.
 
     Args:
         state: State of the hook, one for each model.
-        bucket: Bucket of gradients, which DistributedDataParallel passes.
+        bucket: Bucket of gradients to average.
+
+    Returns:
+        Future of the averaged ``bucket.buffer()``.
 
     Source: Seide et al. 2014, Karimireddy et al. 2019 (error feedback).
     """

@@ -12,75 +12,64 @@ from torch import Tensor, nn
 
 from phalanx._tensors import is_one_range
 from phalanx._torch import foreach_mul_
-from phalanx.parallel.layout import flat, shaped
+from phalanx.parallel.grad_bucket import GradBucket, tensor_of
+from phalanx.parallel.layout import flat, num_reals, shaped, views_of
 
-CommHook: TypeAlias = Callable[[Any, Any], torch.futures.Future[Any]]
-
-
-class GradBucket:
-    """Bucket of gradients for a communication hook, with the methods of ``torch.distributed.GradBucket``."""
-
-    def __init__(
-        self, index: int, buffer: Tensor, gradients: list[Tensor], parameters: list[nn.Parameter], is_last: bool
-    ) -> None:
-        self._index = index
-        self._buffer = buffer
-        self._gradients = gradients
-        self._parameters = parameters
-        self._is_last = is_last
-
-    def index(self) -> int:
-        """Return the position of the bucket in the order of reduction."""
-        return self._index
-
-    def buffer(self) -> Tensor:
-        """Return all gradients of the bucket, in one tensor of shape ``(num_elems,)``."""
-        return self._buffer
-
-    def set_buffer(self, tensor: Tensor) -> None:
-        """Replace the tensor that `buffer` returns."""
-        self._buffer = tensor
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients, as views of the buffer with the shapes of the parameters."""
-        return self._gradients
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters, in the order of `gradients`."""
-        return self._parameters
-
-    def is_last(self) -> bool:
-        """Return whether this bucket is the last to be reduced."""
-        return self._is_last
+BoundHook: TypeAlias = Callable[[Any], torch.futures.Future[Any]]
+"""Communication hook with its state, called as ``hook(bucket)``."""
 
 
 class Bucket(abc.ABC):
     """Gradients that are averaged together.
 
-    ``load()`` collects them, ``start()`` begins, ``store()`` waits and hands the means to the parameters.
+    ``load()`` collects them, ``start()`` begins to average, ``store()`` waits and hands the means to the parameters.
+
+    Args:
+        parameters: Parameters whose gradients the bucket averages.
+        group: Ranks to average over.
+
+    Attributes:
+        used: Parameters that have a gradient on this rank.
+        num_awaited: Number of gradients still to come in this backward pass; -1 if it is not known.
+        scale: Factor of the means; not 1 where they are over the ranks that still have data.
+        index: Position in the order of reduction.
+        is_last: Whether this bucket is the last in that order.
+        started: Whether the bucket was started and not stored yet.
+        overlaps: Whether it may be started while backward runs.
     """
 
-    started: bool = False
-    """True from `start` until `store`."""
     overlaps = True
-    """It may be started while backward runs."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters: list[nn.Parameter] = list(parameters)
-        self.used: set[nn.Parameter] = set()  # those that have a gradient to average
-        self.num_awaited = -1  # gradients that are still to come in this backward pass; -1: not known
-        self.scale: float = 1.0  # of the mean, where it is not over all ranks
+        self.used: set[nn.Parameter] = set()
+        self.num_awaited = -1
+        self.scale: float = 1.0
         self.index = 0
         self.is_last = True
+        self.started = False
         self._group = group
+        self._work: dist.Work | None = None
+        self._future: torch.futures.Future[Any] | None = None
 
     def _mark(self, marks: Tensor) -> None:
-        """Fill `marks`, one element for each parameter: 1 if this rank has a gradient of it, else 0."""
+        """Fill `marks`, one element for each parameter: 1 if this rank has a gradient for it, else 0."""
         marks.fill_(1)
         if len(self.used) < len(self.parameters):
             for i, parameter in enumerate(self.parameters):
                 if parameter not in self.used:
                     marks[i] = 0
+
+    def _call(self, hook: BoundHook, buffer: Tensor, gradients: list[Tensor]) -> None:
+        self._future = hook(GradBucket(self.index, buffer, gradients, self.parameters, self.is_last))
+
+    def _finish(self) -> Tensor | None:
+        """Wait for whatever `start` began, and return what a communication hook made of it; None without a hook."""
+        work, future = self._work, self._future
+        self._work, self._future, self.started = None, None, False
+        if work is not None:
+            work.wait()
+        return None if future is None else tensor_of(future)
 
     @abc.abstractmethod
     def load(self) -> None:
@@ -88,19 +77,19 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def load_nothing(self) -> None:
-        """Take part with zeros, as a rank without data."""
+        """Collect zeros, as on a rank without data."""
 
     @abc.abstractmethod
-    def start(self, hook: CommHook | None = None, state: object = None) -> None:
-        """Begin to average what was loaded, or let ``hook(state, GradBucket)`` do it."""
+    def start(self, hook: BoundHook | None = None) -> None:
+        """Begin to average what was loaded, or have `hook` do it."""
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Block until the means are there."""
+        """Block until the means have arrived."""
 
     @abc.abstractmethod
     def store(self) -> None:
-        """Wait, then hand the means to the parameters; one that no rank has a gradient of keeps what it had."""
+        """Wait, then hand the means to the parameters; a parameter without a gradient on any rank is left alone."""
 
     @abc.abstractmethod
     def norm(self) -> Tensor:
@@ -110,14 +99,14 @@ class Bucket(abc.ABC):
 class FlatBucket(Bucket):
     """Gradients of one dtype on one device, copied into one buffer.
 
-    The buffer ends with one element for each parameter, 1 if this rank has a gradient of it: its mean tells whether
-    any rank has, without another message.
+    The buffer ends with one element for each parameter, 1 if this rank has a gradient for it: its mean tells whether
+    any rank has one, without another message.
 
     Args:
         parameters: Parameters whose gradients the bucket holds.
-        group: The ranks to average with.
-        averages: The group's backend knows ReduceOp.AVG.
-        as_view: Parameters get views of the buffer as their ``.grad``, not copies.
+        group: Ranks to average over.
+        averages: Whether the group's backend supports ``ReduceOp.AVG``.
+        as_view: Whether each ``.grad`` becomes a view of the buffer, and not a copy.
     """
 
     def __init__(
@@ -127,12 +116,10 @@ class FlatBucket(Bucket):
         self._averages = averages
         self._as_view = as_view
         first = parameters[0]
-        num_elems = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
+        num_elems = sum(map(num_reals, parameters))
         self._flat = torch.zeros(num_elems + len(parameters), dtype=first.dtype.to_real(), device=first.device)
         self._gradients, self._used_anywhere = self._flat[:num_elems], self._flat[num_elems:]
-        self._views = list(_views(self._gradients, parameters))
-        self._work: dist.Work | None = None
-        self._future: torch.futures.Future | None = None
+        self._views = views_of(self._gradients, parameters)
 
     @torch.no_grad()
     def load(self) -> None:
@@ -149,29 +136,22 @@ class FlatBucket(Bucket):
     def load_nothing(self) -> None:
         self._flat.zero_()
 
-    def start(self, hook: CommHook | None = None, state: object = None) -> None:
+    def start(self, hook: BoundHook | None = None) -> None:
         self.started = True
-        if hook is None:
-            if self._averages:
-                self._work = dist.all_reduce(self._flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
-            else:
-                self._flat.div_(dist.get_world_size(self._group))
-                self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
-            return
-        self._work = dist.all_reduce(self._used_anywhere, group=self._group, async_op=True)
-        bucket = GradBucket(self.index, self._gradients, self._views, self.parameters, self.is_last)
-        self._future = hook(state, bucket)
+        if hook is not None:
+            self._work = dist.all_reduce(self._used_anywhere, group=self._group, async_op=True)
+            self._call(hook, self._gradients, self._views)
+        elif self._averages:
+            self._work = dist.all_reduce(self._flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+        else:
+            self._flat.div_(dist.get_world_size(self._group))
+            self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     @torch.no_grad()
     def wait(self) -> None:
-        work, future = self._work, self._future
-        self._work, self._future, self.started = None, None, False
-        if work is not None:
-            work.wait()
-        if future is not None:
-            averaged = _tensor_of(future)
-            if averaged.data_ptr() != self._gradients.data_ptr():
-                self._gradients.copy_(averaged)
+        averaged = self._finish()
+        if averaged is not None and averaged.data_ptr() != self._gradients.data_ptr():
+            self._gradients.copy_(averaged)
         if self.scale != 1:
             self._gradients.mul_(self.scale)
 
@@ -191,11 +171,65 @@ class FlatBucket(Bucket):
         return torch.linalg.vector_norm(self._gradients)
 
 
-class CoalescedBucket(Bucket):
-    """Gradients that a group averages where they lie, in one pass when backward has ended.
+class SparseBucket(Bucket):
+    """The gradient of one parameter that comes as a sparse tensor."""
 
-    For groups with a method ``average_coalesced(tensors, marks, with_squares)``. On a CPU that beats a buffer: whatever
-    autograd makes would have to be copied there, by the cores that compute.
+    def __init__(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+        super().__init__([parameter], group)
+        self._sum: Tensor | None = None
+
+    def load(self) -> None:
+        grad = self.parameters[0].grad
+        if grad is None:
+            self.used.clear()
+            self.load_nothing()
+        elif grad.is_sparse:
+            self._sum = grad.detach().coalesce().clone()
+        else:  # the weight serves another layer too
+            self._sum = grad.detach().to_sparse(1)
+
+    def load_nothing(self) -> None:
+        parameter = self.parameters[0]
+        self._sum = torch.sparse_coo_tensor(
+            torch.zeros((1, 0), dtype=torch.int64),
+            parameter.new_zeros((0, *parameter.shape[1:])),
+            parameter.shape,
+            device=parameter.device,
+            check_invariants=False,
+        ).coalesce()
+
+    def start(self, hook: BoundHook | None = None) -> None:
+        assert self._sum is not None
+        self.started = True
+        if hook is not None:
+            self._call(hook, self._sum, [self._sum])
+        else:
+            self._work = dist.all_reduce(self._sum, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        averaged = self._finish()
+        assert self._sum is not None
+        if averaged is None:
+            self._sum = self._sum * (self.scale / dist.get_world_size(self._group))
+        else:
+            self._sum = averaged if self.scale == 1 else averaged * self.scale
+
+    def store(self) -> None:
+        self.wait()
+        assert self._sum is not None
+        grad = self.parameters[0].grad
+        if self._sum.coalesce().values().numel():
+            self.parameters[0].grad = self._sum if grad is None or grad.is_sparse else self._sum.to_dense()
+
+    def norm(self) -> Tensor:
+        return torch.linalg.vector_norm(torch.zeros(()) if self._sum is None else self._sum.coalesce().values())
+
+
+class CoalescedBucket(Bucket):
+    """Gradients on the CPU that a group averages where they lie, in one pass when backward has ended.
+
+    For groups with a method ``average_coalesced(tensors, marks, with_squares)``. On a CPU that beats a buffer, because
+    the cores that compute would have to copy into it whatever autograd makes.
     """
 
     overlaps = False
@@ -243,7 +277,7 @@ class CoalescedBucket(Bucket):
         self._tensors = [self._zeros(p) for p in self.parameters]
         self._used_anywhere.zero_()
 
-    def start(self, hook: CommHook | None = None, state: object = None) -> None:
+    def start(self, hook: BoundHook | None = None) -> None:
         pass  # all in one pass, in wait()
 
     def wait(self) -> None:
@@ -259,7 +293,7 @@ class CoalescedBucket(Bucket):
             for parameter, mean, used in zip(self.parameters, self._tensors, anywhere, strict=True):
                 if used and parameter.grad is None:
                     parameter.grad = shaped(mean, parameter)
-        self._tensors = []  # a gradient that somebody else refers to is not handed over by autograd but copied
+        self._tensors = []  # autograd copies a gradient that anything else refers to, instead of handing it over
 
     def norm(self) -> Tensor:
         if self._squares is not None:
@@ -267,12 +301,6 @@ class CoalescedBucket(Bucket):
         self._wants_squares = True  # from the next time on
         grads = [p.grad for p in self.parameters if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack([torch.zeros(()), *map(torch.linalg.vector_norm, grads)]))
-
-
-def _tensor_of(future: torch.futures.Future) -> Tensor:
-    """Return what a communication hook's future holds: the tensor, or a list of it."""
-    value = future.wait()
-    return value[0] if isinstance(value, list | tuple) else value
 
 
 def _dense(parameter: nn.Parameter, grad: Tensor) -> Tensor:
@@ -287,65 +315,6 @@ def _in_memory_order(parameter: nn.Parameter, grad: Tensor) -> Tensor:
     return flat(grad) if grad.stride() == parameter.stride() and is_one_range(grad) else grad
 
 
-class SparseBucket(Bucket):
-    """The gradient of one parameter that comes as a sparse tensor."""
-
-    def __init__(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-        super().__init__([parameter], group)
-        self._work: dist.Work | None = None
-        self._future: torch.futures.Future | None = None
-        self._sum: Tensor | None = None
-
-    def load(self) -> None:
-        grad = self.parameters[0].grad
-        if grad is None:
-            self.used.clear()
-            self.load_nothing()
-        elif grad.is_sparse:
-            self._sum = grad.detach().coalesce().clone()
-        else:  # the weight serves another layer too
-            self._sum = grad.detach().to_sparse(1)
-
-    def load_nothing(self) -> None:
-        parameter = self.parameters[0]
-        self._sum = torch.sparse_coo_tensor(
-            torch.zeros((1, 0), dtype=torch.int64),
-            parameter.new_zeros((0, *parameter.shape[1:])),
-            parameter.shape,
-            device=parameter.device,
-            check_invariants=False,
-        ).coalesce()
-
-    def start(self, hook: CommHook | None = None, state: object = None) -> None:
-        assert self._sum is not None
-        self.started = True
-        if hook is not None:
-            bucket = GradBucket(self.index, self._sum, [self._sum], self.parameters, self.is_last)
-            self._future = hook(state, bucket)
-            return
-        self._work = dist.all_reduce(self._sum, group=self._group, async_op=True)
-
-    def wait(self) -> None:
-        assert self._sum is not None
-        work, future = self._work, self._future
-        self._work, self._future, self.started = None, None, False
-        if work is not None:
-            work.wait()
-            self._sum = self._sum * (self.scale / dist.get_world_size(self._group))
-        if future is not None:
-            self._sum = _tensor_of(future)
-
-    def store(self) -> None:
-        self.wait()
-        assert self._sum is not None
-        grad = self.parameters[0].grad
-        if self._sum.coalesce().values().numel():
-            self.parameters[0].grad = self._sum if grad is None or grad.is_sparse else self._sum.to_dense()
-
-    def norm(self) -> Tensor:
-        return torch.linalg.vector_norm(torch.zeros(()) if self._sum is None else self._sum.coalesce().values())
-
-
 def make_buckets(
     parameters: Sequence[nn.Parameter],
     group: dist.ProcessGroup,
@@ -355,25 +324,31 @@ def make_buckets(
     as_view: bool = False,
     hooked: bool = False,
 ) -> list[Bucket]:
-    """Group parameters into buckets, in the order in which backward is expected to make their gradients: the reverse.
+    """Divide parameters into buckets, in the order in which backward should make their gradients: the reverse.
 
-    The same on every rank that passes the same parameters. A bucket holds one dtype on one device, and at most
-    `bucket_cap_mb` MiB, or one parameter. A group that averages tensors where they lie needs no buffers, unless a
-    communication hook wants to see them (`hooked`).
+    The buckets are the same on every rank that passes the same parameters. Each holds one dtype on one device, or one
+    sparse gradient. A group that averages tensors where they lie needs no buffers, unless a communication hook wants
+    to see them.
+
+    Args:
+        parameters: Parameters in the order of the model.
+        group: Ranks to average over.
+        bucket_cap_mb: Size in MiB from which on a buffer takes no further gradient.
+        sparse: Parameters whose gradients are sparse.
+        as_view: Whether gradients become views of their buffers.
+        hooked: Whether a communication hook is going to average the buckets.
     """
+    in_order, others = list(reversed(parameters)), set(sparse)
+    last: list[Bucket] = [SparseBucket(p, group) for p in in_order if p in others]
+    dense_on_cpu = [p for p in in_order if p not in others and p.device.type == "cpu"]
+    if dense_on_cpu and hasattr(group, "average_coalesced") and not hooked:
+        last.append(CoalescedBucket(dense_on_cpu, group))
+        others.update(dense_on_cpu)
     open_lists: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     sizes_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     closed: list[list[nn.Parameter]] = []
-    buckets: list[Bucket] = []
-    sparse = set(sparse)
-    dense_on_cpu = [p for p in reversed(parameters) if p not in sparse and p.device.type == "cpu"]
-    in_place: list[Bucket] = []
-    if dense_on_cpu and hasattr(group, "average_coalesced") and not hooked:
-        in_place.append(CoalescedBucket(dense_on_cpu, group))
-        parameters = [p for p in parameters if p in sparse or p.device.type != "cpu"]
-    for parameter in reversed(parameters):
-        if parameter in sparse:
-            buckets.append(SparseBucket(parameter, group))
+    for parameter in in_order:
+        if parameter in others:
             continue
         kind = (parameter.dtype, parameter.device)
         open_lists.setdefault(kind, []).append(parameter)
@@ -383,28 +358,15 @@ def make_buckets(
             del sizes_bytes[kind]
     lists = [*closed, *open_lists.values()]
     averages = {device: _averages(group, device) for device in {members[0].device for members in lists}}
-    dense = [FlatBucket(ps, group, averages=averages[ps[0].device], as_view=as_view) for ps in lists]
-    buckets = [*dense, *buckets, *in_place]
+    first = [FlatBucket(ps, group, averages=averages[ps[0].device], as_view=as_view) for ps in lists]
+    buckets = [*first, *last]
     for index, bucket in enumerate(buckets):
         bucket.index, bucket.is_last = index, index == len(buckets) - 1
     return buckets
 
 
 def _averages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if the group's backend knows ReduceOp.AVG."""
+    """Return whether the group's backend supports ``ReduceOp.AVG`` on a device."""
     if hasattr(group, "average_coalesced"):
         return True
     return f"{device.type}:nccl" in str(dist.get_backend_config(group)).split(",")
-
-
-def _views(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> Iterable[Tensor]:
-    """Yield the part of a flat buffer that belongs to each parameter, in its shape and memory layout."""
-    begin = 0
-    for parameter in parameters:
-        if parameter.is_complex():
-            part = torch.view_as_complex(buffer[begin : begin + 2 * parameter.numel()].view(-1, 2))
-            begin += 2 * parameter.numel()
-        else:
-            part = buffer[begin : begin + parameter.numel()]
-            begin += parameter.numel()
-        yield shaped(part, parameter)

@@ -12,6 +12,8 @@ from torch import nn
 class DataParallel(nn.DataParallel[nn.Module]):
     """torch's DataParallel. With one device it only runs the module, and warns that there is a faster way.
 
+    Inputs are divided among the devices, and outputs are collected on one of them.
+
     Args:
         module: Model to run.
         device_ids: GPUs to use; by default all.

@@ -18,9 +18,9 @@ def average_gradients(
 ) -> None:
     """Replace every parameter's ``.grad`` by its mean over the ranks. Call it between ``backward()`` and ``step()``.
 
-    It does what the tutorials' loop of one all_reduce for each parameter does, with one for each 25 MiB. A gradient
-    that is None on some ranks counts as zeros there; one that is None on all ranks stays None. Sparse gradients stay
-    sparse. For training, DistributedDataParallel does the same during the backward pass.
+    The tutorials loop over the parameters, with one all_reduce for each; this function needs one for each 25 MiB. A
+    gradient that is None on some ranks counts as zeros there; one that is None on all ranks stays None. Sparse
+    gradients stay sparse. For training, DistributedDataParallel does the same during the backward pass.
 
     Args:
         model: Module, or its parameters in the same order on all ranks.
@@ -48,11 +48,14 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
     The tensor is cut into n chunks, one for each of n ranks. In each of n - 1 rounds a rank receives a chunk from its
     left neighbour, adds its own and sends the sum on to the right; then it holds one chunk of the result. In n - 1
     more rounds these chunks go around. Each rank sends 2 (n - 1) / n of the tensor, however large n is, and all ranks
-    get the same bits. It is meant for learning: ``dist.all_reduce`` is faster.
+    get the same bits. It is meant for learning; ``dist.all_reduce`` is faster.
 
     Args:
         tensor: Tensor to sum in place, of the same shape and dtype on all ranks.
         process_group: Ranks to sum over; by default all.
+
+    Raises:
+        ValueError: There is no process group yet, or this rank is not in it.
 
     Source: Patarasuk & Yuan 2009; Baidu's ring all-reduce, 2017.
     """
@@ -91,7 +94,7 @@ def _group_with_this_rank(process_group: dist.ProcessGroup | None, caller: str) 
 
 
 def _sparse_anywhere(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
-    """Return the parameters with a sparse gradient on any rank, which a rank without a gradient can't know itself."""
+    """Return the parameters whose gradient is sparse on any rank: a rank without the gradient cannot know it."""
     if not parameters:
         return []
     marks = RankGroup(group).largest_of_each([p.grad is not None and p.grad.is_sparse for p in parameters])

@@ -1,4 +1,4 @@
-"""Groups of ranks by host: the ranks of one host, and rails of ranks that meet across the slow link.
+"""Groups of ranks by host: the ranks of one host, and rails of ranks that communicate across the slow link.
 
 Rail i consists of the i-th rank of each host. A message between hosts is cut into one piece for each rail. So each host
 sends it once, over all rails at the same time, and its ranks share what arrives.
@@ -6,6 +6,7 @@ sends it once, over all rails at the same time, and its ranks share what arrives
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from phalanx import _env
 from phalanx._network import host_identity
 from phalanx._ranges import share
 from phalanx._rank_group import RankGroup, group_or_world
+from phalanx.parallel.broadcasts import broadcast_each
 
 
 class HostGroups(NamedTuple):
@@ -24,7 +26,7 @@ class HostGroups(NamedTuple):
         host: Group of the ranks on this host; None if this rank counts as a host of its own.
         across: Group of this rank's rail, one rank of each host; None on a rank that is in no rail.
         num_hosts: Number of hosts.
-        num_rails: Number of rails, which is the number of ranks on the smallest host.
+        num_rails: Number of rails, as many as the smallest host has ranks.
         num_ranks: Number of ranks on all hosts together.
     """
 
@@ -36,12 +38,12 @@ class HostGroups(NamedTuple):
 
     @property
     def rail(self) -> int:
-        """Number of this rank among the ranks of its host, from 0; its rail, if there are that many."""
+        """Index of this rank on its host, from 0; that of its rail, if there are as many rails."""
         return dist.get_rank(self.host) if self.host is not None else 0
 
     @property
     def weight(self) -> float:
-        """Number of ranks on this host divided by the mean over the hosts; 1 where all have equally many."""
+        """Number of ranks on this host divided by its mean over the hosts; 1 if all hosts have the same number."""
         return (self.host.size() if self.host is not None else 1) * self.num_hosts / self.num_ranks
 
 
@@ -50,13 +52,13 @@ def host_groups(
 ) -> HostGroups:
     """Return the group of this rank's host, and its group across hosts. Every rank of the job calls it.
 
-    If hosts have different numbers of ranks, there are as many rails as the smallest host has ranks. The further ranks
-    of a host have no ``across``; they get the results from the other ranks of their host.
+    If hosts have different numbers of ranks, there are as many rails as the smallest host has ranks. The remaining
+    ranks of larger hosts have no ``across``; they get the results from the other ranks of their host.
 
     Args:
         name: Name of this rank's host. By default two ranks share a host if its name, boot and network are the same
-            and the launcher gave them the same ``GROUP_RANK``. Pass a name where the slow link lies elsewhere, such as
-            between data centres, or to try things out on one host.
+            and the launcher gave them the same ``GROUP_RANK``. A name helps where the slow link lies elsewhere, such as
+            between data centres, and in trials on one host.
         host_backend: Backend of ``host``, such as ``"phalanx"`` in a job on Gloo; by default the job's.
         across_backend: Backend of ``across``; by default the job's.
 
@@ -86,30 +88,44 @@ def _this_host() -> str:
 
 
 def pieces_of(flat: Tensor, groups: HostGroups) -> list[Tensor]:
-    """Return the pieces of a flat tensor, one for each rail; their sizes differ by at most one element."""
+    """View a flat tensor as one piece for each rail; their sizes differ by at most one element."""
     places = (share(flat.numel(), rail, groups.num_rails) for rail in range(groups.num_rails))
     return [flat[place.start : place.stop] for place in places]
 
 
+def _sum(piece: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(piece, group=group)
+
+
 def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
     """Send each rail's piece from its rank to all ranks of this host."""
-    if groups.host is None or groups.host.size() == 1:
-        return
-    works = [
-        dist.broadcast(piece, src=dist.get_global_rank(groups.host, rail), group=groups.host, async_op=True)
-        for rail, piece in enumerate(pieces)
-        if piece.numel()
-    ]
-    for work in works:
-        work.wait()  # type: ignore[union-attr]
+    if groups.host is not None and groups.host.size() > 1:
+        broadcast_each(enumerate(pieces), groups.host)
+
+
+def cross_hosts(flat: Tensor, groups: HostGroups, cross: Callable[[Tensor, dist.ProcessGroup], object] = _sum) -> None:
+    """Combine a flat tensor with those of the other hosts, in place. Every rank calls it.
+
+    Each rail's rank combines its piece across the hosts; then the ranks of each host share the pieces. All ranks of a
+    host must have the same tensor.
+
+    Args:
+        flat: Tensor of shape ``(num_elems,)``.
+        groups: Groups of this rank.
+        cross: Function that combines a piece over a rail's group, in place; by default it sums.
+    """
+    pieces = pieces_of(flat, groups)
+    if groups.across is not None:
+        cross(pieces[groups.rail], groups.across)
+    share_out(pieces, groups)
 
 
 def gather_from_all(value: Any, groups: HostGroups) -> list[Any]:
-    """Return the values of all ranks, host by host: the same list on every rank."""
+    """Return the values of all ranks, host by host, the same list on every rank. Every rank calls it."""
     on_host = [value] if groups.host is None else RankGroup(groups.host).gather(value)
     everywhere: list[Any] = [None] * groups.num_hosts
     if groups.across is not None:
         everywhere = RankGroup(groups.across).gather(on_host)
     if groups.host is not None:
-        dist.broadcast_object_list(everywhere, src=dist.get_global_rank(groups.host, 0), group=groups.host)
+        dist.broadcast_object_list(everywhere, group=groups.host, group_src=0)
     return [item for host in everywhere for item in host]

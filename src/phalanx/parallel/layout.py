@@ -1,10 +1,16 @@
-"""Tensors as ranges of memory: flat views of them, and views of flat buffers in their shape."""
+"""Tensors as ranges of memory: flat views of them, and views of flat buffers in their shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
 from torch import Tensor
 
 from phalanx._tensors import is_one_range
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -17,3 +23,26 @@ def shaped(buffer: Tensor, like: Tensor) -> Tensor:
     if is_one_range(like):
         return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset())
     return buffer.view(like.shape)
+
+
+def num_reals(tensor: Tensor) -> int:
+    """Return how many real numbers a tensor holds: two for each complex element."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def views_of(buffer: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
+    """View the consecutive parts of a flat buffer of real numbers in the shape and memory layout of each member."""
+    views, begin = [], 0
+    for member in members:
+        part = buffer[begin : begin + num_reals(member)]
+        begin += part.numel()
+        views.append(shaped(torch.view_as_complex(part.view(-1, 2)) if member.is_complex() else part, member))
+    return views
+
+
+def by_kind(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
+    """Group tensors by dtype and device, in order: those of a group fit into one buffer."""
+    kinds: dict[Any, list[AnyTensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())

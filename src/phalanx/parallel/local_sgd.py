@@ -1,7 +1,8 @@
-"""LocalSGD: hosts train by themselves and meet every so many steps, over a link too slow for every gradient.
+"""LocalSGD: hosts train by themselves and synchronize every so many steps, over a link too slow for every gradient.
 
-At a meeting the way that each host has gone, start minus now, is averaged over the hosts as if it were a gradient, and
-an outer optimizer steps from the common start. Where all arrive, the next window starts.
+A window is the steps between two synchronizations. At its end, each host's pseudo-gradient, the parameters at the
+window's start minus those at its end, is averaged over the hosts. An outer optimizer steps along it from the common
+start, and its result is the start of the next window.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from torch import Tensor, nn, optim
 
 from phalanx._rank_group import group_or_world
 from phalanx._torch import foreach_copy_
-from phalanx.parallel.hosts import HostGroups, gather_from_all, pieces_of, share_out
-from phalanx.parallel.layout import shaped
+from phalanx.parallel.hosts import HostGroups, cross_hosts, gather_from_all, pieces_of, share_out
+from phalanx.parallel.layout import by_kind, views_of
 
 _WIDE = (torch.float32, torch.float64)
 
 
 def nesterov(params: list[nn.Parameter]) -> optim.Optimizer:
-    """Return the outer optimizer of DiLoCo: SGD with learning rate 0.7 and Nesterov momentum 0.9.
+    """Return DiLoCo's outer optimizer: SGD with learning rate 0.7 and Nesterov momentum 0.9.
 
     Args:
-        params: Parameters that the optimizer steps.
+        params: Parameters for the optimizer to step.
     """
     return optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -35,10 +36,10 @@ class LocalSGD:
 
     Within a host, ranks train together in every step, as with DistributedDataParallel over the host's group. Every rank
     calls ``step()`` after ``optimizer.step()``. After a synchronization all ranks have the same parameters, bit for bit
-    if their processors are of one kind. Make it when the model has its initial weights: those of rank 0 are copied to
+    if their processors are of one kind. Create it once the model has its initial weights: those of rank 0 are copied to
     all ranks.
 
-    It keeps one copy of the parameters, a second one during a synchronization, and the outer optimizer's state.
+    It keeps a copy of the parameters, a second one during a synchronization, and the outer optimizer's state.
 
     Args:
         params: Parameters to train, such as ``model.parameters()``; or tensors that share their memory, such as the
@@ -46,12 +47,11 @@ class LocalSGD:
         every: Number of steps between two synchronizations, at least 1.
         process_group: Groups from `host_groups`, or a group whose ranks each train alone; by default all ranks, each
             alone.
-        outer_optimizer: Function that makes the outer optimizer for a list of parameters; by default that of DiLoCo.
-            The outer optimizer steps along the pseudo-gradient, the mean difference since the last synchronization.
-            None: the parameters are averaged, which is local SGD.
-        warmup_steps: Number of steps at the beginning after each of which the parameters are averaged.
-        compress: "bf16" to halve the bytes between hosts; None: no compression. The pseudo-gradient is rounded, and its
-            rounding error is added to the next one.
+        outer_optimizer: Function that makes the outer optimizer for a list of parameters; by default DiLoCo's. With
+            None the parameters are averaged, which is local SGD.
+        warmup_steps: Number of steps at the beginning that each end with an average of the parameters.
+        compress: "bf16" to halve the bytes between hosts, or None. The pseudo-gradient is rounded, and the residual is
+            added to the next one.
         buffers: Buffers to average over all ranks at each synchronization, such as ``model.buffers()``; integers stay
             as they are.
 
@@ -89,14 +89,14 @@ class LocalSGD:
         averaged = [b.detach() for b in buffers if b.is_floating_point()]
         problem = _problem_of(parameters, every, warmup_steps, compress)
         self._verify(problem, (every, warmup_steps, compress, outer_optimizer is None), [*parameters, *averaged])
-        self._windows = [_Window(members, self._groups, compress) for members in _by_kind(parameters)]
-        self._buffers = _by_kind(averaged)
         self._start_alike(parameters + averaged)
+        self._windows = [_Window(members, self._groups, compress) for members in by_kind(parameters)]
+        self._buffers = by_kind(averaged)
         starts = [parameter for window in self._windows for parameter in window.starts]
         self.outer_optimizer: optim.Optimizer | None = outer_optimizer and outer_optimizer(starts)
 
     def _verify(self, problem: str, settings: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        """Raise the same error on every rank if one has a problem, or has other arguments than the first."""
+        """Raise the same error on every rank if one has a problem, or if its arguments differ from the first rank's."""
         own = (dist.get_rank(), problem, settings, [(list(t.shape), str(t.dtype)) for t in tensors])
         everyone = gather_from_all(own, self._groups)
         for rank, text, _, _ in everyone:
@@ -119,22 +119,19 @@ class LocalSGD:
 
     @torch.no_grad()
     def _start_alike(self, tensors: list[Tensor]) -> None:
-        """Copy parameters and buffers from rank 0 of the group, which crosses the slow link once for each host."""
+        """Copy parameters and buffers from rank 0 of the group; they cross the slow link once for each host."""
         groups = self._groups
-        for members in _by_kind(tensors):
-            flat, views = _empty_like(members)
-            foreach_copy_(views, members)
+        for members in by_kind(tensors):
+            flat, views = _flat_copy(members)
             if groups.across is not None and groups.rail == 0:
-                dist.broadcast(flat, src=dist.get_global_rank(groups.across, 0), group=groups.across)
+                dist.broadcast(flat, group=groups.across, group_src=0)
             share_out([flat], groups)
             foreach_copy_(members, views)
-        for window in self._windows:
-            window.begin()
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Count a step of the inner optimizer, and synchronize if it is time. Every rank calls it.
+        """Count a step of the inner optimizer, and synchronize if the window is over. Every rank calls it.
 
         Returns:
             Whether the hosts synchronized after this step.
@@ -147,34 +144,34 @@ class LocalSGD:
         warming_up = self.num_steps <= self.warmup_steps
         if not warming_up and self.num_steps_apart < self.every:
             return False
-        self._meet(outer=not warming_up)
+        self._synchronize(outer=not warming_up)
         return True
 
     def sync(self) -> bool:
         """Synchronize now, as at the end of training. Every rank calls it.
 
         Returns:
-            Whether the hosts synchronized: False if there was no step since the last synchronization.
+            Whether the hosts synchronized; False if there was no step since the last synchronization.
 
         Raises:
             ValueError: The hosts have taken different numbers of steps.
         """
         if self.num_steps_apart == 0:
             return False
-        self._meet(outer=self.num_steps > self.warmup_steps)
+        self._synchronize(outer=self.num_steps > self.warmup_steps)
         return True
 
     @torch.no_grad()
-    def _meet(self, *, outer: bool) -> None:
+    def _synchronize(self, *, outer: bool) -> None:
         self._verify_steps()
-        ways = [window.average_way() for window in self._windows]
-        if self.outer_optimizer is None or not outer:
-            for window, way in zip(self._windows, ways, strict=True):
-                window.start.sub_(way)
-        else:
-            for window, way in zip(self._windows, ways, strict=True):
-                for start, grad in zip(window.starts, _views(way, window.members), strict=True):
-                    start.grad = grad
+        pseudo_gradients = [window.pseudo_gradient() for window in self._windows]
+        for window, gradient in zip(self._windows, pseudo_gradients, strict=True):
+            if self.outer_optimizer is None or not outer:
+                window.start.sub_(gradient)
+                continue
+            for start, view in zip(window.starts, views_of(gradient, window.members), strict=True):
+                start.grad = view
+        if self.outer_optimizer is not None and outer:
             self.outer_optimizer.step()
             self.outer_optimizer.zero_grad()
         for window in self._windows:
@@ -200,33 +197,24 @@ class LocalSGD:
 
     def _average_buffers(self, members: list[Tensor]) -> None:
         groups = self._groups
-        flat, views = _empty_like(members)
-        foreach_copy_(views, members)
+        flat, views = _flat_copy(members)
         if groups.host is not None:  # ranks of a host have each seen their own samples
             dist.all_reduce(flat, group=groups.host)
-        pieces = pieces_of(flat, groups)
-        if groups.across is not None:
-            dist.all_reduce(pieces[groups.rail], group=groups.across)
-        share_out(pieces, groups)
+        cross_hosts(flat, groups)
         flat.div_(groups.num_ranks)
         foreach_copy_(members, views)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank. With those of model and optimizer, training resumes bit for bit at any step.
+        """Return this rank's state; with those of model and optimizer, training resumes bit for bit at any step.
 
         Between two synchronizations each rank has its own state, and only the same number of ranks can load it.
         """
         groups = self._groups
-        place = [
-            dist.get_rank(groups.across) if groups.across else -1,
-            groups.rail,
-            groups.num_hosts,
-            groups.num_rails,
-        ]
-        # A name of each rank's own makes phalanx.checkpoint save every rank's tensors whole, as it does where names
-        # differ. It could not always see that they do: it looks at a few elements of each.
+        host = dist.get_rank(groups.across) if groups.across else -1
+        # A name of each rank's own makes phalanx.checkpoint keep every rank's state apart. Otherwise a job of another
+        # size would get the small tensors of rank 0, which are those of one host.
         apart = {f"rank {dist.get_rank()}": torch.tensor(self.num_steps_apart)} if self.num_steps_apart else {}
         return {
             "num_steps": self.num_steps,
@@ -234,20 +222,19 @@ class LocalSGD:
             "starts": [window.start for window in self._windows],
             "outer_optimizer": self.outer_optimizer.state_dict() if self.outer_optimizer else None,
             "apart": apart,
-            "left_out": [_to_bytes(window.left_out) for window in self._windows],
-            "place": place,
+            "left_out": [_to_bytes(window.residual) for window in self._windows],
+            "place": [host, groups.rail, groups.num_hosts, groups.num_rails],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; the model's must be loaded as well. Rounding errors are dropped if the hosts have changed.
+        """Load a state; the model's must be loaded as well. If the hosts have changed, residuals are dropped.
 
         Args:
             state_dict: State that `state_dict` returned.
 
         Raises:
-            ValueError: The state has other parameters, or an outer optimizer where this one has none, or none where
-                this one has one.
+            ValueError: The state has other parameters, or only one of the two has an outer optimizer.
         """
         saved = [list(start.shape) for start in state_dict["starts"]]
         own = [list(window.start.shape) for window in self._windows]
@@ -262,11 +249,11 @@ class LocalSGD:
         if self.outer_optimizer is not None:
             self.outer_optimizer.load_state_dict(outer)
         same_place = state_dict["place"] == self.state_dict()["place"]
-        for window, start, left_out in zip(self._windows, state_dict["starts"], state_dict["left_out"], strict=True):
+        for window, start, residual in zip(self._windows, state_dict["starts"], state_dict["left_out"], strict=True):
             window.start.copy_(start)
-            if window.left_out is not None:
-                fits = same_place and left_out is not None
-                window.left_out.copy_(_from_bytes(left_out, window.left_out)) if fits else window.left_out.zero_()
+            if window.residual is not None:
+                fits = same_place and residual is not None
+                window.residual.copy_(_from_bytes(residual, window.residual)) if fits else window.residual.zero_()
 
 
 class _Window:
@@ -276,51 +263,44 @@ class _Window:
         members: Parameters of the model.
         start: Values at the beginning of the window, in one flat tensor.
         starts: Views of `start`, as parameters for the outer optimizer.
-        left_out: Rounding error of this rail's piece at the last synchronization; None without compression.
+        residual: Rounding error of this rail's piece at the last synchronization; None without compression.
     """
 
     def __init__(self, members: list[Tensor], groups: HostGroups, compress: str | None) -> None:
         self.members = members
-        self.start, views = _empty_like(members)
+        self.start, views = _flat_copy(members)
         self.starts = [nn.Parameter(view) for view in views]
-        self.left_out: Tensor | None = None
+        self.residual: Tensor | None = None
         self._groups = groups
         if compress and self.start.dtype in _WIDE:
             carries = groups.across is not None
-            self.left_out = torch.zeros_like(pieces_of(self.start, groups)[groups.rail] if carries else self.start[:0])
+            self.residual = torch.zeros_like(pieces_of(self.start, groups)[groups.rail] if carries else self.start[:0])
 
-    def begin(self) -> None:
-        """Begin a window with the present parameters."""
-        foreach_copy_([p.detach() for p in self.starts], self.members)
-
-    def average_way(self) -> Tensor:
-        """Return the pseudo-gradient: start minus present value, averaged over all ranks, flat."""
+    def pseudo_gradient(self) -> Tensor:
+        """Return the start minus the present parameters, averaged over all ranks, flat."""
         groups = self._groups
-        way = torch.empty_like(self.start)
-        for view, start, now in zip(_views(way, self.members), self.starts, self.members, strict=True):
+        gradient = torch.empty_like(self.start)
+        for view, start, now in zip(views_of(gradient, self.members), self.starts, self.members, strict=True):
             torch.sub(start.detach(), now, out=view)
         if groups.weight != 1:
-            way.mul_(groups.weight)
-        pieces = pieces_of(way, groups)
-        if groups.across is not None:
-            self._cross(pieces[groups.rail], groups.across)
-        share_out(pieces, groups)
-        return way.div_(groups.num_hosts)
+            gradient.mul_(groups.weight)
+        cross_hosts(gradient, groups, self._cross)
+        return gradient.div_(groups.num_hosts)
 
     def _cross(self, piece: Tensor, across: dist.ProcessGroup) -> None:
-        """Sum this rail's piece over the hosts."""
-        if self.left_out is None:
+        """Sum this rail's piece over the hosts, in place."""
+        if self.residual is None:
             dist.all_reduce(piece, group=across)
             return
-        piece.add_(self.left_out)
+        piece.add_(self.residual)
         rounded = piece.bfloat16()
-        torch.sub(piece, rounded, out=self.left_out)
+        torch.sub(piece, rounded, out=self.residual)
         dist.all_reduce(rounded, group=across)
         piece.copy_(rounded)
 
 
 def _problem_of(parameters: list[Tensor], every: int, warmup_steps: int, compress: str | None) -> str:
-    """Return what is wrong with the arguments; empty if nothing is."""
+    """Return what is wrong with the arguments, or an empty string."""
     if every < 1:
         return f"every must be at least 1, got {every}"
     if warmup_steps < 0:
@@ -339,28 +319,17 @@ def _problem_of(parameters: list[Tensor], every: int, warmup_steps: int, compres
     return ""
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by dtype and device, in order."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(kinds.values())
-
-
-def _empty_like(members: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return a flat tensor for all members, and a view of it for each."""
+def _flat_copy(members: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Copy tensors of one kind into a flat one, and return it with a view of it for each."""
     num_elems = sum(t.numel() for t in members)
     flat = torch.empty(num_elems, dtype=members[0].dtype, device=members[0].device)
-    return flat, _views(flat, members)
-
-
-def _views(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([t.numel() for t in members])
-    return [shaped(part, member) for part, member in zip(parts, members, strict=True)]
+    views = views_of(flat, members)
+    foreach_copy_(views, members)
+    return flat, views
 
 
 def _to_bytes(tensor: Tensor | None) -> bytes | None:
-    """Return a tensor as bytes, which a checkpoint saves for each rank, as it does not with tensors that are alike."""
+    """Return a tensor as bytes: a checkpoint saves bytes for each rank, but tensors that are alike only once."""
     return None if tensor is None else tensor.cpu().view(torch.uint8).numpy().tobytes()
 
 

@@ -18,12 +18,12 @@ _HEADER_BYTES = mmap.PAGESIZE  # begins with a nonce, by which a rank knows that
 
 
 def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    """Return a zeroed CPU tensor of shape ``(num_elems,)`` whose memory is the same on all ranks of the group.
+    """Return a zeroed CPU tensor whose memory all ranks of the group share. Every rank calls it.
 
     The memory has no name. The kernel frees it when the last process that maps it has ended, in whatever way.
 
     Args:
-        num_elems: Length of the tensor.
+        num_elems: Length of the tensor, of shape ``(num_elems,)``.
         dtype: Dtype of the tensor.
         group: Ranks that share the tensor.
 
@@ -41,7 +41,7 @@ def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) 
                 memory, offer[0] = _create(num_bytes, opened)
             except OSError as failure:
                 error = f"no shared memory of {num_bytes >> 20} MiB: {failure}"
-        dist.broadcast_object_list(offer, src=dist.get_global_rank(group, 0), group=group)
+        dist.broadcast_object_list(offer, group=group, group_src=0)
         if rank > 0 and offer[0] is not None:
             try:
                 memory = _attach(offer[0], num_bytes)
@@ -60,7 +60,7 @@ def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) 
 
 
 def _create(num_bytes: int, opened: contextlib.ExitStack) -> tuple[mmap.mmap, tuple[int, int, bytes]]:
-    """Return new memory, and what a peer needs to map it as long as `opened` is."""
+    """Return new memory, and what a peer needs to map it until `opened` is closed."""
     fd = os.memfd_create("phalanx-parameters", os.MFD_CLOEXEC)
     opened.callback(os.close, fd)
     os.posix_fallocate(fd, 0, num_bytes)  # a shortage is an error here, and not a SIGBUS later

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from phalanx._rank_group import RankGroup, group_or_world
-from phalanx.parallel.layout import flat, shaped
-from phalanx.parallel.shared_memory import shared_tensor
+from phalanx.parallel.broadcasts import broadcast_each
+from phalanx.parallel.layout import by_kind
+from phalanx.parallel.pieces import CUT_ELEMS, Piece, cut_into_pieces, cuts, move_into_buffer
 
 # Optimizers that treat every element by itself: a parameter may be cut anywhere.
 _ELEMENTWISE = {
@@ -30,61 +30,33 @@ _ELEMENTWISE = {
     optim.Adadelta,
     optim.ASGD,
 }
-# Kernels treat the last elements of a tensor otherwise than full vectors, with other rounding: shards are cut where
-# vectors end, at any width and element size.
-_CUT_ELEMS = 128
-_ALIGN_ELEMS = 64
-
-
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """What one rank steps of a parameter: all of it, or the elements ``[start, stop)`` in the order of its memory."""
-
-    number: int  # of the piece, the same on all ranks
-    parameter: nn.Parameter
-    index: int  # of the parameter, in the order of the plain optimizer
-    owner: int  # rank in the group
-    start: int
-    stop: int
-
-    @property
-    def is_whole(self) -> bool:
-        return self.stop - self.start == self.parameter.numel()
-
-    def memory_of(self, tensor: Tensor) -> Tensor:
-        """View this piece of a tensor laid out like the parameter, flat."""
-        return flat(tensor)[self.start : self.stop]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """View this piece of a tensor laid out like the parameter; the whole one keeps its shape."""
-        return tensor.detach() if self.is_whole else self.memory_of(tensor)
 
 
 class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     """torch's ZeroRedundancyOptimizer: the optimizer's state is divided among the ranks, and each steps its shard.
 
     Use it with DistributedDataParallel, in place of ``optimizer_class(params, ...)``. After ``step()`` every rank has
-    all parameters, with the same bits as from the plain optimizer if that works element by element (SGD, Adam, AdamW
-    and most others) and runs one thread; such parameters are cut, so that shards are equal. Other optimizers get whole
-    parameters.
+    all parameters. Their bits are those of the plain optimizer if that works element by element (SGD, Adam, AdamW and
+    most others) and runs one thread. For such optimizers parameters are cut, so that all shards have about the same
+    size; other optimizers get whole parameters.
 
     What differs from torch's:
 
-    - ``state_dict()`` returns the plain optimizer's state on every rank, which all ranks call together. After
-      ``consolidate_state_dict(to)`` it is torch's until the next step: rank `to` has the state, and calls it alone.
-    - ``load_state_dict()`` takes a state that any number of ranks has saved, or the plain optimizer.
+    - ``state_dict()`` returns the plain optimizer's state on every rank, and all ranks call it together. After
+      ``consolidate_state_dict(to)``, and until the next step, it is as in torch: rank `to` has the state and calls it
+      alone.
+    - ``load_state_dict()`` takes a state saved by any number of ranks or by the plain optimizer.
     - ``add_param_group()`` raises NotImplementedError.
 
     Args:
         params: Parameters, or groups of them, as `optimizer_class` takes them; the same on all ranks.
-        optimizer_class: Class from torch.optim, or one like those.
+        optimizer_class: Class of the plain optimizer, from torch.optim or with the same interface.
         process_group: Ranks to divide the state among; by default all.
-        parameters_as_bucket_view: Accepted as in torch. The parameters move into one buffer for each dtype and device
-            in any case.
-        overlap_with_ddp: Accepted as in torch, but True is refused: only torch's DistributedDataParallel can overlap.
-        share_parameters: Whether the parameters live in memory that all ranks of the host share, on the CPU. A step
-            then ends with a barrier instead of copies, and whatever else writes to parameters in place (clipping of
-            weights, an average of models) must be done by one rank alone.
+        parameters_as_bucket_view: Ignored; the parameters move into one buffer for each dtype and device in any case.
+        overlap_with_ddp: Unsupported, and refused; only torch's DistributedDataParallel can overlap.
+        share_parameters: Whether the parameters live in CPU memory that all ranks of the host share. A step then ends
+            with a barrier instead of copies, and only one rank may write to parameters in place (to clip weights, or
+            to average models).
         defaults: Arguments of the optimizer, such as ``lr``.
 
     Attributes:
@@ -92,8 +64,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         process_group: Ranks among which the state is divided.
 
     Raises:
-        RuntimeError: `share_parameters`, and the ranks are not on one host.
-        ValueError: `share_parameters` with a parameter that is not on the CPU; or `overlap_with_ddp`.
+        RuntimeError: Parameters are to be shared, and the ranks are not on one host.
+        TypeError: `optimizer_class` is not a class.
+        ValueError: A parameter to be shared is not on the CPU; or `overlap_with_ddp` is set.
 
     Source: Rajbhandari et al. 2020 (ZeRO).
     """
@@ -128,78 +101,37 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self._built = False
         super().__init__(params, defaults)
         self._built = True
-        self._parameters = [p for g in self.param_groups for p in g["params"]]
+        parameters = [p for g in self.param_groups for p in g["params"]]
+        self._index_of = {p: index for index, p in enumerate(parameters)}  # in the plain optimizer's state
         self._ranges: list[list[Tensor]] = []  # of each buffer, by rank
-        self._pieces: list[_Piece] = []
-        cut = _CUT_ELEMS if optimizer_class in _ELEMENTWISE else 0
-        for members in self._by_kind():
-            self._lay_out(members, cut)
-        self._own = [
-            (piece, nn.Parameter(piece.of(piece.parameter))) for piece in self._pieces if piece.owner == self._rank
-        ]
-        by_index: dict[int, list[nn.Parameter]] = {}
-        for piece, shard in self._own:
-            by_index.setdefault(piece.index, []).append(shard)
+        self._pieces: list[Piece] = []  # of all ranks, in the same order on each
+        self._lay_out(CUT_ELEMS if optimizer_class in _ELEMENTWISE else 0)
+        own = [piece for piece in self._pieces if piece.owner == self._rank]  # at most one of each parameter
+        self._own = {piece: nn.Parameter(piece.of(piece.parameter)) for piece in own}
+        shard_of = {piece.parameter: shard for piece, shard in self._own.items()}
         groups = []
-        for outer, indices in self._groups_with_indices():
+        for outer in self.param_groups:
             settings = {name: value for name, value in outer.items() if name != "param_names"}
-            groups.append({**settings, "params": [s for i in indices for s in by_index.get(i, [])]})
+            groups.append({**settings, "params": [shard_of[p] for p in outer["params"] if p in shard_of]})
         self.optim: optim.Optimizer = optimizer_class(groups, **defaults)
         for outer, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             for name, value in inner.items():
                 outer.setdefault(name, value)  # what the optimizer has by default: schedulers look for it
 
-    def _groups_with_indices(self) -> Iterator[tuple[dict[str, Any], range]]:
-        """Yield each group with the indices of its parameters, counted through all groups."""
-        first = 0
-        for group in self.param_groups:
-            yield group, range(first, first + len(group["params"]))
-            first += len(group["params"])
-
-    # ---- layout ----------------------------------------------------------------------------------------------------
-
-    def _by_kind(self) -> Iterator[list[int]]:
-        """Yield indices of parameters that share a buffer: those of one dtype on one device."""
-        kinds: dict[Any, list[int]] = {}
-        for index, parameter in enumerate(self._parameters):
-            if self._shared and parameter.device.type != "cpu":
+    def _lay_out(self, cut: int) -> None:
+        """Move the parameters into one buffer for each kind, equal to rank 0's, and divide it among the ranks."""
+        group, share = self.process_group, self._shared
+        for parameter in self._index_of if share else ():
+            if parameter.device.type != "cpu":
                 raise ValueError(
                     f"rank {dist.get_rank()}: ZeroRedundancyOptimizer: share_parameters is for parameters on the CPU, "
                     f"got one on {parameter.device}"
                 )
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
-        yield from kinds.values()
-
-    @torch.no_grad()
-    def _lay_out(self, indices: list[int], cut: int) -> None:
-        """Move parameters into one buffer, equal to rank 0's, and divide it among the ranks."""
-        parameters = [self._parameters[i] for i in indices]
-        begins, num_elems = [], 0
-        for parameter in parameters:
-            begins.append(num_elems)
-            num_elems += -(-parameter.numel() // _ALIGN_ELEMS) * _ALIGN_ELEMS
-        first = parameters[0]
-        if self._shared:
-            buffer = shared_tensor(num_elems, first.dtype, self.process_group)
-        else:
-            buffer = torch.zeros(num_elems, dtype=first.dtype, device=first.device)
-        views = [shaped(buffer[begin : begin + p.numel()], p) for p, begin in zip(parameters, begins, strict=True)]
-        if self._rank == 0 or not self._shared:
-            for parameter, view in zip(parameters, views, strict=True):
-                view.copy_(parameter)
-        if self._shared:
-            dist.barrier(group=self.process_group)
-        else:
-            dist.broadcast(buffer, src=dist.get_global_rank(self.process_group, 0), group=self.process_group)
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.data = view
-        bounds = [0, *_cuts(begins, [p.numel() for p in parameters], self._size, cut), num_elems]
-        self._ranges.append([buffer[lo:hi] for lo, hi in itertools.pairwise(bounds)])
-        for owner, (lo, hi) in enumerate(itertools.pairwise(bounds)):
-            for index, parameter, begin in zip(indices, parameters, begins, strict=True):
-                start, stop = max(lo - begin, 0), min(hi - begin, parameter.numel())
-                if start < stop:
-                    self._pieces.append(_Piece(len(self._pieces), parameter, index, owner, start, stop))
+        for members in by_kind(self._index_of):
+            buffer, begins = move_into_buffer(members, group, share=share)
+            bounds = [0, *cuts(begins, [p.numel() for p in members], self._size, cut), buffer.numel()]
+            self._ranges.append([buffer[lo:hi] for lo, hi in itertools.pairwise(bounds)])
+            self._pieces += cut_into_pieces(members, begins, bounds)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._built:
@@ -215,8 +147,14 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         """Step this rank's shard, then bring the parameters of all ranks here. Every rank calls it.
 
         Args:
-            closure: Function that computes the loss anew and returns it; called before the gradients are looked at.
-            kwargs: Further arguments of the optimizer's own ``step``.
+            closure: Function that computes the loss anew and returns it; called before the gradients are used.
+            kwargs: Further arguments of the plain optimizer's ``step``.
+
+        Returns:
+            The result of `closure`; None without one.
+
+        Raises:
+            ValueError: A parameter that is cut has a sparse gradient.
         """
         Join.notify_join_context(self)
         self._consolidated = None
@@ -225,12 +163,12 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         self._pass_settings_on()
-        for piece, shard in self._own:
-            shard.grad = _piece_of_gradient(piece)
+        for piece, shard in self._own.items():
+            shard.grad = piece.gradient()
         if self._shared:
             dist.barrier(group=self.process_group)  # a slower rank may still compute with the parameters
         self.optim.step(**kwargs)
-        for _, shard in self._own:
+        for shard in self._own.values():
             shard.grad = None
         self._gather()
         return loss
@@ -238,32 +176,23 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     def _gather(self) -> None:
         if self._shared:
             dist.barrier(group=self.process_group)
-            return
-        works = [
-            dist.broadcast(
-                part, src=dist.get_global_rank(self.process_group, r), group=self.process_group, async_op=True
-            )
-            for ranges in self._ranges
-            for r, part in enumerate(ranges)
-            if part.numel()
-        ]
-        for work in works:
-            work.wait()  # type: ignore[union-attr]
+        else:
+            broadcast_each((part for ranges in self._ranges for part in enumerate(ranges)), self.process_group)
 
     def _pass_settings_on(self) -> None:
-        """Give the learning rates and whatever else was set here to the optimizer that steps."""
+        """Copy the learning rates, and whatever else was set here, to the optimizer that steps."""
         for outer, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name not in ("params", "param_names")})
 
     # ---- uneven inputs ---------------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what steps in the place of a rank that has run out of data, in ``Join([ddp, optimizer])``."""
+        """Return the hook by which a rank that has run out of data goes on to step, in ``Join([ddp, optimizer])``."""
         return _Shadow(self)
 
     @property
     def join_device(self) -> torch.device:
-        return self._parameters[0].device
+        return next(iter(self._index_of)).device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -307,30 +236,26 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def _collect_state(self) -> dict[str, Any]:
-        own: dict[int, dict[str, Any]] = {}  # by number of the piece
-        for piece, shard in self._own:
-            values = self.optim.state.get(shard, {})
-            own[piece.number] = {
-                name: (value.dtype if _is_elementwise(name, value, shard) else value) for name, value in values.items()
+        own: dict[int, dict[str, Any]] = {}  # by parameter; tensors that are cut with it are sent afterwards
+        for piece, shard in self._own.items():
+            own[self._index_of[piece.parameter]] = {
+                name: (value.dtype if _is_elementwise(name, value, shard.shape) else value)
+                for name, value in self.optim.state.get(shard, {}).items()
             }
         every = RankGroup(self.process_group).gather(own)
-        shards = {piece.number: shard for piece, shard in self._own}
         state: dict[int, dict[str, Any]] = {}
         for piece in self._pieces:
-            for name, value in every[piece.owner][piece.number].items():
-                values = state.setdefault(piece.index, {})
+            index = self._index_of[piece.parameter]
+            for name, value in every[piece.owner][index].items():
+                values = state.setdefault(index, {})
                 if not isinstance(value, torch.dtype):
                     values[name] = value
                     continue
                 full = values.setdefault(name, torch.zeros_like(piece.parameter, dtype=value))
                 if piece.owner == self._rank:
-                    piece.of(full).copy_(self.optim.state[shards[piece.number]][name])
-                dist.broadcast(
-                    piece.memory_of(full),
-                    src=dist.get_global_rank(self.process_group, piece.owner),
-                    group=self.process_group,
-                )
-        groups = [{**group, "params": list(indices)} for group, indices in self._groups_with_indices()]
+                    piece.of(full).copy_(self.optim.state[self._own[piece]][name])
+                dist.broadcast(piece.memory_of(full), group=self.process_group, group_src=piece.owner)
+        groups = [{**g, "params": [self._index_of[p] for p in g["params"]]} for g in self.param_groups]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     @torch.no_grad()
@@ -338,7 +263,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         """Load this rank's shard of a whole state.
 
         Args:
-            state_dict: State that any number of ranks has saved, or the plain optimizer.
+            state_dict: State saved by any number of ranks or by the plain optimizer.
 
         Raises:
             ValueError: The state has other groups of parameters.
@@ -358,8 +283,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         inner = self.optim.state_dict()
         numbers = {id(s): n for n, s in enumerate(s for g in self.optim.param_groups for s in g["params"])}
         inner["state"] = {}
-        for piece, shard in self._own:
-            values = state_dict["state"].get(saved_keys[piece.index])
+        for piece, shard in self._own.items():
+            values = state_dict["state"].get(saved_keys[self._index_of[piece.parameter]])
             if values is not None:
                 inner["state"][numbers[id(shard)]] = {
                     name: _part_of_saved(name, value, piece) for name, value in values.items()
@@ -368,7 +293,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
 
 class _Shadow(JoinHook):
-    """Lets a rank without data go on to step its shard, with the gradients that DistributedDataParallel brings it."""
+    """Steps the shard of a rank that has run out of data, with the gradients that DistributedDataParallel brings it."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
@@ -377,52 +302,12 @@ class _Shadow(JoinHook):
         self._optimizer.step()
 
 
-def _is_elementwise(name: str, value: Any, shard: Tensor) -> bool:
-    return isinstance(value, Tensor) and name != "step" and value.shape == shard.shape
+def _is_elementwise(name: str, value: Any, shape: torch.Size) -> bool:
+    """Return whether an entry of an optimizer's state has an element for each of a tensor of that shape."""
+    return isinstance(value, Tensor) and name != "step" and value.shape == shape
 
 
-def _part_of_saved(name: str, value: Any, piece: _Piece) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if name == "step" or value.shape != piece.parameter.shape:
-        return value.clone()
-    return piece.of(torch.empty_like(piece.parameter, dtype=value.dtype).copy_(value)).clone()
-
-
-def _piece_of_gradient(piece: _Piece) -> Tensor | None:
-    parameter, grad = piece.parameter, piece.parameter.grad
-    if grad is None or piece.is_whole:
-        return grad
-    if grad.layout is not torch.strided:
-        raise ValueError(
-            f"rank {dist.get_rank()}: ZeroRedundancyOptimizer: step() takes dense gradients, got a sparse one; "
-            "make the embedding with sparse=False"
-        )
-    if grad.stride() != parameter.stride():
-        grad = torch.empty_like(parameter).copy_(grad)
-    return piece.of(grad)
-
-
-def _cuts(begins: Sequence[int], numels: Sequence[int], num_shards: int, cut: int) -> list[int]:
-    """Return where a buffer of tensors is cut into shards that are as equal as can be.
-
-    Args:
-        begins: Offsets of the tensors in the buffer, in elements.
-        numels: Numbers of elements of the tensors.
-        num_shards: Number of shards, at least 1; there is one cut less.
-        cut: Number of elements from a tensor's start at multiples of which it may be cut; 0: only between tensors.
-    """
-    total = sum(numels)
-    cuts: list[int] = []
-    for shard in range(1, num_shards):
-        want = total * shard // num_shards
-        at, place = 0, 0
-        for begin, numel in zip(begins, numels, strict=True):
-            inside = want - at
-            if inside <= numel:
-                whole = numel if 2 * inside >= numel else 0
-                place = begin + (min(round(inside / cut) * cut, numel) if cut else whole)
-                break
-            at += numel
-        cuts.append(max(place, cuts[-1] if cuts else 0))
-    return cuts
+def _part_of_saved(name: str, value: Any, piece: Piece) -> Any:
+    if _is_elementwise(name, value, piece.parameter.shape):
+        return piece.copy_of(value)
+    return value.clone() if isinstance(value, Tensor) else value

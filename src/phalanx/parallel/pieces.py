@@ -1,0 +1,150 @@
+"""Pieces: what each rank steps of the parameters of a ZeroRedundancyOptimizer, and where they are cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.parallel.layout import flat, shaped
+from phalanx.parallel.shared_memory import shared_tensor
+
+# Kernels treat the last elements of a tensor otherwise than full vectors, with other rounding: shards are cut where
+# vectors end, at any width and element size.
+CUT_ELEMS = 128
+_ALIGN_ELEMS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What one rank steps of a parameter: all of it, or a range of its elements in the order of their memory.
+
+    Attributes:
+        parameter: Parameter of the model.
+        owner: Rank in the group that steps the piece.
+        start: First element of the piece.
+        stop: End of the piece, in elements.
+    """
+
+    parameter: nn.Parameter
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the piece is the whole parameter."""
+        return self.stop - self.start == self.parameter.numel()
+
+    def memory_of(self, tensor: Tensor) -> Tensor:
+        """View this piece of a tensor laid out like the parameter, flat."""
+        return flat(tensor)[self.start : self.stop]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """View this piece of a tensor laid out like the parameter; the whole one keeps its shape."""
+        return tensor.detach() if self.is_whole else self.memory_of(tensor)
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Copy this piece of a tensor that has the parameter's shape, in whatever layout."""
+        return self.of(torch.empty_like(self.parameter, dtype=tensor.dtype).copy_(tensor)).clone()
+
+    def gradient(self) -> Tensor | None:
+        """Return this piece of the parameter's gradient; None without a gradient.
+
+        Raises:
+            ValueError: The gradient is sparse, and the parameter is cut.
+        """
+        grad = self.parameter.grad
+        if grad is None or self.is_whole:
+            return grad
+        if grad.layout is not torch.strided:
+            raise ValueError(
+                f"rank {dist.get_rank()}: ZeroRedundancyOptimizer: step() takes dense gradients, got a sparse one; "
+                "make the embedding with sparse=False"
+            )
+        if grad.stride() != self.parameter.stride():
+            grad = torch.empty_like(self.parameter).copy_(grad)
+        return self.of(grad)
+
+
+@torch.no_grad()
+def move_into_buffer(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, share: bool
+) -> tuple[Tensor, list[int]]:
+    """Move parameters of one dtype on one device into one buffer, equal to rank 0's. Every rank calls it.
+
+    Args:
+        parameters: Parameters to move.
+        group: Ranks that have the same parameters.
+        share: Whether all ranks have the same memory, on the CPU.
+
+    Returns:
+        The buffer, and the offset of each parameter in it, in elements.
+
+    Raises:
+        RuntimeError: The ranks cannot share memory.
+    """
+    sizes = [-(-p.numel() // _ALIGN_ELEMS) * _ALIGN_ELEMS for p in parameters]
+    *begins, num_elems = itertools.accumulate(sizes, initial=0)
+    first = parameters[0]
+    if share:
+        buffer = shared_tensor(num_elems, first.dtype, group)
+    else:
+        buffer = torch.zeros(num_elems, dtype=first.dtype, device=first.device)
+    views = [shaped(buffer[begin : begin + p.numel()], p) for p, begin in zip(parameters, begins, strict=True)]
+    if dist.get_rank(group) == 0 or not share:
+        for parameter, view in zip(parameters, views, strict=True):
+            view.copy_(parameter)
+    if share:
+        dist.barrier(group=group)
+    else:
+        dist.broadcast(buffer, group=group, group_src=0)
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view
+    return buffer, begins
+
+
+def cut_into_pieces(parameters: Sequence[nn.Parameter], begins: Sequence[int], bounds: Sequence[int]) -> list[Piece]:
+    """Return the pieces of parameters in a buffer that is divided among the ranks.
+
+    Args:
+        parameters: Parameters in the buffer.
+        begins: Offset of each parameter in the buffer, in elements.
+        bounds: Ends of the ranks' ranges of the buffer, from 0 to its length.
+    """
+    pieces = []
+    for owner, (lo, hi) in enumerate(itertools.pairwise(bounds)):
+        for parameter, begin in zip(parameters, begins, strict=True):
+            start, stop = max(lo - begin, 0), min(hi - begin, parameter.numel())
+            if start < stop:
+                pieces.append(Piece(parameter, owner, start, stop))
+    return pieces
+
+
+def cuts(begins: Sequence[int], numels: Sequence[int], num_shards: int, cut: int) -> list[int]:
+    """Return the offsets at which a buffer of tensors is cut into shards that are as equal as can be.
+
+    Args:
+        begins: Offsets of the tensors in the buffer, in elements.
+        numels: Numbers of elements of the tensors.
+        num_shards: Number of shards, at least 1; there is one cut less.
+        cut: Number of elements from a tensor's start at multiples of which it may be cut; 0: only between tensors.
+    """
+    total = sum(numels)
+    places: list[int] = []
+    for shard in range(1, num_shards):
+        want = total * shard // num_shards
+        at, place = 0, 0
+        for begin, numel in zip(begins, numels, strict=True):
+            inside = want - at
+            if inside <= numel:
+                whole = numel if 2 * inside >= numel else 0
+                place = begin + (min(round(inside / cut) * cut, numel) if cut else whole)
+                break
+            at += numel
+        places.append(max(place, places[-1] if places else 0))
+    return places

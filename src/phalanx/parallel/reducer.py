@@ -1,0 +1,290 @@
+"""Reducer: averages gradients over the ranks, bucket by bucket, while backward runs.
+
+The path of a gradient: the hook of its parameter (`_on_gradient`) -> its bucket (see `buckets`), which is started once
+all of its gradients have arrived -> the parameter's ``.grad``. The remaining buckets are started when backward ends
+(`_finish`), because a parameter without a gradient is not an error here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx import _torch
+from phalanx._nested import tensors_in
+from phalanx._torch import current_graph_task_id, queue_callback
+from phalanx.data.epochs import repeated_orders
+from phalanx.parallel.buckets import BoundHook, Bucket, make_buckets
+from phalanx.parallel.replica import Replica
+from phalanx.parallel.uneven_inputs import add_hint
+
+
+@dataclasses.dataclass(slots=True)
+class _Pass:
+    """A backward pass whose gradients are averaged, or the wait for one."""
+
+    task: int | None = None  # of the autograd engine, once it runs
+    node: Any = None  # of the graph, where the pass reached the model's output
+    armed: bool = False  # a forward pass came before
+    reached: bool = False  # a parameter got a gradient
+    next: int = 0  # bucket to start: they are started in their order
+    num_arrived: dict[nn.Parameter, int] = dataclasses.field(default_factory=dict)
+
+
+class Reducer:
+    """Averages a model's gradients in the backward pass of each output that `expect_backward` is told of.
+
+    Its hooks are removed from the parameters when nothing refers to it any longer. It is no part of a module, whose
+    attributes take a microsecond each to set.
+
+    Args:
+        replica: Model whose gradients are averaged over the ranks that have a copy.
+        bucket_cap_mb: MiB of gradients that are reduced together.
+        as_view: Whether gradients become views of their buckets.
+        comm_hook: Function that averages a bucket; None: the reducer does.
+        warns_of_unused: Whether to name the parameters that no gradient reached, once.
+
+    Attributes:
+        trained: Parameters that require a gradient.
+
+    Raises:
+        ValueError: A parameter has an optimizer that steps within backward.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        bucket_cap_mb: float,
+        as_view: bool,
+        comm_hook: BoundHook | None,
+        warns_of_unused: bool,
+    ) -> None:
+        self._replica = replica
+        self._bucket_cap_mb = bucket_cap_mb
+        self._as_view = as_view
+        self._comm_hook = comm_hook
+        self._warns_of_unused = warns_of_unused
+        self._averaging_s = 0.0
+        self._buckets: list[Bucket] = []
+        self._handles: list[Any] = []
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
+        self._build()
+
+    def _build(self) -> None:
+        """Make buckets for the parameters that are trained now, and hang a hook on each."""
+        parameters = dict(self._replica.parameters())
+        self._parameters = list(parameters.values())
+        self._is_trained = [p.requires_grad for p in self._parameters]
+        self._names = {p: name for name, p in parameters.items() if p.requires_grad}
+        self.trained: list[nn.Parameter] = list(self._names)
+        if any(hasattr(p, _torch.MARK_STEPS_IN_BACKWARD) for p in self.trained):
+            raise ValueError(
+                f"rank {dist.get_rank()}: DistributedDataParallel: a parameter has an optimizer that steps within "
+                "backward, before gradients are averaged; call optimizer.step() after backward() instead"
+            )
+        accumulated = self._names.keys() & {p for bucket in self._buckets for p in bucket.used}
+        self._buckets = make_buckets(
+            self.trained,
+            self._replica.group,
+            self._bucket_cap_mb,
+            sparse=self._replica.sparse_parameters(),
+            as_view=self._as_view,
+            hooked=self._comm_hook is not None,
+        )
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        for parameter in accumulated:
+            self._bucket_of[parameter].used.add(parameter)
+        self._expected: dict[nn.Parameter, int] = {}  # how often its gradient arrived in the backward pass before
+        self._pass = _Pass()
+        _remove_all(self._handles)
+        this = weakref.ref(self)  # a hook must not keep the reducer alive
+
+        def on_gradient(parameter: Tensor) -> None:
+            if (reducer := this()) is not None:
+                reducer._on_gradient(parameter)
+
+        self._handles += [p.register_post_accumulate_grad_hook(on_gradient) for p in self.trained]
+
+    # ---- before a pass ---------------------------------------------------------------------------------------------
+
+    def follow_freezing(self) -> None:
+        """Make the buckets anew if a parameter was frozen or unfrozen."""
+        if [p.requires_grad for p in self._parameters] != self._is_trained:
+            self._build()
+
+    def use_comm_hook(self, comm_hook: BoundHook) -> None:
+        """Have `comm_hook` average the buckets from now on."""
+        self._comm_hook = comm_hook
+        self._build()
+
+    def expect_backward(self, output: Any) -> None:
+        """Average the gradients of the next backward pass, which begins at the tensors of the model's output."""
+        if self._pass.task is not None and self._pass.task != current_graph_task_id():
+            self._abandon()
+        self._pass.armed = True
+        this = weakref.ref(self)
+
+        def begin(_: Tensor) -> None:
+            if (reducer := this()) is not None:
+                reducer._begin()
+
+        for _, tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(begin)
+
+    def expect_nothing(self) -> None:
+        """Leave the gradients of the next backward pass as they are, to be averaged with those of a later one."""
+        self._pass.armed = False
+
+    # ---- while backward runs ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Begin to average, when gradients first reach an output of the model in this backward pass."""
+        task = current_graph_task_id()
+        if task == self._pass.task:
+            return
+        if self._pass.task is not None:
+            self._abandon()
+        self._pass = _Pass(task, _torch.current_autograd_node())
+        for bucket in self._buckets:
+            if bucket.overlaps:
+                bucket.num_awaited = sum(self._expected[p] for p in bucket.parameters) if self._expected else -1
+        queue_callback(functools.partial(self._finish, task))
+
+    def _abandon(self) -> None:
+        """Forget the backward pass that runs, or that an error ended, but for the gradients that it has made."""
+        for bucket in self._buckets:
+            if bucket.started:
+                bucket.wait()  # other ranks take part
+        self._pass = _Pass()
+
+    def _on_gradient(self, parameter: Any) -> None:
+        """Take note of a gradient just added to ``parameter.grad``, in the thread that runs backward."""
+        bucket = self._bucket_of[parameter]
+        bucket.used.add(parameter)
+        if not self._pass.reached:
+            if self._pass.task is None:
+                if not self._pass.armed:
+                    return
+                self._begin()  # no tensor was found in the model's output
+            self._pass.reached = True
+        if not bucket.overlaps:
+            return
+        if bucket.started:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: DistributedDataParallel: {self._names[parameter]!r} got another gradient "
+                "after its bucket was reduced: it is used more often than in the backward pass before. Give "
+                "reentrant checkpoints use_reentrant=False, or pass a larger bucket_cap_mb"
+            )
+        num_arrived = self._pass.num_arrived
+        times = num_arrived[parameter] = num_arrived.get(parameter, 0) + 1
+        if self._expected and times <= self._expected[parameter]:
+            bucket.num_awaited -= 1
+        while self._pass.next < len(self._buckets) and self._buckets[self._pass.next].num_awaited == 0:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._pass.next]
+        bucket.load()
+        bucket.start(self._comm_hook)
+        self._pass.next += 1
+
+    # ---- when backward has ended -----------------------------------------------------------------------------------
+
+    def _finish(self, task: int) -> None:
+        """Start the remaining buckets, wait for all, hand the means to the parameters."""
+        if task != self._pass.task:
+            self._pass = _Pass()  # another backward pass ran within this one, and what it averaged is not all
+        elif not self._pass.reached and not _fills_grads(self._pass.node):
+            self._pass = _Pass(armed=True)
+            return  # it was torch.autograd.grad()
+        begin_s = time.perf_counter()
+        try:
+            while self._pass.next < len(self._buckets):
+                self._start_next()
+            for bucket in self._buckets:
+                bucket.store()
+            self._averaging_s += time.perf_counter() - begin_s
+        except Exception as error:
+            add_hint(error, "averaging gradients at the end of backward()")
+            raise
+        finally:
+            unused = self._end_pass()
+        repeated_orders.count_pass()
+        if unused and self._warns_of_unused:
+            self._warn_of_unused(unused)
+
+    def _end_pass(self) -> list[nn.Parameter]:
+        """Keep what the next pass needs to know of this one, and return the parameters that no gradient reached."""
+        num_arrived, self._pass = self._pass.num_arrived, _Pass()
+        unused: list[nn.Parameter] = []
+        for bucket in self._buckets:
+            if bucket.overlaps:
+                self._expected.update((p, num_arrived.get(p, 1)) for p in bucket.parameters)
+            if len(bucket.used) < len(bucket.parameters):
+                unused += [p for p in bucket.parameters if p not in bucket.used]
+            bucket.used.clear()
+        return unused
+
+    def _warn_of_unused(self, parameters: list[nn.Parameter]) -> None:
+        self._warns_of_unused = False
+        some = ", ".join(self._names[p] for p in parameters[:8])
+        more = f" and {len(parameters) - 8} more" if len(parameters) > 8 else ""
+        warnings.warn(
+            f"rank {dist.get_rank()}: DistributedDataParallel: no gradient reached {some}{more} in this backward pass. "
+            "They count as zeros where another rank has a gradient, and stay as they are where none has. "
+            "If that is meant, pass find_unused_parameters=True; if not, look for an output that the loss leaves out",
+            stacklevel=2,
+        )
+
+    # ---- what else it is asked for ---------------------------------------------------------------------------------
+
+    def average_zeros(self) -> None:
+        """Take part in a pass of the other ranks with zeros, and hand their means to the parameters."""
+        for bucket in self._buckets:
+            bucket.used.clear()
+            bucket.load_nothing()
+            bucket.start(self._comm_hook)
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+            bucket.store()  # for an optimizer that takes part, too, such as ZeroRedundancyOptimizer
+
+    def scale(self, factor: float) -> None:
+        """Multiply the means of the following passes by a factor."""
+        for bucket in self._buckets:
+            bucket.scale = factor
+
+    def norm(self, device: torch.device) -> Tensor:
+        """Return the 2-norm of all averaged gradients together, a tensor of shape () on the device."""
+        norms = [bucket.norm().to(device) for bucket in self._buckets]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def take_averaging_s(self) -> float:
+        """Return the seconds that the ends of backward passes have taken since the last call."""
+        taken, self._averaging_s = self._averaging_s, 0.0
+        return taken
+
+
+def _fills_grads(node: Any) -> bool:
+    """Return whether ``backward()`` reached `node`, and not ``torch.autograd.grad()``."""
+    while following := [below for below, _ in node.next_functions if below is not None]:
+        node = following[0]
+    try:
+        return _torch.will_engine_execute_node(node)  # backward() reaches every leaf
+    except RuntimeError:
+        return False  # a leaf that autograd.grad() was asked for
+
+
+def _remove_all(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()

@@ -1,0 +1,96 @@
+"""Replica: one rank's copy of a model, held equal to the copies of the other ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx import _torch
+from phalanx._rank_group import RankGroup
+
+_BROADCAST_BYTES = 250 << 20
+
+
+class Replica:
+    """This rank's copy of a model, without the parameters and buffers that the module wants ignored.
+
+    Args:
+        module: Module with the same parameters and buffers on every rank.
+        group: Ranks that hold a copy each.
+
+    Attributes:
+        group: Ranks that hold a copy each.
+        ignored: Names of the parameters and buffers that are left alone.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.ignored: set[str] = set(getattr(module, _torch.MARK_IGNORED_BY_DDP, ()))
+        self._module = module
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter once, with its name."""
+        return ((name, p) for name, p in self._module.named_parameters() if name not in self.ignored)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each buffer once, with its name."""
+        return ((name, b) for name, b in self._module.named_buffers() if name not in self.ignored)
+
+    def sparse_parameters(self) -> set[Tensor]:
+        """Return the weights of embeddings whose gradients are sparse."""
+        embeddings = (m for m in self._module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        return {embedding.weight for embedding in embeddings if embedding.sparse}
+
+    def verify(self, *, with_buffers: bool) -> None:
+        """Compare the ranks' models. Every rank calls it.
+
+        Args:
+            with_buffers: Whether buffers must agree, too.
+
+        Raises:
+            ValueError: A tensor's name, shape or dtype differs, or whether it is trained; the same on every rank.
+        """
+        own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.parameters()]
+        if with_buffers:
+            own += [(name, tuple(b.shape), str(b.dtype), True) for name, b in self.buffers()]
+        every = RankGroup(self.group).gather(own)
+        for rank, other in enumerate(every):
+            for mine, theirs in itertools.zip_longest(every[0], other):
+                if mine != theirs:
+                    ranks = [dist.get_global_rank(self.group, r) for r in (0, rank)]
+                    raise ValueError(
+                        f"rank {dist.get_rank()}: DistributedDataParallel: the model differs between ranks: "
+                        f"{_describe(mine)} on rank {ranks[0]}, {_describe(theirs)} on rank {ranks[1]}. "
+                        "Build the same model on every rank"
+                    )
+
+    def broadcast(self, src: int = 0, *, with_buffers: bool) -> None:
+        """Copy the parameters of one rank to all. Every rank calls it.
+
+        Args:
+            src: Rank in the group whose tensors all get.
+            with_buffers: Whether buffers are copied, too.
+        """
+        tensors = [p.detach() for _, p in self.parameters()]
+        if with_buffers:
+            tensors += [b.detach() for _, b in self.buffers()]
+        self._broadcast(tensors, src)
+
+    def broadcast_buffers(self, src: int = 0) -> None:
+        """Copy the buffers of rank `src` of the group to all, between passes. Every rank calls it."""
+        self._broadcast([b.data for _, b in self.buffers()], src)  # not detach(): backward may have saved this version
+
+    def _broadcast(self, tensors: list[Any], src: int) -> None:
+        if tensors:
+            _torch.broadcast_coalesced(self.group, tensors, _BROADCAST_BYTES, src)
+
+
+def _describe(tensor: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+    if tensor is None:
+        return "no further parameter"
+    name, shape, dtype, is_trained = tensor
+    return f"{name!r} {list(shape)} {dtype.removeprefix('torch.')}{'' if is_trained else ' frozen'}"

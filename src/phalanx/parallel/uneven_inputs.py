@@ -1,0 +1,28 @@
+"""Ranks with different numbers of batches: who still has data, and the hint for whoever has waited in vain."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from phalanx._errors import RankFailed
+from phalanx._rank_group import RankGroup
+
+
+def active_ranks(group: dist.ProcessGroup, *, active: bool) -> list[int]:
+    """Return the ranks of the group that passed True, in order. Every rank calls it."""
+    return [rank for rank, [is_active] in enumerate(RankGroup(group).gather_numbers([active])) if is_active]
+
+
+def add_hint(error: Exception, doing: str) -> None:
+    """Add to an error that another rank may have run out of data, unless it names a rank that has gone.
+
+    Args:
+        error: Error that a rank has met while it waited for others.
+        doing: Action of the rank, as it continues "rank 0 was".
+    """
+    if hasattr(error, "add_note") and not isinstance(error, RankFailed):  # Python 3.11
+        error.add_note(
+            f"rank {dist.get_rank()} was {doing}. If another rank ran out of data earlier: give all ranks the same "
+            "number of batches (DistributedSampler does, with pad=True or drop_last=True), or run the loop within: "
+            "with model.join():"
+        )
