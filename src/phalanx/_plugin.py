@@ -48,7 +48,7 @@ def _watch_rendezvous() -> None:
     def watched(torchs: Any) -> Any:
         def handler(url: str, timeout: Any = None, **options: Any) -> Any:
             from phalanx.rendezvous import rendezvous
-            from phalanx.session import meet_under_scheduler
+            from phalanx.session.meeting_point import meet_under_scheduler
 
             found = meet_under_scheduler() if url.startswith("env:") and "=" not in url else None
             if found is not None:
