@@ -16,16 +16,10 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core, _torch
 from phalanx._env import GroupOptions, seconds
 from phalanx._last_words import tell_when_ended
-from phalanx.backend._adapters import (
-    HAS_PYTHON_BACKENDS,
-    GroupName,
-    PhalanxGroup,
-    keep,
-    keep_from_compiler,
-    kept_groups,
-)
+from phalanx.backend._adapters import GroupName, PhalanxGroup, keep, keep_from_compiler, kept_groups
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._core_failures import from_core, report_core_stall
+from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._ops import Operations

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
 from phalanx._torch import is_profiling
-from phalanx.backend._adapters import PhalanxGroup, direct
+from phalanx.backend._adapters import PhalanxGroup
 from phalanx.backend._arguments import codes_of
 from phalanx.backend._collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, Blocking
+from phalanx.backend._dispatch import direct
 from phalanx.backend._ops import Operations
 from phalanx.backend._types import SUM_CODES
 
