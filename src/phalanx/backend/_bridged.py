@@ -16,9 +16,10 @@ from datetime import timedelta
 from typing import Any
 
 from phalanx import _core
-from phalanx._errors import GroupAborted
+from phalanx._errors import Failure, GroupAborted, PhalanxError
 from phalanx.backend._calls import LATE, Running
 from phalanx.backend._channels import Channel, Handle
+from phalanx.backend._core_failures import bridged
 from phalanx.backend._deadlines import END_S, LOOK_S, TELL_S
 from phalanx.backend._failures import Failures
 from phalanx.backend._messages import Messages
@@ -67,6 +68,7 @@ class BridgedGroup:
         self._messages = Messages(core, self._steps.here, place, everyone, failures, timeout_s)
         channels = [channel for channel in (rail, everyone) if channel is not None]
         failures.watch(core, channels, self._messages.end)
+        bridged[place.group] = place
 
     # ---- what surrounds a collective -------------------------------------------------------------------------------
 
@@ -156,8 +158,15 @@ class BridgedGroup:
     def _explain(self, error: BaseException, running: Running) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
         place, site = self._place, self._site(running)
+        found = getattr(error, "failure", None)
+        if found is not None and found.kind == "rank_missing":  # perhaps the core's, of one step and this host alone
+            error = self._timed_out(running, found)
         made = running.made(place.peer(place.rank), place.global_ranks, site)
         return self._failures.end(error, running.op, running.seq, site, made)
+
+    def _timed_out(self, running: Running, found: Failure | None = None) -> PhalanxError:
+        suspects = () if found is None else found.ranks
+        return self._failures.timed_out(running.op, running.seq, running.timeout_s, suspects)
 
     def _site(self, running: Running) -> str:
         return call_site(running.caller) if running.site is None else running.site
@@ -189,7 +198,7 @@ class BridgedGroup:
         """End a call whose thread keeps no deadline: it is held in the engine."""
         running = self._current
         if running is not None and time.monotonic() > running.began_s + running.timeout_s + LATE.total_seconds():
-            raise self._explain(self._failures.timed_out(running.op, running.seq, running.timeout_s), running)
+            raise self._explain(self._timed_out(running), running)
 
     def _wait(self, handle: Handle) -> None:
         """Wait for an exchange; look now and then whether it can still succeed, and at signals."""
@@ -230,7 +239,7 @@ class BridgedGroup:
         elif self._core.told or self._failures.is_told():
             error = GroupAborted("another rank has ended the group")
         elif waited_s > running.timeout_s:
-            error = self._failures.timed_out(running.op, running.seq, running.timeout_s)
+            error = self._timed_out(running)
         elif not running.has_told and waited_s > min(
             TELL_S, (self._stall_s or running.timeout_s) / 2, running.timeout_s / 2
         ):
@@ -267,6 +276,8 @@ class BridgedGroup:
     def leave(self, why: str = "") -> None:
         if why and not self._failures.ended:
             self._failures.declare("rank_fell", why)
+        if bridged.get(self._place.group) is self._place:
+            del bridged[self._place.group]
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would not end
             _keep_for_ever(self)
             self._failures.leave()

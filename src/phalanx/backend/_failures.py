@@ -263,17 +263,20 @@ class Failures:
         self._notices.tell_wait(seq)
 
     def report_stall(self, op: str, seq: int, site: str, waited_s: float, timeout_s: float) -> None:
-        """Print which ranks of other hosts do not come; those of this host are the core's to name."""
-        hosts = self._place.hosts
-        elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[self._place.rank]]
-        missing = replace(self._missing(op, seq, timeout_s, self._absent(seq, elsewhere), ""), site=site)
+        """Print which ranks are missing from a call."""
+        missing = self._missing(op, seq, timeout_s, self._absent(seq), "")
         if missing.culprits:
-            report_stall(missing, waited_s)
+            report_stall(replace(missing, site=site), waited_s)
 
-    def timed_out(self, op: str, seq: int, timeout_s: float) -> PhalanxError:
-        """Return the error of a call that waits for all ranks."""
-        others = [rank for rank in range(len(self._place.pids)) if rank != self._place.rank]
-        return self.too_late(op, seq, timeout_s, self._absent(seq, others), "other ranks")
+    def timed_out(self, op: str, seq: int, timeout_s: float, suspects: Sequence[int] = ()) -> PhalanxError:
+        """Return the error of a call that waits for all ranks.
+
+        Args:
+            suspects: Ranks of the world to blame if every rank has said that it waits in this call.
+        """
+        ranks = self._place.global_ranks
+        absent = self._absent(seq) or [ranks.index(rank) for rank in suspects if rank in ranks]
+        return self.too_late(op, seq, timeout_s, absent, "other ranks")
 
     def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> PhalanxError:
         """Return the error of a wait for the `absent` ranks; if nobody knows which they are, for `others`."""
@@ -286,9 +289,10 @@ class Failures:
             "rank_missing", op, seq, timeout_s=timeout_s, culprits=culprits, standings=standings, detail=others
         )
 
-    def _absent(self, seq: int, ranks: Sequence[int]) -> list[int]:
-        """Return those of the ranks that have not said that they wait in this call or a later one."""
-        return [rank for rank in ranks if self._notices.waits_in(rank) < seq]
+    def _absent(self, seq: int) -> list[int]:
+        """Return the other ranks that have not said that they wait in this call or a later one."""
+        others = (rank for rank in range(len(self._place.pids)) if rank != self._place.rank)
+        return [rank for rank in others if self._notices.waits_in(rank) < seq]
 
     def is_told(self) -> bool:
         """Whether a rank has written a verdict that this one can only read about."""

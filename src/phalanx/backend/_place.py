@@ -66,16 +66,13 @@ class Place:
         )
 
     def locate(self, failure: Failure) -> Failure:
-        """Return a failure of the core, which knows one host, with the processes and hosts of those that it names.
-
-        The numbers of the core's collectives, of which a call may take several, mean nothing to its caller.
-        """
+        """Return a failure of the core, which knows one host, with the process and host of each rank in it."""
         sizes = failure.sizes
         return replace(
             failure,
             culprits=tuple(map(self._located, failure.culprits)),
             by=failure.by and self._located(failure.by),
-            standings=tuple(replace(self._located(stand), last=None) for stand in failure.standings),
+            standings=tuple(map(self._located, failure.standings)),
             calls=tuple(map(self._located, failure.calls)),
             sizes=sizes and replace(sizes, one=self._located(sizes.one), other=self._located(sizes.other)),
         )

@@ -188,7 +188,9 @@ class RollCall:
         for record in records:
             self._give(record, {"prefix": prefix})
         with contextlib.suppress(StoreSilentError):
-            self._store.delete(*self._keys, *(f"rank/{rank}" for rank in range(self._asked.world_size)))
+            for rank in range(self._asked.world_size):
+                # Overwritten rather than deleted: a rank that has just checked for the key would wait for its value.
+                self._store.set(f"rank/{rank}", None)
         return prefix
 
     def _all_here(self) -> list[Record | None]:
