@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor with where it lies, such as ``batch['image'][0]`` for a `path` of ``batch``."""
+    """Yield each tensor with its path, such as ``batch['image'][0]`` if `path` is ``batch``."""
     if isinstance(value, Tensor):
         yield path, value
     items: Any = value.items() if isinstance(value, Mapping) else ()
@@ -21,7 +21,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch, or what a model is called with, with its tensors on the device."""
+    """Return a batch, or the arguments of a model, with the tensors moved to the device."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
@@ -35,9 +35,9 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def num_collated(batch: Any, num_samples: int) -> int:
-    """Return how many samples a function has left in a batch of `num_samples`, as its tensors tell.
+    """Return how many of `num_samples` samples a collate function kept in a batch.
 
-    They tell where all of them begin with the same dimension and it is smaller; else none counts as left out.
+    That is the first dimension of the tensors, if all agree and it is smaller; else all samples count as kept.
     """
     lengths = {len(tensor) if tensor.dim() else num_samples for _, tensor in tensors_in(batch)}
     return min(lengths.pop(), num_samples) if len(lengths) == 1 else num_samples
