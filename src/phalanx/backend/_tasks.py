@@ -151,7 +151,7 @@ class Tasks(_Thread):
         self._num_pending = 0
 
     def begin_here(self) -> bool:
-        """If nothing runs or waits, hold the thread back until `end_here`; return whether it does, never once closed."""
+        """Hold the thread back until `end_here` if nothing runs or waits; return whether it is held back."""
         with self._changed:
             if self._is_closed or not self.is_idle:
                 return False
