@@ -74,7 +74,7 @@ def cgroup_memory(root: str = "/") -> list[Memory]:
     found = []
     for folder in folders("memory", root):
         for limit_name, used_name, cache_name in _MEMORY_FILES:
-            fields = _fields(folder, "memory.stat")
+            fields = read_numbers(folder, "memory.stat")
             # Version 1 also reports limits further up than we can see.
             limits = [_number(folder, limit_name), fields.get("hierarchical_memory_limit")]
             limit = min((number for number in limits if number is not None), default=_NO_LIMIT_BYTES)
@@ -88,12 +88,12 @@ def count_oom_kills(root: str = "/") -> int:
     """Return how many processes of our cgroup the OOM killer has killed; without a cgroup, how many on the host."""
     for folder in folders("memory", root):
         for name in ("memory.events", "memory.oom_control"):
-            if (number := _fields(folder, name).get("oom_kill")) is not None:
+            if (number := read_numbers(folder, name).get("oom_kill")) is not None:
                 return number
-    return _fields(root, "proc/vmstat").get("oom_kill", 0)
+    return read_numbers(root, "proc/vmstat").get("oom_kill", 0)
 
 
-def _fields(folder: str, name: str) -> dict[str, int]:
+def read_numbers(folder: str, name: str) -> dict[str, int]:
     """Return the numbers in a file whose lines have a name and a number, by name; empty if it can't be read."""
     pairs = (line.split() for line in read(folder, name).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -1,10 +1,8 @@
-"""CPUs, their quota and NUMA nodes against the ranks and their threads; clocks; GPUs seen without torch."""
+"""CPUs, their quota and NUMA nodes, compared with the ranks and their threads; clocks."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import time
 from collections.abc import Mapping
 
@@ -14,17 +12,20 @@ from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warni
 from phalanx.launch.cpus import Machine, divide
 
 _SLOW_CLOCK_S = 1e-6  # reading a hardware clock takes tens of nanoseconds
-_BUILT_S = 1704067200.0  # 2024-01-01: no clock that is right shows less
+_BUILT_S = 1704067200.0  # 2024-01-01: an earlier clock is wrong
 _NAP_S = 0.05
 _MOVED_S = 0.1
 _OFTEN_THROTTLED = 0.05
 
 
 def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root: str = "/") -> list[Finding]:
-    """Say which cores there are for the ranks, and how NUMA nodes divide among them.
+    """Compare the usable cores with the ranks, and describe how NUMA nodes are divided among them.
 
     Args:
-        num_online: CPUs of the whole host.
+        machine: Usable part of this host.
+        num_ranks: Number of ranks on this host.
+        num_online: Number of CPUs in the whole host; None: unknown.
+        root: Root of the file system.
     """
     findings = []
     usable = f"{machine.num_cpus} of {num_online} CPUs" if num_online not in (None, machine.num_cpus) else ""
@@ -71,10 +72,8 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
 def _throttling(root: str) -> tuple[int, int]:
     """Return how many periods our own cgroup has had, and in how many of them its quota ran out."""
     for cgroup in _cgroups.folders("cpu", root):
-        with contextlib.suppress(OSError), open(os.path.join(cgroup, "cpu.stat")) as file:
-            fields = dict(line.split() for line in file)
-            if "nr_periods" in fields:
-                return int(fields["nr_periods"]), int(fields.get("nr_throttled", 0))
+        if "nr_periods" in (numbers := _cgroups.read_numbers(cgroup, "cpu.stat")):
+            return numbers["nr_periods"], numbers.get("nr_throttled", 0)
     return 0, 0
 
 
@@ -82,8 +81,10 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
     """Compare the threads of all ranks with the CPUs.
 
     Args:
-        omp_num_threads: OMP_NUM_THREADS as it is set; empty: it is not.
-        torch_threads: Result of ``torch.get_num_threads()`` here; None: torch could not say.
+        machine: Usable part of this host.
+        num_ranks: Number of ranks on this host.
+        omp_num_threads: Value of OMP_NUM_THREADS; empty: not set.
+        torch_threads: Result of ``torch.get_num_threads()`` here; None: unknown.
     """
     facts = {"omp_num_threads": omp_num_threads, "torch_threads": torch_threads, "num_cpus": machine.num_cpus}
     if omp_num_threads and not (omp_num_threads.isdigit() and int(omp_num_threads) > 0):
@@ -117,13 +118,10 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
 
 
 def examine_clock(root: str = "/") -> list[Finding]:
-    """Try whether time passes as it should, and what reading it costs."""
+    """Check that the clocks run correctly, and measure the cost of reading them."""
     stamps = [time.monotonic() for _ in range(2000)]
     cost_s = (stamps[-1] - stamps[0]) / (len(stamps) - 1)
-    source = ""
-    path = "sys/devices/system/clocksource/clocksource0/current_clocksource"
-    with contextlib.suppress(OSError), open(os.path.join(root, path)) as file:
-        source = file.read().strip()
+    source = _cgroups.read(root, "sys/devices/system/clocksource/clocksource0/current_clocksource").strip()
     before, wall_before = time.monotonic(), time.time()
     time.sleep(_NAP_S)
     elapsed_s, wall_elapsed_s = time.monotonic() - before, time.time() - wall_before
@@ -134,7 +132,7 @@ def examine_clock(root: str = "/") -> list[Finding]:
 def judge_clock(
     stamps: list[float], cost_s: float, elapsed_s: float, wall_elapsed_s: float, facts: Mapping[str, object]
 ) -> Finding:
-    """Judge readings of the monotonic clock in a row, and both clocks over a nap of `_NAP_S`."""
+    """Judge successive readings of the monotonic clock, and both clocks over a nap of `_NAP_S`."""
     source = f" ({facts['source']})" if facts["source"] else ""
     if any(later < earlier for earlier, later in itertools.pairwise(stamps)) or elapsed_s < 0.9 * _NAP_S:
         todo = "another clock source of the kernel (clocksource=), or another machine: every deadline relies on it"
