@@ -1,4 +1,4 @@
-"""The process that has torch, seen from the doctor: started, listened to with a deadline, killed at the end."""
+"""The doctor's side of the process that has torch: starts it, listens with a deadline, and kills it at the end."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from phalanx.launch.packets import PacketSocket
 
 Say = Callable[[str], None]
 
-_TORCH_S = 40.0  # for all that needs torch on one host; an import from a cold disk takes most of it
+_TORCH_S = 40.0  # for everything that needs torch on one host, mostly for an import from a cold disk
 _ENGINE_S = 6.0
 _END_S = 2.0
 
 
 @dataclasses.dataclass(kw_only=True)
 class Met:
-    """How the meeting with the other hosts ended.
+    """Result of the meeting with the other hosts.
 
     Attributes:
-        findings: Findings about several hosts, and on host 0 those of the others.
+        findings: Findings about several hosts; on host 0, also those of the others.
         hosts: Facts of the hosts that came.
         level: Worst level of the whole job.
-        rank: Node rank of this host; None: it got none.
+        rank: Node rank of this host; None: none was assigned.
     """
 
     findings: list[Finding]
@@ -41,7 +41,7 @@ class Met:
 
 
 class TorchProcess:
-    """Owns the process, its channel and what it writes to stderr; within a ``with`` block."""
+    """Owns the process, the socket to it and its stderr for the length of a ``with`` block."""
 
     def __init__(self, role: dict[str, Any]) -> None:
         self._settings = {"engine_deadline_s": _ENGINE_S, "role": role}
@@ -66,7 +66,7 @@ class TorchProcess:
         self._stderr.close()
 
     def examine(self) -> dict[str, Any]:
-        """Return what it told of torch (``torch``, ``gpus``, ``engines``), and how it ``died``; empty: it did not."""
+        """Return the process's facts (``torch``, ``gpus``, ``engines``), and how it ``died``; empty: it did not."""
         told: dict[str, Any] = {"engines": [], "died": ""}
         ends_s = time.monotonic() + _TORCH_S
         while True:
@@ -83,7 +83,7 @@ class TorchProcess:
                 told |= packet
 
     def meet(self, go: Mapping[str, Any], limit_s: float, say: Say) -> Met:
-        """Let it take part in the meeting and return how that ended."""
+        """Have the process take part in the meeting; return the result."""
         self._channel.send(go)
         findings: list[Finding] = []
         ends_s = time.monotonic() + limit_s
@@ -99,14 +99,14 @@ class TorchProcess:
         return Met(findings=[*findings, problem("meeting", found, todo)], hosts=[], level="problem")
 
     def _next(self, ends_s: float) -> dict[str, Any] | None:
-        """Return its next packet; None if it has ended, or the time is over."""
+        """Return the next packet; None if the process has ended or the time is up."""
         left_s = max(0.0, ends_s - time.monotonic())
         if not self._channel.alive or not select.select([self._channel], [], [], left_s)[0]:
             return None
         return self._channel.wait()
 
     def _death(self, limit_s: float) -> str:
-        """Return how it ended, with the last line that it wrote."""
+        """Return how the process ended, with the last line that it wrote."""
         try:
             code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
