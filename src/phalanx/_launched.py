@@ -62,6 +62,11 @@ class Launch:
         same = host == self.master_addr or (host in _LOOPBACK and self.master_addr in _LOOPBACK)
         return same and port == self.master_port
 
+    def is_world(self, rank: int, world_size: int) -> bool:
+        """Whether a world in which this process has this rank consists of the launcher's ranks."""
+        # The launcher makes each rank the leader of a process group; a rank's children have worlds of their own.
+        return os.getpgrp() == os.getpid() and (rank, world_size) == (self.rank, self.world_size)
+
     def ended(self) -> list[End]:
         """Return the ranks that have ended; none if the notes can't be read."""
         return [End(*facts) for kind, facts in self._read() if kind == "ended"]

@@ -27,6 +27,7 @@ _ANSWER_S, _WRITE_S = 1.0, 5.0  # for an answer, and for a write
 _IDLE_S = 0.2  # without a question, before the thread ends
 _BEGIN_S, _END_S = 0.5, 0.1  # for the thread to begin, and to end
 _FIRST_PAUSE_S = 0.0002
+_MANY = 50  # ranks, for which the pause doubles
 _NAMES = {str: "a text", int: "a whole number", dict: "a table", list: "a list"}
 
 
@@ -135,6 +136,11 @@ def wait_until(
             return None
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, most_s)
+
+
+def pause_s(shortest_s: float, num_ranks: int) -> float:
+    """Return a pause between questions that grows with the number of ranks, because one store serves all of them."""
+    return shortest_s * (1 + num_ranks / _MANY)
 
 
 class JsonStore:

@@ -67,6 +67,7 @@ class BridgedGroup:
         self._watch = Watch(self._look_unless_ended)
         self._current: Running | None = None
         self._messages = Messages(core, self._steps.here, place, everyone, failures, timeout_s)
+        self.send, self.recv, self.wait_request = self._messages.send, self._messages.recv, self._messages.wait
         channels = [channel for channel in (rail, everyone) if channel is not None]
         failures.watch(core, channels, self._messages.end)
         bridged[place.group] = place
@@ -257,15 +258,6 @@ class BridgedGroup:
             self._look()
 
     # ---- messages and life -----------------------------------------------------------------------------------------
-
-    def send(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
-        return self._messages.send(data, dtype, item, count, peer, tag, site)
-
-    def recv(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
-        return self._messages.recv(data, dtype, item, count, peer, tag, site)
-
-    def wait_request(self, request: Any, timeout_s: float) -> bool:
-        return self._messages.wait(request, timeout_s)
 
     def set_timeout(self, timeout_s: float) -> None:
         self._core.set_timeout(timeout_s)  # first, because it checks the value

@@ -19,12 +19,20 @@ import torch.distributed as dist
 from phalanx import _core, _env
 from phalanx._errors import CollectiveTimeout, Failure, Peer, PhalanxError
 from phalanx._launched import Launch
-from phalanx._store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, require, wait_until
-from phalanx._text import plural
+from phalanx._store import (
+    GarbledError,
+    JsonStore,
+    Shape,
+    StoreGoneError,
+    StoreSilentError,
+    pause_s,
+    require,
+    wait_until,
+)
+from phalanx._text import enumerated
 from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
 from phalanx.backend._wording import error_of
 
-_MANY = 50  # ranks
 T = TypeVar("T")
 
 
@@ -94,7 +102,7 @@ class Meeting:
     def get(self, key: str, what: str) -> Any:
         """Wait for the value of a key and return it; a timeout names the ranks that did not come, or else `what`."""
         shape = _SHAPES[next(part for part in reversed(key.split("/")) if not part.isdigit())]
-        most_s = POLL_S * (1 + self.size / _MANY)  # the store serves all ranks
+        most_s = pause_s(POLL_S, self.size)
         try:
             # Not Store.wait: it would not end when a rank fails, and TCPStore prints a warning whenever it times out.
             said = wait_until(
@@ -211,10 +219,7 @@ class Meeting:
         """Raise RankFailed if the launcher has noted the end of a rank that has not said hello."""
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
         num_ranks = dist.get_world_size() if dist.is_initialized() else self.size
-        is_launchs_world = launch is not None and (launch.rank, launch.world_size) == (self.me, num_ranks)
-        if (
-            launch is None or not is_launchs_world or os.getpgrp() != os.getpid()
-        ):  # a rank's children have worlds of their own
+        if launch is None or not launch.is_world(self.me, num_ranks):
             return
         for end in launch.ended():
             rank = self.global_ranks.index(end.rank) if end.rank in self.global_ranks else -1
@@ -246,7 +251,7 @@ class Meeting:
     def _timed_out(self, what: str) -> PhalanxError:
         ranks = self._absent()
         if ranks:
-            what = f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))} did not come"
+            what = f"{enumerated('rank', ranks)} did not come"
         return self.too_late(what, ranks)
 
     def too_late(self, what: str, ranks: Sequence[int] = ()) -> PhalanxError:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx._errors import KINDS, Failure, MadeCall, Peer, PhalanxError, RankFailed, Standing
-from phalanx._text import plural
+from phalanx._text import enumerated, plural
 
 _ORDER = "ake every rank of the group call the same collectives in the same order."
 _FEWER_CALLS = (
@@ -63,7 +63,7 @@ def several(peers: Sequence[Peer]) -> str:
     """Return ``ranks 1, 2``; on several hosts, each with its process and host."""
     if any(peer.host for peer in peers):
         return listed([describe(peer) for peer in peers])
-    return f"{plural(len(peers), 'rank')} {', '.join(str(peer.rank) for peer in peers)}"
+    return enumerated("rank", [peer.rank for peer in peers])
 
 
 def call_text(call: MadeCall) -> str:

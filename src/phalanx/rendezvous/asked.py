@@ -69,10 +69,7 @@ class Asked:
         if launch is None:
             return None
         is_its_point = bool(self.host) and launch.meets_at(self.host, self.port)
-        # The launcher makes each rank the leader of a process group; a rank's children have worlds of their own.
-        is_rank = os.getpgrp() == os.getpid()
-        is_its_world = is_rank and (self.rank, self.world_size) == (launch.rank, launch.world_size)
-        return launch if is_its_point or is_its_world else None
+        return launch if is_its_point or launch.is_world(self.rank, self.world_size) else None
 
     def check(self, backend: str = "phalanx") -> None:
         """Raise ValueError for an impossible rank or world size."""

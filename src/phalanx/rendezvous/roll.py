@@ -26,17 +26,18 @@ from phalanx._store import (
     StoreGoneError,
     StoreSilentError,
     one_of,
+    pause_s,
     read_value,
     wait_until,
 )
-from phalanx._text import plural
+from phalanx._text import enumerated
 from phalanx.rendezvous.asked import Asked, cpu_backend
 from phalanx.rendezvous.deadlines import NOTE_S, PART_S
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.server import who_left
 
 _PAUSE_S = 0.005  # between questions to the store
-_MANY = 50  # ranks
+_MOST_NAMED = 8  # missing ranks
 _LOOK_S = 0.2  # between checks whether a missing rank can still come
 _ADVICE = (
     "Every rank must call init_process_group: start those that are missing, or look at what they printed last; one may "
@@ -97,7 +98,7 @@ class RollCall:
             PhalanxError: Two processes claim the same rank, or the ranks disagree on world size or backend.
         """
         ask = self._call if self._asked.rank == 0 else self._reply
-        most_s = _PAUSE_S * (1 + self._asked.world_size / _MANY)
+        most_s = pause_s(_PAUSE_S, self._asked.world_size)
         try:
             with contextlib.suppress(StoreSilentError):
                 self._arrive()
@@ -147,7 +148,7 @@ class RollCall:
         return record
 
     def _live_rank_0(self) -> Record | None:
-        """Return the record of rank 0 if it is alive: its process is on this host, or it has reported since the last look."""
+        """Return the record of rank 0 if it is alive: its process lives on this host, or it has reported recently."""
         told, beat = self._record(0), self._read("missing", _BEAT) or {}
         has_looked = bool(self._beat) and beat != self._beat
         self._beat = beat
@@ -233,7 +234,7 @@ class RollCall:
 
     @property
     def _awaited(self) -> str:
-        return _ranks(self._missing) if self._missing else "rank 0 to call the roll"
+        return enumerated("rank", self._missing, _MOST_NAMED) if self._missing else "rank 0 to call the roll"
 
     def _timed_out(self) -> CollectiveTimeout:
         """Tell the others that the time is up, and return the error."""
@@ -348,11 +349,6 @@ def _two_of(one: Record, other: Record) -> str:
         f"two processes call themselves rank {one['rank']}: {said}\nGive each its own: RANK, or rank= of "
         "init_process_group, which takes it from whoever started the ranks if it is left out."
     )
-
-
-def _ranks(numbers: list[int], most: int = 8) -> str:
-    named = ", ".join(map(str, numbers[:most]))
-    return f"{plural(len(numbers), 'rank')} {named}{f' and {len(numbers) - most} more' if len(numbers) > most else ''}"
 
 
 def _is_here(record: Record) -> bool:
