@@ -84,12 +84,8 @@ def interface_towards(host: str, port: int = _DISCARD_PORT, *, allow_loopback: b
     try:
         candidates = socket.getaddrinfo(host, port or _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except (socket.gaierror, UnicodeError) as error:
-        why = error.strerror if isinstance(error, socket.gaierror) else "it is no host's name"
-        raise NetworkError(
-            f"the name {host!r} does not resolve here ({why}): use an address, or add the name to DNS or /etc/hosts",
-            host,
-            "name",
-        ) from None
+        todo = "use an address, or add the name to DNS or /etc/hosts"
+        raise NetworkError(f"{unresolved(host, error)}: {todo}", host, "name") from None
     why = "no address"
     for family, kind, protocol, _, target in candidates:  # in the order in which a connection would try them
         try:
@@ -101,6 +97,12 @@ def interface_towards(host: str, port: int = _DISCARD_PORT, *, allow_loopback: b
             continue
         return _owner_of(source, str(target[0]), host, allow_loopback)
     raise NetworkError(f"no route to {host} ({why}): see ip route, and that the interface is up", host, "route")
+
+
+def unresolved(host: str, error: Exception) -> str:
+    """Return words for the failure to look up a host's name."""
+    why = error.strerror if isinstance(error, socket.gaierror) else "it is not a host name"
+    return f"the name {host!r} does not resolve here ({why})"
 
 
 def outside_address() -> str:

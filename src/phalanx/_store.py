@@ -52,7 +52,7 @@ def understand(text: bytes | str, shape: Shape) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise GarbledError(f"it is no JSON: {type(error).__name__}") from None
+        raise GarbledError(f"it is not JSON: {type(error).__name__}") from None
     return read_value(value, shape)
 
 

@@ -84,7 +84,7 @@ def wait_with_every_timeout(rank, world_size):
         with pytest.raises(ValueError, match="timeout must be more than 0 s, got"):
             group.set_timeout(timeout)
     work = dist.all_reduce(torch.ones(4), async_op=True)
-    with pytest.raises(ValueError, match=r"timeout must be at least 0 s \(0: for ever\), got -5 s"):
+    with pytest.raises(ValueError, match=r"timeout must be at least 0 s \(0: forever\), got -5 s"):
         work.wait(timedelta(seconds=-5))
     work.wait()
     if rank == 1:

@@ -146,7 +146,7 @@ def test_what_is_well_on_all_hosts_is_one_line_and_what_is_not_is_told_of_each()
         [*findings, of(0, "ok", "eth0", "network"), of(1, "ok", "eth0", "network"), of(None, "ok", "x", "reach")]
     )
     assert [(finding.found, hosts) for finding, hosts in rows] == [
-        ("8 GiB (host 0; the others alike)", "hosts 0-2"),
+        ("8 GiB (host 0; the others are similar)", "hosts 0-2"),
         ("1 GiB", "host 3"),
         ("eth0", "hosts 0-1"),
         ("x", "job"),

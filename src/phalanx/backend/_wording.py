@@ -261,7 +261,7 @@ def _rank_missing(failure: Failure) -> str:
 
 
 def _came_late(failure: Failure) -> str:
-    return f" comes too late: {_reporter(failure)} has reached its deadline and ended the group; see its message"
+    return f" came too late: {_reporter(failure)} has reached its deadline and ended the group; see its message"
 
 
 def _no_turn(failure: Failure) -> str:
@@ -303,7 +303,7 @@ def _unusable(failure: Failure) -> str:
 
 def _forked(failure: Failure) -> str:
     return (
-        f": this process was forked from rank {failure.rank} after the group was made and is no rank of it; call "
+        f": this process was forked from rank {failure.rank} after the group was created and is not a rank of it; call "
         "init_process_group in the child"
     )
 

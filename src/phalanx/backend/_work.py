@@ -261,7 +261,7 @@ class PhalanxWork(Work):
             return True
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if seconds < 0:
-            raise ValueError(f"timeout must be at least 0 s (0: for ever), got {seconds:g} s")
+            raise ValueError(f"timeout must be at least 0 s (0: forever), got {seconds:g} s")
         if wait is None:
             if (error := self.exception()) is not None:
                 raise error

@@ -183,4 +183,4 @@ def _guarded(topic: str, test: Callable[[], list[Finding]], deadline_s: float = 
         return [warning(topic, f"the test did not end within {deadline_s:g} s", todo)]
     except Exception as error:
         todo = "this is a fault of phalanx doctor: please report it"
-        return [warning(topic, f"the test failed by itself: {type(error).__name__}: {error}", todo)]
+        return [warning(topic, f"the test itself failed: {type(error).__name__}: {error}", todo)]

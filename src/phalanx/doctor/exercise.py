@@ -140,6 +140,7 @@ def run_ranks(engine: str, world_size: int, deadline_s: float) -> dict[str, Any]
 
 def in_processes(fn: Callable[[int], dict[str, Any]], num: int, deadline_s: float) -> list[dict[str, Any]]:
     """Return the result of ``fn(number)`` in each of `num` forked processes, or ``{"error": text}``."""
+    from phalanx.launch.outcome import signal_name
     from phalanx.launch.warden import die_with_parent
 
     ends_s, parent = time.monotonic() + deadline_s, os.getpid()
@@ -162,7 +163,7 @@ def in_processes(fn: Callable[[int], dict[str, Any]], num: int, deadline_s: floa
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if not result:
-            died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            died = signal_name(-code) if code < 0 else f"exit code {code}"
             result["error"] = f"a rank died: {died}"
     return results
 

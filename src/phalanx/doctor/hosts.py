@@ -40,7 +40,7 @@ def hold(role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
     except NotMetError as error:
         findings = [error.finding]
     except GarbledError as error:
-        found = f"host 0 at {examination.where} tells what this phalanx doctor does not understand: {error}"
+        found = f"host 0 at {examination.where} sent something that this phalanx doctor does not understand: {error}"
         findings = [problem("meeting", found, _SAME_VERSION)]
     except Exception as error:  # the store is gone, and with it host 0
         todo = "see what phalanx doctor says on host 0"
@@ -167,10 +167,10 @@ class HostExamination:
         try:
             told = self._bulletin.get(f"facts/{rank}", messages.facts)
             if told["host"] != rank:
-                raise GarbledError(f"it calls itself host {told['host']}")
+                raise GarbledError(f"it claims to be host {told['host']}")
             known[rank] = told
         except GarbledError as error:
-            self._garbled[rank] = f"host {rank} tells what this phalanx doctor does not understand: {error}"
+            self._garbled[rank] = f"host {rank} sent something that this phalanx doctor does not understand: {error}"
 
     def _missing(self, members: Collection[int]) -> list[int]:
         return [rank for rank in range(self._num) if rank not in members]

@@ -130,7 +130,7 @@ def try_shared_memory(size_bytes: int = _SEGMENT_BYTES) -> list[Finding]:
             mapped[size_bytes - 1] = 1
     except OSError as error:
         todo = "free memory, or raise the container's limit; ulimit -f and -v must not forbid it"
-        found = f"a segment of {in_units(size_bytes)} can't be had: {error.strerror or error}"
+        found = f"a segment of {in_units(size_bytes)} can't be allocated: {error.strerror or error}"
         return [problem("shared memory", found, todo, **facts)]
     finally:
         os.close(fd)

@@ -111,7 +111,7 @@ def measure_trip(connection: socket.socket, num: int = 20) -> Trip:
         (there_s,) = _STAMP.unpack(_receive(connection, _STAMP.size))
         took_s = time.perf_counter() - sent_s
         if not 0 <= there_s < _LAST_S:
-            raise OSError(errno.EPROTO, "it answers with what is no time")
+            raise OSError(errno.EPROTO, "its answer is not a plausible time")
         trips.append(took_s)
         # Cristian 1989: the other clock is assumed read halfway through the trip; the shortest trip errs least.
         best = min(best, (took_s, there_s - (sent_wall_s + took_s / 2)))
@@ -128,7 +128,7 @@ def measure_stream(connection: socket.socket, duration_s: float = 0.3) -> float:
     connection.shutdown(socket.SHUT_WR)
     num_bytes, seconds = _COUNTED.unpack(_receive(connection, _COUNTED.size))
     if not 0 <= seconds < _LAST_S or (num_bytes and seconds < _LEAST_S):
-        raise OSError(errno.EPROTO, "it answers with what is no time")
+        raise OSError(errno.EPROTO, "its answer is not a plausible time")
     return num_bytes / seconds if seconds else 0.0
 
 

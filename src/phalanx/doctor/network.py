@@ -124,7 +124,7 @@ def examine_master(host: str, port: int, node_rank: int, num_hosts: int) -> tupl
     own = {one.address for one in interfaces()}
     targets = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     if node_rank == 0 and num_hosts > 1 and not targets & own:
-        found = f"this is node 0, and {host} is {', '.join(sorted(targets))}, which is no address of this host"
+        found = f"this is node 0, and {host} is {', '.join(sorted(targets))}, which is not an address of this host"
         todo = f"name this host ({towards.address}) on all hosts, unless the address is forwarded here"
         return [*findings, warning("master", found, todo, **facts)], towards
     return [

@@ -89,7 +89,7 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
     facts = {"omp_num_threads": omp_num_threads, "torch_threads": torch_threads, "num_cpus": machine.num_cpus}
     if omp_num_threads and not (omp_num_threads.isdigit() and int(omp_num_threads) > 0):
         todo = "unset OMP_NUM_THREADS, or set it to a number of at least 1"
-        return [warning("threads", f"OMP_NUM_THREADS={omp_num_threads!r} is no number of threads", todo, **facts)]
+        return [warning("threads", f"OMP_NUM_THREADS={omp_num_threads!r} is not a number of threads", todo, **facts)]
     budget = machine.num_cpus if not machine.has_short_quota else machine.num_cores
     if omp_num_threads and int(omp_num_threads) * num_ranks > budget:
         return [

@@ -67,7 +67,7 @@ def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
     rows = []
     for group in groups.values():
         hosts = [finding.host for finding in group if finding.host is not None]
-        alike = "" if len({finding.found for finding in group}) == 1 else f" (host {hosts[0]}; the others alike)"
+        alike = "" if len({finding.found for finding in group}) == 1 else f" (host {hosts[0]}; the others are similar)"
         first = group[0]
         rows.append(
             (Finding(**{**first.as_dict(), "found": first.found + alike}), named("host", hosts) if hosts else "job")

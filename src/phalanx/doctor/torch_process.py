@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import select
-import signal
 import subprocess
 import tempfile
 import time
@@ -14,6 +12,7 @@ from typing import Any
 
 from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.torch_side import command
+from phalanx.launch.outcome import signal_name
 from phalanx.launch.packets import PacketSocket
 
 Say = Callable[[str], None]
@@ -111,10 +110,7 @@ class TorchProcess:
             code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return f"no answer within {limit_s:g} s"
-        how = f"exit code {code}"
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                how = signal.Signals(-code).name
+        how = signal_name(-code) if code < 0 else f"exit code {code}"
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")

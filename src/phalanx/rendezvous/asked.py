@@ -18,7 +18,7 @@ from phalanx._text import plural
 
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _DEFAULT_S = 300.0  # torch's, for anything that is not a positive time
-_RIGHT = 'init_process_group("{}") takes rank and world size from whoever started the ranks'
+_RIGHT = 'init_process_group("{}") takes rank and world size from the launcher'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -346,8 +346,8 @@ class RollCall:
 def _two_of(one: Record, other: Record) -> str:
     said = " and ".join(f"pid {r['process'][1]} on {r['host']} (at {r['where']})" for r in (one, other))
     return (
-        f"two processes call themselves rank {one['rank']}: {said}\nGive each its own: RANK, or rank= of "
-        "init_process_group, which takes it from whoever started the ranks if it is left out."
+        f"two processes claim rank {one['rank']}: {said}\nGive each process its own rank, by RANK or rank=; if you "
+        "leave rank= out, init_process_group takes it from the launcher."
     )
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx._launched import Launch
+from phalanx._network import unresolved
 from phalanx.rendezvous.asked import Asked
 from phalanx.rendezvous.deadlines import CONNECT_S, FOLDER_S, NOTE_S, RIVAL_S
 from phalanx.rendezvous.patience import Patience
@@ -112,8 +113,7 @@ def _await_name(asked: Asked, patience: Patience) -> None:
             socket.getaddrinfo(asked.host, asked.port, type=socket.SOCK_STREAM)
             return
         except (socket.gaierror, UnicodeError) as error:
-            why = error.strerror if isinstance(error, socket.gaierror) else "it is no host's name"
-        text = f"the name {asked.host!r} does not resolve here ({why})"
+            text = unresolved(asked.host, error)
         advice = "Correct MASTER_ADDR (or init_method), or add the name to DNS or /etc/hosts"
         if asked.launch is not None:  # all ranks are on this host, so no name is yet to appear
             raise PhalanxError(f"{asked.name}: {text}. {advice}", op="join", ranks=(asked.rank,))
@@ -164,7 +164,7 @@ def _require_rank_0(asked: Asked, launch: Launch) -> None:
             f"that of rank {given} says rank={rank} (at {where})" for given, (rank, where) in sorted(waiting.items())
         )
         raise PhalanxError(
-            f"{asked.name}: no process calls itself rank 0, and all wait for it: {said}. Leave rank and world_size "
+            f"{asked.name}: no process is rank 0, and all wait for it: {said}. Leave rank and world_size "
             f"out: {asked.call} takes them from {launch.launcher}",
             op="join",
             ranks=tuple(sorted(waiting)),
