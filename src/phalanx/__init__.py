@@ -99,8 +99,8 @@ _PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
 _EXPORTS = {
     name: f"phalanx.{module}"
     for module, names in {
-        "_errors": "PhalanxError CheckpointError CollectiveMismatch CollectiveTimeout GroupAborted GroupUnusable NonFinite "
-        "OutOfSharedMemory RankFailed",
+        "_errors": "PhalanxError CheckpointError CollectiveMismatch CollectiveTimeout GroupAborted GroupUnusable "
+        "NonFinite OutOfSharedMemory RankFailed",
         "_env": "GroupOptions",
         "launch.outcome": "RankError",
         "launch.spawn": "SpawnContext spawn",

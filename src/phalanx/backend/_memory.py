@@ -43,7 +43,7 @@ def do_overlap(writes: Tensors, reads: Tensors) -> bool:
     return _core.overlap(addresses_of(writes), sizes[0], addresses_of(reads), sizes[1])
 
 
-class Places:
+class Operands:
     """The memory on which the core works in one call: its tensors, or stand-ins that are copied back at the end.
 
     Args:

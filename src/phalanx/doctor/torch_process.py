@@ -47,7 +47,7 @@ class TorchProcess:
 
     def __enter__(self) -> TorchProcess:
         self._stderr = tempfile.TemporaryFile()
-        self._channel, theirs = PacketSocket.pair()
+        self._packets, theirs = PacketSocket.pair()
         with theirs:
             self._process = subprocess.Popen(
                 command(theirs.fileno(), self._settings),
@@ -61,7 +61,7 @@ class TorchProcess:
     def __exit__(self, *_: object) -> None:
         self._process.kill()  # its forks end with it
         self._process.wait()
-        self._channel.close()
+        self._packets.close()
         self._stderr.close()
 
     def examine(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class TorchProcess:
 
     def meet(self, go: Mapping[str, Any], limit_s: float, say: Say) -> Met:
         """Have the process take part in the meeting; return the result."""
-        self._channel.send(go)
+        self._packets.send(go)
         findings: list[Finding] = []
         ends_s = time.monotonic() + limit_s
         while (packet := self._next(ends_s)) is not None:
@@ -100,9 +100,9 @@ class TorchProcess:
     def _next(self, ends_s: float) -> dict[str, Any] | None:
         """Return the next packet; None if the process has ended or the time is up."""
         left_s = max(0.0, ends_s - time.monotonic())
-        if not self._channel.alive or not select.select([self._channel], [], [], left_s)[0]:
+        if not self._packets.alive or not select.select([self._packets], [], [], left_s)[0]:
             return None
-        return self._channel.wait()
+        return self._packets.wait()
 
     def _death(self, limit_s: float) -> str:
         """Return how the process ended, with the last line that it wrote."""

@@ -26,7 +26,7 @@ _GPU_DEADLINE_S = 15.0  # the driver may have to load
 
 def main() -> None:
     """Run the process; its arguments are the number of the socket's descriptor, and settings as JSON."""
-    channel = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
+    packets = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
     settings = json.loads(sys.argv[2])
     die_with_parent(settings["parent"])
     began_s = time.monotonic()
@@ -36,25 +36,25 @@ def main() -> None:
 
         facts = _versions(torch, dist)
     except BaseException as error:  # a broken installation may raise anything
-        channel.send({"torch": {"error": one_line(error)}})
+        packets.send({"torch": {"error": one_line(error)}})
         return
-    channel.send({"torch": {**facts, "import_s": time.monotonic() - began_s}})
+    packets.send({"torch": {**facts, "import_s": time.monotonic() - began_s}})
     tries_engines = settings["role"]["tries_engines"]
     for engine in ["phalanx", *["gloo"] * facts["gloo"]] if tries_engines else []:
-        channel.send({"begins": engine})
-        channel.send({"engine": engine, **run_ranks(engine, NUM_RANKS, settings["engine_deadline_s"])})
+        packets.send({"begins": engine})
+        packets.send({"engine": engine, **run_ranks(engine, NUM_RANKS, settings["engine_deadline_s"])})
     gpus = _look_at_gpus(facts)
-    channel.send({"gpus": gpus})
+    packets.send({"gpus": gpus})
     if gpus.get("devices") and facts["nccl"] and tries_engines:
-        channel.send({"begins": "nccl"})
+        packets.send({"begins": "nccl"})
         size = min(NUM_RANKS, len(gpus["devices"]))
         deadline_s = settings["engine_deadline_s"] + _GPU_DEADLINE_S
-        channel.send({"engine": "nccl", "world_size": size, **run_ranks("nccl", size, deadline_s)})
-    channel.send({"engines": "done"})
-    if settings["role"]["num_hosts"] > 1 and (go := channel.wait()) is not None:
+        packets.send({"engine": "nccl", "world_size": size, **run_ranks("nccl", size, deadline_s)})
+    packets.send({"engines": "done"})
+    if settings["role"]["num_hosts"] > 1 and (go := packets.wait()) is not None:
         from phalanx.doctor.hosts import hold
 
-        hold(settings["role"], go, channel.send)
+        hold(settings["role"], go, packets.send)
         os._exit(0)  # Gloo may still be waiting in a thread
 
 

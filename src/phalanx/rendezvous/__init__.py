@@ -24,11 +24,11 @@ from phalanx.rendezvous.server import is_taken, open_store, store_of_another
 
 __all__ = ["meet", "rendezvous"]
 
-Met = tuple[Any, int, int]
+Rendezvous = tuple[Any, int, int]
 """The store, this process's rank and the world size."""
 
 
-def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Met]]) -> Iterator[Met]:
+def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]]) -> Iterator[Rendezvous]:
     """Meet for ``init_process_group``: our way if this call concerns us, else torch's.
 
     Args:
@@ -49,7 +49,7 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Met]]) -> I
     return iter([(_meet(asked), asked.rank, asked.world_size)])
 
 
-def _naming_launchers(torchs: Callable[[], Iterator[Met]]) -> Iterator[Met]:
+def _naming_launchers(torchs: Callable[[], Iterator[Rendezvous]]) -> Iterator[Rendezvous]:
     """Meet torch's way; if a launcher's variable is missing, add how to start ranks to the error."""
     try:
         yield from torchs()
