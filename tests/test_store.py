@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -22,6 +23,7 @@ from phalanx.rendezvous.roll import RollCall
 
 SERVE = """
 import sys
+import threading
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
@@ -149,3 +151,33 @@ def test_a_roll_that_ends_while_a_rank_looks_takes_no_key_from_it():
     assert str(second._reply()) == f"phalanx-{first._mine['token']}"
     for call in (first, second):
         call._store.close()
+
+
+def test_a_signal_handler_may_ask_in_the_middle_of_a_question():
+    store = JsonStore(dist.HashStore())
+    store.set("x", 1)
+    answers = []
+    former = signal.signal(signal.SIGUSR1, lambda *_: answers.append(store.get("x", int)))
+    try:
+        with store._clerk._lock:  # as whoever is asking has it
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert answers == [1]
+    store.close()
+
+
+def test_a_question_waits_for_that_of_another_thread():
+    store = JsonStore(dist.HashStore())
+    is_asked = threading.Event()
+
+    def ask_slowly(_):
+        is_asked.set()
+        time.sleep(0.3)
+
+    other = threading.Thread(target=lambda: store.ask(ask_slowly))
+    other.start()
+    is_asked.wait(10)
+    assert not store.has("x")
+    other.join()
+    store.close()

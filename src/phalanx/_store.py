@@ -138,7 +138,7 @@ def wait_until(
         pause_s = min(2 * pause_s, most_s)
 
 
-def pause_s(shortest_s: float, num_ranks: int) -> float:
+def shared_pause(shortest_s: float, num_ranks: int) -> float:
     """Return a pause between questions that grows with the number of ranks, because one store serves all of them."""
     return shortest_s * (1 + num_ranks / _MANY)
 

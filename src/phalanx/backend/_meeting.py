@@ -25,8 +25,8 @@ from phalanx._store import (
     Shape,
     StoreGoneError,
     StoreSilentError,
-    pause_s,
     require,
+    shared_pause,
     wait_until,
 )
 from phalanx._text import enumerated
@@ -102,7 +102,7 @@ class Meeting:
     def get(self, key: str, what: str) -> Any:
         """Wait for the value of a key and return it; a timeout names the ranks that did not come, or else `what`."""
         shape = _SHAPES[next(part for part in reversed(key.split("/")) if not part.isdigit())]
-        most_s = pause_s(POLL_S, self.size)
+        most_s = shared_pause(POLL_S, self.size)
         try:
             # Not Store.wait: it would not end when a rank fails, and TCPStore prints a warning whenever it times out.
             said = wait_until(

@@ -26,8 +26,8 @@ from phalanx._store import (
     StoreGoneError,
     StoreSilentError,
     one_of,
-    pause_s,
     read_value,
+    shared_pause,
     wait_until,
 )
 from phalanx._text import enumerated
@@ -98,7 +98,7 @@ class RollCall:
             PhalanxError: Two processes claim the same rank, or the ranks disagree on world size or backend.
         """
         ask = self._call if self._asked.rank == 0 else self._reply
-        most_s = pause_s(_PAUSE_S, self._asked.world_size)
+        most_s = shared_pause(_PAUSE_S, self._asked.world_size)
         try:
             with contextlib.suppress(StoreSilentError):
                 self._arrive()
