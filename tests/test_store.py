@@ -23,7 +23,6 @@ from phalanx.rendezvous.roll import RollCall
 
 SERVE = """
 import sys
-import threading
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
