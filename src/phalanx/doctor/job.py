@@ -147,7 +147,7 @@ def _judge_gloo(tries: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Findin
             f"Gloo as it is does not connect the hosts ({_first(failed[0])}); over the interface towards host 0 it does"
         )
         return [
-            problem("all_reduce", found, f"{how}, or mend what each host's own name resolves to", **facts),
+            problem("all_reduce", found, f"{how}, or fix what each host's own name resolves to", **facts),
             ok("all_reduce", what, **facts),
         ]
     todo = "see reach, own name and network above; then the same phalanx doctor again"

@@ -1,20 +1,12 @@
-"""CPUs, their quota and NUMA nodes, compared with the ranks and their threads; clocks."""
+"""CPUs, their quota and NUMA nodes, compared with the ranks and their threads."""
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Mapping
-
 from phalanx import _cgroups
 from phalanx._text import counted
-from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
+from phalanx.doctor.finding import Finding, note, ok, warning
 from phalanx.launch.cpus import Machine, divide
 
-_SLOW_CLOCK_S = 1e-6  # reading a hardware clock takes tens of nanoseconds
-_BUILT_S = 1704067200.0  # 2024-01-01: an earlier clock is wrong
-_NAP_S = 0.05
-_MOVED_S = 0.1
 _OFTEN_THROTTLED = 0.05
 
 
@@ -115,36 +107,3 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
             )
         ]
     return [ok("threads", found, **facts)]
-
-
-def examine_clock(root: str = "/") -> list[Finding]:
-    """Check that the clocks run correctly, and measure the cost of reading them."""
-    stamps = [time.monotonic() for _ in range(2000)]
-    cost_s = (stamps[-1] - stamps[0]) / (len(stamps) - 1)
-    source = _cgroups.read(root, "sys/devices/system/clocksource/clocksource0/current_clocksource").strip()
-    before, wall_before = time.monotonic(), time.time()
-    time.sleep(_NAP_S)
-    elapsed_s, wall_elapsed_s = time.monotonic() - before, time.time() - wall_before
-    facts = {"source": source, "cost_s": cost_s, "wall_s": wall_before}
-    return [judge_clock(stamps, cost_s, elapsed_s, wall_elapsed_s, facts)]
-
-
-def judge_clock(
-    stamps: list[float], cost_s: float, elapsed_s: float, wall_elapsed_s: float, facts: Mapping[str, object]
-) -> Finding:
-    """Judge successive readings of the monotonic clock, and both clocks over a nap of `_NAP_S`."""
-    source = f" ({facts['source']})" if facts["source"] else ""
-    if any(later < earlier for earlier, later in itertools.pairwise(stamps)) or elapsed_s < 0.9 * _NAP_S:
-        todo = "another clock source of the kernel (clocksource=), or another machine: every deadline relies on it"
-        return problem("clock", f"the monotonic clock{source} goes backwards or too slowly", todo, **facts)
-    if abs(wall_elapsed_s - elapsed_s) > _MOVED_S:
-        found = f"the wall clock was moved by {in_seconds(abs(wall_elapsed_s - elapsed_s))} while we looked"
-        return warning("clock", found, "let chrony or ntpd slew it, and run one of them only", **facts)
-    if float(str(facts["wall_s"])) < _BUILT_S:
-        return warning(
-            "clock", "the wall clock is years behind", "set it (chronyd, ntpd): logs and TLS need it", **facts
-        )
-    if cost_s > _SLOW_CLOCK_S:
-        found = f"reading the clock{source} takes {in_seconds(cost_s)}, some 30 times as long as usual"
-        return note("clock", found, "clocksource=tsc, if the machine has a stable one", **facts)
-    return ok("clock", f"monotonic{source}, read in {cost_s * 1e9:.0f} ns", **facts)
