@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -118,3 +119,64 @@ def test_a_rank_that_the_roll_call_refuses_raises_what_it_was_told(tmp_path):
     with pytest.raises(PhalanxError, match="two of one rank"):
         call._word()
     call._store.close()
+
+
+class StoreThatIsOvertaken:
+    """A store between whose check of a key and whose get something happens, once."""
+
+    def __init__(self, store, key, happen):
+        self._store, self._key, self._happen = store, key, happen
+
+    def check(self, keys):
+        found = self._store.check(keys)
+        if keys == [self._key]:
+            happen, self._happen = self._happen, lambda: None
+            happen()
+        return found
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def test_a_roll_that_ends_while_a_rank_looks_takes_no_key_from_it():
+    store = dist.HashStore()
+    asked = [read_url(f"tcp://127.0.0.1:1?rank={rank}&world_size=2", 5, "train.py:1") for rank in (0, 1)]
+    first, second = (RollCall(store, one, Patience(one)) for one in asked)
+    first._arrive()
+    second._arrive()
+    assert second._reply() is None
+    second._store.raw = StoreThatIsOvertaken(second._store.raw, "rank/0", first._call)
+    second._look()
+    assert str(second._reply()) == f"phalanx-{first._mine['token']}"
+    for call in (first, second):
+        call._store.close()
+
+
+def test_a_signal_handler_may_ask_in_the_middle_of_a_question():
+    store = JsonStore(dist.HashStore())
+    store.set("x", 1)
+    answers = []
+    former = signal.signal(signal.SIGUSR1, lambda *_: answers.append(store.get("x", int)))
+    try:
+        with store._clerk._lock:  # as whoever is asking has it
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert answers == [1]
+    store.close()
+
+
+def test_a_question_waits_for_that_of_another_thread():
+    store = JsonStore(dist.HashStore())
+    is_asked = threading.Event()
+
+    def ask_slowly(_):
+        is_asked.set()
+        time.sleep(0.3)
+
+    other = threading.Thread(target=lambda: store.ask(ask_slowly))
+    other.start()
+    is_asked.wait(10)
+    assert not store.has("x")
+    other.join()
+    store.close()

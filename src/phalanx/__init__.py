@@ -97,46 +97,26 @@ __all__ = [
 
 _PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
 _EXPORTS = {
-    "PhalanxError": "phalanx._errors",
-    "CheckpointError": "phalanx._errors",
-    "CollectiveMismatch": "phalanx._errors",
-    "CollectiveTimeout": "phalanx._errors",
-    "GroupAborted": "phalanx._errors",
-    "GroupUnusable": "phalanx._errors",
-    "NonFinite": "phalanx._errors",
-    "OutOfSharedMemory": "phalanx._errors",
-    "RankFailed": "phalanx._errors",
-    "GroupOptions": "phalanx._env",
-    "RankError": "phalanx.launch.outcome",
-    "SpawnContext": "phalanx.launch.spawn",
-    "spawn": "phalanx.launch.spawn",
-    "Session": "phalanx.session",
-    "init": "phalanx.session",
-    "shutdown": "phalanx.session",
-    "DataLoader": "phalanx.data",
-    "DataPartitioner": "phalanx.data",
-    "DistributedSampler": "phalanx.data",
-    "RandomState": "phalanx.data",
-    "seed_everything": "phalanx.data",
-    "shard_iterable": "phalanx.data",
-    "DataParallel": "phalanx.parallel",
-    "DistributedDataParallel": "phalanx.parallel",
-    "HostGroups": "phalanx.parallel",
-    "LocalSGD": "phalanx.parallel",
-    "ZeroRedundancyOptimizer": "phalanx.parallel",
-    "SyncBatchNorm": "phalanx.parallel",
-    "average_gradients": "phalanx.parallel",
-    "convert_sync_batchnorm": "phalanx.parallel",
-    "host_groups": "phalanx.parallel",
-    "ring_all_reduce": "phalanx.parallel",
-    "Trainer": "phalanx.train.trainer",
-    "Communicator": "phalanx.backend._communicator",
-    "communicator": "phalanx.backend._communicator",
-    "install_as_default": "phalanx._plugin",
+    name: f"phalanx.{module}"
+    for module, names in {
+        "_errors": "PhalanxError CheckpointError CollectiveMismatch CollectiveTimeout GroupAborted GroupUnusable "
+        "NonFinite OutOfSharedMemory RankFailed",
+        "_env": "GroupOptions",
+        "launch.outcome": "RankError",
+        "launch.spawn": "SpawnContext spawn",
+        "session": "Session init shutdown",
+        "data": "DataLoader DataPartitioner DistributedSampler RandomState seed_everything shard_iterable",
+        "parallel": "DataParallel DistributedDataParallel HostGroups LocalSGD ZeroRedundancyOptimizer SyncBatchNorm "
+        "average_gradients convert_sync_batchnorm host_groups ring_all_reduce",
+        "train.trainer": "Trainer",
+        "backend._communicator": "Communicator communicator",
+        "_plugin": "install_as_default",
+    }.items()
+    for name in names.split()
 }
 
 
-if not TYPE_CHECKING:  # or they would accept any name
+if not TYPE_CHECKING:  # they would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:

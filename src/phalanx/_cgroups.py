@@ -1,6 +1,6 @@
-"""What the cgroups above this process, of version 2 or 1, leave it; and the host itself, where they do not.
+"""The memory and processor limits of the cgroups (version 2 or 1) above this process, and those of the host.
 
-Read from ``/proc`` and ``/sys``. The tests lay a machine of their own out in a folder and pass it as `root`.
+Everything is read from ``/proc`` and ``/sys``. Tests build a machine of their own in a folder and pass it as `root`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as a large number
-# Names of the files of version 2 and 1: the limit, what is used, and the line of memory.stat with the cache in that
-# which can be dropped.
+# For versions 2 and 1: the file with the limit, the file with the usage, and the line of memory.stat with the part of
+# the usage that is cache and can be dropped.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -21,7 +21,7 @@ _MEMORY_FILES = (
 
 
 class Memory(NamedTuple):
-    """A limit of memory and what is used of it, in bytes, without the cache that can be dropped."""
+    """A memory limit and the memory in use, in bytes, without cache that can be dropped."""
 
     limit_bytes: int
     used_bytes: int
@@ -32,14 +32,14 @@ class Memory(NamedTuple):
 
 
 def folders(controller: str, root: str = "/") -> Iterator[str]:
-    """Yield the folders of our cgroup and of those above it that we may see, nearest first; not all need exist."""
+    """Yield the folders of our cgroup and of the visible ones above it, nearest first; not all need exist."""
     mounts = _mounts(controller, root)
     for line in read(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         for top, point in mounts["cgroup" if controllers else "cgroup2"]:
-            # In a container the mount may show our branch of the tree alone, and the path may be the host's.
+            # In a container the mount may show only our branch of the tree, while the path is the host's.
             below = path.removeprefix(top.rstrip("/")) if f"{path}/".startswith(f"{top.rstrip('/')}/") else ""
             below = "" if "/.." in below else below.strip("/")
             while below:
@@ -49,7 +49,7 @@ def folders(controller: str, root: str = "/") -> Iterator[str]:
 
 
 def _mounts(controller: str, root: str) -> dict[str, list[tuple[str, str]]]:
-    """Return for each version which part of its tree is mounted where."""
+    """Return, for each version, which parts of its tree are mounted where."""
     found: dict[str, list[tuple[str, str]]] = {"cgroup": [], "cgroup2": []}
     for line in read(root, "proc/self/mountinfo").splitlines():
         fields, _, rest = (part.split() for part in line.partition(" - "))
@@ -60,7 +60,7 @@ def _mounts(controller: str, root: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def host_memory(root: str = "/") -> Memory:
-    """Return what the host has; nothing where ``/proc/meminfo`` can't be read."""
+    """Return the host's memory; 0 if ``/proc/meminfo`` can't be read."""
     sizes = {}
     for line in read(root, "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
@@ -70,12 +70,12 @@ def host_memory(root: str = "/") -> Memory:
 
 
 def cgroup_memory(root: str = "/") -> list[Memory]:
-    """Return the memory of each cgroup on the way up that has a limit."""
+    """Return the memory of each cgroup above us that has a limit."""
     found = []
     for folder in folders("memory", root):
         for limit_name, used_name, cache_name in _MEMORY_FILES:
-            fields = _fields(folder, "memory.stat")
-            # Version 1 also tells of limits further up than we may see.
+            fields = read_numbers(folder, "memory.stat")
+            # Version 1 also reports limits further up than we can see.
             limits = [_number(folder, limit_name), fields.get("hierarchical_memory_limit")]
             limit = min((number for number in limits if number is not None), default=_NO_LIMIT_BYTES)
             used = _number(folder, used_name)
@@ -85,16 +85,16 @@ def cgroup_memory(root: str = "/") -> list[Memory]:
 
 
 def count_oom_kills(root: str = "/") -> int:
-    """Return how many processes of our cgroup the kernel has killed for want of memory; without one, of the host."""
+    """Return how many processes of our cgroup the OOM killer has killed; without a cgroup, how many on the host."""
     for folder in folders("memory", root):
         for name in ("memory.events", "memory.oom_control"):
-            if (number := _fields(folder, name).get("oom_kill")) is not None:
+            if (number := read_numbers(folder, name).get("oom_kill")) is not None:
                 return number
-    return _fields(root, "proc/vmstat").get("oom_kill", 0)
+    return read_numbers(root, "proc/vmstat").get("oom_kill", 0)
 
 
-def _fields(folder: str, name: str) -> dict[str, int]:
-    """Return a file of lines with a name and a number."""
+def read_numbers(folder: str, name: str) -> dict[str, int]:
+    """Return the numbers in a file whose lines have a name and a number, by name; empty if it can't be read."""
     pairs = (line.split() for line in read(folder, name).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
@@ -105,7 +105,7 @@ def _number(folder: str, name: str) -> int | None:
 
 
 def read(folder: str, name: str) -> str:
-    """Return the text of a file; nothing if it can't be read."""
+    """Return the text of a file; empty if it can't be read."""
     with contextlib.suppress(OSError), open(os.path.join(folder, name)) as file:
         return file.read()
     return ""

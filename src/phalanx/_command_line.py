@@ -1,4 +1,4 @@
-"""How every command of ``phalanx`` reads its arguments, shows its help and refuses a mistake."""
+"""How every ``phalanx`` command parses its arguments, shows its help and rejects mistakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UsageError(ValueError):
     """A mistake in the command line, in one line.
 
     Attributes:
-        right: Call that was probably meant; empty: the usual call of the command.
+        right: Call that was probably meant; empty: the command's usual call.
     """
 
     def __init__(self, message: str, right: str = "") -> None:
@@ -27,13 +27,13 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, whose mistakes raise `UsageError` and whose help fits 80 columns.
+    """An argparse parser that raises `UsageError` for mistakes and whose help fits 80 columns.
 
     Args:
         prog: Command, such as ``phalanx report``.
         usage: Usage line of the command, without ``usage:``.
         about: Description of the command.
-        right: Call to show beside a mistake; default: the usage line.
+        right: Call to show next to a mistake; default: the usage line.
     """
 
     def __init__(self, prog: str, usage: str, about: str, right: str = "") -> None:
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="help", help="show this help")
 
     def add_commands(self, calls: Mapping[str, str]) -> None:
-        """Let the help list commands: their calls, and what each does."""
+        """List commands in the help: their calls, and what each does."""
         group = self.add_argument_group("Commands")
         for call, what in calls.items():
             group.add_argument(call, nargs="?", metavar=call, help=what)
@@ -59,22 +59,22 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def unknown(self, word: str, args: Sequence[str]) -> UsageError:
-        """Return the error of a word of `args` that the command does not take."""
+        """Return the error for a word of `args` that the command does not accept."""
         if not word.startswith("-"):
             return UsageError(f"unexpected argument {word!r}")
         name = word.partition("=")[0]
         known = [option for option in self._option_string_actions if option.startswith("--") and "_" not in option]
-        near = nearest(name, known, cutoff=0.75)  # of a flag with its dashes, a higher one
+        near = nearest(name, known, cutoff=0.75)  # higher, because all flags share their dashes
         what = f"unknown flag {name}{near and f', did you mean {near}?'}"
         return UsageError(what, self.call(args, {name: near}) if near else "")
 
     def call(self, args: Sequence[str], meant: Mapping[str, str]) -> str:
-        """Return the call of this command with words or flags of `args` replaced."""
+        """Return this command's call with words or flags of `args` replaced."""
         words = [word.partition("=") for word in args]
         return shlex.join([*self.prog.split(), *("".join((meant.get(name, name), *rest)) for name, *rest in words)])
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse says, in the words of our other messages."""
+        """Raise argparse's error in the wording of our other messages."""
         found = re.fullmatch(
             r"argument (\S+?)(?:/\S+)?: (expected one argument|ignored explicit argument (.*))", message
         )
@@ -88,21 +88,21 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{name} needs a value: {name} {action.metavar or action.dest.upper()}")
 
     def refuse(self, error: UsageError) -> int:
-        """Print the usage, the mistake and the right call; return the exit code."""
+        """Print the usage, the mistake and a correct call; return the exit code."""
         is_anothers = error.right.startswith("phalanx run ") and self.prog not in ("phalanx", "phalanx run")
         right = self.right if is_anothers else error.right or self.right
         print(f"usage: {self.usage}\n{self.prog}: {error}; right: {right}", file=sys.stderr)
         return 2
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        print(message, end="", file=file)  # argparse's hides that nobody reads it
+        print(message, end="", file=file)  # argparse's own ignores that the reader has gone
 
 
 def whole_number(text: str) -> int:
-    """Return the number that an argument names.
+    """Parse a whole number.
 
     Raises:
-        argparse.ArgumentTypeError: It is not a whole number of at least 0.
+        argparse.ArgumentTypeError: `text` is not a whole number of at least 0.
     """
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text!r}")
@@ -110,7 +110,7 @@ def whole_number(text: str) -> int:
 
 
 class _Help(argparse.HelpFormatter):
-    """Flags on lines of their own, what they do below them."""
+    """Puts each flag on a line of its own, with its description below."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=6, width=_WIDTH)

@@ -1,7 +1,7 @@
-"""The environment variables of phalanx: declared once, typed, read here alone.
+"""The environment variables of phalanx: declared once, typed, and read only here.
 
-An unknown ``PHALANX_*`` variable is an error, since it is a misspelled one that would silently do nothing. Those that
-begin with ``PHALANX_TEST_`` belong to the project's own tests.
+An unknown ``PHALANX_*`` variable is an error, because a misspelled one would silently do nothing. Variables that begin
+with ``PHALANX_TEST_`` belong to the project's own tests.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 BRIDGES = ("gloo", "mpi")
-
-
 LONGEST_S = 1e9
-"""What stands for ever: 30 years. The clocks under torch overflow after 292."""
+"""Longest timeout, which stands for forever: 30 years. The clocks under torch overflow after 292."""
 
 
 def _ranged(default: Any, least: float, most: float) -> Any:
@@ -26,22 +24,22 @@ def _ranged(default: Any, least: float, most: float) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings from the environment; the variable of ``stall_s`` is ``PHALANX_STALL_S``, and so on."""
+    """Settings from the environment: ``PHALANX_STALL_S`` sets ``stall_s``, and so on."""
 
     stall_s: float = _ranged(10.0, 0.1, LONGEST_S)
-    """Seconds after which a waiting rank prints who is missing and where each rank stands."""
+    """Seconds after which a waiting rank reports which ranks are missing and what each is doing."""
     spin_us: float = _ranged(50.0, 0, 1e6)
-    """Microseconds that a waiting rank spins (yields, where ranks share CPUs) before it sleeps; 0 sleeps at once."""
+    """Microseconds for which a waiting rank spins, or yields if ranks share CPUs, before it sleeps; 0: no spinning."""
     one_shot_bytes: int = _ranged(64 * 1024, 0, 64 * 1024)
-    """all_reduce up to this size: every rank reads every rank's data, in one synchronisation. The same on all ranks."""
+    """Largest all_reduce in which every rank reads all data after one synchronisation. The same on all ranks."""
     chunk_bytes: int = _ranged(64 * 1024, 4096, 64 * 1024)
     """Size of the chunks in which larger messages are pipelined. The same on all ranks."""
     silence_s: float = _ranged(1.0, 0.1, 86400)
-    """Seconds without a sign of life of another host's kernel after which the connection to it counts as lost."""
+    """Seconds without a sign of life from another host's kernel after which the connection to it counts as lost."""
     bridge: str = "gloo"
-    """The engine between hosts: ``gloo`` or ``mpi`` (mpi4py, started by mpirun)."""
+    """Engine between hosts: ``gloo`` or ``mpi`` (mpi4py, started by mpirun)."""
     host: str = ""
-    """Ranks with different values never share memory: several hosts on one, to try what crosses them."""
+    """Name of a simulated host. Ranks with different names share no memory, so one machine can stand for several."""
 
 
 def variable_of(name: str) -> str:
@@ -54,7 +52,7 @@ class GroupOptions:
     """Settings of one group, passed as ``pg_options`` of ``init_process_group`` or ``new_group``, alike on all ranks.
 
     Attributes:
-        bridge: Engine between hosts, "gloo" or "mpi"; None: that of PHALANX_BRIDGE.
+        bridge: Engine between hosts, "gloo" or "mpi"; None: the value of PHALANX_BRIDGE.
         silence_s: Seconds of silence after which a connection to another host counts as lost; None: PHALANX_SILENCE_S.
     """
 
@@ -62,7 +60,7 @@ class GroupOptions:
     silence_s: float | None = None
 
     def over(self, settings: Settings) -> Settings:
-        """Return `settings` with the options that are given in their place.
+        """Return `settings` with the given options in place of its own.
 
         Raises:
             ValueError: The engine does not exist, or a number is out of range.
@@ -81,13 +79,13 @@ class GroupOptions:
 
 
 def _check(name: str, setting: Field[Any], value: Any, shown: object = None) -> None:
-    """Raise ValueError unless a setting may have this value."""
+    """Raise ValueError if a setting can't have this value."""
     shown = value if shown is None else shown
     if setting.name == "bridge" and value not in BRIDGES:
         raise ValueError(f"{name} must be one of {', '.join(BRIDGES)}, got {shown!r}")
     if "range" in setting.metadata:
         least, most = setting.metadata["range"]
-        if not least <= value <= most:  # nor not-a-number
+        if not least <= value <= most:  # true of NaN, too
             kind = "a whole number" if setting.type == "int" else "a number"
             raise ValueError(f"{name} must be {kind} in [{least:.12g}, {most:.12g}], got {shown!r}")
 
@@ -96,17 +94,17 @@ def seconds(name: str, timeout: timedelta | float) -> float:
     """Return a timeout in seconds, at most `LONGEST_S`.
 
     Raises:
-        ValueError: It is nothing, less, or not a number.
+        ValueError: `timeout` is not more than 0.
     """
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if value < -LONGEST_S:  # torch's own clocks have overflowed: timedelta.max comes out as a time long ago
+    if value < -LONGEST_S:  # torch's clocks have overflowed: timedelta.max becomes a large negative time
         return LONGEST_S
     if not value > 0:
         raise ValueError(f"{name} must be more than 0 s, got {value:g} s")
     return min(value, LONGEST_S)
 
 
-# Flags of ``phalanx run``, which reads them itself.
+# The flags of ``phalanx run``, which reads these variables itself.
 _FLAGS = """
     DRY_RUN LOCAL_ADDR LOCAL_RANKS_FILTER LOG_DIR MASTER_ADDR MASTER_PORT MAX_RESTARTS MODULE MONITOR_INTERVAL NNODES
     NODE_RANK NO_PIN NO_PRELOAD NO_PYTHON NO_USE_ENV NPROC_PER_NODE RDZV_BACKEND RDZV_CONF RDZV_ENDPOINT RDZV_ID
@@ -115,11 +113,11 @@ _FLAGS = """
 SNAPSHOT_VARIABLE = "PHALANX_SNAPSHOTS"
 """Set by ``phalanx run`` for its ranks: the file in which they keep snapshots of their state."""
 LAUNCH_VARIABLE = "PHALANX_LAUNCH"
-"""Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they may know of the launch, see `_launched`."""
+"""Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the facts of the launch, see `_launched`."""
 FOLDER_VARIABLE = "PHALANX_RUN_FOLDER"
-"""Where a `Trainer` keeps its run, whatever folder it was given."""
+"""Folder in which a `Trainer` keeps its run, in place of the one that it was given."""
 PREEMPTED_CODE = 75
-"""Exit code of a rank that was asked to make room and has saved: EX_TEMPFAIL, try again later."""
+"""Exit code of a rank that saved its state after it was preempted: EX_TEMPFAIL, try again later."""
 LAUNCH_VARIABLES = frozenset(
     (SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, FOLDER_VARIABLE, *(f"PHALANX_{flag}" for flag in _FLAGS.split()))
 )
@@ -131,18 +129,18 @@ def environment() -> dict[str, str]:
 
 
 def update(variables: Mapping[str, str]) -> None:
-    """Set variables of this process, and of those that it starts."""
+    """Set variables for this process and its children."""
     os.environ.update(variables)
 
 
 def replace_all(variables: Mapping[str, str]) -> None:
-    """Make these the whole environment of this process."""
+    """Replace the whole environment of this process."""
     os.environ.clear()
     os.environ.update(variables)
 
 
 def take(name: str) -> str:
-    """Return a variable that was meant for this process alone, and unset it."""
+    """Unset a variable that was meant for this process alone, and return its value."""
     return os.environ.pop(name)
 
 
@@ -154,16 +152,16 @@ def export(variables: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def withdraw(names: Iterable[str]) -> None:
-    """Unset variables that `export` has set."""
+    """Unset variables that `export` set."""
     for name in names:
         os.environ.pop(name, None)
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings that `environ` gives, by default this process's environment.
+    """Return the settings in `environ`; by default, in this process's environment.
 
     Raises:
-        ValueError: A ``PHALANX_*`` variable is unknown, no number, out of its range, or names no engine.
+        ValueError: A ``PHALANX_*`` variable is unknown, is not a number, is out of range or names no engine.
     """
     environ = os.environ if environ is None else environ
     known = {variable_of(setting.name): setting for setting in fields(Settings)}
@@ -190,9 +188,9 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def wants_torchs_records(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the user asked torch to record every operation, or to look at its numbers.
+    """Whether the user asked torch to record every operation, or to check its values.
 
-    The Flight Recorder counts if its size was set: torch's default of 2,000 entries is not worth 8 us a call.
+    The Flight Recorder counts only if its size is set: torch's default of 2,000 entries is not worth 8 us per call.
     """
     environ = os.environ if environ is None else environ
     sizes = [environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
@@ -200,23 +198,23 @@ def wants_torchs_records(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def is_service_link(name: str, environ: Mapping[str, str]) -> bool:
-    """Whether Kubernetes has set this variable, because a service in the namespace is named like us."""
+    """Whether Kubernetes set this variable, because a service in the namespace is named ``phalanx``."""
     if name.endswith("_SERVICE_HOST") or "_SERVICE_PORT" in name:
         return True
     return "_PORT" in name and (environ.get(name, "").startswith(("tcp://", "udp://", "sctp://")) or "_TCP" in name)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``, did you mean X?`` for the known name nearest to a misspelt one; empty if none is near."""
+    """Return ``, did you mean X?`` for the known name closest to a misspelled one; empty if none is close."""
     near = nearest(name, known)
     return f", did you mean {near}?" if near else ""
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the known name that a misspelt one may stand for; empty if none is near.
+    """Return the known name closest to a misspelled one; empty if none is close.
 
     Args:
-        cutoff: Similarity from which a name counts as near, from 0 to 1 for equal names.
+        cutoff: Least similarity of a close name, from 0 to 1 for equal names.
     """
     import difflib  # only on the way to an error
 
@@ -226,10 +224,10 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
 
 
 def unknown_argument(call: str, name: str, known: Iterable[str], meant: str | None = None) -> TypeError:
-    """Return the error of a keyword argument that `call` does not have.
+    """Return the error for a keyword argument that `call` does not take.
 
     Args:
-        meant: The right name, where it is no mere misspelling.
+        meant: Correct name, if `name` is another word for it rather than a misspelling.
     """
     known = list(known)
     hint = f", did you mean {meant}?" if meant else did_you_mean(name, known)

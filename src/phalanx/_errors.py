@@ -1,4 +1,4 @@
-"""Errors of the world: a rank died, a file is damaged. A wrong call raises ``ValueError`` or ``TypeError`` instead.
+"""Errors caused by the world, such as a dead rank or a damaged file; a wrong call raises ValueError or TypeError.
 
 Every message names the rank, the operation and what to do. Errors carry these facts as attributes and can be pickled,
 because they cross processes.
@@ -18,17 +18,17 @@ if typing.TYPE_CHECKING:
 
 
 class _Facts:
-    """Plain data, which JSON can hold."""
+    """Plain data that JSON can hold."""
 
     def to_facts(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload]  # what derives from it is a dataclass
+        return asdict(self)  # type: ignore[call-overload]  # subclasses are dataclasses
 
     @classmethod
     def from_facts(cls, facts: object) -> Self:
-        """Return what `to_facts` gave, perhaps through JSON.
+        """Return the object that `to_facts` was called on; the facts may have travelled as JSON.
 
         Raises:
-            ValueError: Nothing that `to_facts` gives: whoever sent it may have sent anything.
+            ValueError: `to_facts` would not return this; the sender may have sent anything.
         """
         try:
             value: Self = _read(facts, cls)
@@ -39,10 +39,10 @@ class _Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer(_Facts):
-    """A rank of the world, its process and its host, as far as they are known.
+    """A rank of the world, with its process and its host as far as they are known.
 
     Attributes:
-        host: Name of its host; empty where all ranks of the group share one.
+        host: Name of its host; empty if all ranks of the group share one.
     """
 
     rank: int
@@ -52,12 +52,12 @@ class Peer(_Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class Standing(Peer):
-    """Where a rank stands that others wait for.
+    """What a rank is doing that others are waiting for.
 
     Attributes:
         has_joined: Whether it has joined the group.
-        waits_in: The call in which it waits, in whichever group; empty if in none.
-        last: Number of its last collective in the group; None if nobody knows.
+        waits_in: Call in which it is waiting, in any group; empty if it is not waiting.
+        last: Number of its last collective in the group; None: unknown.
     """
 
     has_joined: bool = True
@@ -67,17 +67,17 @@ class Standing(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class MadeCall(Peer):
-    """What a rank called: a row of a mismatch's table.
+    """The call that a rank made: one row in the table of a mismatch.
 
     Attributes:
-        op: Operation; empty if it has not called yet.
+        op: Operation; empty if it has made no call yet.
         dtype: Name of the tensor's dtype, without ``torch.``.
-        count: Elements of a rank's block; None where each rank gives sizes of its own.
-        sizes: Elements of each rank's block, where they differ and are known.
+        count: Number of elements in a rank's block; None if each rank passes its own sizes.
+        sizes: Number of elements in each rank's block, if they differ and are known.
         reduce_op: Name of the reduction, such as ``SUM``.
         root: Rank of the world that sends or receives.
         tag: Tag of a message.
-        site: Line of the call, ``"train.py:31"``.
+        site: Line of the call, such as ``"train.py:31"``.
     """
 
     op: str = ""
@@ -91,20 +91,20 @@ class MadeCall(Peer):
 
     @property
     def asked(self) -> tuple[object, ...]:
-        """What ranks must agree on."""
+        """The facts on which all ranks must agree."""
         return self.op, self.dtype, self.count, self.sizes, self.reduce_op, self.root
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeDispute(_Facts):
-    """Sizes that contradict each other: what `one` sends and `other` expects, or what they say of the block of `of`.
+    """Two sizes that contradict each other: of what `one` sends to `other`, or of the block of the rank `of`.
 
     Attributes:
-        one: The rank whose size is `count`.
-        count: Elements that it sends, or has in its list for `of`.
-        other: The rank that contradicts it.
-        other_count: Elements that this one expects, or has in its list for `of`.
-        of: Rank of the world whose block it is; None for what is sent.
+        one: Rank whose size is `count`.
+        count: Number of elements that `one` sends, or lists for `of`.
+        other: Rank that contradicts it.
+        other_count: Number of elements that `other` expects, or lists for `of`.
+        of: Rank of the world that owns the block; None if the sizes are those of a message.
     """
 
     one: Peer
@@ -116,31 +116,31 @@ class SizeDispute(_Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(_Facts):
-    """Why an operation of a rank failed: facts, which `phalanx.backend._wording` makes sentences of.
+    """Why an operation of a rank failed: the facts from which `phalanx.backend._wording` forms sentences.
 
     It is plain data: between hosts it travels as the JSON of `to_facts`.
 
     Attributes:
-        kind: One of `KINDS`.
-        rank: The rank of the world that met it.
+        kind: Key of `KINDS`.
+        rank: Rank of the world that met the failure.
         group: Name of the group.
         op: Operation; ``"join"`` for ``init_process_group``.
         seq: Number of the collective in its group, from 1; 0 for point-to-point.
-        site: Line of the call, ``"train.py:31"``.
+        site: Line of the call, such as ``"train.py:31"``.
         culprits: Ranks at fault: missing, dead or in disagreement.
-        by: The rank that ended the group, if this one only follows.
-        exit_code: Exit code of the first culprit; None when it was killed or the kernel does not tell.
-        signal: Signal that killed it.
+        by: Rank that ended the group; None if this one did.
+        exit_code: Exit code of the first culprit; None if it was killed or the kernel does not tell.
+        signal: Signal that killed the first culprit.
         standings: Standing of each rank that was waited for.
-        calls: Calls of the ranks, where they differ; for a message those of its two ends, the receive first.
-        sizes: The first two sizes that contradict each other.
+        calls: Calls of the ranks, if they differ; of a message, the receive and then the send.
+        sizes: First two sizes that contradict each other.
         hosts: Hosts whose ranks are all lost.
         timeout_s: Deadline that has passed, in seconds from the call.
-        size_bytes: Bytes of shared memory that could not be had.
-        num_ranks: Ranks of the group for which there was no memory.
-        errno: Error number of the system's refusal.
-        detail: Whatever has no structure: the system's words, the reason given to ``abort()``.
-        cause: The failure that had ended the group before this call; None if it was left in order.
+        size_bytes: Bytes of shared memory that could not be allocated.
+        num_ranks: Number of ranks of the group for which there was no memory.
+        errno: Error number of the failed system call.
+        detail: Unstructured text: the system's message, or the reason given to ``abort()``.
+        cause: Failure that ended the group before this call; None if this rank left it in order.
     """
 
     kind: str
@@ -174,12 +174,12 @@ class Failure(_Facts):
 
     @property
     def is_victim(self) -> bool:
-        """Whether the rank that met it only suffers from what another rank did or met."""
+        """Whether the rank that met it only suffers from the failure of another rank."""
         return KINDS[self.kind].is_victim or self.by not in (None, Peer(rank=self.rank))
 
 
 def _read(value: Any, shape: Any) -> Any:
-    """Return plain data as what a type hint names."""
+    """Return plain data as an object of the type that a hint names."""
     if is_dataclass(shape):
         make: Any = shape
         if not isinstance(value, dict):
@@ -195,7 +195,7 @@ def _read(value: Any, shape: Any) -> Any:
         return tuple(_read(one, options[0]) for one in value)
     if isinstance(shape, types.UnionType):
         return None if value is None else _read(value, options[0])
-    if type(value) is shape or (shape is float and type(value) is int):  # true is no number
+    if type(value) is shape or (shape is float and type(value) is int):  # not a subclass: True is not a number
         return value
     raise ValueError(f"it is not of the expected form: {str(value)[:80]}")
 
@@ -207,8 +207,8 @@ class PhalanxError(RuntimeError):
         op: Operation, such as ``"all_reduce"``; empty if there was none.
         seq: Number of the collective in its group, from 1; 0 for point-to-point messages.
         ranks: Global ranks at fault: missing, dead or in disagreement.
-        failure: All facts as plain data, where an operation of a group failed; else None.
-        is_victim: Whether this rank only suffers from what another rank did or met.
+        failure: All facts as plain data, if an operation of a group failed; else None.
+        is_victim: Whether this rank only suffers from the failure of another rank.
     """
 
     is_victim: bool = False
@@ -237,10 +237,10 @@ class PhalanxError(RuntimeError):
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return text of others without what a terminal would obey: each such character as its escape.
+    """Return untrusted text in which every character that could control a terminal is escaped.
 
     Args:
-        keep: Characters that stay, such as line feeds.
+        keep: Characters to leave alone, such as line feeds.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
@@ -282,7 +282,7 @@ class CollectiveTimeout(PhalanxError, TimeoutError):
 
 
 class GroupAborted(PhalanxError):
-    """The group was ended by ``abort()``, or by a signal such as Ctrl-C in the middle of an operation."""
+    """The group was ended by ``abort()``, or by a signal such as Ctrl-C during an operation."""
 
     is_victim = True
 
@@ -294,11 +294,11 @@ class GroupUnusable(PhalanxError):
 
 
 class OutOfSharedMemory(PhalanxError, MemoryError):
-    """The shared segment cannot grow, because a memory limit of the container or the host is reached."""
+    """The shared segment can't grow because a memory limit of the container or the host has been reached."""
 
 
 class CheckpointError(PhalanxError):
-    """A checkpoint could not be saved or loaded; the message says why, and which checkpoints are left."""
+    """A checkpoint could not be saved or loaded; the message says why, and which checkpoints remain."""
 
 
 class NonFinite(PhalanxError, FloatingPointError):
@@ -338,26 +338,26 @@ KINDS: dict[str, type[PhalanxError]] = {
     "system": PhalanxError,
     "refused": PhalanxError,
 }
-"""What can happen, and its exception. All but three are those of FailureKind in csrc/failure.h: between hosts the
-connection to a rank may be lost (``rank_lost``), ranks may not meet in time (``not_met``), and a rank may be refused
-for a reason that only `Failure.detail` tells (``refused``)."""
+"""Every kind of failure and its exception. Three are not in FailureKind of csrc/failure.h: the connection to a rank of
+another host was lost (``rank_lost``), the ranks did not meet in time (``not_met``), or a rank was refused for a reason
+that only `Failure.detail` gives (``refused``)."""
 
 
 _handed_over: collections.deque[PhalanxError] = collections.deque(maxlen=16)
 
 
 def hand_over(error: BaseException) -> BaseException:
-    """Return `error`, to be raised where native code takes it and gives on its text alone; see `origins`."""
+    """Return `error`, to be raised into native code that passes only its text on; `origins` finds it again."""
     if isinstance(error, PhalanxError):
-        # A copy, since a traceback holds frames, and frames hold the group.
+        # A copy: the traceback of the original holds frames, and frames hold the group.
         _handed_over.append(_rebuild(type(error), str(error), error.__dict__.copy()))
     return error
 
 
 def origins(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and those in whose handling it was raised, the latest first.
+    """Yield `error` and the errors during whose handling it was raised, the latest first.
 
-    What native code has made of an error of phalanx (see `hand_over`) is followed by that error.
+    An error that native code made from one of phalanx (see `hand_over`) is followed by that one.
     """
     seen: set[int] = set()
     one: BaseException | None = error

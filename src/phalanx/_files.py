@@ -1,4 +1,4 @@
-"""Files that are read with distrust, and files that are there whole or not at all."""
+"""Opening files that anybody may have created, and writing files atomically."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from io import FileIO
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> FileIO:
-    """Open a regular file, unbuffered; a FIFO or a device, whose bytes may never come or never end, is an error.
+    """Open a regular file, unbuffered. A FIFO or device, which may block or never end, is an error.
 
     Raises:
-        OSError: It can't be opened, or is something else.
+        OSError: `path` can't be opened, or is not a regular file.
     """
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # or opening a FIFO waits for its other end
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # else opening a FIFO waits for its other end
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(fd, "r+b" if flags & os.O_RDWR else "rb", buffering=0)
@@ -25,16 +25,16 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> File
 
 
 def write_whole(path: str | os.PathLike[str], text: str, *, durable: bool = False) -> None:
-    """Write a file in UTF-8 that is there whole or not at all, whoever is killed meanwhile.
+    """Write a UTF-8 file atomically: even if this process is killed, readers see the old file or the whole new one.
 
     Args:
-        durable: Whether its content survives a loss of power; the folder is the caller's to sync.
+        durable: Whether the content must survive a power loss; the caller syncs the folder.
 
     Raises:
-        OSError: It can't be written; what was there is unchanged.
+        OSError: The file can't be written; the old one is unchanged.
     """
     part = f"{os.fspath(path)}.{os.getpid()}.part"
-    with open(part, "w", encoding="utf-8", errors="replace") as file:  # a folder's name may be no UTF-8
+    with open(part, "w", encoding="utf-8", errors="replace") as file:  # a folder's name need not be UTF-8
         file.write(text)
         if durable:
             file.flush()

@@ -1,7 +1,7 @@
-"""What a rank says when an exception ends it: facts, in the file that torch's launchers name for it.
+"""The last words of a rank that an exception ends: facts, in the file that torch's launchers name for it.
 
-The file has the form of torch's ``@record``, so torchrun reads it too, and beside that what `phalanx run` judges by.
-The rank writes it; whoever started the rank reads it, and believes nothing of it unchecked.
+The file has the format of torch's ``@record``, so torchrun can read it, and holds further facts by which `phalanx run`
+judges. The rank writes it; its launcher reads it and trusts nothing in it unchecked.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _OURS = os.path.join(os.path.dirname(__file__), "")
 
 @dataclasses.dataclass(frozen=True)
 class LastWords:
-    """What a rank said last: the exception that ended it, if one did, else the last lines on its stderr.
+    """The exception that ended a rank; if there was none, the last lines on its stderr.
 
     Attributes:
         kind: Class of the exception, with its module, as a traceback names it.
-        message: First line.
-        lines: The traceback with the whole message.
-        is_victim: It only suffers from what another rank did or met.
-        failure: What phalanx knows of the operation that failed.
-        site: The user's line in the traceback that is nearest to the failure, ``"/home/me/train.py:31"``.
-        is_told: By the rank itself; else it was read from stderr.
+        message: First line of the message.
+        lines: Traceback with the whole message.
+        is_victim: Whether the rank only suffers from the failure of another rank.
+        failure: Facts about the operation that failed, if phalanx knows them.
+        site: User's line in the traceback that is closest to the failure, such as ``"/home/me/train.py:31"``.
+        is_told: Whether the rank itself wrote this; otherwise it was read from stderr.
     """
 
     kind: str = ""
@@ -76,17 +76,17 @@ class LastWords:
 
     @property
     def summary(self) -> str:
-        """The exception in one line; empty when there was none."""
+        """The exception in one line; empty if there was none."""
         return (f"{self.kind}: {self.message}" if self.message else self.kind) if self.kind else ""
 
     def record(self, rank: int, pid: int, message: str = "") -> dict[str, Any]:
         """Return the content of the file.
 
         Args:
-            message: The whole text, if it is known; default: `summary`.
+            message: Whole message, if it is known; default: `summary`.
         """
         lines = [line[:_MAX_LINE] for line in cropped(self.lines)]
-        # In seconds; torchrun takes the earliest for the cause, which is not to be a victim of the same second.
+        # In seconds. torchrun takes the earliest for the cause, which must not be a victim in the same second.
         timestamp = str(int(time.time()) + self.is_victim)
         return {
             "message": {
@@ -112,7 +112,7 @@ def class_name(kind: str) -> str:
 
 
 def cropped(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines of a traceback, of a very long one its two ends."""
+    """Return the lines of a traceback; of a very long one, only its two ends."""
     if len(lines) <= _MAX_LINES:
         return tuple(lines)
     half = _MAX_LINES // 2
@@ -120,7 +120,7 @@ def cropped(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def owner_of(path: str) -> str:
-    """Return the package that a frame's file belongs to; empty for the user's own."""
+    """Return the package that a frame's file belongs to; empty for the user's own code."""
     if path.startswith(_OURS):
         return "phalanx"
     if found := _PACKAGE.search(path):
@@ -129,7 +129,7 @@ def owner_of(path: str) -> str:
 
 
 def site_of(lines: Sequence[str]) -> str:
-    """Return the last line of the user's in a traceback, else the last of all; empty if it has none."""
+    """Return the last line of the user's code in a traceback, else the last line of all; empty if it has no frame."""
     places = [found for line in lines if (found := _SITE.match(line))]
     places = [found for found in places if not owner_of(found[1])] or places
     return f"{places[-1][1]}:{places[-1][2]}" if places else ""
@@ -141,9 +141,9 @@ _teller_pid = 0
 
 
 def tell_when_ended() -> None:
-    """From now on, an exception that ends this process writes its facts for whoever started it. Idempotent.
+    """From now on, write the facts of an exception that ends this process for its launcher. Idempotent.
 
-    The hook goes before those that are there, which print as ever.
+    The hook runs before the existing ones, which print as usual.
     """
     global _teller_pid
     is_set, _teller_pid = _teller_pid != 0, os.getpid()
@@ -152,10 +152,10 @@ def tell_when_ended() -> None:
     print_it = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None, /) -> None:
-        # The interpreter notes what ends it; whoever calls the hook to print an exception may go on.
+        # The interpreter records the exception that ends it; a script that calls the hook to print one may go on.
         is_end = error is getattr(sys, "last_value", None) and isinstance(error, Exception)
-        if is_end and os.getpid() == _teller_pid:  # no child that was forked
-            with contextlib.suppress(Exception):  # the disk may be what failed, or the exception's own text
+        if is_end and os.getpid() == _teller_pid:  # not in a forked child
+            with contextlib.suppress(Exception):  # the disk may have failed, or the exception's own __str__
                 _tell(error)
         print_it(kind, error, trace)
 
@@ -168,16 +168,16 @@ def _tell(error: BaseException) -> None:
     record = words.record(int(rank) if rank.isdigit() else -1, os.getpid(), f"{words.name}: {_text_of(error)}")
     path = _error_file()
     before = _read(path)
-    if isinstance(before, dict) and "message" in before:  # of @record, or of a handler of the user's
+    if isinstance(before, dict) and "message" in before:  # written by @record, or by the user's handler
         record = {**before, **record, "message": before["message"]}
     write(path, record)
 
 
 def write(path: str, record: dict[str, Any]) -> None:
-    """Write the file at once: there is none that is half written.
+    """Write the file atomically.
 
     Raises:
-        OSError: It can't be written.
+        OSError: The file can't be written.
     """
     write_whole(path, json.dumps(record, indent=1))
 
@@ -188,9 +188,8 @@ def _error_file() -> str:
 
 def _name_of(kind: type[BaseException]) -> str:
     """Return a class as a traceback names it."""
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = kind.__module__
+    return kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
 
 
 def _text_of(error: BaseException) -> str:
@@ -208,9 +207,9 @@ def _first_line(text: str) -> str:
 
 
 def read(path: str, pid: int) -> LastWords | None:
-    """Return what the process `pid` has left; None if that is nothing, or not what `LastWords.record` gives.
+    """Return the last words of the process `pid`; None if it left none, or not in the form of `LastWords.record`.
 
-    A file of another process, such as one that the rank has started, is nothing of its own.
+    The file of another process, such as a child of the rank, does not count.
     """
     told = _read(path)
     if not isinstance(told, dict) or told.get("pid") != pid:
@@ -238,7 +237,7 @@ def read(path: str, pid: int) -> LastWords | None:
 
 
 def _read(path: str) -> Any:
-    """Return the JSON of a file, None if it has none or is too large."""
+    """Return the JSON in a file; None if there is none or the file is too large."""
     with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
         data = b""
         while len(data) <= _MAX_FILE_BYTES and (more := file.read(_MAX_FILE_BYTES + 1 - len(data))):

@@ -1,7 +1,7 @@
-"""What a rank knows of the launch that started it: how many ranks it has, where they meet, and which have ended.
+"""What a rank knows about its launch: how many ranks there are, where they meet, and which have ended.
 
-Written by whoever starts ranks (``phalanx run``, `phalanx.spawn`) and read by ranks that wait for one another. The
-notes, one a line, lie in memory that the launcher holds, opened through ``/proc``: a full disk does not matter.
+The launcher (``phalanx run`` or `phalanx.spawn`) writes this, and ranks that wait for one another read it. The notes,
+one per line, lie in memory that the launcher holds and ranks open through ``/proc``, so a full disk does not matter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class End(NamedTuple):
     """How a rank has ended.
 
     Attributes:
-        how: ``"exited with code 0"``, and the first line of its exception if one ended it.
+        how: Words such as ``"exited with code 0"``, with the first line of the exception if one ended it.
     """
 
     rank: int
@@ -36,8 +36,8 @@ class Launch:
 
     Attributes:
         launcher: Name of the launcher for users: ``phalanx run`` or ``phalanx.spawn``.
-        notes: The file in which the launcher notes each rank that has ended, and ranks that they wait for rank 0.
-        rank: That this process was given, whatever it calls itself.
+        notes: Path of the file in which the launcher notes the ends of ranks, and ranks note that they wait for rank 0.
+        rank: Rank that this process was given, whatever it calls itself.
     """
 
     launcher: str
@@ -52,27 +52,32 @@ class Launch:
 
     @classmethod
     def of(cls, text: str) -> Launch | None:
-        """Return what `to_text` wrote; None if the text is nothing of the kind."""
+        """Return the launch that `to_text` described; None if the text is something else."""
         with contextlib.suppress(ValueError, TypeError):
             return cls(**json.loads(text))
         return None
 
     def meets_at(self, host: str, port: int) -> bool:
-        """Whether this is where the launcher has its ranks meet; nobody else can be expected there."""
+        """Whether the launcher's ranks, and no others, meet at this address."""
         same = host == self.master_addr or (host in _LOOPBACK and self.master_addr in _LOOPBACK)
         return same and port == self.master_port
 
+    def is_world(self, rank: int, world_size: int) -> bool:
+        """Whether a world in which this process has this rank consists of the launcher's ranks."""
+        # The launcher makes each rank the leader of a process group; a rank's children have worlds of their own.
+        return os.getpgrp() == os.getpid() and (rank, world_size) == (self.rank, self.world_size)
+
     def ended(self) -> list[End]:
-        """Return the ranks that have ended; none if that can't be told."""
+        """Return the ranks that have ended; none if the notes can't be read."""
         return [End(*facts) for kind, facts in self._read() if kind == "ended"]
 
     def note_wait(self, rank: int, where: str) -> None:
-        """Let the others know that this process waits, as `rank`, for a rank 0 to open the store; negative: no more."""
+        """Note that this process waits, as `rank`, for a rank 0 to open the store; a negative rank: no longer."""
         with contextlib.suppress(OSError), open(self.notes, "ab", buffering=0) as file:
             file.write(_line("waits", (self.rank, rank, where)))
 
     def waiting(self) -> dict[int, tuple[int, str]]:
-        """Return as which rank, and where in the script, those wait who do, by the ranks that they were given."""
+        """Return who waits, by the rank that each was given: the rank that it claims, and its line in the script."""
         waits = {facts[0]: (facts[1], facts[2]) for kind, facts in self._read() if kind == "waits"}
         return {given: wait for given, wait in waits.items() if wait[0] >= 0}
 
@@ -83,7 +88,7 @@ class Launch:
 
 
 def note_progress(launch: str) -> None:
-    """Let the launcher, if one started this process, know that it has come so far that a restart may be worth it.
+    """Tell this process's launcher, if it has one, that it has come far enough for a restart to be worthwhile.
 
     Args:
         launch: Text from the launcher, see `Launch.to_text`; may be empty.
@@ -94,7 +99,7 @@ def note_progress(launch: str) -> None:
 
 
 class Notes:
-    """The launcher's side: the memory, and the notes of which ranks have ended."""
+    """The launcher's side: the memory, and the notes of ranks that have ended."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("phalanx-notes")
@@ -102,11 +107,11 @@ class Notes:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def clear(self) -> None:
-        """Forget the ranks of the attempt before."""
+        """Forget the ranks of the previous attempt."""
         os.ftruncate(self._fd, 0)
 
     def note_end(self, rank: int, pid: int, returncode: int, why: str = "") -> None:
-        """Let the ranks that live know of an end.
+        """Tell the surviving ranks that a rank has ended.
 
         Args:
             returncode: Exit code, or minus the signal.
@@ -125,7 +130,7 @@ class Notes:
         return size > 0 and any(json.loads(line)[0] == "progress" for line in os.pread(self._fd, size, 0).splitlines())
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -113,7 +113,7 @@ class LoopTools:
 
 @contextlib.contextmanager
 def synchronizing(model: Any, averages: bool) -> Iterator[None]:
-    """Average gradients over the ranks in this backward pass, or only accumulate them."""
+    """Average gradients over the ranks in this backward pass if `averages`, else only accumulate them."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(averages)
     with contextlib.nullcontext() if averages or not hasattr(model, "no_sync") else model.no_sync():
@@ -122,10 +122,10 @@ def synchronizing(model: Any, averages: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _first(rank: int, is_first: bool) -> Iterator[None]:
-    """Run a block on the ranks that go first, then on the others. Every rank calls it.
+    """Run a block on the ranks that go first, then on the others. Every rank must call it.
 
     Raises:
-        PhalanxError: The block raised on a rank that went first; on the others, where it does not run.
+        PhalanxError: The block raised on a rank that went first; it does not run on the others, which raise this.
     """
     if is_first:
         try:
@@ -147,7 +147,7 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
 
 
 def _gather(value: Any, total: int | None) -> Any:
-    """Do what `LoopTools.gather` says."""
+    """Implement `LoopTools.gather`."""
     leaves: list[Any] = []
     shape = _take_apart(value, leaves)
     ranks = RankGroup()
@@ -177,7 +177,7 @@ def _gather_tensor(tensor: Tensor, num_rows: Sequence[int], total: int | None, r
 
 
 def _check(told: Sequence[Any]) -> None:
-    """Raise unless the ranks have values of the same structure, and enough rows."""
+    """Raise ValueError unless all ranks have values of the same structure, and enough rows."""
     kinds = [(shape, [leaf[1:] if len(leaf) > 1 else None for leaf in leaves], total) for shape, leaves, total in told]
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:
@@ -197,14 +197,14 @@ def _check(told: Sequence[Any]) -> None:
 
 
 def _describe(leaf: Any) -> tuple[Any, ...]:
-    """Return the number of rows, the dtype and the other dimensions of a tensor; anything else as it is."""
+    """Return the number of rows, the dtype and the other dimensions of a tensor; wrap any other value unchanged."""
     if not isinstance(leaf, Tensor):
         return (leaf,)
     return (len(leaf) if leaf.dim() else 1, str(leaf.dtype), tuple(leaf.shape[1:]))
 
 
 def _take_apart(value: Any, leaves: list[Any]) -> Any:
-    """Append everything that is not a container to `leaves`, and return how the containers nest."""
+    """Append everything that is not a container to `leaves`, and return the structure of the containers."""
     if isinstance(value, Mapping):
         return [(repr(key), _take_apart(item, leaves)) for key, item in value.items()]
     if isinstance(value, tuple | list):

@@ -46,9 +46,9 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def num_collated(batch: Any, num_samples: int) -> int:
-    """Return how many samples a function has left in a batch of `num_samples`, judging by its tensors.
+    """Return how many of `num_samples` samples a collate function kept in a batch.
 
-    If all tensors begin with the same dimension and it is smaller, that many are left; else all count as left.
+    That is the first dimension of the tensors, if all agree and it is smaller; else all samples count as kept.
     """
     lengths = {len(tensor) if tensor.dim() else num_samples for _, tensor in tensors_in(batch)}
     return min(lengths.pop(), num_samples) if len(lengths) == 1 else num_samples

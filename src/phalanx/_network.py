@@ -1,8 +1,8 @@
-"""This host's network interfaces, and the one that the route to another host takes.
+"""This host's network interfaces, and the one on the route to another host.
 
-Asks the kernel: the addresses come from ``SIOCGIFCONF`` and ``/proc/net/if_inet6``, the route from the source address
-that a connected UDP socket is given. Nothing is sent but what the resolver sends to look a name up. The standard
-library lists no addresses, and psutil would be a dependency for the sake of the thirty lines at the end.
+The kernel provides both: addresses through ``SIOCGIFCONF`` and ``/proc/net/if_inet6``, the route through the source
+address of a connected UDP socket. Nothing is sent except the resolver's queries. The standard library can't list
+addresses, and psutil would be a dependency in place of the thirty lines at the end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913  # linux/sockios.h
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40  # linux/if.h
-_IFREQ_BYTES = 40  # struct ifreq where pointers have 8 bytes: a name of 16, and the largest member
+_IFREQ_BYTES = 40  # struct ifreq with 8-byte pointers: a name of 16 bytes, and the largest member
 _MOST_ADDRESSES = 1024
-_DISCARD_PORT = 9  # any: it is not sent to
+_DISCARD_PORT = 9  # any would do: nothing is sent
 
 
 class Interface(NamedTuple):
@@ -29,8 +29,8 @@ class Interface(NamedTuple):
 
     Attributes:
         name: Name for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
-        address: IPv4 or IPv6, one of the link with its scope (``fe80::1%eth0``); empty: it has none.
-        is_up: Set up, and with a carrier.
+        address: IPv4 or IPv6 address, with its scope if it is link-local (``fe80::1%eth0``); empty: none.
+        is_up: Whether the interface is configured and has a carrier.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Interface(NamedTuple):
 
 
 class NetworkError(OSError):
-    """There is no usable way to a host; the message says why and what to do.
+    """There is no usable route to a host; the message says why and what to do.
 
     Attributes:
         host: Host name that was given.
-        kind: ``"name"`` (does not resolve), ``"route"`` (there is none), ``"loopback"``, or ``"interface"`` (none has
-            the route's address).
+        kind: ``"name"`` (does not resolve), ``"route"`` (there is none), ``"loopback"``, or ``"interface"`` (no
+            interface has the route's address).
     """
 
     def __init__(self, message: str, host: str, kind: str) -> None:
@@ -57,7 +57,7 @@ class NetworkError(OSError):
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Return every address of every interface, in the kernel's order; one without an address once."""
+    """Return every address of every interface, in the kernel's order; an interface without one appears once."""
     found: list[Interface] = []
     addresses = [*_v4_addresses(), *_v6_addresses()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -70,28 +70,24 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def interface_towards(host: str, port: int = _DISCARD_PORT, *, allow_loopback: bool = False) -> Interface:
-    """Return the interface, with its address, through which connections to `host` leave this one.
+    """Return the interface, with its address, through which connections to `host` leave this host.
 
-    For an address of this host itself it is the interface that has it.
+    For one of this host's own addresses, that is the interface that has it.
 
     Args:
         host: Name or address.
-        allow_loopback: For a job of one host. Between hosts loopback leads nowhere.
+        allow_loopback: Whether loopback is acceptable, as in a job on one host; other hosts can't reach it.
 
     Raises:
-        NetworkError: The name does not resolve, there is no route, or it ends in loopback.
+        NetworkError: The name does not resolve, there is no route, or the route ends in loopback.
     """
     try:
         candidates = socket.getaddrinfo(host, port or _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except (socket.gaierror, UnicodeError) as error:
-        why = error.strerror if isinstance(error, socket.gaierror) else "it is no host's name"
-        raise NetworkError(
-            f"the name {host!r} does not resolve here ({why}): use an address, or add the name to DNS or /etc/hosts",
-            host,
-            "name",
-        ) from None
+        todo = "use an address, or add the name to DNS or /etc/hosts"
+        raise NetworkError(f"{unresolved(host, error)}: {todo}", host, "name") from None
     why = "no address"
-    for family, kind, protocol, _, target in candidates:  # in the order in which connections try them
+    for family, kind, protocol, _, target in candidates:  # in the order in which a connection would try them
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)
@@ -103,11 +99,17 @@ def interface_towards(host: str, port: int = _DISCARD_PORT, *, allow_loopback: b
     raise NetworkError(f"no route to {host} ({why}): see ip route, and that the interface is up", host, "route")
 
 
+def unresolved(host: str, error: Exception) -> str:
+    """Return words for the failure to look up a host's name."""
+    why = error.strerror if isinstance(error, socket.gaierror) else "it is not a host name"
+    return f"the name {host!r} does not resolve here ({why})"
+
+
 def outside_address() -> str:
-    """Return an address of this host that is not loopback.
+    """Return an address of this host other than loopback.
 
     Raises:
-        NetworkError: There is none.
+        NetworkError: Only loopback is up.
     """
     found = [one for one in interfaces() if one.address and one.is_up and not one.is_loopback]
     if not found:
@@ -116,30 +118,30 @@ def outside_address() -> str:
 
 
 def preferred_address(found: Sequence[Interface]) -> str:
-    """Return the first address, of version 4 if there is one."""
+    """Return the first IPv4 address, else the first address."""
     return min(found, key=lambda one: ":" in one.address).address
 
 
 def host_identity(pretended: str = "") -> str:
-    """Return what tells this host from others: its boot, and the network and processes that its ranks see.
+    """Return an identity of this host: its boot, and the network and PID namespaces of its ranks.
 
-    Containers of one machine share its kernel; those with a network or process numbers of their own are hosts of
-    their own: ranks find each other by the one and watch each other by the other.
+    Containers share the machine's kernel, but a container with its own network or PID namespace is a host of its own:
+    ranks find each other through the one and watch each other through the other.
 
     Args:
-        pretended: PHALANX_HOST, which divides a host into several.
+        pretended: Value of PHALANX_HOST, which divides one host into several.
     """
     return f"{network_identity()} {os.readlink('/proc/self/ns/pid')} {pretended}".rstrip()
 
 
 def network_identity() -> str:
-    """Return what tells this host's network, which containers may share, from others."""
+    """Return an identity of this host's network, which containers may share."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
 def _owner_of(source: tuple, target: str, host: str, allow_loopback: bool) -> Interface:
-    """Return the interface that has the source address of a route to `target`."""
+    """Return the interface that owns the source address of a route to `target`."""
     scope = source[3] if len(source) == 4 else 0
     address = source[0].partition("%")[0]
     if scope:
@@ -150,13 +152,13 @@ def _owner_of(source: tuple, target: str, host: str, allow_loopback: bool) -> In
         named = host if target == host else f"{host} is {target} here, which"
         raise NetworkError(
             f"{named} is this host's loopback, and no other host can reach it: use "
-            f"{' or '.join(others[:3]) or 'an address that the other hosts reach'}, or mend the name's line in "
+            f"{' or '.join(others[:3]) or 'an address that the other hosts reach'}, or fix this host's entry in "
             "/etc/hosts",
             host,
             "loopback",
         )
     mine = [one for one in known if one.address == address]
-    # 127.0.0.2 has no entry of its own: lo answers for all of 127/8.
+    # 127.0.0.2 has no entry of its own: lo answers for all of 127.0.0.0/8.
     mine = mine or [one._replace(address=address) for one in known if one.is_loopback and is_loopback(address)]
     if not mine:
         raise NetworkError(f"no interface has {address}, from which {host} is reached", host, "interface")
@@ -164,7 +166,7 @@ def _owner_of(source: tuple, target: str, host: str, allow_loopback: bool) -> In
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads back to the host itself, also as IPv4 written in IPv6."""
+    """Whether an address is loopback, including IPv4 mapped into IPv6."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -173,7 +175,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _v4_addresses() -> Iterator[tuple[str, str]]:
-    """Yield name and address, several of one interface too."""
+    """Yield name and address; an interface may have several."""
     room = array.array("B", bytes(_MOST_ADDRESSES * _IFREQ_BYTES))
     pointer, num_bytes = room.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -181,7 +183,10 @@ def _v4_addresses() -> Iterator[tuple[str, str]]:
     filled = room.tobytes()[: struct.unpack("iL", answer)[0]]
     for start in range(0, len(filled), _IFREQ_BYTES):
         label = filled[start : start + 16].split(b"\0", 1)[0].decode(errors="surrogateescape")
-        yield label.partition(":")[0], socket.inet_ntoa(filled[start + 20 : start + 24])  # eth0:1 is of eth0
+        yield (
+            label.partition(":")[0],
+            socket.inet_ntoa(filled[start + 20 : start + 24]),
+        )  # the alias eth0:1 belongs to eth0
 
 
 def _v6_addresses() -> Iterator[tuple[str, str]]:
@@ -193,7 +198,7 @@ def _v6_addresses() -> Iterator[tuple[str, str]]:
 
 
 def _flags(asked: socket.socket, name: str) -> int:
-    with contextlib.suppress(OSError):  # it has gone
+    with contextlib.suppress(OSError):  # the interface is gone
         answer = fcntl.ioctl(asked.fileno(), _SIOCGIFFLAGS, struct.pack("16sH22x", name.encode(), 0))
         return int(struct.unpack("16sH22x", answer)[1])
     return 0

@@ -1,8 +1,8 @@
 """Makes ``init_process_group("phalanx")`` work in a script that never imports phalanx.
 
-torch finds :func:`register` (2.14 and newer, when the name is first used) or :func:`autoload` (every version, at the
-end of ``import torch``) through the entry points of the installed package. Nothing heavy is imported before a group is
-made, and nothing that goes wrong here may stop ``import torch``.
+Through the entry points of the installed package, torch finds :func:`register` (2.14 and newer, on first use of the
+name) or :func:`autoload` (every version, at the end of ``import torch``). Nothing heavy is imported before a group is
+created, and no error here may break ``import torch``.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ def register() -> None:
 
 
 def install_as_default() -> None:
-    """Make phalanx what torch picks for CPU tensors when no backend is named, in the place of gloo.
+    """Make phalanx the backend that torch picks for CPU tensors if none is named, in place of gloo.
 
-    Call it before ``init_process_group()``. Affects this process only.
+    Call it before ``init_process_group()``. It affects this process only.
     """
     import torch.distributed as dist
 
@@ -29,7 +29,7 @@ def install_as_default() -> None:
 
 
 def autoload() -> None:
-    """Register at ``import torch``; a failure is told and forgotten, since it must not break the import."""
+    """Register at ``import torch``; a failure becomes a warning, because it must not break the import."""
     try:
         register()
     except Exception as error:
@@ -39,16 +39,16 @@ def autoload() -> None:
 
 
 def _watch_rendezvous() -> None:
-    """Have ranks meet by `phalanx.rendezvous`, where that is for it to do, and not in silence inside native code.
+    """Put `phalanx.rendezvous` in front of torch's own, which waits silently inside native code.
 
-    And let ``env://`` understand mpirun and the like, which torch's own does not: it finds no RANK and gives up.
+    Also make ``env://`` understand mpirun and other schedulers, which set no RANK.
     """
     from phalanx._torch import rendezvous_handlers
 
     def watched(torchs: Any) -> Any:
         def handler(url: str, timeout: Any = None, **options: Any) -> Any:
             from phalanx.rendezvous import rendezvous
-            from phalanx.session import meet_under_scheduler
+            from phalanx.session.meeting_point import meet_under_scheduler
 
             found = meet_under_scheduler() if url.startswith("env:") and "=" not in url else None
             if found is not None:

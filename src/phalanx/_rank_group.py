@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell one another; a process without a group is rank 0 of 1 and asks nobody."""
+"""What the ranks of a process group tell one another; a process without a group is rank 0 of 1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RankGroup:
     """The ranks of a group. Every rank calls the same methods in the same order.
 
     Args:
-        group: By default the default group, if there is one.
+        group: Process group; None: the default group, if there is one.
 
     Attributes:
         rank: This process's rank in the group.
@@ -48,7 +48,7 @@ class RankGroup:
         return values
 
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, in rank order; they must be alike in shape and dtype."""
+        """Return the tensors of all ranks, in rank order; they must have the same shape and dtype."""
         if self.world_size == 1:
             return [tensor]
         tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -56,16 +56,16 @@ class RankGroup:
         return tensors
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks, in rank order; each rank gives as many."""
+        """Return the numbers of all ranks, in rank order; every rank passes equally many."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return [row.tolist() for row in self.gather_tensor(own)]
 
     def largest(self, number: int) -> int:
-        """Return the largest number of any rank."""
+        """Return the largest of all ranks' numbers."""
         return self.largest_of_each([number])[0]
 
     def largest_of_each(self, numbers: Sequence[int]) -> list[int]:
-        """Return, for each position, the largest number of any rank; numbers must fit 64 bits."""
+        """Return, for each position, the largest of all ranks' numbers, which must fit into 64 bits."""
         if self.world_size == 1:
             return [int(number) for number in numbers]
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
@@ -73,20 +73,20 @@ class RankGroup:
         return tensor.tolist()
 
     def barrier(self, timeout_s: float) -> None:
-        """Return when every rank has called this; where only NCCL and the like could wait, return at once.
+        """Return once every rank has called this; at once if the group has only NCCL or the like, which can't wait.
 
         Raises:
-            RuntimeError: Ranks did not call it within the timeout; it names them.
+            RuntimeError: Ranks did not call it within the timeout; the message names them.
         """
         if self.world_size == 1 or not any(name in self._backends for name in ("phalanx", "gloo")):
             return
         group: Any = self._group or dist.group.WORLD
-        # Not dist.monitored_barrier, which before torch 2.14 refuses a Gloo that stands beside NCCL.
+        # Not dist.monitored_barrier, which before torch 2.14 refuses a group of Gloo and NCCL.
         group.monitored_barrier(timedelta(seconds=timeout_s), True)
 
 
 def group_or_world(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
-    """Return the group as given, else the default group.
+    """Return the given group, else the default group.
 
     Raises:
         ValueError: There is no process group yet.

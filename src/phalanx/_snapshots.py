@@ -1,7 +1,7 @@
-"""Where snapshots of ranks lie in the memory that the supervisor holds, and what each says of itself. No torch.
+"""The layout of the ranks' snapshots in memory that the supervisor holds. Imports no torch.
 
-The ranks write them (`phalanx.checkpoint`); the supervisor (`phalanx.launch`) only looks at how far they are. One
-sparse file: each rank has two regions. A region begins with a page that holds the head; behind that lies the snapshot.
+The ranks write snapshots (`phalanx.checkpoint`); the supervisor (`phalanx.launch`) only looks at their steps. All lie
+in one sparse file with two regions per rank. A region begins with a page that holds the head; the snapshot follows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-REGION_BYTES = 1 << 36  # of addresses, not of memory
+REGION_BYTES = 1 << 36  # address space, not memory
 MAGIC = b"phalanx1"
 _HEAD = struct.Struct("<8sQQQQQ16s")
 _PLAN = struct.Struct("<Q")
@@ -23,7 +23,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class Head(NamedTuple):
-    """What a region says of itself; `folder` stands for the folder of checkpoints that the snapshot belongs to."""
+    """The head of a region; `folder` identifies the folder of checkpoints that the snapshot belongs to."""
 
     magic: bytes
     is_whole: int
@@ -37,7 +37,7 @@ class Head(NamedTuple):
         return _HEAD.pack(*self)
 
     def is_of_one_snapshot_with(self, other: Head) -> bool:
-        """Whether `other`, of another rank, was written after the same step of the same attempt."""
+        """Whether another rank wrote `other` after the same step of the same attempt."""
         return self._replace(size_bytes=0) == other._replace(size_bytes=0)
 
 
@@ -46,7 +46,7 @@ def region_offset(rank: int, slot: int) -> int:
 
 
 def heads_of_rank(fd: int, rank: int) -> Iterator[tuple[int, Head]]:
-    """Yield slot and head of each whole snapshot of `rank`."""
+    """Yield the slot and the head of each complete snapshot of `rank`."""
     for slot in (0, 1):
         data = os.pread(fd, HEAD_BYTES, region_offset(rank, slot))
         if len(data) == HEAD_BYTES and (head := Head(*_HEAD.unpack(data))).magic == MAGIC and head.is_whole:
@@ -54,7 +54,7 @@ def heads_of_rank(fd: int, rank: int) -> Iterator[tuple[int, Head]]:
 
 
 def common_heads(fd: int) -> list[Head]:
-    """Return rank 0's head of each snapshot that is whole on every rank that took part in it."""
+    """Return rank 0's head of each snapshot that is complete on all of its ranks."""
     return [
         head
         for _, head in heads_of_rank(fd, 0)
@@ -66,7 +66,7 @@ def common_heads(fd: int) -> list[Head]:
 
 
 def announce_restart(fd: int, attempt: int) -> None:
-    """Let the ranks of `attempt` know that they are told to end only to be started again, in another number."""
+    """Tell the ranks of `attempt` that they must end only because another number of ranks will be started."""
     os.pwrite(fd, _PLAN.pack(attempt + 1), _PLAN_OFFSET)
 
 
@@ -76,7 +76,7 @@ def is_restart_announced(fd: int, attempt: int) -> bool:
 
 
 def forbid(fd: int) -> None:
-    """Let the ranks of all attempts to come take no snapshot; those that are there may be loaded once more."""
+    """Forbid snapshots in all attempts to come; existing ones may be loaded once more."""
     os.pwrite(fd, b"1", _BAN_OFFSET)
 
 
@@ -85,7 +85,7 @@ def are_forbidden(fd: int) -> bool:
 
 
 def release(fd: int) -> None:
-    """Give the memory of all snapshots back."""
+    """Free the memory of all snapshots."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if fallocate(fd, _PUNCH_HOLE, 0, _PLAN_OFFSET) != 0:

@@ -1,4 +1,4 @@
-"""Where multiprocessing keeps its sockets: in a folder whose path is short enough for one, whatever TMPDIR says."""
+"""The folder of multiprocessing's sockets: its path must be short enough for a socket, whatever TMPDIR is."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import os
 import tempfile
 from multiprocessing import util
 
-_MAX_FOLDER_BYTES = (
-    70  # of the 107 of a socket's path, the rest is multiprocessing's own: /pymp-12345678/listener-12345678
-)
+# A socket's path has at most 107 bytes; multiprocessing appends /pymp-12345678/listener-12345678.
+_MAX_FOLDER_BYTES = 70
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def keep_paths_short() -> None:
-    """Have this process, and those that it starts from now on, put multiprocessing's sockets where they can be made.
+    """Make this process, and those it starts from now on, use a folder in which multiprocessing's sockets fit.
 
-    With a long TMPDIR, its fork server fails, and so does every worker of a data loader.
+    With a long TMPDIR, the fork server and every worker of a data loader would fail.
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     folder = config.get("tempdir") or tempfile.gettempdir()
@@ -28,7 +27,7 @@ def keep_paths_short() -> None:
         with contextlib.suppress(OSError):
             given, tempfile.tempdir = tempfile.tempdir, short
             try:
-                util.get_temp_dir()  # makes one of this process's own, which is removed at its end
+                util.get_temp_dir()  # creates a folder for this process, removed at its end
                 return
             finally:
                 tempfile.tempdir = given

@@ -1,7 +1,7 @@
-"""torch's Store as processes of a job use it: JSON of a checked shape in and out, and waits and questions that end.
+"""torch's Store as the processes of a job use it: JSON of a checked shape, and a time limit for every answer.
 
-A store has no deadline of its own for most of what it is asked: where the process that serves it is stopped, the call
-waits inside native code. So a thread asks, which may be left behind, and whoever wants the answer waits for a while.
+Most calls of a store have no deadline: if the process that serves it is stopped, they wait inside native code. So a
+thread of its own asks, which may be left behind, and the caller waits for its answer only so long.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from torch.distributed import Store
 
 T = TypeVar("T")
 Shape = Any
-"""A type; a dict of shapes by key, where more keys may be; ``[shape]``, a list of such; a tuple of the shapes of a
-list; or a function that returns the value as it is to be read, and raises ValueError if it can't be."""
+"""One of: a type; a dict of shapes by key, in which other keys are allowed; ``[shape]``, a list of values of one shape;
+a tuple, a list with these shapes; a function that returns the value as read, or raises ValueError."""
 
-_ANSWER_S, _WRITE_S = 1.0, 5.0  # for the store to answer, and to take what is written
-_IDLE_S = 0.2  # before the thread that asks ends
-_BEGIN_S, _END_S = 0.5, 0.1  # for it to begin, and to end
+_ANSWER_S, _WRITE_S = 1.0, 5.0  # for an answer, and for a write
+_IDLE_S = 0.2  # without a question, before the thread ends
+_BEGIN_S, _END_S = 0.5, 0.1  # for the thread to begin, and to end
 _FIRST_PAUSE_S = 0.0002
+_MANY = 50  # ranks, for which the pause doubles
 _NAMES = {str: "a text", int: "a whole number", dict: "a table", list: "a list"}
 
 
 class GarbledError(ValueError):
-    """What another process has written is not what this library writes."""
+    """Another process has written something that this library does not write."""
 
 
 class StoreGoneError(ConnectionError):
-    """The store can't be asked any more: the process that served it has ended."""
+    """The store is gone: the process that served it has ended."""
 
 
 class StoreSilentError(TimeoutError):
-    """The store does not answer yet: the process that serves it may be stopped, and go on."""
+    """The store does not answer yet: the process that serves it may be stopped, and may continue."""
 
 
 def understand(text: bytes | str, shape: Shape) -> Any:
     """Return the JSON in `text`, read by its shape.
 
     Raises:
-        GarbledError: It is none, or does not have the shape.
+        GarbledError: The text is not JSON, or its value does not have the shape.
     """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise GarbledError(f"it is no JSON: {type(error).__name__}") from None
+        raise GarbledError(f"it is not JSON: {type(error).__name__}") from None
     return read_value(value, shape)
 
 
@@ -59,7 +60,7 @@ def read_value(value: Any, shape: Shape) -> Any:
     """Return a value of JSON, read by its shape.
 
     Raises:
-        GarbledError: It does not have the shape.
+        GarbledError: The value does not have the shape.
     """
     if isinstance(shape, dict):
         require(isinstance(value, dict), "a table", value)
@@ -72,7 +73,7 @@ def read_value(value: Any, shape: Shape) -> Any:
         require(isinstance(value, list) and len(value) == len(shape), f"a list of {len(shape)}", value)
         return [read_value(one, of_one) for one, of_one in zip(value, shape, strict=True)]
     if isinstance(shape, type):
-        require(type(value) is shape, _NAMES.get(shape, shape.__name__), value)  # true is no number
+        require(type(value) is shape, _NAMES.get(shape, shape.__name__), value)  # not a subclass: True is not a number
         return value
     try:
         return shape(value)
@@ -91,7 +92,7 @@ def fits(value: Any, shape: Shape) -> bool:
 
 
 def one_of(*values: Any) -> Callable[[Any], Any]:
-    """Return the shape of what is one of the values."""
+    """Return the shape that only these values have."""
 
     def read(value: Any) -> Any:
         require(value in values, f"one of {', '.join(map(str, values))}", value)
@@ -101,7 +102,7 @@ def one_of(*values: Any) -> Callable[[Any], Any]:
 
 
 def require(is_so: bool, what: str, value: Any) -> None:
-    """Raise `GarbledError`, which says what the value should be, unless it is."""
+    """Raise a `GarbledError` that says what the value should be, unless `is_so`."""
     if not is_so:
         raise GarbledError(f"{repr(value)[:80]} is not {what}")
 
@@ -114,13 +115,13 @@ def wait_until(
     seldom_s: float = 0.1,
     most_s: float = 0.02,
 ) -> T | None:
-    """Return what `look` finds, once that is not None; None at the deadline.
+    """Return what `look` finds, as soon as that is not None; None at the deadline.
 
     Args:
-        look: Asked ever more seldom; a store that does not answer is one in which nothing is found.
-        deadline: On the monotonic clock.
-        seldom: Called every `seldom_s` meanwhile; raises what ends the wait.
-        most_s: The longest pause between two looks.
+        look: Function that looks once, called ever less often. If it raises `StoreSilentError`, nothing was found.
+        deadline: Time on the monotonic clock.
+        seldom: Function called every `seldom_s` during the wait, which may raise to end it.
+        most_s: Longest pause between two looks.
     """
     pause_s, next_s = _FIRST_PAUSE_S, time.monotonic() + seldom_s
     while True:
@@ -137,39 +138,47 @@ def wait_until(
         pause_s = min(2 * pause_s, most_s)
 
 
-class JsonStore:
-    """A store of torch's that holds JSON, and answers in a limited time.
+def shared_pause(shortest_s: float, num_ranks: int) -> float:
+    """Return a pause between questions that grows with the number of ranks, because one store serves all of them."""
+    return shortest_s * (1 + num_ranks / _MANY)
 
-    Every method raises `StoreGoneError` once the store has failed, at once from then on, since TCPStore prints a
-    traceback each time; and `StoreSilentError` where no answer comes, at once while a question is yet unanswered.
+
+class JsonStore:
+    """A store of torch's that holds JSON and answers within a limited time. Threads and signal handlers may share it.
+
+    Every method raises `StoreGoneError` once the store has failed, from then on at once, because TCPStore prints a
+    traceback on each failure. It raises `StoreSilentError` if no answer comes, and at once while a question that was
+    given up is still unanswered.
 
     Attributes:
-        raw: torch's store, for what speaks with it itself.
+        raw: torch's store, for code that must talk to it directly.
+        answer_s: Time limit for an answer, in seconds.
         is_gone: Whether the store has failed.
     """
 
     def __init__(self, store: Store) -> None:
         self.raw = store
+        self.answer_s = _ANSWER_S
         self.is_gone = False
         self._clerk = _Clerk()
-        self._last: concurrent.futures.Future[Any] | None = None
+        self._given_up: concurrent.futures.Future[Any] | None = None
 
     @property
     def is_silent(self) -> bool:
-        """Whether a question is yet unanswered."""
-        return self._last is not None and not self._last.done()
+        """Whether a question that was given up is still unanswered."""
+        return self._given_up is not None and not self._given_up.done()
 
     def get(self, key: str, shape: Shape) -> Any:
-        """Return what the key says, read by its shape; None if it says nothing.
+        """Return the value of a key, read by its shape; None if there is none.
 
         Raises:
-            GarbledError: It says something else.
+            GarbledError: The value does not have the shape.
         """
         said = self.ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if said is None else understand(said, shape)
 
     def has(self, *keys: str) -> bool:
-        """Whether all keys say something."""
+        """Whether all keys have values."""
         return bool(self.ask(lambda store: store.check([*keys])))
 
     def count(self, counter: str) -> int:
@@ -183,27 +192,25 @@ class JsonStore:
         """Add one and return the sum."""
         return int(self.ask(lambda store: store.add(counter, 1), limit_s))
 
-    def delete(self, *keys: str) -> None:
-        self.ask(lambda store: [store.delete_key(key) for key in keys], _WRITE_S)
-
     def close(self) -> None:
-        """Leave no thread behind, unless the store holds it up. Questions may follow."""
+        """End the thread, unless the store is holding it up. Further questions are allowed."""
         self._clerk.dismiss()
 
     def ask(self, question: Callable[[Store], T], limit_s: float | None = None) -> T:
-        """Return what the store answers.
+        """Return the store's answer.
 
         Args:
-            limit_s: Time for the answer, and for those of earlier questions. By default a second, and none where an
-                earlier question is yet unanswered.
+            limit_s: Time for this answer and those of earlier questions; None: `answer_s`, or no time at all if the
+                store is silent.
         """
         if self.is_gone:
             raise StoreGoneError("it has failed before")
         if limit_s is None and self.is_silent:
             raise StoreSilentError("it has not answered yet")
         store = self.raw
-        self._last = answer = self._clerk.take(lambda: question(store))
-        if answer not in concurrent.futures.wait([answer], _ANSWER_S if limit_s is None else limit_s).done:
+        answer = self._clerk.take(lambda: question(store))
+        if answer not in concurrent.futures.wait([answer], self.answer_s if limit_s is None else limit_s).done:
+            self._given_up = answer
             raise StoreSilentError("it does not answer")
         if (error := answer.exception()) is not None:
             self.is_gone = True
@@ -213,18 +220,19 @@ class JsonStore:
 
 
 class _Clerk:
-    """The thread that asks: started when there is a question, it ends when there has been none for a while.
+    """The thread that asks: it starts with a question, and ends when there has been none for a while.
 
-    Where memory is short a new thread may fail before its first line, and `threading.Thread` would wait for that for
-    ever. So the thread is a bare one, and where it does not begin, questions are asked by whoever has them.
+    If memory is short, a new thread may fail before its first line, and `threading.Thread` would wait for it forever.
+    So the thread is a bare one, and if it does not begin, the caller asks the question itself.
     """
 
     def __init__(self) -> None:
         self._questions: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
         self._questions = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._has_begun, self._has_ended = threading.Event(), threading.Event()
-        self._is_running = False
+        # Reentrant, because a signal handler may ask while it interrupts a question. A second thread that may then
+        # start serves the same queue.
+        self._lock = threading.RLock()
+        self._is_running, self._has_ended = False, threading.Event()
 
     def take(self, question: Callable[[], T]) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -232,14 +240,14 @@ class _Clerk:
             self._questions.put((future, question))
             must_start, self._is_running = not self._is_running, True
         if must_start:
-            self._has_begun.clear()
-            self._has_ended.clear()
+            self._has_ended = threading.Event()
+            has_begun = threading.Event()
             with contextlib.suppress(RuntimeError):
-                _thread.start_new_thread(self._run, ())
-                self._has_begun.wait(_BEGIN_S)
-            if not self._has_begun.is_set():
+                _thread.start_new_thread(self._run, (has_begun, self._has_ended))
+                has_begun.wait(_BEGIN_S)
+            if not has_begun.is_set():
                 self._questions.put(None)
-                self._run()
+                self._run(has_begun, self._has_ended)
         return future
 
     def dismiss(self) -> None:
@@ -248,8 +256,8 @@ class _Clerk:
             self._questions.put(None)
             self._has_ended.wait(_END_S)
 
-    def _run(self) -> None:
-        self._has_begun.set()
+    def _run(self, has_begun: threading.Event, has_ended: threading.Event) -> None:
+        has_begun.set()
         while True:
             try:
                 item = self._questions.get(timeout=_IDLE_S)
@@ -259,7 +267,7 @@ class _Clerk:
                 with self._lock:
                     if self._questions.empty():
                         self._is_running = False
-                        self._has_ended.set()
+                        has_ended.set()
                         return
                 continue
             future, question = item
@@ -267,4 +275,4 @@ class _Clerk:
                 future.set_result(question())
             except BaseException as error:
                 future.set_exception(error)
-            del item, future, question  # they refer to who asked
+            del item, future, question  # they refer to the caller

@@ -1,8 +1,7 @@
-"""What a tensor is made of: whether its elements lie in memory, and whether its storage holds them.
+"""Whether a tensor's elements lie in CPU memory, and whether its storage holds them all.
 
-Dense memory is that of a CPU tensor whose storage holds all of its elements. A tensor that is something else (a
-DTensor, a FakeTensor, one of torch.func) has no address that means anything: torch's dispatcher must unwrap it first.
-The dispatch keys tell the two apart in one look, whatever the tensor's class.
+Such a tensor is dense. The address of any other tensor (a DTensor, a FakeTensor, one wrapped by torch.func) is
+meaningless, and torch's dispatcher must unwrap it first. The dispatch keys tell the two apart, whatever the class.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ import torch
 from phalanx import _torch
 from phalanx._torch import dispatch_keys
 
-# What dense CPU tensors have; all else means that someone must be asked before the memory is touched.
+# The keys of dense CPU tensors. Any other key means that the dispatcher must be asked before the memory is touched.
 _DENSE_KEYS = frozenset(
     {"CPU", "QuantizedCPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU", "Conjugate", "Negative"}
 )
-_are_dense: dict[int, bool] = {}  # by the bits of the keys
+_are_dense: dict[int, bool] = {}  # by the bits of the dispatch keys
 _OWN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Overridden(TypeError):
-    """The tensor is dense, but its class answers in torch's place unless `DisableTorchFunctionSubclass` is active."""
+    """The tensor is dense, but its class overrides torch's functions outside `DisableTorchFunctionSubclass`."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """True if the tensor's elements lie in memory, if its storage holds them: strided, conjugated, negated."""
+    """Whether the elements lie in memory, possibly strided, conjugated or negated; `is_stored` checks the storage."""
     raw = dispatch_keys(tensor).raw_repr()
     dense = _are_dense.get(raw)
     if dense is None:
@@ -45,13 +44,13 @@ def _key_names(tensor: torch.Tensor) -> frozenset[str]:
 
 
 def is_stored(tensor: torch.Tensor) -> bool:
-    """True if the storage of a dense tensor holds all of its elements; it may be resized under its tensors."""
+    """Whether the storage of a dense tensor, which may have been resized, holds all of its elements."""
     end = tensor.storage_offset() * tensor.itemsize + span_bytes(tensor)
     return bool(tensor.untyped_storage().nbytes() >= end) or tensor.numel() == 0
 
 
 def is_one_range(tensor: torch.Tensor) -> bool:
-    """True if the elements of a strided tensor fill one range of memory, each its own place, in whatever order."""
+    """Whether the elements of a strided tensor fill one range of memory without overlap, in any order."""
     step = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1:
@@ -62,12 +61,12 @@ def is_one_range(tensor: torch.Tensor) -> bool:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """True if a place in memory stands for several elements of a strided tensor, as ``expand`` makes them."""
+    """Whether several elements of a strided tensor share one place in memory, as after ``expand``."""
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from a tensor's first element to the end of its last, in memory."""
+    """Return the number of bytes from a tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

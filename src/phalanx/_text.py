@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -16,7 +17,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """Return ``0-2,5`` for 0, 1, 2, 5, as the kernel writes it."""
+    """Return ``0-2,5`` for 0, 1, 2 and 5, in the kernel's notation."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
@@ -31,8 +32,15 @@ def named(noun: str, numbers: Sequence[int]) -> str:
     return f"{plural(len(numbers), noun)} {format_ranges(sorted(numbers))}"
 
 
+def enumerated(noun: str, numbers: Sequence[int], most: int = sys.maxsize) -> str:
+    """Return ``rank 3``, ``ranks 1, 2``, or ``ranks 1, 2 and 6 more`` for a `most` of 2."""
+    shown = ", ".join(map(str, numbers[:most]))
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return f"{plural(len(numbers), noun)} {shown}{more}"
+
+
 def in_units(size_bytes: float) -> str:
-    """Return ``1.5 GiB``, whole numbers without a fraction."""
+    """Return a size such as ``1.5 GiB``; whole numbers have no fraction."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes >= size:
             return f"{size_bytes / size:.1f}".removesuffix(".0") + f" {unit}"
@@ -40,6 +48,6 @@ def in_units(size_bytes: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, with the cells of a column under one another."""
+    """Return one line per row, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,6 +1,6 @@
-"""The command ``phalanx``: reads the command line and calls the part that does the work.
+"""The command ``phalanx``: finds the subcommand and runs it.
 
-Imports no torch; a subcommand that needs it imports it itself.
+Imports no torch; subcommands that need it import it themselves.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit code: 2 for a mistake in the command line.
+    """Run one subcommand and return its exit code: 2 for a mistake in the command line.
 
-    Where whoever reads our output goes before its end, as ``head`` does, it is that of a program that SIGPIPE ends;
-    after Ctrl-C, of one that SIGINT ends.
+    If the reader of our output goes early, as ``head`` does, the code is that of a program killed by SIGPIPE; after
+    Ctrl-C, that of one killed by SIGINT.
     """
     _print_any_name()
     try:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output_without_reader() -> bool:
-    """Let what is left for a reader who has gone vanish, so that Python does not try it again; whether there is one."""
+    """Redirect output whose reader has gone, so that Python does not flush it again; return whether there was any."""
     waiting = select.poll()
     for fd in (1, 2):
         waiting.register(fd, 0)
@@ -116,14 +116,14 @@ def _no_command(args: list[str]) -> int:
 
 
 def _print_any_name() -> None:
-    """Let every command print any path and any name, whatever the encoding of the output."""
+    """Make every path and name printable, whatever the encoding of the output."""
     codecs.register_error("phalanx.name", _encode_name)
-    with contextlib.suppress(AttributeError):  # no stream, or a stand-in for one
+    with contextlib.suppress(AttributeError):  # no stream, or a replacement for one
         sys.stdout.reconfigure(errors="phalanx.name")  # type: ignore[union-attr]
 
 
 def _encode_name(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Give a path its own bytes, for the program that reads it; what the output can't encode becomes an escape."""
+    """Encode a path as its original bytes, for the program that reads it; escape what the output can't encode."""
     try:
         return codecs.lookup_error("surrogateescape")(error)
     except UnicodeError:

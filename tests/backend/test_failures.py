@@ -102,7 +102,7 @@ def test_an_error_carries_its_facts(spawn_ranks, hosts):
     late = outcomes[0].value["late"].failure
     assert [(stand.rank, stand.pid, stand.host) for stand in late.standings] == [(1, pids[1], name[1])]
     assert late.ranks == (1,)
-    assert "comes too late: rank " in str(outcomes[1].value["late"])
+    assert "came too late: rank " in str(outcomes[1].value["late"])
     aborted = outcomes[1].value["aborted"].failure
     assert aborted.by.rank == 0
     assert aborted.is_victim

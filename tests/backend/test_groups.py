@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import CollectiveTimeout
-from phalanx.backend._adapters import HAS_PYTHON_BACKENDS
+from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.testing import await_release, reached
 from tests.backend._calls import CALLS, Call, check_equal, gloo_group
 

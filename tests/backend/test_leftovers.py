@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import PhalanxError
-from phalanx.backend._adapters import HAS_PYTHON_BACKENDS
+from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 
 _SETTLE_S = 3.0  # a thread that was joined is yet seen for a moment
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx import CollectiveMismatch
-from phalanx.backend._adapters import HAS_PYTHON_BACKENDS
+from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from tests.backend._calls import CALLS, Call, check_equal, gloo_group
 
 needs_python_backends = pytest.mark.skipif(

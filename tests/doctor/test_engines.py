@@ -38,7 +38,7 @@ def test_a_wait_is_abandoned_when_others_have_failed():
     assert exercise.answered(lambda: 1 / 0, lambda: False)["error"].startswith("ZeroDivisionError")
     over = threading.Event()
     assert exercise.answered(lambda: float(over.wait(60)), lambda: True)["error"] == exercise.ABANDONED
-    (abandoned,) = [thread for thread in threading.enumerate() if thread.name == "doctor-gloo"]
+    (abandoned,) = [thread for thread in threading.enumerate() if thread.name == "doctor-call"]
     over.set()
     abandoned.join(10)
 

@@ -165,7 +165,7 @@ def test_a_small_dev_shm_is_told_with_whom_it_concerns(size, free, level):
     assert level_of(limits.examine_dev_shm(None)) == "warning"
 
 
-# ---------------------------------------------------------------- processors and clocks
+# ---------------------------------------------------------------- processors
 
 
 def machine(num_cores=4, quota=None, nodes=1):
@@ -212,28 +212,6 @@ def test_a_quota_that_stops_its_processes_often_is_told(lay_out):
 )
 def test_threads_of_all_ranks_are_counted_against_the_cpus(given, omp, torch_threads, level):
     assert level_of(processors.examine_threads(given, 2, omp, torch_threads)) == level
-
-
-@pytest.mark.parametrize(
-    ("stamps", "cost_s", "elapsed_s", "wall_elapsed_s", "wall_s", "level"),
-    [
-        ([1.0, 2.0], 5e-8, 0.05, 0.05, 1.8e9, "ok"),
-        ([2.0, 1.0], 5e-8, 0.05, 0.05, 1.8e9, "problem"),
-        ([1.0, 2.0], 5e-8, 0.01, 0.05, 1.8e9, "problem"),
-        ([1.0, 2.0], 5e-8, 0.05, 3.0, 1.8e9, "warning"),
-        ([1.0, 2.0], 5e-8, 0.05, 0.05, 1e6, "warning"),
-        ([1.0, 2.0], 4e-6, 0.05, 0.05, 1.8e9, "note"),
-    ],
-)
-def test_a_clock_is_judged_by_its_readings(stamps, cost_s, elapsed_s, wall_elapsed_s, wall_s, level):
-    facts = {"source": "hpet", "wall_s": wall_s}
-    assert processors.judge_clock(stamps, cost_s, elapsed_s, wall_elapsed_s, facts).level == level
-
-
-def test_this_machines_clock_is_read(lay_out):
-    (finding,) = processors.examine_clock(lay_out())
-    assert finding.facts["source"] == ""
-    assert 0 < finding.facts["cost_s"] < 1e-3
 
 
 # ---------------------------------------------------------------- tests that fail themselves

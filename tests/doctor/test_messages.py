@@ -253,7 +253,7 @@ def test_a_host_that_tells_garbage_is_named_by_host_0(run_ranks):
     (findings, end), _ = run_ranks(meet_with_garbage, 2, port, backend=None, init=False)
     assert end["job"] == "problem"
     assert [finding.found for finding in findings] == [
-        "host 1 tells what this phalanx doctor does not understand: 'host 1' is not a table"
+        "host 1 sent something that this phalanx doctor does not understand: 'host 1' is not a table"
     ]
 
 
@@ -271,4 +271,4 @@ def test_a_host_0_that_tells_garbage_is_named_by_the_others(run_ranks, told):
     ((port, findings, end),) = run_ranks(meet_a_garbling_host_0, 1, told, backend=None, init=False)
     assert end["job"] == "problem"
     (finding,) = findings
-    assert f"host 0 at 127.0.0.1:{port} tells what this phalanx doctor does not understand: " in finding.found
+    assert f"host 0 at 127.0.0.1:{port} sent something that this phalanx doctor does not understand: " in finding.found

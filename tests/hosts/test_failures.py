@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from phalanx import CollectiveMismatch, CollectiveTimeout, GroupUnusable, PhalanxError, RankFailed
 from phalanx.backend import _channels, _mailbox
-from phalanx.testing import reached
+from phalanx.testing import await_release, reached
 from tests.backend.test_forks import call_in_a_child, destroy_in_a_child, end_children_every_way, load_with_workers
 from tests.backend.test_groups import init_again_and_again, make_and_destroy_subgroups
 from tests.backend.test_mismatches import (
@@ -26,7 +26,7 @@ from tests.backend.test_mismatches import (
     disagree_in_a_group,
 )
 from tests.backend.test_uneven_lists import disagree_about_sizes
-from tests.faults._watch import wait_until_asleep
+from tests.faults._watch import telling, wait_until_asleep
 from tests.faults.test_dead_peers import OPERATIONS as WAITS
 from tests.faults.test_dead_peers import end_while_peers_wait, stay_away
 from tests.faults.test_stalls import OPERATIONS as TIMED
@@ -267,6 +267,14 @@ def test_a_mismatch_is_one_on_every_rank_though_ranks_exit_because_of_it(run_ran
 # ---------------------------------------------------------------- ranks that do not come
 
 
+def reduce_twice_beside_a_stopped_rank(rank, world_size):
+    dist.all_reduce(torch.ones(4000))
+    reached("up")
+    await_release("call")
+    with telling("raised", CollectiveTimeout):
+        dist.all_reduce(torch.ones(4000))
+
+
 @pytest.mark.parametrize(
     ("hosts", "reporting"), [([1, 1, 1], [0, 1]), ([2, 1], [0, 1]), ([1, 2], [0])], ids=["1+1+1", "2+1", "1+2"]
 )
@@ -285,6 +293,25 @@ def test_a_stopped_rank_is_reported_with_its_host(spawn_ranks, capfd, hosts, rep
         where = rf"phalanx: rank {rank}: all_reduce #1 of group 'default' at \S*test_stalls.py:\d+"
         assert len(re.findall(rf"{where} has waited \S+ s for {absent} \(timeout 2.5 s\)", printed)) > 1, printed
     assert re.search(rf"^  {absent} has not called #1, or only just$", printed, re.MULTILINE), printed
+
+
+def test_a_stall_on_a_host_is_reported_by_the_call_and_not_by_its_steps(spawn_ranks, capfd):
+    options = {"hosts": [2, 2], "group_timeout_s": 2.5, "env": {"PHALANX_STALL_S": "0.5"}}
+    with spawn_ranks(reduce_twice_beside_a_stopped_rank, 4, **options) as ranks:
+        ranks.wait_until_reached("up")
+        ranks.stop(1)
+        ranks.release("call", ranks=[0, 2, 3])
+        ranks.wait_until_reached("raised", ranks=[0, 2, 3])
+        ranks.resume(1)
+        ranks.release("call", ranks=[1])
+        errors = [str(outcome.error) for outcome in ranks.join(20)]
+    printed = capfd.readouterr().err
+    missing = rf"rank 1 \(pid {ranks.pids[1]}\) on host host-0"
+    for rank in (0, 2, 3):
+        where = rf"^phalanx: rank {rank}: all_reduce #2 of group 'default' at \S*test_failures.py:\d+"
+        assert re.search(rf"{where} has waited \S+ s for {missing} \(timeout 2.5 s\)$", printed, re.MULTILINE), printed
+    assert "reduce_scatter" not in printed + "".join(errors)
+    assert any("all_reduce #2" in error and "timed out after 2.5 s" in error for error in errors), errors
 
 
 @pytest.mark.parametrize("operation", sorted(set(TIMED) - {"new_group"}))

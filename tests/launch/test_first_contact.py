@@ -101,13 +101,13 @@ def test_two_processes_of_the_same_rank_are_named(run_ranks, rank, by_hand):
     calls = [numbers(0, 3), numbers(1, 3), numbers(1, 3)] if rank else [numbers(0, 2), numbers(0, 2)]
     outcomes = outcomes_of(run_ranks, *calls, by_hand=by_hand)
     for outcome in outcomes:
-        assert f"two processes call themselves rank {rank}: pid " in str(outcome.error)
+        assert f"two processes claim rank {rank}: pid " in str(outcome.error)
         assert "port" not in str(outcome.error).lower()
 
 
 def test_a_launch_without_rank_0_is_named(run_ranks):
     for error in errors_of(run_ranks, numbers(1, 2), numbers(1, 2)):
-        assert "no process calls itself rank 0, and all wait for it: that of rank 0 says rank=1 (at " in error
+        assert "no process is rank 0, and all wait for it: that of rank 0 says rank=1 (at " in error
 
 
 def test_a_rank_0_that_exits_while_all_others_wait_for_it_is_named(run_ranks):

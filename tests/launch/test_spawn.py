@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 from pathlib import Path
 
 import pytest
@@ -174,8 +175,9 @@ def test_a_lambda_runs_with_what_it_closes_over():
 def test_the_first_true_failure_is_raised_with_its_remote_traceback():
     with pytest.raises(phalanx.RankError, match=r"rank 1 .* raised ValueError: bad learning rate") as caught:
         phalanx.spawn(rank_one_raises, nprocs=3)
-    assert (caught.value.rank, type(caught.value.__cause__)) == (1, ValueError)
+    assert (caught.value.rank, type(caught.value.error)) == (1, ValueError)
     assert "in rank_one_raises" in str(caught.value)
+    assert "".join(traceback.format_exception(caught.value)).count("ValueError: bad learning rate") == 1
 
 
 def call_with_another_size(rank):

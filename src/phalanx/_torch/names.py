@@ -15,10 +15,10 @@ class Name:
     """A private name of torch.
 
     Attributes:
-        path: Where it is found.
-        use: What phalanx needs it for.
-        loses: What is worse without it. Empty: nothing can replace it, and asking for it raises ImportError.
-        instead: What replaces it, with a warning; None: the function of this module that asks for it knows.
+        path: Path at which torch has it.
+        use: Purpose for which phalanx needs it.
+        loses: Disadvantage of not having it; empty: it can't be replaced, and asking for it raises ImportError.
+        instead: Replacement, used with a warning; None: the function of this module that asks for it has one.
     """
 
     path: str

@@ -16,16 +16,10 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core, _torch
 from phalanx._env import GroupOptions, seconds
 from phalanx._last_words import tell_when_ended
-from phalanx.backend._adapters import (
-    HAS_PYTHON_BACKENDS,
-    GroupName,
-    PhalanxGroup,
-    keep,
-    keep_from_compiler,
-    kept_groups,
-)
+from phalanx.backend._adapters import GroupName, PhalanxGroup, keep, keep_from_compiler, kept_groups
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._core_failures import from_core, report_core_stall
+from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._ops import Operations
@@ -38,10 +32,10 @@ _core.configure(call_site, from_core, report_core_stall)
 
 
 def _end_as_member() -> None:
-    """Keep groups that nobody destroyed from leaving in order while the interpreter ends.
+    """Keep groups that were not destroyed from leaving in order while the interpreter ends.
 
-    A script that raises or exits early then looks like what it is: its peers are told the exit code, and the launcher
-    how far it has come.
+    So a script that raises or exits early looks like what it is: its peers see the exit code, and the launcher learns
+    how far it got.
     """
     _core.end_stall_reports()
     for group in kept_groups():
@@ -53,7 +47,7 @@ def _end_as_member() -> None:
 
 
 def _serve_monitored_barrier() -> None:
-    """Let torch's function take groups of ours, too: before 2.14 it refuses every backend whose name is not gloo."""
+    """Make torch's function accept our groups: before 2.14 it refuses every backend that is not named gloo."""
     torchs = c10d.monitored_barrier
 
     @functools.wraps(torchs)
@@ -73,7 +67,7 @@ def _serve_monitored_barrier() -> None:
 
 @functools.cache
 def _begin() -> None:
-    """What this process needs before its first group, and nobody else who imports this."""
+    """Do what a process needs before its first group, but not when it imports this package."""
     atexit.register(_end_as_member)
     keep_from_compiler()
     if not HAS_PYTHON_BACKENDS:
@@ -81,18 +75,18 @@ def _begin() -> None:
 
 
 def leave_groups(error: BaseException) -> None:
-    """Leave every group of this process because of an error, which the ranks that wait for this one are told."""
+    """Leave every group of this process because of an error, and report it to the ranks that wait for this one."""
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
     for group in kept_groups():
         group._operations.shutdown(why)
 
 
 def create_group(options: Any, backend_options: Any) -> ProcessGroup:
-    """Make the group that ``init_process_group`` or ``new_group`` asks for; torch calls this.
+    """Create the group that ``init_process_group`` or ``new_group`` asks for; torch calls this.
 
     Args:
         options: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, name, global ranks.
-        backend_options: What the user passed as ``pg_options``: `GroupOptions`, or torch's for another device.
+        backend_options: The user's ``pg_options``: `GroupOptions`, or torch's own for another device's backend.
     """
     tell_when_ended()
     own = backend_options if isinstance(backend_options, GroupOptions) else None
@@ -116,7 +110,7 @@ def build_group(
     timeout: timedelta,
     options: GroupOptions | None = None,
 ) -> PhalanxGroup:
-    """Join the ranks and return their group, with a backend registered for CPU tensors."""
+    """Join the group and return it, with a backend registered for CPU tensors."""
     _begin()
     core, segment = join_group(store, rank, size, name, global_ranks, timeout.total_seconds(), options)
     operations = Operations(core, segment, name, Ranks(rank, size, global_ranks))
@@ -125,7 +119,7 @@ def build_group(
     if HAS_PYTHON_BACKENDS:
         from phalanx.backend._adapters import PhalanxBackend
 
-        # The debug wrapper holds the C++ half alone: without its Python half the backend has no operations.
+        # The debug wrapper refers only to the C++ half, and without its Python half the backend has no operations.
         group.backend = PhalanxBackend(operations, timeout)
         backend: Any = group.backend
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
@@ -136,7 +130,7 @@ def build_group(
         with closed_at_exec():
             backend = c10d.ProcessGroupGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
         kind = ProcessGroup.BackendType.GLOO
-        # A rank that goes on, and ends, while another still connects would be a lost connection there.
+        # If a rank went on and ended while another is still connecting, that one would see a lost connection.
         store.set(f"connected/{rank}", "")
         store.wait([f"connected/{r}" for r in range(size)], limit)
     _torch.set_default_backend(group, kind)
@@ -146,7 +140,7 @@ def build_group(
 
 
 def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, backend_options: Any) -> None:
-    """Let torch make the backends of the other devices, in a group of its own, and register them here."""
+    """Have torch create the backends of the other devices, in a separate group, and register them on this one."""
     config = ",".join(f"{device}:{backend}" for device, backend in others.items())
     ranks = list(options.global_ranks_in_group)
     beside, _ = _torch.new_process_group_helper(

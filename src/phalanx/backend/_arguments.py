@@ -1,4 +1,4 @@
-"""What a call may be given: tensors, ranks and reduce operations are checked here, and mistakes are explained."""
+"""Checks of a call's arguments (tensors, ranks, reduce operations), and the errors that explain mistakes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from phalanx import _core
 from phalanx._tensors import is_dense, is_stored, unusual_keys
-from phalanx.backend._memory import NotPlain, Places, Tensors
+from phalanx.backend._memory import NotPlain, Operands, Tensors
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, SUM_CODES, RedOpType, is_inexact, premul_factor
 
 _core.set_tensor_types([torch.Tensor, torch.nn.Parameter], torch.strided)
 
 
-class Arguments(Places):
-    """The arguments of one call of a group, and where the core works on them."""
+class Arguments(Operands):
+    """The arguments of one call of a group, and the memory on which the core works."""
 
     _factor: float | torch.Tensor | None = None
 
     def check(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return the code and element size of the tensor's dtype, after checking that the core can touch it."""
+        """Check that the core can access the tensor; return the code and element size of its dtype."""
         codes = DTYPE_CODES.get(self._tensor(tensor).dtype)
         if codes is not None:
             if _core.is_plain(tensor):
@@ -33,7 +33,7 @@ class Arguments(Places):
         raise self._refusal(tensor)
 
     def _refusal(self, tensor: torch.Tensor) -> Exception:
-        """Return the error about a tensor that the core can't touch."""
+        """Return the error for a tensor that the core can't access."""
         where = self.where()
         if is_dense(tensor):
             if tensor.dtype not in DTYPE_CODES:
@@ -72,7 +72,7 @@ class Arguments(Places):
         return self._tensor(tensors[0])
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch.Tensor):  # torch's own front end has looked at that
+        if not isinstance(tensor, torch.Tensor):  # torch's own front end has checked this
             raise TypeError(f"{self.where()} takes tensors, got {type(tensor).__name__}")
         return tensor
 
@@ -82,7 +82,7 @@ class Arguments(Places):
         return root
 
     def each(self, name: str, tensors: Tensors, like: torch.Tensor, *, may_differ: bool = False) -> Tensors:
-        """Check a list with one tensor for each rank, like `like`; if `may_differ`, others' may have other sizes."""
+        """Check a list of one tensor per rank, each like `like`; if `may_differ`, others' sizes may differ from it."""
         self.require_length(name, tensors)
         for i, tensor in enumerate(tensors):
             self.check(tensor)
@@ -95,7 +95,7 @@ class Arguments(Places):
         return tensors
 
     def of_root(self, lists: list[Tensors], like: torch.Tensor, *, is_root: bool) -> Tensors:
-        """Check the list of a gather or scatter, which the root gives and no other rank; empty on the others."""
+        """Check the list of a gather or scatter, which only the root passes; return it, empty on other ranks."""
         name = f"{self.op}_list"
         if is_root != (len(lists) == 1):
             role, argument = ("destination", "dst") if self.op == "gather" else ("source", "src")
@@ -113,7 +113,7 @@ class Arguments(Places):
             )
 
     def blocks(self, whole: torch.Tensor, block: torch.Tensor, name: str) -> int:
-        """Check that `whole` holds one `block` for each rank; return the elements of a block."""
+        """Check that `whole` holds one `block` per rank; return the number of elements in a block."""
         self.check(whole)
         if whole.dtype != block.dtype or whole.numel() != block.numel() * self.ranks.size:
             raise ValueError(
@@ -123,7 +123,7 @@ class Arguments(Places):
         return block.numel()
 
     def reduction(self, reduce_op: Any, dtype: torch.dtype) -> dict[str, int]:
-        """Return the kernel and the code of a reduce operation that has a meaning for the dtype."""
+        """Check that the reduce operation is defined for the dtype; return its kernel and its code."""
         kernel, code = codes_of(reduce_op)
         is_premul = code != kernel
         if not _has_kernel(dtype, kernel) or (is_premul and not is_inexact(dtype)):
@@ -138,7 +138,7 @@ class Arguments(Places):
         return torch.mul(tensor, self._factor).to(tensor.dtype).contiguous()
 
     def even(self, tensor: torch.Tensor) -> int:
-        """Return the elements for each rank where dimension 0 is divided evenly."""
+        """Return the number of elements per rank if dimension 0 is divided evenly."""
         first = tensor.shape[0] if tensor.dim() else 1
         if first % self.ranks.size != 0:
             raise ValueError(
@@ -148,7 +148,7 @@ class Arguments(Places):
         return tensor.numel() // self.ranks.size
 
     def splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
-        """Return the elements for each rank; `sizes` are rows of dimension 0, empty for even ones."""
+        """Return the number of elements for each rank; `sizes` are rows of dimension 0, empty: an even division."""
         if not sizes:
             return [self.even(tensor)] * self.ranks.size
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -163,12 +163,12 @@ class Arguments(Places):
 
 def codes_of(reduce_op: Any) -> tuple[int, int]:
     """Return the kernel and the code of a reduce operation, whatever the dtype."""
-    # Asking for the operation's name costs as much as a small message.
+    # Looking up the operation's name costs as much as a small message.
     return SUM_CODES if reduce_op == RedOpType.SUM else REDUCE_CODES[reduce_op.op]
 
 
 def _reduction_problem(kind: Any, dtype: torch.dtype) -> str:
-    """Return why there is no such reduction of elements of this dtype, and what to do instead."""
+    """Return why the reduction is undefined for this dtype, and what to do instead."""
     if not any(_has_kernel(dtype, code) for code, _ in REDUCE_CODES.values()):
         return (
             f"elements of {dtype} can't be reduced (ReduceOp.{kind.name}), only sent and copied; convert the tensor: "
@@ -189,7 +189,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def different_counts(tensors: Tensors) -> list[int] | None:
-    """Return the tensors' elements, None if all have as many."""
+    """Return the number of elements in each tensor; None if all are equal."""
     counts = [tensor.numel() for tensor in tensors]
     return counts if counts.count(counts[0]) < len(counts) else None
 

@@ -1,9 +1,9 @@
-"""The group of ranks on several hosts: it offers what the core's group offers to `Operations`.
+"""The group of ranks on several hosts. To `Operations` it looks like a group of the core.
 
-Every wait ends by the deadline of its call, whatever else is true. An engine may never finish what a lost connection
-has interrupted, so no thread of the caller's waits in it: `_look` runs between slices of waiting and raises once the
-group has ended or the call is late, and what can't be waited for in slices is waited for by a thread that may be left
-behind. Waits of the core keep the same deadline themselves.
+Every wait ends by the deadline of its call. An engine may never finish an operation that a lost connection has
+interrupted, so the caller's thread never waits inside it for long: `_look` runs between slices of waiting and raises
+once the group has ended or the call is late. Waits that can't be sliced run on a thread that may be left behind. The
+core's waits keep the same deadline themselves.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from datetime import timedelta
 from typing import Any
 
 from phalanx import _core
-from phalanx._errors import GroupAborted
+from phalanx._errors import Failure, GroupAborted, PhalanxError
 from phalanx.backend._calls import LATE, Running
 from phalanx.backend._channels import Channel, Handle
+from phalanx.backend._core_failures import bridged
 from phalanx.backend._deadlines import END_S, LOOK_S, TELL_S
 from phalanx.backend._failures import Failures
 from phalanx.backend._messages import Messages
@@ -28,20 +29,21 @@ from phalanx.backend._tasks import Task, Tasks, Watch
 from phalanx.backend._work import call_site
 
 _SLICE = timedelta(seconds=LOOK_S)
-_CALLER_BYTES = 1 << 20  # larger ones run on the group's thread, so that Ctrl-C need not wait for the network
+_CALLER_BYTES = 1 << 20  # larger calls run on the group's thread, so that Ctrl-C need not wait for the network
 
 
 class BridgedGroup:
     """Collectives and messages of ranks on several hosts.
 
     Args:
-        core: This host's ranks of the group.
+        core: Core group of this host's ranks.
         hosts: Ranks of the group by host, each in ascending order.
-        place: Who this rank is, for messages.
-        rail: To the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
-        everyone: To all ranks of the group.
-        failures: What ends the group, on all of its hosts.
-        timeout_s: Of operations that name none.
+        place: Identity of this rank.
+        rail: Channel to the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
+        everyone: Channel to all ranks of the group.
+        failures: Handler of failures, which ends the group on all hosts.
+        timeout_s: Timeout of operations that name none.
+        stall_s: Seconds after which a waiting call is reported.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class BridgedGroup:
         self._watch = Watch(self._look_unless_ended)
         self._current: Running | None = None
         self._messages = Messages(core, self._steps.here, place, everyone, failures, timeout_s)
+        self.send, self.recv, self.wait_request = self._messages.send, self._messages.recv, self._messages.wait
         channels = [channel for channel in (rail, everyone) if channel is not None]
         failures.watch(core, channels, self._messages.end)
+        bridged[place.group] = place
 
     # ---- what surrounds a collective -------------------------------------------------------------------------------
 
@@ -83,16 +87,16 @@ class BridgedGroup:
         return self._failures.ended or self._core.ended
 
     def run_plain(self, *args: object) -> bool:
-        """Say that this group has no shorter way for the usual calls, as the core's has."""
+        """Return False: unlike the core's, this group has no shortcut for plain calls."""
         return False
 
     def send_plain(self, *args: object) -> None:
-        """Say the same of messages."""
+        """Return None: there is no shortcut for messages either."""
 
     recv_plain = send_plain
 
     def run(self, call: _core.Call, ins: list[int], outs: list[int], timeout: timedelta, site: str | None) -> Any:
-        """Run a collective here, or, if it comes with a site, on the group's thread; then its task is returned."""
+        """Run a collective in this thread; if it has a site, start it on the group's thread and return its task."""
         return self._run(call, timeout, site, lambda running: self._steps.perform(running, ins, outs))
 
     def all_reduce_pieces(
@@ -127,7 +131,7 @@ class BridgedGroup:
             self.wait_job(task, 0)
             return task.value
         finally:
-            running.caller = None  # a frame keeps the tensors of those that called it
+            running.caller = None  # a frame keeps its callers' tensors alive
 
     def _submit(self, running: Running, work: Callable[[Running], Any]) -> Task:
         try:
@@ -154,23 +158,30 @@ class BridgedGroup:
             self._current = None
 
     def _explain(self, error: BaseException, running: Running) -> BaseException:
-        """End the group on all hosts, and return the error that says why."""
+        """End the group on all hosts and return the error that says why."""
         place, site = self._place, self._site(running)
+        found = getattr(error, "failure", None)
+        if found is not None and found.kind == "rank_missing":  # perhaps the core's, of one step and this host alone
+            error = self._timed_out(running, found)
         made = running.made(place.peer(place.rank), place.global_ranks, site)
         return self._failures.end(error, running.op, running.seq, site, made)
+
+    def _timed_out(self, running: Running, found: Failure | None = None) -> PhalanxError:
+        suspects = () if found is None else found.ranks
+        return self._failures.timed_out(running.op, running.seq, running.timeout_s, suspects)
 
     def _site(self, running: Running) -> str:
         return call_site(running.caller) if running.site is None else running.site
 
     def _check_reach(self, op: str = "the wait for an operation") -> None:
-        """Raise in a thread in which `op` would wait for ever: of a forked child, or inside another collective."""
+        """Raise if `op` would wait forever here: in a forked child, or inside another collective."""
         self._failures.require_own_process(op)
         if not self._tasks.runs_here:
             return
         self._failures.refuse_nested(op, call_site(), self._current)
 
     def wait_job(self, task: Task, timeout_s: float) -> bool:
-        """Wait for a task, at most `timeout_s` (0: until it is over); raise what it failed with."""
+        """Wait at most `timeout_s` for a task (0: until it is over); raise its error."""
         task.require_reachable()
         try:
             while not self._tasks.wait(task, timeout_s or LATE.total_seconds()):
@@ -186,13 +197,13 @@ class BridgedGroup:
         return True
 
     def _end_late(self) -> None:
-        """End a call whose thread keeps no deadline: it is held in the engine."""
+        """End a call whose own thread can't, because the engine holds it beyond the deadline."""
         running = self._current
         if running is not None and time.monotonic() > running.began_s + running.timeout_s + LATE.total_seconds():
-            raise self._explain(self._failures.timed_out(running.op, running.seq, running.timeout_s), running)
+            raise self._explain(self._timed_out(running), running)
 
     def _wait(self, handle: Handle) -> None:
-        """Wait for an exchange; look now and then whether it can still succeed, and at signals."""
+        """Wait for an exchange; check now and then for signals, and that it can still succeed."""
         while True:
             try:
                 handle.wait(_SLICE)
@@ -204,7 +215,7 @@ class BridgedGroup:
             self._look()
 
     def _land(self, handles: Sequence[Handle]) -> Callable[[], None]:
-        """Begin to wait for messages on a thread that can be left behind; return what waits for that."""
+        """Start waiting for messages on a thread that can be left behind; return a function that waits for it."""
         assert self._current is not None
         limit = self._current.limit
         task = self._landings.submit(lambda: [handle.wait(limit) for handle in handles])
@@ -219,7 +230,7 @@ class BridgedGroup:
         return wait
 
     def _look(self) -> None:
-        """Raise if the call can't succeed any more or takes too long; tell of one that waits. Called now and then."""
+        """Raise if the call can no longer succeed or is late; report one that waits long. Called periodically."""
         running = self._current
         if running is None:
             return
@@ -230,7 +241,7 @@ class BridgedGroup:
         elif self._core.told or self._failures.is_told():
             error = GroupAborted("another rank has ended the group")
         elif waited_s > running.timeout_s:
-            error = self._failures.timed_out(running.op, running.seq, running.timeout_s)
+            error = self._timed_out(running)
         elif not running.has_told and waited_s > min(
             TELL_S, (self._stall_s or running.timeout_s) / 2, running.timeout_s / 2
         ):
@@ -243,22 +254,13 @@ class BridgedGroup:
             raise self._explain(error, running)
 
     def _look_unless_ended(self) -> None:
-        if not self._failures.ended:  # else the waits that the watch is for end by themselves
+        if not self._failures.ended:  # else the watched waits end by themselves
             self._look()
 
     # ---- messages and life -----------------------------------------------------------------------------------------
 
-    def send(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
-        return self._messages.send(data, dtype, item, count, peer, tag, site)
-
-    def recv(self, data: int, dtype: int, item: int, count: int, peer: int, tag: int, site: str) -> Any:
-        return self._messages.recv(data, dtype, item, count, peer, tag, site)
-
-    def wait_request(self, request: Any, timeout_s: float) -> bool:
-        return self._messages.wait(request, timeout_s)
-
     def set_timeout(self, timeout_s: float) -> None:
-        self._core.set_timeout(timeout_s)  # looks at it first
+        self._core.set_timeout(timeout_s)  # first, because it checks the value
         self._timeout_s = self._messages.timeout_s = timeout_s
 
     def abort(self, why: str) -> None:
@@ -267,19 +269,21 @@ class BridgedGroup:
     def leave(self, why: str = "") -> None:
         if why and not self._failures.ended:
             self._failures.declare("rank_fell", why)
-        if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would not end
+        if bridged.get(self._place.group) is self._place:
+            del bridged[self._place.group]
+        if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would hang
             _keep_for_ever(self)
             self._failures.leave()
             self._core.leave()
             return
-        may_wait = not self._tasks.runs_here  # in a signal handler, what it interrupted can't finish
+        may_wait = not self._tasks.runs_here  # in a signal handler, the interrupted call can't finish
         if may_wait and not why:
             self._tasks.drain(END_S)
         self._failures.leave()
         self._close_threads()
         self._core.leave()
         if may_wait:
-            self._tasks.drain(END_S)  # what the end of the connections has ended
+            self._tasks.drain(END_S)  # calls that end because the connections have
         _left.append(self)
         for group in list(_left):
             if group._release():
@@ -288,10 +292,10 @@ class BridgedGroup:
             _keep_for_ever(self)
 
     def _release(self) -> bool:
-        """Give back the engine's threads, connections and memory, whoever refers to this group; False if it is busy.
+        """Free the engine's threads, connections and memory, though something may refer to them; False if it is busy.
 
-        A call in another thread and a thread that waits in the engine use it, and Gloo may never end a receive that a
-        lost connection has interrupted: such a group is looked at again when the next one is left.
+        A call in another thread may be using the engine, and Gloo may never end a receive that a lost connection has
+        interrupted. Such a group is tried again when the next one is left.
         """
         is_quiet = self._tasks.is_idle and self._tasks.is_over and self._landings.is_over and self._messages.is_over
         if not is_quiet or not self._failures.release():
@@ -302,9 +306,9 @@ class BridgedGroup:
         return True
 
     def end_threads(self) -> None:
-        """End what runs beside a script that ends, without a word to the others.
+        """End the threads of a script that is ending, without telling the other ranks.
 
-        A thread that comes back from an engine when the interpreter has gone ends the process with an abort.
+        A thread that returned from an engine after the interpreter is gone would abort the process.
         """
         if self._failures.is_forked:
             return
@@ -320,9 +324,9 @@ class BridgedGroup:
         self._landings.close()
 
 
-_left: list[BridgedGroup] = []  # whose engine was busy yet when this rank left
+_left: list[BridgedGroup] = []  # groups whose engine was still busy when this rank left them
 
 
 def _keep_for_ever(group: BridgedGroup) -> None:
-    """Keep an engine from being destroyed, also when the interpreter ends."""
+    """Keep an engine from being destroyed, even when the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,4 +1,4 @@
-"""Connecting the hosts of a new group: on which address, by which engine, and whether they reach each other at all."""
+"""Connects the hosts of a new group: finds each rank's address, checks that all are reachable, starts the engine."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _ADVICE = "Run phalanx doctor on them: it tests names, ports and interfaces."
 def bridge(
     meeting: Meeting, hellos: list[dict[str, Any]], hosts: list[list[int]], core: _core.Group, settings: Settings
 ) -> BridgedGroup:
-    """Connect the hosts; return the group of all ranks.
+    """Connect the hosts and return the group of all ranks.
 
     Args:
-        hellos: What each rank said of itself.
+        hellos: Hello of each rank.
         hosts: Ranks of the group by host.
-        core: This host's ranks of the group.
+        core: Core group of this host's ranks.
 
     Raises:
         PhalanxError: The hosts can't reach each other, or the engine can't be used here.
@@ -73,7 +73,7 @@ def bridge(
 
 
 class _Mpi:
-    """Joins ranks by the MPI that started them."""
+    """Connects ranks through the MPI that started them."""
 
     mailbox: ClassVar[Mailbox | None] = None
     boxes: ClassVar[Mapping[int, Sequence[Any]]] = {}
@@ -98,9 +98,9 @@ class _Mpi:
 
 
 class _Gloo:
-    """Joins ranks by Gloo, once each has been seen to reach the others.
+    """Connects ranks through Gloo, once each has proved that it reaches the others.
 
-    Gloo that gives up connecting frees what a late connection then still finds: the process would crash.
+    Gloo must not fail to connect: it would free pairs that a late connection still finds, and crash the process.
     """
 
     def __init__(self, meeting: Meeting, place: Place, address: str, silence_s: float) -> None:
@@ -115,7 +115,7 @@ class _Gloo:
             raise
 
     def _reach(self, place: Place) -> None:
-        """Make sure that every rank reaches every rank of the other hosts; else all raise the same."""
+        """Check that every rank reaches every rank of the other hosts; if not, all raise the same error."""
         meeting = self._meeting
         others = [r for r in self.boxes if place.hosts[r] != place.hosts[place.rank]]
         names = [self.boxes[r] for r in others]
@@ -126,7 +126,7 @@ class _Gloo:
             for i, why in failed.items()
         ]
         lines = [line for told in meeting.share("unreached", lines) for line in told]
-        while self.mailbox.read() is not None:  # what was posted
+        while self.mailbox.read() is not None:  # drop the test messages
             pass
         if lines:
             meeting.part()
@@ -144,7 +144,7 @@ class _Gloo:
 
 
 def _names(hellos: list[dict[str, Any]], hosts: list[list[int]]) -> tuple[str, ...]:
-    """Return the name of each rank's host, with a number where two are named alike."""
+    """Return the name of each rank's host, numbered if several hosts share a name."""
     names = [""] * len(hellos)
     firsts = [hellos[ranks[0]]["host"] for ranks in hosts]
     for number, ranks in enumerate(hosts):
@@ -154,10 +154,10 @@ def _names(hellos: list[dict[str, Any]], hosts: list[list[int]]) -> tuple[str, .
 
 
 def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], place: Place) -> str:
-    """Return the address on which the other hosts reach this rank: where the route to the master leaves.
+    """Return the address at which other hosts reach this rank: that of the interface towards the master.
 
     Raises:
-        PhalanxError: It would be loopback, which no other host reaches.
+        PhalanxError: There is no such address except loopback, which other hosts can't reach.
     """
     named = environment().get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     is_one_network = len({hello["network"] for hello in hellos}) == 1
@@ -194,7 +194,7 @@ def _address_of(name: str) -> str:
 
 
 def _master(store: Any) -> tuple[str, int]:
-    """Return host and port of the job's store; empty and 0 for one that is no server, such as a file."""
+    """Return host and port of the job's store; empty and 0 for a store without a server, such as a file."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, TCPStore) else ("", 0)

@@ -1,4 +1,4 @@
-"""One collective of a group on several hosts, on its way."""
+"""A running collective of a group on several hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx import _core
 from phalanx._errors import MadeCall, Peer
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
 
-LATE = timedelta(seconds=5)  # after its deadline, a call is over in any case
+LATE = timedelta(seconds=5)  # beyond its deadline, after which a call is over in any case
 _HEAD = struct.Struct("<QBBBBiQ")
 _OPS = (
     "barrier",
@@ -33,33 +33,33 @@ _OPS = (
 
 @dataclass
 class Running:
-    """A collective on its way, which its caller described as `call`."""
+    """A running collective, which its caller described as `call`."""
 
     call: _core.Call
     timeout_s: float
     site: str | None = None
-    caller: FrameType | None = None  # that waits, where there is no site
+    caller: FrameType | None = None  # the waiting frame, if there is no site
     seq: int = 0
     has_agreed: bool = False
-    has_told: bool = False  # that it waits
+    has_told: bool = False  # whether the other ranks know that this one waits
     num_reports: int = 0
     num_steps: int = 0
     transfers: list[Any] = field(default_factory=list)
-    """What the engine may still read and write."""
+    """Transfers whose memory the engine may still read and write."""
     began_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.op: str = self.call.op
         self.dtype: int = self.call.dtype
         self.item: int = self.call.item
-        """Of the elements that it is computed in."""
+        """Size in bytes of the elements in which it is computed."""
         self.sizes: Sequence[int] = {"all_gather": self.call.out_counts, "reduce_scatter": self.call.in_counts}.get(
             self.op, ()
         )
-        """Of each rank's block, where they differ and ranks agree on them."""
+        """Number of elements in each rank's block, if they differ and the ranks agree on them."""
 
     def computed_in(self, dtype: int, item: int) -> Running:
-        """Return the same on elements of another dtype than the caller's, on which ranks agree."""
+        """Return this call on elements of another dtype; the ranks still agree on the caller's."""
         other = copy.copy(self)
         other.dtype, other.item = dtype, item
         return other
@@ -70,7 +70,7 @@ class Running:
 
     @property
     def limit(self) -> timedelta:
-        """Time until an engine gives up what nobody waits for any more."""
+        """Time after which an engine gives up an operation that nobody waits for any more."""
         return self.left + LATE
 
     @property
@@ -83,7 +83,7 @@ class Running:
         return _HEAD.pack(self.seq, _OPS.index(self.op), call.dtype, call.code + 1, self.has_splits, call.root, count)
 
     def made(self, peer: Peer, global_ranks: Sequence[int], site: str) -> MadeCall:
-        """Return the call as `peer` has made it, there."""
+        """Return the call as made by `peer` at `site`."""
         call = self.call
         if self.op == "barrier":
             return MadeCall(**vars(peer), op=self.op, site=site)

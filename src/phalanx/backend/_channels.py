@@ -1,7 +1,7 @@
-"""How bytes travel between hosts: on an existing engine, behind one small interface.
+"""How bytes travel between hosts: through an existing engine, behind one small interface.
 
-A channel joins some ranks of a group, each known by its number among them. What it starts is over when the handle's
-``is_completed()`` says so; ``wait(timeout)`` raises RuntimeError while it is not.
+A channel joins some ranks of a group and numbers them. An operation is over once its handle's ``is_completed()`` says
+so; until then ``wait(timeout)`` raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from phalanx._store import understand
 from phalanx.backend._deadlines import END_S
 from phalanx.backend._links import Link, closed_at_exec, duplicate, sockets
 
-FOR_EVER = timedelta(days=30)  # of a thread that waits for whatever may come
+FOR_EVER = timedelta(days=30)  # for threads that wait for whatever may arrive
 _POLL_S = 0.001
-_making = threading.Lock()  # connections are told apart by when they were made
+_making = threading.Lock()  # a channel's connections are recognised by when they were opened
 
 
 class Handle(Protocol):
-    """An exchange or message on its way."""
+    """A running exchange or message."""
 
     def wait(self, timeout: timedelta) -> Any: ...
 
@@ -38,11 +38,11 @@ class Handle(Protocol):
 
 
 class Channel(Protocol):
-    """One engine's way to move bytes between ranks; tensors are contiguous, of dtype uint8.
+    """Moves bytes between ranks through one engine; all tensors are contiguous and of dtype uint8.
 
     Attributes:
-        ends_waits: Whether `close` ends the waits of the other ranks.
-        links: Connections to other ranks, by their numbers in the group, as far as they can be watched.
+        ends_waits: Whether `close` also ends the waits of the other ranks.
+        links: Connections to other ranks, by their numbers in the group, if they can be watched.
     """
 
     ends_waits: bool
@@ -54,35 +54,35 @@ class Channel(Protocol):
         self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int],
         limit: timedelta,
     ) -> Handle:  # fmt: skip
-        """Send the parts of `source`, of `in_bytes` each, to the ranks in order, and fill those of `out` likewise.
+        """Send the parts of `source`, of `in_bytes` each, to the ranks in order; fill the parts of `out` likewise.
 
-        Its handle may be waited for in slices; nobody waits after `limit`.
+        The handle may be waited for in slices; nobody waits beyond `limit`.
         """
         ...
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        """Send a message; its handle may be waited for once, by a thread that can be left behind."""
+        """Send a message; the handle may be waited for once, by a thread that can be left behind."""
         ...
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        """Receive a message of that very size; its handle is one like that of `send`."""
+        """Receive a message of exactly this size; the handle is like that of `send`."""
         ...
 
     def close(self) -> None:
-        """End every connection: operations on their way fail, here and on the other ranks."""
+        """Close every connection: running operations fail, here and on the other ranks."""
         ...
 
     def drain(self, handles: Sequence[Handle]) -> None:
-        """After `close`, return when the engine has let go of the memory of these, or in a second."""
+        """After `close`, return once the engine no longer touches the memory of these handles, or after a second."""
         ...
 
     def destroy(self) -> bool:
-        """After `close`, and when nobody waits for a handle: give back the engine, False if it is yet busy."""
+        """After `close`, if nobody waits for a handle, free the engine; return False if it is still busy."""
         ...
 
 
 class _GlooHandle:
-    """Gloo's, as long as its channel exists: whoever refers to it later, say a traceback, holds no connections."""
+    """A handle of Gloo's until its channel is destroyed: later references, say in a traceback, hold no connections."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -100,16 +100,17 @@ class _GlooHandle:
 
 
 class GlooChannel:
-    """Gloo over TCP. Its connections are watched and closed beside it, which it can't do itself.
+    """Gloo over TCP. Its connections are watched and closed from outside, which Gloo itself can't do.
 
-    Where a connection ends in the middle of a message, Gloo forgets the receive: a wait for it lasts as long as it may.
+    If a connection ends in the middle of a message, Gloo forgets the receive: a wait for it lasts until its timeout.
 
     Args:
-        store: Of this channel alone.
+        store: Store for this channel alone.
         rank: This rank's number in the group.
-        ranks: Numbers in the group of the channel's ranks, in its order.
-        address: Of the interface on which the others reach this rank.
-        silence_s: Seconds without an answer of the other kernel after which a connection is lost.
+        ranks: Numbers in the group of the channel's ranks, in the channel's order.
+        address: Address at which the other ranks reach this one.
+        timeout_s: Seconds allowed for connecting.
+        silence_s: Seconds without an answer from the other kernel after which a connection is lost.
     """
 
     ends_waits = True
@@ -118,22 +119,24 @@ class GlooChannel:
         self, store: Store, rank: int, ranks: list[int], address: str, timeout_s: float, silence_s: float
     ) -> None:
         group: Any = c10d.ProcessGroupGloo
-        limit = timedelta(seconds=timeout_s)  # of connecting
+        limit = timedelta(seconds=timeout_s)
         with _making, closed_at_exec() as self._fresh:
             device = group.create_device(hostname=address, lazy_init=False)
             options = _torch.gloo_options(timeout=limit, threads=2, devices=[device])
             self._group = group(store, ranks.index(rank), len(ranks), options)
-        self.inodes = {inode for inode, _ in self._fresh}  # descriptors may be closed by the engine, and given anew
+        self.inodes = {
+            inode for inode, _ in self._fresh
+        }  # the engine may close descriptors, whose numbers are then reused
         self._options = c10d.AllToAllOptions()
         self._handles: weakref.WeakSet[_GlooHandle] = weakref.WeakSet()
-        self._last: Handle | None = None  # exchange: only the last may be under way, on a thread of the engine's
+        self._last: Handle | None = None  # exchange; only the last can still be running, on one of the engine's threads
         self.links = self._identify(store, rank, ranks, timeout_s, silence_s)
         _channels.add(self)
 
     def _identify(
         self, store: Store, rank: int, ranks: list[int], timeout_s: float, silence_s: float
     ) -> dict[int, Link]:
-        """Return the connection to each rank, which they tell from the addresses at their ends."""
+        """Return the connection to each rank, recognised by the addresses at its ends."""
         opened = [fd for target, fd in self._fresh if target.startswith("socket:")]
         made = [connection for fd in opened if (connection := duplicate(fd)) is not None]
         store.set(f"links/{rank}", json.dumps(sorted({_name(connection.getsockname()) for connection in made})))
@@ -165,7 +168,7 @@ class GlooChannel:
         return self._handle(self._engine().recv([tensor], peer, tag))
 
     def _engine(self) -> Any:
-        if self._group is None:  # since this thread has begun
+        if self._group is None:  # destroyed since this thread began
             raise RuntimeError("the channel was closed")
         return self._group
 
@@ -179,9 +182,9 @@ class GlooChannel:
             link.shut()
 
     def drain(self, handles: Sequence[Handle]) -> None:
-        """Gloo closes the descriptor of a connection that has ended, and touches no memory of its messages then.
+        """Wait until Gloo has closed the descriptors of its connections; it no longer touches messages' memory then.
 
-        The handles must live until then, and are not asked: see above.
+        The handles must stay alive until then, but are not asked: see above.
         """
         own = {link.fileno() for link in self.links.values()}
         held = {os.readlink(f"/proc/self/fd/{fd}") for fd in own}
@@ -190,7 +193,7 @@ class GlooChannel:
             time.sleep(_POLL_S)
 
     def destroy(self) -> bool:
-        """Its end would wait for an exchange that goes on: one may until its deadline, see above."""
+        """Destroy the engine, unless that would wait for a running exchange, which may last until its deadline."""
         if self._last is not None and not self._last.is_completed():
             return False
         for handle in list(self._handles):
@@ -206,14 +209,14 @@ _channels: weakref.WeakSet[GlooChannel] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """In a forked child: its copies of the connections would keep them open when the rank has ended."""
+    """Close a forked child's copies of the connections, which would keep them open after the rank has ended."""
     inodes = set().union(*(channel.inodes for channel in _channels))
     if not inodes:
         return
     with open(os.devnull) as nothing:
         for inode, fd in sockets():
             if inode in inodes:
-                os.dup2(nothing.fileno(), fd, inheritable=False)  # the engine may yet close the number
+                os.dup2(nothing.fileno(), fd, inheritable=False)  # not closed: the engine may still close the number
 
 
 os.register_at_fork(after_in_child=_let_go)

@@ -1,10 +1,10 @@
 """The collectives of torch.distributed on the core.
 
-Each method has torch's spelling and arguments. A blocking call (``opts.asyncOp`` false) runs in the calling thread and
+Each method has torch's name and arguments. A blocking call (``opts.asyncOp`` false) runs in the calling thread and
 returns None; any other returns a :class:`PhalanxWork`. Ranks are those of the group.
 
-A blocking call of plain tensors is one call of the core, which looks at the tensors itself. All others, and all
-mistakes, come to the arguments' checks (`_arguments`), and are run as a `Call` of addresses.
+A blocking call with plain tensors is one call of the core, which inspects the tensors itself. All other calls, and all
+mistakes, go through `_arguments` and run as a `Call` with addresses.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from phalanx.backend._work import PhalanxWork, call_site, finished
 Call = _core.Call
 Settle = Callable[[], None]
 Options = Any
-"""One of torch's options classes: `asyncOp`, `timeout`, and `rootRank` or `reduceOp` where they apply."""
-UNSET = timedelta(milliseconds=-1)  # torch's word for the group's own timeout
+"""One of torch's options classes: `asyncOp`, `timeout`, and `rootRank` or `reduceOp` if they apply."""
+UNSET = timedelta(milliseconds=-1)  # torch's value for the group's own timeout
 _SUM = ReduceOp(RedOpType.SUM)
 
 BROADCAST, ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL = map(
     Call, ("broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 )
-"""Kinds of calls, for `run_plain`."""
+"""Kinds of calls for `run_plain`."""
 _BARRIER = Call("barrier")
 
 
 class Blocking:
-    """Options of a blocking call; without a timeout, the group's."""
+    """Options of a blocking call; the default timeout is the group's."""
 
     asyncOp = False
 
@@ -54,7 +54,8 @@ class Collectives:
     """Collectives of one group.
 
     Args:
-        core: The joined group.
+        core: Core group, already joined.
+        ranks: Ranks of the group.
     """
 
     def __init__(self, core: _core.Group, ranks: Ranks) -> None:
@@ -62,9 +63,9 @@ class Collectives:
         self.ranks = ranks
         self._rank, self._size = ranks.rank, ranks.size
         self._flight = Flight()
-        # torch's DDP counts the ranks that go on by such all_reduces, and keeps the C++ half of the work alone.
+        # torch's DDP counts the ranks that go on with such all_reduces, and keeps only the C++ half of the work.
         self._last_of_one: deque[PhalanxWork | None] = deque(maxlen=4)
-        self._in_event = False  # of the profiler, of several operations as one
+        self._in_event = False  # inside a profiler event that covers several operations
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
@@ -74,7 +75,7 @@ class Collectives:
     def _goes_plainly(
         self, kind: _core.Call, ins: object, outs: object, opts: Options, root: int = -1, reduce_op: Any = None
     ) -> bool:
-        """Run a blocking collective whose tensors need no closer look; False, with nothing done, if it is none."""
+        """Run a blocking collective of plain tensors; return False, having done nothing, if it is anything else."""
         if opts.asyncOp or is_profiling():
             return False
         kernel, code = (0, -1) if reduce_op is None else codes_of(reduce_op)
@@ -90,16 +91,20 @@ class Collectives:
         keep: object = None,
         inputs: Tensors | None = None,
     ) -> PhalanxWork | None:
-        """Run a collective of the core: in this thread, or on the native one when the call is asynchronous.
+        """Run a collective of the core: in this thread, or on the native one if the call is asynchronous.
 
         Args:
-            at: The addresses that it reads and those that it writes.
-            keep: What lies there.
-            settle: Runs when it is over.
+            call: Description of the collective.
+            at: Addresses that it reads, and addresses that it writes.
+            opts: Options of the call.
+            result: Tensors that it writes, the value of the work.
+            settle: Function that runs once it is over.
+            keep: Tensors at the addresses, kept alive until it is over.
+            inputs: Tensors whose shapes a profiler records; None: `result`.
         """
         if is_profiling() and not self._in_event:
             settle = profiled(call.op, result if inputs is None else inputs, settle)
-        timeout = opts.timeout  # the core itself is in no variable: a traceback would keep it
+        timeout = opts.timeout  # the core is not bound to a local variable: a traceback would keep it alive
         if not opts.asyncOp:
             self._core.run(call, *at, timeout, None)
             if settle is not None:
@@ -146,7 +151,7 @@ class Collectives:
         return work
 
     def _allreduce_sparse(self, tensor: torch.Tensor, opts: Options) -> PhalanxWork | None:
-        """Sum sparse COO tensors. Blocks."""
+        """Sum sparse COO tensors. Blocks even if the call is asynchronous."""
         where = self.arguments("all_reduce").where
         if opts.reduceOp.op != RedOpType.SUM:
             raise ValueError(f"{where()}: sparse tensors can only be summed, got {opts.reduceOp.op}")

@@ -1,4 +1,4 @@
-"""The direct way to a group's operations: without torch's front end, its dispatcher and its works."""
+"""Direct access to a group's operations, without torch's front end, dispatcher and works."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
 from phalanx._torch import is_profiling
-from phalanx.backend._adapters import PhalanxGroup, direct
+from phalanx.backend._adapters import PhalanxGroup
 from phalanx.backend._arguments import codes_of
 from phalanx.backend._collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, Blocking
+from phalanx.backend._dispatch import direct
 from phalanx.backend._ops import Operations
 from phalanx.backend._types import SUM_CODES
 
 Tensor = torch.Tensor
 _SUM = ReduceOp.SUM
-_GROUPS_OWN_S = 0.0  # the timeout
+_GROUPS_OWN_S = 0.0  # stands for the group's own timeout
 
 
 class Communicator:
-    """Blocking operations of one group, at a fraction of what a small call of ``torch.distributed`` costs.
+    """Blocking operations of one group, at a fraction of the cost of a small ``torch.distributed`` call.
 
     They are the same operations, with the same checks and errors, and may be mixed with those of ``torch.distributed``
-    as long as every rank of the group makes the same calls in the same order. What torch adds is not there: hooks, the
-    Flight Recorder and dispatch modes see nothing of them; a profiler does.
+    as long as every rank of the group makes the same calls in the same order. Hooks, the Flight Recorder and dispatch
+    modes do not see them; a profiler does.
 
     Ranks are those of the world, as in ``torch.distributed``. Get one with :func:`communicator`.
 
     Attributes:
-        rank: This rank in the group.
-        size: Ranks in the group.
+        rank: Number of this rank in the group.
+        size: Number of ranks in the group.
     """
 
     def __init__(self, group: PhalanxGroup) -> None:
@@ -41,18 +42,18 @@ class Communicator:
         self._ranks = {number: rank for rank, number in enumerate(self._operations.ranks.global_ranks)}
 
     def all_reduce(self, tensor: Tensor, op: Any = _SUM) -> None:
-        """Reduce a tensor over all ranks, in place on each."""
+        """Reduce a tensor over all ranks, in place on every rank."""
         if not self._is_over(ALL_REDUCE, tensor, tensor, op=op):
             self._run(Operations.allreduce, [tensor], Blocking(reduce_op=_reduce_op(op)))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Give every rank the tensor of `src`, in place."""
+        """Copy the tensor of `src` to every rank, in place."""
         root = self._rank_of("broadcast", "src", src)
         if not self._is_over(BROADCAST, tensor, tensor, root):
             self._run(Operations.broadcast, [tensor], Blocking(root=root))
 
     def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
-        """Give every rank the inputs of all: `output` holds them in rank order, or is a list with a tensor for each."""
+        """Gather the inputs of all ranks on every rank, in rank order, into one tensor or a list with one per rank."""
         if self._is_over(ALL_GATHER, input, output):
             return
         if isinstance(output, Tensor):
@@ -61,7 +62,7 @@ class Communicator:
             self._run(Operations.allgather, [list(output)], [input], Blocking())
 
     def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor], op: Any = _SUM) -> None:
-        """Reduce the inputs of all ranks; each gets its block. `input` holds all blocks, or is a list of them."""
+        """Reduce the inputs of all ranks, which hold or list one block per rank; each rank receives its block."""
         if self._is_over(REDUCE_SCATTER, input, output, op=op):
             return
         options = Blocking(reduce_op=_reduce_op(op))
@@ -77,9 +78,9 @@ class Communicator:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
-        """Send each rank a block of `input`, and get one from each.
+        """Send one block of `input` to each rank, and receive one from each.
 
-        Sizes are rows of dimension 0 for each rank, None where they are even.
+        Sizes are rows of dimension 0 for each rank; None: an even division.
         """
         is_even = output_split_sizes is None and input_split_sizes is None
         if is_even and self._is_over(ALL_TO_ALL, input, output):
@@ -88,7 +89,7 @@ class Communicator:
         self._run(Operations.all_to_all_single, output, input, *sizes, Blocking())
 
     def barrier(self) -> None:
-        """Return once every rank has come."""
+        """Return once every rank has called this."""
         self._operations.barrier(Blocking())
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -101,7 +102,7 @@ class Communicator:
             core.wait_request(request, _GROUPS_OWN_S)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receive into a tensor from `src`, or from any rank; return the rank that sent."""
+        """Receive into a tensor from `src`, or from any rank if it is None; return the sender."""
         core, peer = self._operations._core, -1 if src is None else self._peer_of("recv", "src", src)
         request = None if is_profiling() else core.recv_plain(tensor, peer, tag)
         if request is not None:
@@ -115,14 +116,14 @@ class Communicator:
         return self._operations.ranks.global_ranks[source]
 
     def _is_over(self, kind: Any, ins: object, outs: object, root: int = -1, op: Any = None) -> bool:
-        """Run a collective if the core sees nothing unusual in it."""
+        """Run a collective if the core finds nothing unusual in it; return whether it ran."""
         kernel, code = (0, -1) if op is None else SUM_CODES if op is _SUM else codes_of(_reduce_op(op))
         if is_profiling():
             return False
         return self._operations._core.run_plain(kind, ins, outs, root, kernel, code, _GROUPS_OWN_S)
 
     def _run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Run an operation with all checks, which say what is wrong."""
+        """Run an operation with all checks, which explain mistakes."""
         return direct(method, self._operations, args)
 
     def _rank_of(self, op: str, name: str, number: int) -> int:
@@ -142,13 +143,13 @@ class Communicator:
 
 
 def communicator(group: ProcessGroup | None = None) -> Communicator:
-    """Return the direct way to the operations of a group of the phalanx backend.
+    """Return direct access to the operations of a group of the phalanx backend.
 
     Args:
         group: Group that this rank is a member of; None: the default group.
 
     Raises:
-        ValueError: This rank is no member of the group, or the group has another backend.
+        ValueError: This rank is not a member of the group, or the group has another backend.
     """
     found = dist.group.WORLD if group is None else group
     if found is None:

@@ -1,12 +1,20 @@
-"""What the core says of a failure, as the value that Python knows: names for codes, None for numbers that mean it."""
+"""Failures and stalls as the core reports them, turned into values of Python: names for codes, None for "none"."""
 
 from __future__ import annotations
 
+import re
+import weakref
 from typing import Any
 
 from phalanx._errors import Failure, MadeCall, Peer, PhalanxError, SizeDispute, Standing
+from phalanx.backend._place import Place
 from phalanx.backend._types import DTYPE_NAMES, ITEM_BYTES, REDUCE_NAMES
 from phalanx.backend._wording import error_of, report_stall
+
+_COLLECTIVE = re.compile(r"\w+ #\d+(?= of group '(.*?)')")
+
+bridged: weakref.WeakValueDictionary[str, Place] = weakref.WeakValueDictionary()
+"""The groups on several hosts that this process is in, by name; the core knows their ranks on this host alone."""
 
 
 def from_core(facts: dict[str, Any]) -> PhalanxError:
@@ -15,8 +23,13 @@ def from_core(facts: dict[str, Any]) -> PhalanxError:
 
 
 def report_core_stall(facts: dict[str, Any], waited_s: float) -> None:
-    """Print whom an operation of the core has waited for."""
-    report_stall(_failure_of_core(facts), waited_s)
+    """Print which ranks an operation of the core has waited for."""
+    failure = _failure_of_core(facts)
+    if (place := bridged.get(failure.group)) is not None:
+        if failure.seq:  # a step of a call that the user knows by another name and number, and that reports itself
+            return
+        failure = place.locate(failure)
+    report_stall(failure, waited_s)
 
 
 def _failure_of_core(facts: dict[str, Any]) -> Failure:
@@ -28,7 +41,7 @@ def _failure_of_core(facts: dict[str, Any]) -> Failure:
         by=Peer(rank=facts["by"]) if facts["by"] >= 0 else None,
         exit_code=facts["exit_code"] if facts["exit_code"] >= 0 else None,
         signal=facts["signal"] or None,
-        standings=tuple(Standing(**{**stand, "pid": stand["pid"] or None}) for stand in facts["standings"]),
+        standings=tuple(map(_standing_of_core, facts["standings"])),
         calls=tuple(map(_call_of_core, facts["calls"])),
         sizes=facts["sizes"] and _dispute_of_core(*facts["sizes"]),
         timeout_s=facts["timeout_s"] or None,
@@ -36,6 +49,13 @@ def _failure_of_core(facts: dict[str, Any]) -> Failure:
         errno=facts["errno"] or None,
         cause=facts["cause"] and _failure_of_core(facts["cause"]),
     )
+
+
+def _standing_of_core(facts: dict[str, Any]) -> Standing:
+    waits_in = facts["waits_in"]
+    if (found := _COLLECTIVE.match(waits_in)) and found[1] in bridged:  # a step: users know the call by another name
+        waits_in = f"a collective{waits_in[found.end() :]}"
+    return Standing(**{**facts, "pid": facts["pid"] or None, "waits_in": waits_in})
 
 
 def _call_of_core(facts: dict[str, Any]) -> MadeCall:

@@ -1,9 +1,9 @@
-"""How a group on several hosts ends: one verdict, the same on every rank.
+"""How a group on several hosts ends: with one verdict, the same on every rank.
 
-The first rank that meets a failure writes the verdict into the group's store, ends the part of the group that shares
-its memory and closes its connections. That wakes the watchers of the other ranks, who read the verdict there. Without
-one, as when a whole host has vanished, those whose connections have ended are the culprits. If the store has gone with
-the rank that served it, the verdict is left in the other ranks' mailboxes.
+The first rank that meets a failure writes the verdict into the group's store, ends the core group on its host and
+closes its connections. That wakes the watchers of the other ranks, which read the verdict. If there is none, because a
+whole host has vanished, the ranks whose connections have ended are the culprits. If the store is gone with the rank
+that served it, the verdict goes to the other ranks' mailboxes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from phalanx.backend._wording import error_of, report_stall, words
 
 
 class Failures:
-    """What ends one group, for this rank.
+    """This rank's part in ending one group.
 
     Args:
-        store: Of the group alone.
-        mailbox: Where other ranks leave a verdict once the store is gone; None: nowhere.
-        boxes: Names of the other ranks' mailboxes.
+        store: Store of this group alone.
+        place: Identity of this rank.
+        mailbox: Mailbox in which other ranks leave a verdict once the store is gone; None: there is none.
+        boxes: Names of the other ranks' mailboxes, by rank.
     """
 
     def __init__(
@@ -49,27 +50,29 @@ class Failures:
         self._notices = Notices(store, place, mailbox, boxes or {})
         self._place = place
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # a signal handler may abort or leave the group while its thread does
+        self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave the group while its thread does
         self._verdict: Failure | None = None
-        self._has_ended = False  # without a verdict: this rank has left the group
-        self._unreachable: set[int] = set()  # ranks, once the group has ended
+        self._has_ended = False  # if there is no verdict: this rank has left the group
+        self._unreachable: set[int] = set()  # ranks, known once the group has ended
         self._has_lingered = False
-        self._is_raised = False  # by an operation of this rank
+        self._is_raised = False  # whether an operation of this rank has raised the verdict
         self._watcher: Watcher | None = None
         self._core: Any = None
         self._channels: Sequence[Channel] = ()
 
     def watch(self, core: _core.Group, channels: Sequence[Channel], on_end: Callable[[], None]) -> None:
-        """Take what is to be ended; the last channel reaches all ranks.
+        """Start watching, and remember what to end.
 
         Args:
-            on_end: Called once, by the thread that ends the group here, after it was.
+            core: Core group of this host's ranks.
+            channels: Channels to other hosts, the last of which reaches all ranks.
+            on_end: Function that the thread which ends the group here calls once afterwards.
         """
         self._core, self._channels, self._on_end = core, channels, on_end
         self._watcher = Watcher([item for channel in channels for item in channel.links.items()], self._notice)
 
     def _notice(self, rank: int) -> None:
-        """The connection to a rank has ended (-1: perhaps one of them did): the group has, unless it left in order."""
+        """End the group because the connection to a rank (-1: to any) has ended, unless the rank left in order."""
         if self._has_ended or (rank < 0 and not self.is_told()):
             return
         if rank >= 0 and (self.has_left(rank) or (rank not in self._silent() and self._notices.has_left_soon(rank))):
@@ -94,7 +97,7 @@ class Failures:
         return self._has_ended
 
     def check(self, op: str) -> None:
-        """Raise GroupUnusable if the group has ended, or belongs to the process that this one was forked from."""
+        """Raise GroupUnusable if the group has ended, or in a forked child."""
         self.require_own_process(op)
         if self._has_ended and (self._is_raised or self._verdict is None):
             raise self._unusable(op)
@@ -105,7 +108,7 @@ class Failures:
             raise error_of(self._failure("forked", op))
 
     def refuse_nested(self, op: str, site: str, interrupted: Running | None) -> None:
-        """Raise GroupUnusable in a signal handler that has interrupted a call, perhaps one that has not begun."""
+        """Raise GroupUnusable in a signal handler that interrupted a call; None: the call has not begun."""
         call = "a call" if interrupted is None else f"{interrupted.op} #{interrupted.seq}"
         detail = f"{call} of group '{self._place.group}'"
         culprits = self._place.peers([self._place.rank])
@@ -115,22 +118,25 @@ class Failures:
         return error_of(self._failure("unusable", op, cause=self._verdict))
 
     def _failure(self, kind: str, op: str = "", seq: int = 0, **facts: Any) -> Failure:
-        """Return a failure that this rank has met."""
+        """Return a failure met by this rank."""
         return Failure(kind=kind, rank=self._place.global_rank, group=self._place.group, op=op, seq=seq, **facts)
 
     def declare(self, kind: str, why: str) -> None:
-        """End the group on all of its hosts, by this rank's own decision."""
+        """End the group on all hosts by this rank's own decision."""
         me = self._place.peer(self._place.rank)
         self._end(lambda: self._failure(kind, culprits=(me,), detail=why), is_patient=False)
 
     def end(self, error: BaseException, op: str, seq: int, site: str, call: MadeCall | None) -> BaseException:
-        """End the group on all of its hosts, and return the error that this rank raises.
+        """End the group on all hosts and return the error that this rank raises.
 
         Args:
-            error: Met by this rank, perhaps a consequence of what another has met.
-            call: What this rank has called; None for a message.
+            error: Error that this rank has met, perhaps a consequence of another rank's.
+            op: Operation of this rank.
+            seq: Number of its collective; 0 for a message.
+            site: Line of its call.
+            call: Call that this rank has made; None for a message.
         """
-        # Whoever closes a connection has told why; so has whoever ended the part of the group that shares memory.
+        # A rank that closes a connection or ends the core group has said why before.
         is_consequence = isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
         verdict = self._end(
             lambda: self._judge(error, op, seq, site, call),
@@ -139,7 +145,7 @@ class Failures:
         if verdict is None:
             return self._unusable(op)
         if not isinstance(error, RuntimeError):
-            return error  # Ctrl-C and the like: this rank's own
+            return error  # this rank's own, such as Ctrl-C
         me = self._place.global_rank
         by = verdict.by or self._place.named(verdict.rank)
         by_another = by if by.rank != me else None
@@ -147,7 +153,7 @@ class Failures:
         return error_of(replace(verdict, rank=me, group=group, op=op, seq=seq, site=site, by=by_another))
 
     def _end(self, judge: Callable[[], Failure], *, is_patient: bool) -> Failure | None:
-        """End the group, unless it has ended; return the verdict, None if this rank has left it."""
+        """End the group unless it has ended; return the verdict, None if this rank has left the group."""
         with self._lock:
             if self._has_ended and self._verdict is None:
                 return None
@@ -160,13 +166,13 @@ class Failures:
         return self._verdict
 
     def _conclude(self, judge: Callable[[], Failure], *, is_patient: bool) -> None:
-        """Find out what ended the group, or settle it, and end it here."""
+        """Find or settle the verdict, and end the group here."""
         if self._verdict is not None:
             return
         silent = self._unreachable = self._silent()
         if silent or any(self._place.global_ranks[rank] == 0 for rank in self._lost()):
             self._notices.expect_no_store()
-        found = self._notices.verdict(is_patient=is_patient and not silent)  # nobody has told where a host is silent
+        found = self._notices.verdict(is_patient=is_patient and not silent)  # a silent host has told nobody
         self._verdict = found or self._notices.settle(judge(), self._cut_off())
         self._has_ended = True
         with contextlib.suppress(PhalanxError):
@@ -175,9 +181,9 @@ class Failures:
         self._notices.note_told()
 
     def _linger(self) -> None:
-        """Let the others read the verdict before this rank, which may serve the store, goes on to its end.
+        """Give the others time to read the verdict before this rank, which may serve the store, ends.
 
-        Every thread that has met the failure waits: any may be the one that ends the process.
+        Every thread that has met the failure waits, because any of them may end the process.
         """
         num_ranks = len(self._place.pids) - len(self._unreachable)
         deadline = time.monotonic() + GRACE_S
@@ -203,10 +209,12 @@ class Failures:
         return self._failure("aborted", op, seq, site=site, culprits=self._place.peers([self._place.rank]), detail=why)
 
     def _judge_lost(self, why: str) -> Failure:
-        """Name the ranks whose connections have ended."""
+        """Return a failure that blames the ranks whose connections have ended, unless there is a verdict."""
         place = self._place
         lost = self._lost()
-        found = self._notices.verdict(is_patient=False)  # whoever closed a connection because of one has told it before
+        found = self._notices.verdict(
+            is_patient=False
+        )  # a rank that closes a connection because of a verdict has written it before
         if found is not None:
             return found
         if not lost:
@@ -216,24 +224,24 @@ class Failures:
         return self._failure("rank_lost", culprits=place.peers(lost), hosts=place.whole_hosts(lost))
 
     def _lost(self) -> list[int]:
-        """Return the ranks a connection to which has ended."""
+        """Return the ranks to which a connection has ended."""
         links = (item for channel in self._channels for item in channel.links.items())
         return sorted({rank for rank, link in links if link.is_lost})
 
     def _silent(self) -> set[int]:
-        """Return the ranks whose hosts do not answer: nothing comes from them, and nothing reaches them."""
+        """Return the ranks whose hosts do not respond: nothing comes from them, and nothing reaches them."""
         return {rank for channel in self._channels for rank, link in channel.links.items() if link.is_silent}
 
     def _cut_off(self) -> set[int]:
-        """Return the ranks to which no mail can be sent."""
+        """Return the ranks that mail can't reach."""
         return {rank for rank, link in self._channels[-1].links.items() if link.is_lost}
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has said that it goes in order."""
+        """Whether a rank has said that it leaves in order."""
         return self._notices.has_left(rank)
 
     def _tabulate(self, op: str, seq: int, call: MadeCall) -> Failure:
-        """Return what each rank called, of those who say it in time."""
+        """Return the failure with the calls of all ranks that report theirs in time."""
         place = self._place
         calls = self._notices.calls(seq, call)
         differ = [rank for rank, one in enumerate(calls) if one.op and one.asked != call.asked]
@@ -242,41 +250,44 @@ class Failures:
         )  # fmt: skip
 
     def mismatch(self, op: str, seq: int) -> PhalanxError:
-        """Return the error of a rank whose peer on another host is in another call; `end` writes the table."""
+        """Return the error for a peer on another host that is in another call; `end` adds the table."""
         return error_of(self._failure("calls_differ", op, seq))
 
     def wrong_split(self, op: str, seq: int, rank: int, sent: int, expected: int) -> PhalanxError:
-        """Return the error of an all_to_all whose sizes do not fit."""
+        """Return the error for an all_to_all whose sizes do not match."""
         one, me = self._place.peers([rank, self._place.rank])
         sizes = SizeDispute(one=one, count=sent, other=me, other_count=expected)
         return error_of(self._failure("sizes_differ", op, seq, sizes=sizes, culprits=(one,)))
 
     def wrong_message(self, expected: MadeCall, sent: MadeCall) -> PhalanxError:
-        """Return the error of a receive that does not fit what was sent."""
+        """Return the error for a receive that does not match the message."""
         culprit = self._place.named(sent.rank)
         return error_of(self._failure("message_differs", "recv", calls=(expected, sent), culprits=(culprit,)))
 
-    # ---- those who do not come -------------------------------------------------------------------------------------
+    # ---- missing ranks ---------------------------------------------------------------------------------------------
 
     def tell_wait(self, seq: int) -> None:
-        """Tell the ranks of other hosts that this one waits in a call."""
+        """Tell the other ranks that this one waits in a call."""
         self._notices.tell_wait(seq)
 
     def report_stall(self, op: str, seq: int, site: str, waited_s: float, timeout_s: float) -> None:
-        """Print which ranks of other hosts do not come; those of this host are the core's to name."""
-        hosts = self._place.hosts
-        elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[self._place.rank]]
-        missing = replace(self._missing(op, seq, timeout_s, self._absent(seq, elsewhere), ""), site=site)
+        """Print which ranks are missing from a call."""
+        missing = self._missing(op, seq, timeout_s, self._absent(seq), "")
         if missing.culprits:
-            report_stall(missing, waited_s)
+            report_stall(replace(missing, site=site), waited_s)
 
-    def timed_out(self, op: str, seq: int, timeout_s: float) -> PhalanxError:
-        """Return the error of a call that waits for all ranks."""
-        others = [rank for rank in range(len(self._place.pids)) if rank != self._place.rank]
-        return self.too_late(op, seq, timeout_s, self._absent(seq, others), "other ranks")
+    def timed_out(self, op: str, seq: int, timeout_s: float, suspects: Sequence[int] = ()) -> PhalanxError:
+        """Return the error for a call in which not all ranks came in time.
+
+        Args:
+            suspects: Ranks of the world to blame if every rank has said that it waits in this call.
+        """
+        ranks = self._place.global_ranks
+        absent = self._absent(seq) or [ranks.index(rank) for rank in suspects if rank in ranks]
+        return self.too_late(op, seq, timeout_s, absent, "other ranks")
 
     def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> PhalanxError:
-        """Return the error of a wait for the `absent` ranks; if nobody knows which they are, for `others`."""
+        """Return the error for a wait in which the `absent` ranks did not come; if they are unknown, `others`."""
         return error_of(self._missing(op, seq, timeout_s, absent, others))
 
     def _missing(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> Failure:
@@ -286,12 +297,13 @@ class Failures:
             "rank_missing", op, seq, timeout_s=timeout_s, culprits=culprits, standings=standings, detail=others
         )
 
-    def _absent(self, seq: int, ranks: Sequence[int]) -> list[int]:
-        """Return those of the ranks that have not said that they wait in this call or a later one."""
-        return [rank for rank in ranks if self._notices.waits_in(rank) < seq]
+    def _absent(self, seq: int) -> list[int]:
+        """Return the other ranks that have not said that they wait in this call or a later one."""
+        others = (rank for rank in range(len(self._place.pids)) if rank != self._place.rank)
+        return [rank for rank in others if self._notices.waits_in(rank) < seq]
 
     def is_told(self) -> bool:
-        """Whether a rank has written a verdict that this one can only read about."""
+        """Whether a rank has written a verdict, if closed connections do not announce it."""
         if all(channel.ends_waits for channel in self._channels):
             return False
         return self._notices.has_verdict()
@@ -299,8 +311,8 @@ class Failures:
     # ---- going -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Say that this rank goes in order, and close its connections."""
-        if self.is_forked:  # they are the parent's, and its threads stayed there
+        """Say that this rank leaves in order, and close its connections."""
+        if self.is_forked:  # they belong to the parent, and so do its threads
             return
         with self._lock:
             if not self._has_ended:
@@ -308,18 +320,18 @@ class Failures:
                 self._notices.tell_leaving(self._cut_off())
             self.close_channels()
         self.stop_watching()
-        self._on_end = lambda: None  # it refers to what refers to this
+        self._on_end = lambda: None  # breaks a reference cycle
         self._notices.close()
 
     def release(self) -> bool:
-        """After `leave`, and when nobody is in a call: give back the connections; False if an engine is yet busy."""
+        """After `leave`, if nobody is in a call, free the connections; return False if an engine is still busy."""
         self._notices.release()
         self._core = None
         self._channels = [channel for channel in self._channels if not channel.destroy()]
         return not self._channels
 
     def stop_watching(self) -> None:
-        """Take no more notice of the other ranks."""
+        """Stop watching the other ranks."""
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.close()

@@ -1,4 +1,4 @@
-"""Operations on their way: what keeps them until they are over, joins several of them, and tells the profiler."""
+"""Running operations: keeps them until they are over, joins several into one, and reports them to the profiler."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from phalanx import _torch
 from phalanx.backend._memory import Tensors
 from phalanx.backend._work import PhalanxWork, finished
 
-_NUM_LOOKS = 4  # works that each new one looks at, whether they are over
+_NUM_LOOKS = 4  # works that each new one checks for completion
 
 
 class Flight:
-    """The operations of one group that are on their way."""
+    """The running operations of one group."""
 
     def __init__(self) -> None:
         self._works: OrderedDict[PhalanxWork, None] = OrderedDict()
         self._coalescing: list[PhalanxWork] | None = None
 
     def track(self, work: PhalanxWork) -> PhalanxWork:
-        """Keep a started operation and its tensors until it is over, whatever the caller does with the handle."""
+        """Keep a started operation and its tensors until it is over, even if the caller drops the handle."""
         works = self._works
         if works:
             self._look(works)
@@ -32,8 +32,8 @@ class Flight:
         return work
 
     def _look(self, works: OrderedDict[PhalanxWork, None]) -> None:
-        """Let go of what is over among the oldest, in turns: there may be thousands."""
-        with contextlib.suppress(KeyError):  # another thread may take the last
+        """Drop finished works among the oldest few; there may be thousands, so each call checks others."""
+        with contextlib.suppress(KeyError):  # another thread may have taken the last
             for _ in range(min(_NUM_LOOKS, len(works))):
                 other, _none = works.popitem(last=False)
                 if other.over:
@@ -53,16 +53,16 @@ class Flight:
         return joined(works) if works else finished([])
 
     def leave(self) -> None:
-        """Let go of everything: a work holds the core, and so the memory of the group."""
+        """Drop everything: a work holds the core, and with it the memory of the group."""
         while self._works:
             self._works.popitem()[0].let_go()
         self._coalescing = None
 
 
 class Joined(PhalanxWork):
-    """Several operations that are over when all of them are."""
+    """Several operations as one, which is over when all of them are."""
 
-    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # as long as the work has it
+    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # until that work drops it
 
     def __init__(self, works: list[PhalanxWork], result: Tensors, settle: Callable[[], None] | None = None) -> None:
         super().__init__(None, None, result, settle)
@@ -86,23 +86,23 @@ class Joined(PhalanxWork):
 
     def fulfil(self) -> None:
         for work in self._works:
-            work.is_completed()  # settles those that copy
+            work.is_completed()  # copies results where needed
         super().fulfil()
 
 
 def joined(works: list[PhalanxWork]) -> PhalanxWork:
-    """Return one handle of operations whose results are theirs together."""
+    """Return one handle for several operations, whose result is all their results."""
     return Joined(works, [tensor for work in works for tensor in work._result])
 
 
 def profiled(op: str, inputs: Tensors, settle: Callable[[], None] | None) -> Callable[[], None]:
-    """Open a profiler event ``phalanx:<op>`` with the inputs' shapes; return `settle`, which then closes it, too."""
+    """Open a profiler event ``phalanx:<op>`` with the inputs' shapes; return a function that settles and closes it."""
     events = [_torch.begin_event(f"phalanx:{op}", inputs)]
 
     def close() -> None:
         if settle is not None:
             settle()
-        if not events:  # a signal handler has closed it
+        if not events:  # a signal handler closed it
             return
         events.pop()()
 

@@ -1,4 +1,4 @@
-"""How ranks meet: they say hello in the store, those of one host map one segment, a bridge joins hosts."""
+"""How a group forms: ranks say hello in the store, those of one host map one segment, and a bridge joins hosts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from phalanx.backend._bridges import bridge
 from phalanx.backend._deadlines import LOOK_S
 from phalanx.backend._meeting import Meeting
 
-_AGREED = ("one_shot_bytes", "chunk_bytes")  # settings by which ranks find each other's data
-_ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace, another user: as another host
+_AGREED = ("one_shot_bytes", "chunk_bytes")  # settings that determine where ranks find each other's data
+_ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace or user, treated as another host
 
-# Segments that this process maps, by nonce: groups made later live in the one that their members already share.
+# Segments that this process maps, by nonce: a later group uses one that its members already share.
 _segments: weakref.WeakValueDictionary[str, _core.Segment] = weakref.WeakValueDictionary()
 
 
@@ -37,21 +37,21 @@ def join_group(
     timeout_s: float,
     options: GroupOptions | None = None,
 ) -> tuple[Any, _core.Segment]:
-    """Return the core group of `rank`, after all `size` ranks have joined it; with several hosts what bridges them.
+    """Return the group after all `size` ranks have joined: the core's, or on several hosts a `BridgedGroup`.
 
     Args:
-        store: Key-value store of this group alone.
-        rank: Rank in the group.
-        size: Ranks in the group.
+        store: Store of this group alone.
+        rank: Number of this rank in the group.
+        size: Number of ranks in the group.
         name: Name of the group in messages.
-        global_ranks: Number of each rank in the world, for messages.
-        timeout_s: Seconds for the meeting, and the default of the group's operations.
-        options: In place of what the environment says.
+        global_ranks: Rank in the world of each rank of the group.
+        timeout_s: Seconds for joining, and the default timeout of the group's operations.
+        options: Options that take precedence over the environment.
 
     Raises:
         CollectiveTimeout: A rank did not come; `ranks` names it.
-        RankFailed: A rank of this host has died before it joined.
-        PhalanxError: A rank can't join, and says why; ranks cannot share memory, or their hosts can't reach each other.
+        RankFailed: A rank of this host died before it joined.
+        PhalanxError: A rank can't join and says why, ranks can't share memory, or hosts can't reach each other.
         ValueError: A setting or the timeout of this rank is out of its range.
     """
     limit_s = min(timeout_s, LONGEST_S) if timeout_s > 0 else LONGEST_S
@@ -91,7 +91,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
     try:
         core.join(meeting.left_s, meeting.look)
     except PhalanxError:
-        meeting.look()  # why the rank that has ended it did
+        meeting.look()  # raises the reason why a rank ended it
         raise
     if len(hosts) == 1:
         return core, segment
@@ -128,7 +128,7 @@ def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
 
 
 def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
-    """Return who may share memory, by what ranks say; mapping it proves it."""
+    """Return the ranks that claim to share a host; mapping the segment proves it."""
     hosts: dict[str, list[int]] = {}
     for r, hello in enumerate(hellos):
         hosts.setdefault(hello["kernel"], []).append(r)
@@ -138,7 +138,7 @@ def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
 def _map_segment(
     meeting: Meeting, hellos: list[dict[str, Any]], hosts: list[list[int]]
 ) -> tuple[_core.Segment, int, list[list[int]]]:
-    """Map this host's segment; return it, the group's place in it, and the hosts as mapping has proved them."""
+    """Map this host's segment; return it, the group's offset in it, and the hosts as proved by mapping."""
     here = next(ranks for ranks in hosts if meeting.rank in ranks)
     key = f"segment/{here[0]}"
     if meeting.rank != here[0]:
@@ -146,7 +146,7 @@ def _map_segment(
         offer = meeting.get(f"{key}/offer", what)
         segment = _accept(meeting, key, offer)
         placed = meeting.get(f"{key}/placed", what)
-        if segment is None:  # alone, and so the first of a host of its own
+        if segment is None:  # alone, on a host of its own
             segment = _core.Segment.create()
             _segments[segment.nonce] = segment
             placed = {"offset": segment.create_group(1), "ranks": [meeting.rank]}
@@ -159,7 +159,7 @@ def _map_segment(
 
 
 def _proved(meeting: Meeting, hosts: list[list[int]]) -> list[list[int]]:
-    """Return the hosts as they have mapped memory, in the order of their first ranks."""
+    """Return the ranks by host, according to who mapped which segment, in the order of first ranks."""
     proved = []
     for ranks in hosts:
         what = f"rank {meeting.global_ranks[ranks[0]]} did not say who shares its memory"
@@ -175,7 +175,7 @@ def _proved(meeting: Meeting, hosts: list[list[int]]) -> list[list[int]]:
 def _offer(
     meeting: Meeting, key: str, hellos: list[dict[str, Any]], here: list[int]
 ) -> tuple[_core.Segment, dict[str, Any]]:
-    """Choose a segment that every rank of this host maps already, else make one; allocate the group in it."""
+    """Choose a segment that every rank of this host already maps, else create one; allocate the group in it."""
     shared = set(hellos[0]["segments"]).intersection(*(hello["segments"] for hello in hellos))
     if shared:
         segment = _segments[min(shared)]
@@ -193,7 +193,7 @@ def _offer(
 
 
 def _serve(meeting: Meeting, key: str, server: _core.SegmentServer, peers: Sequence[int]) -> list[int]:
-    """Hand the segment to the peers; return those that could map it."""
+    """Hand the segment to the peers; return those that mapped it."""
     num_served = 0
     refused: list[int] = []
     while True:
@@ -208,7 +208,7 @@ def _serve(meeting: Meeting, key: str, server: _core.SegmentServer, peers: Seque
 
 
 def _accept(meeting: Meeting, key: str, offer: dict[str, Any]) -> _core.Segment | None:
-    """Return the segment that was offered, mapping it if this process does not yet; None if it is out of reach."""
+    """Return the offered segment, after mapping it if necessary; None if it is out of reach."""
     nonce = offer["nonce"]
     if nonce in _segments:
         return _segments[nonce]

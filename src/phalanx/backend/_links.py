@@ -1,9 +1,9 @@
-"""The connections between hosts, watched beside the engine that has opened them.
+"""Watches the connections between hosts from outside the engine that opened them.
 
-A process that computes for an hour or is stopped in a debugger is alive, and its kernel says so: it acknowledges what
-comes, and answers the probes of an idle connection and those of one whose reader takes nothing. A host that has lost
-power or its cable answers nothing. TCP_USER_TIMEOUT can't tell these apart: it ends a connection whose reader takes
-nothing although each of its probes is answered.
+A process that computes for an hour or is stopped in a debugger is alive, and its kernel shows it: the kernel
+acknowledges data, and answers probes of idle connections and of those whose reader takes nothing. A host that has lost
+power or its cable answers nothing. TCP_USER_TIMEOUT can't tell the two apart: it ends a connection whose reader takes
+nothing even if each probe is answered.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _PROBES, _UNACKED = 3, 24  # offsets in struct tcp_info, linux/tcp.h; times are 
 _LAST_DATA_SENT, _LAST_DATA_RECV, _LAST_ACK_RECV = 44, 52, 56
 _INFO_BYTES = 60
 _RTO_MAX_MS = 44  # option of Linux 6.15 and newer
-_LOOKS = 5  # in the time of a silence
-_MOST_PROBES = 1  # unanswered: a kernel answers at most two a second (net.ipv4.tcp_invalid_ratelimit)
-_SHORTEST_S = 0.25  # of a silence: an acknowledgement may be delayed, or have been sent again
+_LOOKS = 5  # per silence_s
+_MOST_PROBES = 1  # may be unanswered: a kernel answers at most two per second (net.ipv4.tcp_invalid_ratelimit)
+_SHORTEST_S = 0.25  # shortest silence: an acknowledgement may be delayed or retransmitted
 
 
 class Link:
     """A connection to another rank.
 
     Args:
-        connection: A descriptor of its own for it.
-        silence_s: Seconds for which the other kernel may leave something unanswered.
+        connection: Duplicate of the engine's descriptor, owned by this object.
+        silence_s: Seconds for which the other kernel may owe an answer.
     """
 
     def __init__(self, connection: socket.socket, silence_s: float) -> None:
@@ -43,33 +43,38 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-        # The kernel comes after `look`, for where this process holds its thread back.
+        # The kernel ends the connection later than `look`, in case this process holds up the watching thread.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(max(1, round(silence_s)) + 2, _MOST_KEPT))
-        with contextlib.suppress(OSError):  # else the probes of a stopped reader come ever more slowly
+        with contextlib.suppress(OSError):  # without it, probes of a stopped reader come ever more slowly
             connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _KEEPALIVE_S * 1000)
 
     @property
     def period_s(self) -> float:
-        """How often to `look`."""
+        """Seconds between calls of `look`."""
         return self._silence_s / _LOOKS
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def look(self) -> bool:
-        """Return whether the other host is silent: it owes an answer, and gave none in `silence_s` of looks."""
+        """Return whether the other host is silent: it has owed an answer in all looks of the last `silence_s`."""
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         sent_s, acked_s = _seconds(info, _LAST_DATA_SENT), _seconds(info, _LAST_ACK_RECV)
         now_s = time.monotonic()
-        # What was acknowledged after it was last sent may stay unacknowledged: a reader without room drops it.
+        # After an acknowledgement later than the last send, the rest may stay unacknowledged: a full reader drops it.
         owes_data = _number(info, _UNACKED) > 0 and acked_s > sent_s
         owes = owes_data or info[_PROBES] > 0
         heard_s = now_s - min(acked_s, _seconds(info, _LAST_DATA_RECV))
-        if not owes or heard_s > self._asked_s or now_s - self._looked_s > self._silence_s:  # or this rank was stopped
+        if (
+            not owes or heard_s > self._asked_s or now_s - self._looked_s > self._silence_s
+        ):  # this rank itself was stopped
             self._asked_s = now_s
         self._looked_s = now_s
         is_overdue = now_s - self._asked_s >= self._silence_s
-        was_late, self._is_late = self._is_late, is_overdue and owes_data  # twice: what was just sent is on its way
+        was_late, self._is_late = (
+            self._is_late,
+            is_overdue and owes_data,
+        )  # twice in a row: data just sent is still travelling
         has_ignored_probes = is_overdue and info[_PROBES] > _MOST_PROBES
         self._is_silent = self._is_silent or has_ignored_probes or (self._is_late and was_late)
         return self._is_silent
@@ -82,19 +87,19 @@ class Link:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it is lost although nobody has told its end: the other host does not answer."""
+        """Whether the connection is lost because the other host does not respond."""
         if self._is_silent or not self.is_lost:
             return self._is_silent
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         return _seconds(info, _LAST_ACK_RECV) > self._silence_s + _KEEPALIVE_S
 
     def shut(self) -> None:
-        """End the connection, also for the engine that has it, and for the other rank."""
-        with contextlib.suppress(OSError):  # it has ended already
+        """Shut the connection down, for the engine and for the other rank, too."""
+        with contextlib.suppress(OSError):  # it has already ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Close this descriptor; nobody may ask about the connection any more."""
+        """Close this descriptor; the link must not be used any more."""
         self._socket.close()
 
 
@@ -107,9 +112,9 @@ def _seconds(info: bytes, offset: int) -> float:
 
 
 def watch_store(port: int, silence_s: float) -> None:
-    """Have the kernel end this process's connections to a port, a TCPStore's, once they are silent.
+    """Make the kernel end this process's connections to a TCPStore's port once they are silent.
 
-    Requests are short: a store that is stopped still has room for them, so TCP_USER_TIMEOUT does not end it.
+    TCP_USER_TIMEOUT is safe here: requests are so short that even a stopped store has room for them.
     """
     for _, fd in sockets():
         connection = duplicate(fd)
@@ -122,12 +127,12 @@ def watch_store(port: int, silence_s: float) -> None:
 
 
 def sockets() -> list[tuple[str, int]]:
-    """Return inode and descriptor of the sockets of this process."""
+    """Return the inode and the descriptor of each socket of this process."""
     return [(target, fd) for target, fd in _descriptors() if target.startswith("socket:")]
 
 
 def engine_descriptors() -> set[tuple[str, int]]:
-    """Return target and descriptor of what an engine of connections may have opened."""
+    """Return the target and the descriptor of everything that an engine may have opened."""
     return {
         (target, fd) for target, fd in _descriptors() if target.startswith(("socket:", "pipe:", "anon_inode:[event"))
     }
@@ -141,9 +146,9 @@ def _descriptors() -> Iterator[tuple[str, int]]:
 
 @contextlib.contextmanager
 def closed_at_exec() -> Iterator[set[tuple[str, int]]]:
-    """Keep what an engine opens meanwhile from programs that this process starts: there, connections would outlive it.
+    """Mark descriptors that an engine opens in the block close-on-exec; connections must not outlive this process.
 
-    The set that it gives holds target and descriptor of all that, afterwards.
+    The context's value is a set that holds their targets and descriptors after the block.
     """
     known = engine_descriptors()
     opened: set[tuple[str, int]] = set()
@@ -155,7 +160,7 @@ def closed_at_exec() -> Iterator[set[tuple[str, int]]]:
 
 
 def duplicate(fd: int) -> socket.socket | None:
-    """Return a socket object of its own for a TCP connection; None for any other."""
+    """Return a duplicate of a TCP connection as a socket object; None if `fd` is anything else."""
     try:
         connection = socket.socket(fileno=os.dup(fd))
     except OSError:

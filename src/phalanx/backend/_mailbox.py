@@ -1,10 +1,10 @@
-"""Last words: that a rank has left, and what ended the group where the store has gone with the rank that served it.
+"""Mail between ranks: that one has left, or what ended the group if the store is gone with the rank that served it.
 
-Each rank listens, and nobody reads: the kernel keeps what others leave there until this rank meets a failure itself.
-First words too: that a rank reaches another is tried here before the engine, which can't fail to connect in order.
+Each rank listens without reading: the kernel keeps messages until this rank itself meets a failure. Mailboxes also
+test whether ranks reach each other before the engine connects them, because the engine can't fail cleanly.
 
-Anybody who reaches the host can connect, so a mailbox waits for strangers one second in its life, keeps a few of their
-connections, and reads of each no more than shows that it does not know the token.
+Anybody on the network can connect. So over its lifetime a mailbox waits one second for strangers, keeps only a few of
+their connections, and stops reading as soon as the token is wrong.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from phalanx.backend._deadlines import MAIL_LOOK_S, MAIL_POLL_S, STRANGERS_S
 
 _BACKLOG = 4096  # or as many as the kernel allows
 _MOST_OPEN = 64
-_MOST_BYTES = 1 << 20  # of a message: a verdict may have a line for each rank
+_MOST_BYTES = 1 << 20  # per message: a verdict may have a line for each rank
 
 
 class _Letter:
-    """A connection, and what came over it: the token's line, then the message."""
+    """A connection and the data received on it: a line with the token, then the message."""
 
     def __init__(self, sender: socket.socket, token: str) -> None:
         self._sender, self._key = sender, f"{token}\n".encode()
@@ -38,7 +38,7 @@ class _Letter:
         sender.setblocking(False)
 
     def take(self) -> dict[str, Any] | None:
-        """Read what is there; return the message once it is whole."""
+        """Read the available data; return the message once it is complete."""
         try:
             while not self.is_over:
                 key, text = self._data[: len(self._key)], self._data[len(self._key) :]
@@ -46,10 +46,10 @@ class _Letter:
                 limit = len(self._key) - len(key) + is_known * (_MOST_BYTES - len(text))
                 piece = self._sender.recv(limit) if limit > 0 else b""
                 self._data += piece
-                if not piece:  # the end, a stranger, or too long
+                if not piece:  # end of the data, a stranger, or a message that is too long
                     self.is_over = True
                     return understand(text, dict) if is_known else None
-        except BlockingIOError:  # not all of it is there
+        except BlockingIOError:  # incomplete
             pass
         except (OSError, ValueError):
             self.is_over = True
@@ -60,23 +60,26 @@ class _Letter:
 
 
 class Mailbox:
-    """Where other ranks leave a message for this one.
+    """A socket at which other ranks leave messages for this one.
 
     Args:
-        address: Of the interface on which the others reach this rank.
+        address: Address at which the other ranks reach this one.
+
+    Attributes:
+        name: Address, port and token, which a sender needs.
     """
 
     def __init__(self, address: str) -> None:
         family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self._socket = socket.create_server(where, family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
-        self._token = secrets.token_hex(16)  # so that a stranger's connection is not taken for a message
+        self._token = secrets.token_hex(16)  # tells messages from strangers' connections
         self._open: list[_Letter] = []
         self._patience_s = STRANGERS_S
         self.name = (address, self._socket.getsockname()[1], self._token)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the first message that lies here, None if there is none; takes a moment, whatever strangers do."""
+        """Return the next message, None if there is none; takes only a moment, whatever strangers do."""
         deadline = time.monotonic() + MAIL_LOOK_S
         while True:
             is_empty = self._accept()
@@ -94,11 +97,11 @@ class Mailbox:
                 self._patience_s -= MAIL_POLL_S
 
     def _accept(self) -> bool:
-        """Take connections, in the place of the oldest where there are many; return whether there are no more."""
+        """Accept connections, dropping the oldest if there are many; return whether none is left to accept."""
         for _ in range(_MOST_OPEN):
             try:
                 sender, _ = self._socket.accept()
-            except OSError:  # nobody is there, or the box is closed
+            except OSError:  # nobody is waiting, or the mailbox is closed
                 return True
             if len(self._open) >= _MOST_OPEN:
                 self._open.pop(0).close()
@@ -112,7 +115,7 @@ class Mailbox:
 
 
 def post(boxes: Sequence[Sequence[Any]], message: dict[str, Any], limit_s: float) -> dict[int, str]:
-    """Leave a message in each box, given by name; return why not, of those that could not be reached in time."""
+    """Leave a message in each mailbox; return the reason for each that could not be reached in time, by index."""
     deadline = time.monotonic() + limit_s
     failed = dict.fromkeys(range(len(boxes)), "no answer")
     with contextlib.ExitStack() as stack:
@@ -126,7 +129,7 @@ def post(boxes: Sequence[Sequence[Any]], message: dict[str, Any], limit_s: float
                 link.setblocking(False)
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_BYTES)
                 error = link.connect_ex(where)
-            except (OSError, OverflowError, ValueError) as refused:  # no address, or too many open files
+            except (OSError, OverflowError, ValueError) as refused:  # not an address, or too many open files
                 failed[number] = str(refused)
                 continue
             if error in (0, errno.EINPROGRESS):
@@ -142,7 +145,7 @@ def post(boxes: Sequence[Sequence[Any]], message: dict[str, Any], limit_s: float
 
 
 def _leave(link: socket.socket, data: bytes) -> str:
-    """Send what fits the buffer of a new connection, and end it, for which the reader waits; return what prevents."""
+    """Send data that fits into a new connection's buffer, and close it; return the error, empty if there was none."""
     with link:
         error = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:

@@ -1,6 +1,6 @@
-"""How the ranks of a new group tell each other what they bring: through the group's store, in a limited time.
+"""How the ranks of a new group exchange what they need to know: through the group's store, with a deadline.
 
-Who can't join says why, and all who wait for it raise that at once.
+A rank that can't join says why, and all ranks that wait for it raise that at once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,20 @@ import torch.distributed as dist
 from phalanx import _core, _env
 from phalanx._errors import CollectiveTimeout, Failure, Peer, PhalanxError
 from phalanx._launched import Launch
-from phalanx._store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, require, wait_until
-from phalanx._text import plural
+from phalanx._store import (
+    GarbledError,
+    JsonStore,
+    Shape,
+    StoreGoneError,
+    StoreSilentError,
+    require,
+    shared_pause,
+    wait_until,
+)
+from phalanx._text import enumerated
 from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
 from phalanx.backend._wording import error_of
 
-_MANY = 50  # ranks
 T = TypeVar("T")
 
 
@@ -54,15 +62,22 @@ _SHAPES: dict[str, Shape] = {
     "unreached": [str],
     "failed": Failure.from_facts,
 }
-"""What is said under a key, by the last of its parts that is a word."""
+"""Shape of the value of a key, by the last part of the key that is not a number."""
 
 
 @dataclass(eq=False)
 class Meeting:
-    """What a rank brings to the meeting of its group.
+    """One rank's part in the meeting of its group.
 
     Attributes:
-        watches: Of the processes of this host's other ranks, by rank, once they have said hello.
+        store: Store of the group.
+        rank: Number of this rank in the group.
+        size: Number of ranks in the group.
+        name: Name of the group in messages.
+        global_ranks: Rank in the world of each rank of the group.
+        timeout_s: Seconds allowed for the meeting.
+        deadline: End of the meeting on the monotonic clock.
+        watches: Watches of this host's other ranks, by rank, once they have said hello.
     """
 
     store: JsonStore
@@ -85,11 +100,11 @@ class Meeting:
         return max(self.deadline - time.monotonic(), 0.001)
 
     def get(self, key: str, what: str) -> Any:
-        """Return what `key` of the store says; a missing one is a timeout that names the ranks that did not come."""
+        """Wait for the value of a key and return it; a timeout names the ranks that did not come, or else `what`."""
         shape = _SHAPES[next(part for part in reversed(key.split("/")) if not part.isdigit())]
-        most_s = POLL_S * (1 + self.size / _MANY)  # the store serves all ranks
+        most_s = shared_pause(POLL_S, self.size)
         try:
-            # Not Store.wait: it would not end when somebody fails, and TCPStore prints a warning whenever it times out.
+            # Not Store.wait: it would not end when a rank fails, and TCPStore prints a warning whenever it times out.
             said = wait_until(
                 lambda: self.store.get(key, shape), self.deadline, seldom=self.look, seldom_s=LOOK_S, most_s=most_s
             )
@@ -102,7 +117,7 @@ class Meeting:
         return said
 
     def _garbled(self, key: str, error: GarbledError) -> PhalanxError:
-        """Return the error of a key that says nothing that a rank says; it names the rank that wrote it."""
+        """Return the error for a value that no rank would write; it names the rank to which the key belongs."""
         rank = self.global_ranks[next((int(part) for part in key.split("/") if part.isdigit()), 0)]
         return self.refusal(
             f"what rank {rank} said of itself ({key}) is not understood: {error}. Run the same version of phalanx on "
@@ -127,21 +142,21 @@ class Meeting:
             raise self._lost_store(error) from error
 
     def failure(self, kind: str, ranks: Sequence[int] = (), **facts: Any) -> Failure:
-        """Return what this rank has met while joining."""
+        """Return a failure that this rank met while joining."""
         culprits = tuple(Peer(rank=rank) for rank in ranks)
         return Failure(**{"rank": self.me, "group": self.name, "op": "join", "culprits": culprits, **facts}, kind=kind)
 
     def refusal(self, why: str, ranks: Sequence[int] = ()) -> PhalanxError:
-        """Return the error of a rank that can't join."""
+        """Return the error for a rank that can't join."""
         return error_of(self.failure("refused", ranks, detail=why))
 
     def share(self, key: str, value: Any) -> list[Any]:
-        """Give every rank of the group what this one brings; return what each has brought."""
+        """Share a value with all ranks of the group; return the values of all, in rank order."""
         self.set(f"{key}/{self.rank}", value)
         return [self.get(f"{key}/{r}", f"rank {other} did not answer") for r, other in enumerate(self.global_ranks)]
 
     def part(self) -> None:
-        """Before all raise an error that they share: rank 0, which may serve the store, goes last."""
+        """Prepare to raise an error that all ranks share: rank 0, which may serve the store, goes last."""
         if self._has_parted:
             return
         self._has_parted = True
@@ -152,7 +167,7 @@ class Meeting:
             wait_until(lambda: self.store.is_gone or have_parted() or None, time.monotonic() + PART_S)
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """Return what the store says; None if it has gone or does not answer: whoever can't do without it says so."""
+        """Return the store's answer; None if it is gone or does not answer."""
         with contextlib.suppress(StoreGoneError, StoreSilentError):
             return question()
         return None
@@ -161,16 +176,16 @@ class Meeting:
 
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:
-        """Tell the others what this rank fails with."""
+        """Tell the other ranks about an error in the block."""
         spare: list[int] = []
         try:
             with contextlib.suppress(OSError):
                 spare.append(os.open(os.devnull, os.O_RDONLY))
             yield
-        except CollectiveTimeout:  # theirs comes too, and names whom they miss
+        except CollectiveTimeout:  # the others time out as well, and name the ranks that they miss
             raise
         except BaseException as error:
-            while spare:  # where descriptors have run out, a store that is a file needs one
+            while spare:  # if descriptors have run out, a store in a file needs one
                 os.close(spare.pop())
             cause = _cause(error, self)
             self._tell(replace(cause, by=Peer(rank=self.me)))
@@ -183,7 +198,7 @@ class Meeting:
             self.store.close()
 
     def look(self) -> None:
-        """Raise what another rank has failed with while joining; RankFailed if one of this host has died."""
+        """Raise the error that keeps another rank from joining, or RankFailed if a rank of this host has died."""
         try:
             told = self._ask(lambda: self.store.get("failed", _SHAPES["failed"]))
         except GarbledError as error:
@@ -194,18 +209,17 @@ class Meeting:
         for rank, watch in self.watches.items():
             if not watch.dead:
                 continue
-            if rank in self._suspects:  # what it had done before was looked at since
+            if rank in self._suspects:  # the store was read since, so its last writes were seen
                 raise self._bury(rank, watch)
             self._suspects.add(rank)
         if not self.watches:
             self._look_at_launch()
 
     def _look_at_launch(self) -> None:
-        """Raise RankFailed if the launcher knows that a rank ended that has not said hello."""
+        """Raise RankFailed if the launcher has noted the end of a rank that has not said hello."""
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
         num_ranks = dist.get_world_size() if dist.is_initialized() else self.size
-        is_launchs_world = launch is not None and (launch.rank, launch.world_size) == (self.me, num_ranks)
-        if launch is None or not is_launchs_world or os.getpgrp() != os.getpid():  # what a rank starts has other worlds
+        if launch is None or not launch.is_world(self.me, num_ranks):
             return
         for end in launch.ended():
             rank = self.global_ranks.index(end.rank) if end.rank in self.global_ranks else -1
@@ -237,15 +251,15 @@ class Meeting:
     def _timed_out(self, what: str) -> PhalanxError:
         ranks = self._absent()
         if ranks:
-            what = f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))} did not come"
+            what = f"{enumerated('rank', ranks)} did not come"
         return self.too_late(what, ranks)
 
     def too_late(self, what: str, ranks: Sequence[int] = ()) -> PhalanxError:
-        """Return the error of a rank that has waited for what did not happen."""
+        """Return the error for a rank that has waited in vain."""
         return error_of(self.failure("not_met", ranks, detail=what, timeout_s=self.timeout_s))
 
     def _lost_store(self, error: Exception) -> PhalanxError:
-        """Return the error of a store that does not answer: its server has died, if that is seen in a moment."""
+        """Return the error for a store that is gone; raise RankFailed if its server is seen dead within a moment."""
         deadline = time.monotonic() + NOTE_S
         while time.monotonic() < deadline:
             self.look()
@@ -256,13 +270,13 @@ class Meeting:
         )
 
     def _absent(self) -> tuple[int, ...]:
-        """Return the ranks that have not said hello, none if the store cannot tell: it may have gone, or be stopped."""
+        """Return the ranks that have not said hello; none if the store does not answer."""
         came = self._ask(lambda: self.store.ask(lambda store: [store.check([f"hello/{r}"]) for r in range(self.size)]))
         return tuple(rank for rank, is_here in zip(self.global_ranks, came or [], strict=bool(came)) if not is_here)
 
 
 def _cause(error: BaseException, meeting: Meeting) -> Failure:
-    """Return what keeps this rank from joining."""
+    """Return the failure that keeps this rank from joining."""
     found = getattr(error, "failure", None)
     if found is not None:
         return replace(found, culprits=found.culprits or (Peer(rank=meeting.me),))

@@ -1,9 +1,9 @@
-"""Where the core reads and writes: in a call's tensors where their memory is plain, else in copies.
+"""Where the core reads and writes: in a call's tensors if they are plain, else in copies.
 
-Plain memory is dense (`phalanx._tensors`) and in one piece.
+A plain tensor is dense (`phalanx._tensors`) and in one piece.
 
-What overlaps is decided here for all operations: inputs are read before outputs are written, and outputs are written
-in the order of their list. That is what Gloo does where it has an answer.
+This module also decides, for all operations, what overlapping tensors mean: inputs are read before outputs are
+written, and outputs are written in the order of their list. Gloo does the same wherever it defines a result.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Addresses = list[int]
 
 
 class NotPlain(TypeError):
-    """The tensor has no memory of its own; torch's dispatcher may know what it stands for."""
+    """The tensor has no memory of its own; torch's dispatcher may be able to unwrap it."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True if the core can work on the memory of a dense tensor as it is."""
+    """Whether the core can work directly on the memory of a dense tensor."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor, or a copy that is plain."""
+    """Return a dense tensor itself if it is plain, else a plain copy."""
     return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
@@ -38,20 +38,20 @@ def addresses_of(tensors: Tensors) -> Addresses:
 
 
 def do_overlap(writes: Tensors, reads: Tensors) -> bool:
-    """True if the memory of a tensor that is written overlaps that of another one, or of one that is read."""
+    """Whether the memory of a tensor in `writes` overlaps that of another one, or of one in `reads`."""
     sizes = [span_bytes(t) for t in writes], [span_bytes(t) for t in reads]
     return _core.overlap(addresses_of(writes), sizes[0], addresses_of(reads), sizes[1])
 
 
-class Places:
-    """Where the core works in one call: the call's tensors, or stand-ins that are copied back at the end.
+class Operands:
+    """The memory on which the core works in one call: its tensors, or stand-ins that are copied back at the end.
 
     Args:
-        ranks: Of the group.
+        ranks: Ranks of the group.
         op: Name of the operation, for messages.
 
     Attributes:
-        are_simple: Whether all tensors of the call are what the core calls plain, and so need no other look.
+        are_simple: Whether the core itself found all tensors plain, so that they need no further check.
     """
 
     are_simple = True
@@ -66,32 +66,34 @@ class Places:
         return f"rank {self.ranks.global_ranks[self.ranks.rank]}: {self.op}" + f" at {site}" * bool(site)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return where a tensor is read."""
+        """Return the memory in which a tensor is read."""
         return tensor if self.are_simple else plain(tensor)
 
     def update(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return where a tensor is read and written."""
+        """Return the memory in which a tensor is read and written."""
         return tensor if self.are_simple or is_plain(tensor) else self._stand_in(tensor, plain(tensor))
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor, which is copied back at the end."""
+        """Return a copy of a tensor that is copied back at the end."""
         return self._stand_in(tensor, plain(tensor).clone())
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return where a tensor is written."""
+        """Return the memory in which a tensor is written."""
         return tensor if self.are_simple or is_plain(tensor) else self._stand_in(tensor)
 
     def move(
         self, sources: Tensors, targets: Tensors, own: tuple[int, int, int] | None = None
     ) -> tuple[tuple[Tensors, Tensors], Addresses, Addresses]:
-        """Return where `sources` are read and `targets` are written in one call, whatever overlaps.
+        """Return the memory in which `sources` are read and `targets` are written in one call, even if they overlap.
 
         Args:
-            own: The source and the target, by index, that hold this rank's own block, and by how many bytes the source
-                begins after the target where both blocks are the same memory; that overlap is harmless.
+            sources: Tensors to read.
+            targets: Tensors to write.
+            own: Indices of the source and the target that hold this rank's own block, and the number of bytes from
+                the target to the source if both blocks are the same memory. That overlap is harmless.
 
         Returns:
-            The tensors to keep until the call is over; the addresses to read; those to write.
+            The tensors to keep until the call is over, the addresses to read, and the addresses to write.
         """
         reads, writes = sources, targets
         if not self.are_simple:
@@ -125,8 +127,8 @@ class Places:
         return buffer
 
     def settle(self) -> None:
-        """Copy what stand-ins got to where it belongs."""
+        """Copy the results in stand-ins to the call's tensors."""
         for tensor, buffer in self._copies:
-            # A parameter may be written, as it is when the core does it, and so may a tensor of inference.
+            # Parameters and inference tensors may be written here, as they may when the core writes them.
             with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
                 tensor.copy_(buffer)

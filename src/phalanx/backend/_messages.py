@@ -1,7 +1,7 @@
 """Point-to-point messages of a group on several hosts: through memory on one host, else over the bridge.
 
-A message over the bridge is a head, which carries a short one whole, and its bytes. Threads that exist once a pair
-has used them take what comes from one rank, or send what goes to one, in order.
+Over the bridge a message is a head, which carries short messages whole, and a body. For each rank there is one thread
+that receives from it and one that sends to it, in order, started on first use.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from phalanx.backend._types import DTYPE_NAMES
 _HEAD = struct.Struct("<qQQB")  # tag, elements, bytes, dtype
 _SLOT_BYTES = 1024
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
-_HEADS, _BODIES = 1, 2  # tags of the engine
+_HEADS, _BODIES = 1, 2  # the engine's tags
 
 
 class _Message(Task):
-    """A message on its way over the bridge, or a receive that may be of one."""
+    """A running message over the bridge, or a receive that may get one."""
 
     def __init__(
         self, check: Callable[[], object], data: torch.Tensor, dtype: int, count: int, peer: int, tag: int, site: str
     ) -> None:
         super().__init__(check)
         self.data, self.dtype, self.count, self.peer, self.tag, self.site = data, dtype, count, peer, tag, site
-        self.here: Any = None  # the same receive from ranks of this host
+        self.here: Any = None  # the same receive, posted for the ranks of this host
 
     def head(self) -> bytes:
         return _HEAD.pack(self.tag, self.count, self.data.numel(), self.dtype)
 
 
 class _FromHere:
-    """A message of the core, whose ranks are those of this host."""
+    """A message of the core, which numbers only the ranks of this host."""
 
     def __init__(self, op: str, handle: Any, ranks: list[int], site: str) -> None:
         self.op, self.handle, self._ranks, self.site = op, handle, ranks, site
@@ -91,8 +91,8 @@ class Messages:
         self._arrived: dict[int, deque[_Arrived]] = {}
         self._outgoing: dict[int, deque[_Message]] = {}
         self._receiving: set[int] = set()
-        self._moving: dict[int, _Message] = {}  # what is being received, by rank
-        self._from_here = _core.Completions()  # receives from any rank that the core has finished, by number
+        self._moving: dict[int, _Message] = {}  # messages being received, by sender
+        self._from_here = _core.Completions()  # numbers of receives from any rank that the core has finished
         self._expected: dict[int, _Message] = {}
         self._numbers = itertools.count()
         self._threads: list[threading.Thread] = []
@@ -137,7 +137,7 @@ class Messages:
         return message
 
     def _take_arrived(self, message: _Message, sources: list[int]) -> bool:
-        """Whether what the receive is for has come before it; it is over then."""
+        """Finish a receive if its message came before it; return whether it did."""
         for source in sources:
             for arrived in self._arrived.get(source, ()):
                 if arrived.tag == message.tag:
@@ -168,10 +168,10 @@ class Messages:
         return _FromHere(op, handle, self._here, site)
 
     def _expect(self, message: _Message) -> bool:
-        """Have `_take_from_here` told when the core has received what may also come over the bridge.
+        """Have the core notify `_take_from_here` of a receive that the bridge may also serve.
 
         Returns:
-            Whether it has no thread yet.
+            Whether `_take_from_here` has no thread yet.
         """
         number = next(self._numbers)
         self._expected[number] = message
@@ -179,7 +179,7 @@ class Messages:
         return number == 0
 
     def wait(self, request: Any, timeout_s: float) -> bool:
-        """Wait for a message, at most `timeout_s` (0: the group's); raise what it failed with."""
+        """Wait for a message, at most `timeout_s` (0: the group's timeout); raise its error."""
         if isinstance(request, _FromHere):
             try:
                 return self._core.wait_request(request.handle, timeout_s)
@@ -206,7 +206,7 @@ class Messages:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no thread."""
+        """Whether no thread is running."""
         return not any(thread.is_alive() for thread in self._threads)
 
     @property
@@ -214,7 +214,7 @@ class Messages:
         return bool(self._threads)
 
     def close(self) -> None:
-        """End the threads; connections must be closed before."""
+        """End the threads; the connections must have been closed."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -224,7 +224,7 @@ class Messages:
             thread.join(max(deadline - time.monotonic(), 0))
 
     def release(self) -> None:
-        """Let go of core and channel, when there are no threads any more."""
+        """Drop the core and the channel, once no thread is running."""
         gone: Any = None
         self._core = self._everyone = gone
 
@@ -262,12 +262,12 @@ class Messages:
                     late.finish()
 
     def _match(self, peer: int, tag: int) -> _Message | None:
-        """Take the first receive that this message is for."""
+        """Take the first posted receive that matches a message."""
         for message in self._posted:
             if message.tag != tag or message.peer not in (peer, -1):
                 continue
             if message.here is not None and not self._core.cancel(message.here):
-                continue  # a rank of this host was faster
+                continue  # a rank of this host came first
             message.here = None
             self._posted.remove(message)
             return message
@@ -302,7 +302,7 @@ class Messages:
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def _send_to(self, peer: int) -> None:
-        queue = self._outgoing.get(peer, deque())  # the group may have ended since
+        queue = self._outgoing.get(peer, deque())  # empty if the group has ended since
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: queue or self._is_closed)
@@ -326,7 +326,7 @@ class Messages:
     # ---- failing ---------------------------------------------------------------------------------------------------
 
     def _start(self, work: Callable[[int], None], peer: int) -> None:
-        """Start a thread, or end the group if there can be none. Not under the lock: starting waits for the thread."""
+        """Start a thread; end the group if that fails. Don't hold the lock: starting waits for the thread."""
 
         def run() -> None:
             try:
@@ -337,13 +337,13 @@ class Messages:
         thread = threading.Thread(target=run, name="phalanx-messages", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the limit of processes is reached
+        except RuntimeError as error:  # the limit on processes is reached
             self._lose(peer, error)
             return
         self._threads.append(thread)
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
-        """The connection to a rank has ended: so does what waits for it; nothing may wait."""
+        """Fail the messages that need a rank whose connection has ended, if there are any."""
         in_order = not self._failures.ended and self._failures.has_left(peer)
         with self._changed:
             self._receiving.discard(peer)
@@ -359,7 +359,7 @@ class Messages:
             self._fail(message, error)
 
     def end(self) -> None:
-        """The group has ended: fail all that is on its way. The engine forgets what it was receiving, see there."""
+        """Fail all messages because the group has ended. The engine forgets interrupted receives, see `GlooChannel`."""
         with self._changed:
             waiting = [*self._posted, *self._moving.values(), *itertools.chain(*self._outgoing.values())]
             self._posted, self._moving, self._outgoing = [], {}, {}
@@ -369,7 +369,7 @@ class Messages:
             self._fail(message, RuntimeError("the group has ended"))
 
     def _may_come(self, message: _Message) -> bool:
-        """Whether anybody is left who could send it, or has: what came before the end of a connection is yet read."""
+        """Whether some rank may still send it, or has sent it: data before the end of a connection is still read."""
         return message.here is not None or bool(self._receiving)
 
     def _fail(self, message: _Message, error: BaseException) -> None:
@@ -377,5 +377,5 @@ class Messages:
         message.finish(self._told(error, op, message.site))
 
     def _told(self, error: BaseException, op: str, site: str) -> BaseException:
-        """End the group on all hosts, and return the error that says why."""
+        """End the group on all hosts and return the error that says why."""
         return self._failures.end(error, op, 0, site, None)

@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 30  # counts are C ints before MPI 4
 _EXCHANGE = 0  # tags; messages have others
 _EAGER_POLLS = 200
 _POLL_S = 0.0001
-_lock = threading.RLock()  # so that MPI_THREAD_SERIALIZED is enough
+_lock = threading.RLock()  # makes MPI_THREAD_SERIALIZED enough
 
 
 def _mpi() -> Any:
@@ -39,13 +39,13 @@ def world_rank() -> int:
     """Return this process's rank in MPI's world.
 
     Raises:
-        PhalanxError: mpi4py or a fitting MPI is missing.
+        PhalanxError: mpi4py or a suitable MPI is missing.
     """
     return int(_mpi().COMM_WORLD.Get_rank())
 
 
 def tell_all(value: Any) -> Any:
-    """Return what rank 0 of MPI's world gives."""
+    """Broadcast the value of rank 0 in MPI's world and return it."""
     return _mpi().COMM_WORLD.bcast(value, root=0)
 
 
@@ -56,7 +56,7 @@ def library() -> str:
 
 
 class _Requests:
-    """Messages that belong together; MPI moves them when it is asked how they do."""
+    """Messages that belong together; MPI makes progress on them when asked about them."""
 
     def __init__(self, channel: MpiChannel, receives: list[Any], sends: list[Any], keep: object) -> None:
         self._channel, self._receives, self._keep = channel, receives, keep
@@ -83,7 +83,7 @@ class _Requests:
                 time.sleep(_POLL_S)
 
     def _cancel(self) -> None:
-        """Take receives back: their memory is about to go. Not sends, which MPI may refuse to cancel."""
+        """Cancel receives, whose memory may be freed next; not sends, which MPI may refuse to cancel."""
         with _lock:
             receives, self._receives = self._receives, []
             for request in receives:
@@ -92,12 +92,12 @@ class _Requests:
 
 
 class MpiChannel:
-    """Point-to-point messages of a communicator of its own.
+    """Point-to-point messages over a communicator of its own.
 
-    MPI can't end a connection: who waits must look for a failure elsewhere.
+    MPI can't close a connection, so waiting ranks must look for failures elsewhere.
 
     Args:
-        ranks: Of the channel, in its order, as numbers in MPI's world. All of them make it.
+        ranks: Ranks of the channel in MPI's world, in the channel's order; all of them must create it.
     """
 
     ends_waits = False
@@ -137,7 +137,7 @@ class MpiChannel:
         return [start([piece.numpy(), piece.numel(), _mpi().BYTE], peer, tag) for piece in pieces]
 
     def close(self) -> None:
-        """End the waits of this rank; MPI frees the communicator at the end of the process."""
+        """End this rank's waits; MPI frees the communicator at the end of the process."""
         self.is_closed = True
 
     def destroy(self) -> bool:
@@ -145,5 +145,5 @@ class MpiChannel:
 
     def drain(self, handles: Sequence[Any]) -> None:
         for handle in handles:
-            with contextlib.suppress(RuntimeError):  # it was taken back
+            with contextlib.suppress(RuntimeError):  # cancelled
                 handle.wait(timedelta(0))

@@ -1,6 +1,6 @@
-"""What a group does: the collectives, several of them as one, messages; and how it ends.
+"""All operations of a group: collectives, coalesced collectives and messages; and how a rank leaves it.
 
-One set of operations, shared by the adapters of all torch versions. Ranks are those of the group.
+The adapters of all torch versions share them. Ranks are those of the group.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from phalanx.backend._place import Ranks
 from phalanx.backend._types import DTYPE_CODES, RedOpType
 from phalanx.backend._work import Over, PhalanxWork, call_site
 
-_WRAPPED = timedelta(days=-100_000)  # below it nobody asks: a timeout so large that torch's integers wrap, as of max
-_TO_BEGIN = 32  # collectives at most that a training needs before it takes steps: models are compared, weights are sent
+_WRAPPED = timedelta(days=-100_000)  # anything below is a timeout so large, such as timedelta.max, that it wrapped
+_TO_BEGIN = 32  # most collectives before a training's first step: models are compared, weights are sent
 _AVG = ReduceOp(RedOpType.AVG)
 
 
@@ -35,9 +35,10 @@ class Operations(Collectives):
     """Collectives and messages of one group.
 
     Args:
-        core: The joined group.
-        segment: The memory that it lives in, kept while the group is used.
+        core: Core group, already joined.
+        segment: Shared memory in which the group lives, kept while it is used.
         name: Name of the group in messages.
+        ranks: Ranks of the group.
     """
 
     def __init__(self, core: _core.Group, segment: _core.Segment, name: str, ranks: Ranks) -> None:
@@ -54,7 +55,7 @@ class Operations(Collectives):
         given = self.arguments("all_reduce")
         for tensor in dense:
             given.check(tensor)
-        if do_overlap(dense, []):  # each is summed as it was before the call
+        if do_overlap(dense, []):  # each must be summed as it was before the call
             tensors = [t if t.layout is torch.sparse_coo else given.copy(t) for t in tensors]
         calls = [functools.partial(self.allreduce, [t]) for t in tensors]
         return self._coalesced("all_reduce", calls, opts, tensors, tensors, given.settle)
@@ -68,7 +69,7 @@ class Operations(Collectives):
         inputs: Tensors,
         settle: Callable[[], None] | None = None,
     ) -> PhalanxWork | None:
-        """Run several operations as one. The group keeps their order, so the last one speaks for all."""
+        """Run several operations as one, in order."""
         if is_profiling() and not self._in_event:
             settle = profiled(op, inputs, settle)
         self._in_event = True
@@ -83,7 +84,7 @@ class Operations(Collectives):
         return self._done(opts, result)
 
     def _require_apart(self, op: str, targets: Sequence[Tensors], sources: Sequence[Tensors]) -> None:
-        """Check what several operations write and read, by operation, before the first of them begins."""
+        """Check the tensors that several operations write and read, before the first of them begins."""
         given = self.arguments(op)
         for tensor in chain(*targets, *sources):
             given.check(tensor)
@@ -96,7 +97,7 @@ class Operations(Collectives):
                 )
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> PhalanxWork | None:
-        # torch's lists are by rank, then by tensor
+        # torch's lists are ordered by rank, then by tensor
         by_tensor = [[by_rank[i] for by_rank in outputs] for i in range(len(inputs))]
         self._require_apart("all_gather", by_tensor, [[t] for t in inputs])
         calls = [functools.partial(self.allgather, [o], [i]) for o, i in zip(by_tensor, inputs, strict=True)]
@@ -108,7 +109,7 @@ class Operations(Collectives):
     def _pairs(
         self, op: str, run: Callable[..., PhalanxWork | None], outputs: Tensors, inputs: Tensors, opts: Options
     ) -> PhalanxWork | None:
-        """Run an operation for each output and its input."""
+        """Run an operation for each pair of an output and an input."""
         if len(outputs) != len(inputs):
             raise ValueError(
                 f"{self.arguments(op).where()} takes as many outputs as inputs, got {len(outputs)} and {len(inputs)}"
@@ -147,7 +148,7 @@ class Operations(Collectives):
         return squares
 
     def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
-        """Block until every rank came. Rank 0 names those that did not: the first, or (`wait_all_ranks`) all."""
+        """Block until every rank has come. Rank 0 names those that did not: the first, or all if `wait_all_ranks`."""
         me = self.ranks.global_ranks[self._rank]
         timeout_ms = int(opts.timeout.total_seconds() * 1000)
         if _WRAPPED < opts.timeout < timedelta(0) and opts.timeout != UNSET:
@@ -161,7 +162,7 @@ class Operations(Collectives):
         try:
             self._core.run(Call("barrier"), [], [], opts.timeout, None)
         except GroupUnusable:
-            raise  # no rank is late
+            raise  # no rank is missing
         except PhalanxError as error:
             ranks = error.ranks
             if self._rank != 0:
@@ -209,7 +210,7 @@ class Operations(Collectives):
     def _started(
         self, request: _core.Request, tensors: Tensors, settle: Settle | None = None, keep: object = None
     ) -> PhalanxWork:
-        if settle is None and request.done and request.error() is None:  # as most small messages
+        if settle is None and request.done and request.error() is None:  # true of most small messages
             return PhalanxWork(Over(None, request.source), None, tensors)
         work = PhalanxWork(request, self._core.wait_request, tensors, settle, keep, self._flight.let_go)
         return self._flight.track(work)
@@ -225,7 +226,7 @@ class Operations(Collectives):
         self._core.set_timeout(timeout.total_seconds())
 
     def note_progress(self) -> None:
-        """Tell the launcher that a restart may get past what ends this rank, if it has done more than begin."""
+        """Tell the launcher that a restart may be worthwhile, if this rank got beyond the beginning of a training."""
         if not isinstance(self._core, _Destroyed) and self._core.seq > _TO_BEGIN:
             note_progress(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
 
@@ -233,7 +234,7 @@ class Operations(Collectives):
         """Leave the group. Peers that still wait for this rank get RankFailed. Idempotent.
 
         Args:
-            why: The error that is the reason, for the peers.
+            why: Error that makes this rank leave, for the peers; empty: none.
         """
         self.note_progress()
         core, self._core = self._core, _Destroyed(self._name)
@@ -243,7 +244,7 @@ class Operations(Collectives):
 
 
 class _Destroyed:
-    """Stands for the core of a group that this rank has left."""
+    """Takes the place of the core of a group that this rank has left; every call raises GroupUnusable."""
 
     def __init__(self, name: str) -> None:
         self._name = name

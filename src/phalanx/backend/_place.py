@@ -1,4 +1,4 @@
-"""Who the ranks of a group are: their numbers in the world, processes and hosts."""
+"""The identity of a group's ranks: their numbers in the world, their processes and their hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Some = TypeVar("_Some", bound=Peer)
 
 
 class Ranks(NamedTuple):
-    """Which rank of a group this is, how many there are, and the number of each in the world."""
+    """This rank's number in a group, the number of ranks, and the rank in the world of each."""
 
     rank: int
     size: int
@@ -22,14 +22,14 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Who a rank of a group on several hosts is.
+    """This rank's place in a group on several hosts.
 
     Attributes:
         group: Name of the group in messages.
-        rank: In the group.
-        global_ranks: Number of each rank in the world.
-        hosts: Name of each rank's host, one for each host.
-        pids: Process of each rank, there.
+        rank: Number of this rank in the group.
+        global_ranks: Rank in the world of each rank of the group.
+        hosts: Name of each rank's host; different hosts have different names.
+        pids: Process id of each rank on its host.
     """
 
     group: str
@@ -43,14 +43,14 @@ class Place:
         return self.global_ranks[self.rank]
 
     def peer(self, rank: int) -> Peer:
-        """Return who a rank of the group is."""
+        """Return the identity of a rank of the group."""
         return Peer(rank=self.global_ranks[rank], pid=self.pids[rank], host=self.hosts[rank])
 
     def peers(self, ranks: Sequence[int]) -> tuple[Peer, ...]:
         return tuple(map(self.peer, ranks))
 
     def named(self, number: int) -> Peer:
-        """Return who a rank of the world is; no more than its number if it is none of the group."""
+        """Return the identity of a rank of the world; only its number if it is not in the group."""
         return self._located(Peer(rank=number))
 
     def describe(self, rank: int) -> str:
@@ -58,7 +58,7 @@ class Place:
         return describe(self.peer(rank))
 
     def whole_hosts(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Return the hosts all of whose ranks are among these."""
+        """Return the hosts whose ranks are all in `ranks`."""
         return tuple(
             host
             for host in dict.fromkeys(self.hosts)
@@ -66,16 +66,13 @@ class Place:
         )
 
     def locate(self, failure: Failure) -> Failure:
-        """Return a failure of the core, which knows one host, with the processes and hosts of those that it names.
-
-        The numbers of the core's collectives, of which a call may take several, mean nothing to its caller.
-        """
+        """Return a failure of the core, which knows one host, with the process and host of each rank in it."""
         sizes = failure.sizes
         return replace(
             failure,
             culprits=tuple(map(self._located, failure.culprits)),
             by=failure.by and self._located(failure.by),
-            standings=tuple(replace(self._located(stand), last=None) for stand in failure.standings),
+            standings=tuple(map(self._located, failure.standings)),
             calls=tuple(map(self._located, failure.calls)),
             sizes=sizes and replace(sizes, one=self._located(sizes.one), other=self._located(sizes.other)),
         )

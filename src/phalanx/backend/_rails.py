@@ -1,8 +1,8 @@
 """What a rank exchanges with the ranks of other hosts during one collective.
 
-First the ranks of a rail tell each other which call they are in, in slots of one size, with short messages in them.
-Longer ones travel beside that, under a tag made of the call: where the calls differ, nothing meets and nothing is
-misread.
+First, the ranks of a rail tell each other which call they are in, in slots of fixed size that also carry short
+messages. Longer messages travel separately under a tag derived from the call: if calls differ, no message meets a
+receive, and nothing is misread.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
 from phalanx import _core
+from phalanx._ranges import share
 from phalanx.backend._calls import Running
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
@@ -23,9 +23,9 @@ from phalanx.backend._failures import Failures
 _SLOT_BYTES = 1344  # with the engine's own bytes, a packet of Ethernet
 _HEAD_BYTES = 64
 INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
-# Measured: up to these sizes one step with all of it is faster than two steps with parts of it.
+# Measured: up to these sizes, one step with the whole message is faster than two steps with parts of it.
 _WHOLE_BYTES = 256 * 1024  # to all hosts together
-_PAIR_BYTES = 16 << 20  # between two hosts, where the parts make as many bytes
+_PAIR_BYTES = 16 << 20  # between two hosts, where the parts add up to as many bytes
 _OWN_TAGS = 1 << 30  # messages have those below
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -40,14 +40,14 @@ class Span(NamedTuple):
         return Span(self.address + low, high - low)
 
     def tensor(self) -> torch.Tensor:
-        """Return the bytes, which must outlive the tensor."""
+        """Return a tensor over these bytes, which must outlive it."""
         if self.size == 0:
             return _NOTHING
         return torch.frombuffer((ctypes.c_uint8 * self.size).from_address(self.address), dtype=torch.uint8)
 
 
 class Buffers:
-    """Memory for the steps of a call, kept for the next."""
+    """Memory for the steps of a call, kept for the next call."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -63,11 +63,13 @@ class Rail:
     """The ranks of one number, one on each host, in the order of hosts.
 
     Args:
-        channel: To them.
-        num_hosts: How many there are.
-        host: This one.
-        wait: Waits for an exchange, and looks whether it can still succeed.
-        land: Starts to wait for messages, and returns what waits for that likewise.
+        channel: Channel that joins them.
+        num_hosts: Number of hosts.
+        host: Index of this host.
+        buffers: Memory for what arrives.
+        wait: Function that waits for an exchange and checks meanwhile that it can still succeed.
+        land: Function that starts waiting for messages and returns a function that finishes it like `wait`.
+        failures: Errors for calls that do not match.
     """
 
     def __init__(
@@ -88,10 +90,10 @@ class Rail:
         self._sizes = [0 if h == host else _SLOT_BYTES for h in range(num_hosts)]
 
     def agree(self, running: Running, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> None:
-        """Make sure, once in a call, that all are in it; spans of up to INLINE_BYTES, by host, come along.
+        """Check once per call that all ranks are in it; spans of up to INLINE_BYTES, one per host, travel along.
 
         Raises:
-            CollectiveMismatch: Another host's rank is in another call.
+            CollectiveMismatch: A rank of another host is in another call.
         """
         if running.has_agreed:
             return
@@ -112,7 +114,7 @@ class Rail:
         running.has_agreed = True
 
     def swap(self, running: Running, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
-        """Exchange bytes with each other host: spans by host, this one's are not looked at."""
+        """Exchange bytes with each other host: one span per host; this host's own is ignored."""
         largest = max(max(sends[h].size, recvs[h].size) for h in self._others)
         if not running.has_agreed and largest <= INLINE_BYTES:
             self.agree(running, sends, recvs)
@@ -126,14 +128,14 @@ class Rail:
         """Reduce equally long bytes of all hosts, in place, in the order of hosts."""
         if data.size <= (_PAIR_BYTES if self._num_hosts == 2 else _WHOLE_BYTES // len(self._others)):
             self.reduce_parts(running, [data] * self._num_hosts, kernel)
-        else:  # each host reduces a part of it, and gives the others the result
+        else:  # each host reduces one part and gives the others the result
             bounds = bounds_of(data.size // running.item, self._num_hosts, running.item)
             parts = [data.part(low, high) for low, high in bounds]
             self.reduce_parts(running, parts, kernel)
             self.swap(running, [parts[self._host]] * self._num_hosts, parts)
 
     def reduce_parts(self, running: Running, parts: Sequence[Span], kernel: int) -> None:
-        """Send each host its part, and reduce what comes for this host's into that, in place."""
+        """Send each host its part, and reduce the others' parts for this host into its own, in place."""
         theirs = self._spans(parts[self._host].size)
         self.swap(running, parts, theirs)
         self._reduce(running, theirs, parts[self._host], kernel)
@@ -144,14 +146,14 @@ class Rail:
         _core.reduce_buffers(mine.address, addresses, running.dtype, kernel, mine.size // running.item)
 
     def _spans(self, size: int) -> list[Span]:
-        """Return room for a message of each other host, by host."""
+        """Return room for a message of `size` bytes from each other host."""
         room = self._buffers.span("theirs", len(self._others) * size)
         places = (h - (h > self._host) for h in range(self._num_hosts))
         return [room.part(place * size, (place + 1) * size) for place in places]
 
 
 class Transfer:
-    """Longer messages of one step of a call, on their way."""
+    """The longer messages of one step of a call."""
 
     def __init__(
         self, channel: Channel, running: Running, land: Callable[[Sequence[Handle]], Callable[[], None]]
@@ -164,7 +166,7 @@ class Transfer:
         running.transfers.append(self)
 
     def start(self, peers: Sequence[int], sends: Sequence[Span], recvs: Sequence[Span]) -> None:
-        """Begin to send and receive: spans by peer, as the channel numbers them."""
+        """Start sending and receiving: one span per peer, as the channel numbers them."""
         for peer in peers:
             if recvs[peer].size:
                 self._handles.append(self._channel.recv(recvs[peer].tensor(), peer, self._tag))
@@ -174,17 +176,17 @@ class Transfer:
         self._await = self._land(self._handles)
 
     def finish(self) -> None:
-        """Wait for what was started. Only what all ranks have agreed on may be waited for."""
+        """Wait for the messages. Call this only once all ranks have agreed on the call."""
         self._await()
         self._handles = []
 
     def drain(self) -> None:
-        """After the connections were closed: return when the engine has let go of the memory."""
+        """After the connections have been closed, return when the engine no longer touches the memory."""
         if self._handles:
             self._channel.drain(self._handles)
 
 
 def bounds_of(count: int, num_parts: int, item: int) -> list[tuple[int, int]]:
-    """Return the ranges, in bytes, of `count` elements in parts whose sizes differ by one element at most."""
-    sizes = [count // num_parts + (i < count % num_parts) for i in range(num_parts)]
-    return [(low * item, high * item) for low, high in pairwise(accumulate(sizes, initial=0))]
+    """Return the ranges, in bytes, of `count` elements cut into parts."""
+    parts = (share(count, part, num_parts) for part in range(num_parts))
+    return [(part.start * item, part.stop * item) for part in parts]

@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors, such as the gradients of embeddings, which the core does not know."""
+"""all_reduce of sparse tensors, such as gradients of embeddings, which the core does not support."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from phalanx.backend._memory import Tensors
 
 Gather = Callable[[Tensors, torch.Tensor], object]
-"""A blocking all_gather: the outputs, the input."""
+"""Type of a blocking all_gather, called with its outputs and its input."""
 
 
 def sum_sparse(tensor: torch.Tensor, world_size: int, gather: Gather) -> bool:
-    """Sum sparse COO tensors in place: gather every rank's entries, then coalesce. Equal on all ranks.
+    """Sum sparse COO tensors in place: gather every rank's entries, then coalesce. All ranks get the same bits.
 
     Returns:
-        Whether the ranks' tensors have one shape and one number of sparse dimensions; nothing is done if not.
+        Whether the ranks' tensors agree in shape and number of sparse dimensions; if not, nothing was done.
     """
     local = tensor.coalesce()
     meta = torch.tensor([local.indices().shape[1], local.sparse_dim(), *local.shape], dtype=torch.int64)

@@ -1,13 +1,13 @@
-"""What the collectives of ranks on several hosts are made of: steps on each host, and steps between hosts.
+"""The steps of a collective across several hosts: some on each host, some between hosts.
 
 Ranks of one host share memory; a bridge joins hosts. Ranks with the same number on their hosts form a rail: each
 carries its own slice of a message over the bridge, all rails at once, so that a host's sum crosses once.
 
     all_reduce: reduce-scatter on the host -> rails exchange slices and reduce them in the order of hosts -> all-gather
 
-Where hosts have different numbers of ranks there are as many rails as the smallest has ranks. The first exchange of a
-call says which call it is, and carries small messages whole: ranks that called something else learn it before any byte
-of a message is misread. Reductions go by fixed orders: the same bits on all ranks and in every run.
+If hosts have different numbers of ranks, there are as many rails as the smallest host has ranks. The first exchange of
+a call identifies it and carries small messages whole, so ranks that called something else find out before any byte is
+misread. Reductions follow a fixed order: the same bits on all ranks and in every run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from phalanx import _core
+from phalanx.backend import _integers
 from phalanx.backend._calls import Running
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._failures import Failures
@@ -36,16 +37,17 @@ Addresses = Sequence[int]
 
 
 class Steps:
-    """The collectives of one group on several hosts, each by its name: what it reads, what it writes, by address.
+    """The collectives of one group on several hosts. Each method bears a collective's name and takes addresses.
 
     Args:
-        core: This host's ranks of the group.
+        core: Core group of this host's ranks.
         hosts: Ranks of the group by host, each in ascending order.
-        rank: In the group.
-        rail: To the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
-        everyone: To all ranks of the group.
-        wait: Waits for an exchange, and looks whether it can still succeed.
-        land: Starts to wait for messages, and returns what waits for that likewise.
+        rank: This rank's number in the group.
+        rail: Channel to the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
+        everyone: Channel to all ranks of the group.
+        failures: Errors for calls that do not match.
+        wait: Function that waits for an exchange and checks meanwhile that it can still succeed.
+        land: Function that starts waiting for messages and returns a function that finishes it like `wait`.
     """
 
     def __init__(
@@ -77,21 +79,21 @@ class Steps:
         self._confirm(running)
 
     def release(self) -> None:
-        """Let go of the engine and the core."""
+        """Drop the references to the engine and the core."""
         gone: Any = None
         self._rail, self._everyone, self._core, self._wait, self._land = None, gone, gone, gone, gone
 
     # ---- one call, everywhere --------------------------------------------------------------------------------------
 
     def _on_host(self, running: Running, op: str, ins: Addresses, outs: Addresses, count: int, **more: Any) -> None:
-        """Run a collective of the ranks of this host, as a step; `count` elements a block."""
+        """Run one step: a collective among the ranks of this host, with `count` elements per block."""
         call = _core.Call(op, running.dtype, running.item, count, **more)
         self._core.run(call, ins, outs, running.left, None)
 
     def _confirm(self, running: Running) -> None:
-        """Make sure, where neither the core nor a rail compares it, that the ranks of this host made the same call.
+        """Check that the ranks of this host made the same call, unless the core or a rail has compared it.
 
-        The core knows the steps that a call is made of, and a rank of a larger host may be on no rail.
+        The core sees only the steps of a call, and a rank of a larger host may be on no rail.
         """
         is_average = running.call.code == _AVG and not is_inexact(_DTYPES[running.dtype])
         is_compared = self._is_even and running.op != "reduce" and not is_average
@@ -99,7 +101,7 @@ class Steps:
             self._compare_here(running)
 
     def _compare_here(self, running: Running) -> None:
-        """Make sure that the ranks of this host are in the same call."""
+        """Check that the ranks of this host are in the same call."""
         if not self._has_peers:
             return
         head = running.head()
@@ -116,7 +118,7 @@ class Steps:
             self._rail.agree(running)
 
     def _agree_everywhere(self, running: Running) -> None:
-        """Make sure that all are in this call, before a step of it in which sizes that differ could do harm."""
+        """Check that all ranks are in this call, before a step in which different sizes could do harm."""
         self._compare_here(running)
         self._agree(running)
 
@@ -147,13 +149,13 @@ class Steps:
             self._share(running, message, bounds, is_whole=message.size <= INLINE_BYTES)
 
     def _bounds(self, message: Span, item: int) -> list[tuple[int, int]]:
-        """Return the bytes of a message that each rail carries: small ones whole, with the head of the call."""
+        """Return the range of bytes that each rail carries; a small message goes whole with the head of the call."""
         if message.size <= INLINE_BYTES:
             return [(0, message.size)] * self._num_rails
         return bounds_of(message.size // item, self._num_rails, item)
 
     def _share(self, running: Running, message: Span, bounds: list[tuple[int, int]], *, is_whole: bool) -> None:
-        """Give every rank of this host the slices that its rails have got."""
+        """Give every rank of this host the slices that its rails have received."""
         if not self._has_peers or (is_whole and self._is_even):
             return
         if is_whole:
@@ -205,34 +207,27 @@ class Steps:
         self._share(running, message, bounds, is_whole=is_small)
 
     def _average(self, running: Running, kernel: int) -> tuple[int, Callable[[Span], object]]:
-        """Return the kernel for the steps of a reduction, and what makes a result of theirs that of all ranks.
+        """Return the kernel for the steps of a reduction, and a function that turns their result into the final one.
 
-        An average of averages is the average where all hosts have as many ranks, and stays in a half's range.
+        If all hosts have as many ranks, the average of averages is the average, and stays in the range of a half.
         """
         if kernel != _AVG or self._is_even:
             return kernel, lambda result: None
-        # A quotient of a complex number by a whole one, as torch makes it, is not rounded like those of its parts.
+        # torch rounds a complex number divided by an integer differently from its two parts.
         dtype, world_size = _DTYPES[running.dtype].to_real(), self._size
         return _SUM, lambda result: result.tensor().view(dtype).div_(world_size)
 
     def _average_integers(self, running: Running, source: int, out: int, count: int) -> None:
-        """Average by quotients and remainders: sums may leave the range, and averages can't be averaged."""
-        dtype, is_unsigned = _DTYPES[running.dtype], _DTYPES[running.dtype] is torch.uint64
-        values = Span(source, count * running.item).tensor().view(dtype).to(torch.int64)
-        quotients = _quotients(values, self._size, is_unsigned=is_unsigned)
-        sums = torch.stack([quotients, values - quotients * self._size])
-        self._all_reduce(running.computed_in(*_LONG), sums.data_ptr(), sums.data_ptr(), 2 * count, _SUM)
-        carry = _quotients(sums[1], self._size, is_unsigned=False)
-        rest, means = sums[1] - carry * self._size, sums[0] + carry
-        if not is_unsigned:  # towards zero
-            means += ((means < 0) & (rest > 0)).long() - ((means > 0) & (rest < 0)).long()
-        target = Span(out, count * running.item).tensor().view(dtype)
-        target.copy_(means.view(torch.uint64) if is_unsigned else means)
+        dtype, num_bytes = _DTYPES[running.dtype], count * running.item
+        parts = _integers.split(Span(source, num_bytes).tensor().view(dtype), self._size)
+        at = parts.data_ptr()
+        self._all_reduce(running.computed_in(*_LONG), at, at, 2 * count, _SUM)
+        Span(out, num_bytes).tensor().view(dtype).copy_(_integers.mean(parts, self._size, dtype))
 
     def all_reduce_pieces(
         self, running: Running, ins: Addresses, outs: Addresses, counts: list[int], num_squared: int
     ) -> float:
-        """Reduce a message that lies in pieces; return the sum of squares of the first pieces of the result."""
+        """Reduce a message that lies in pieces; return the sum of squares of the first `num_squared` results."""
         call, item = running.call, running.item
         flat = self._buffers.span("flat", call.count * item)
         parts = flat.tensor().split([count * item for count in counts])
@@ -263,7 +258,7 @@ class Steps:
         self._rail.reduce_parts(running, mine, call.kernel)
 
     def _reduce_blocks(self, running: Running, sources: Addresses, counts: Sequence[int], out: int) -> None:
-        """Reduce the blocks of all ranks on all of them, and take this rank's."""
+        """Reduce the blocks of all ranks everywhere, and keep this rank's."""
         sizes = [count * running.item for count in counts]
         offsets = list(accumulate(sizes, initial=0))
         whole = self._buffers.span("whole", offsets[-1]).address
@@ -300,7 +295,7 @@ class Steps:
                 self._broadcast(running, out, count, r)
 
     def _swap_blocks(self, running: Running, outs: Addresses, num_bytes: int) -> None:
-        """Get the blocks of the other hosts' ranks that this rail carries, each to its place."""
+        """Fetch the blocks of the other hosts' ranks that this rail carries, each to its place."""
         assert self._rail is not None
         num_hosts = len(self._hosts)
         if self._is_even:
@@ -363,7 +358,7 @@ class Steps:
         self._scatter_wide(running, sends, recvs)
 
     def _all_to_all_by_rails(self, running: Running, sources: Addresses, outs: Addresses) -> None:
-        """Collect on this rank what its host sends to the ranks of its rail, and send that in one message each."""
+        """Collect on this rank what its host sends to each rank of its rail, and send it as one message."""
         assert self._rail is not None
         count, num_local = running.call.count, len(self.here)
         num_bytes = count * running.item
@@ -381,7 +376,7 @@ class Steps:
                 ctypes.memmove(outs[r], received[h].address + i * num_bytes, num_bytes)
 
     def _check_splits(self, running: Running) -> None:
-        """Compare what each rank sends with what the others expect."""
+        """Compare the sizes that each rank sends with those that the others expect."""
         call = running.call
         sent = torch.tensor(call.in_counts)
         coming = torch.empty_like(sent)
@@ -393,7 +388,7 @@ class Steps:
                 raise self._failures.wrong_split(running.op, running.seq, r, num, expected)
 
     def _elsewhere(self, addresses: Addresses, sizes: Sequence[int]) -> list[Span]:
-        """Return the blocks of the ranks of other hosts, by rank; empty ones for those of this host."""
+        """Return the blocks of all ranks, empty for those of this host."""
         blocks = enumerate(zip(addresses, sizes, strict=True))
         return [Span() if r in self.here else Span(address, size) for r, (address, size) in blocks]
 
@@ -403,12 +398,3 @@ class Steps:
         transfer.start(range(len(sends)), sends, recvs)
         self._agree(running)
         transfer.finish()
-
-
-def _quotients(sums: torch.Tensor, divisor: int, *, is_unsigned: bool) -> torch.Tensor:
-    """Divide 64-bit integers towards zero; unsigned ones, for which torch has no division, lie in signed ones."""
-    if not is_unsigned:
-        return torch.div(sums, divisor, rounding_mode="trunc")
-    halves = (sums >> 1) & torch.iinfo(torch.int64).max
-    quotients = halves // divisor * 2
-    return quotients + (sums - quotients * divisor >= divisor)

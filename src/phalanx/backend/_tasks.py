@@ -1,4 +1,4 @@
-"""What a group on several hosts does in Python, in the order of calls: handles like those of the core."""
+"""Runs the operations of a group on several hosts in the order of calls, with handles like those of the core."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from phalanx import _core
 from phalanx._errors import GroupAborted
 from phalanx.backend._deadlines import END_S, LOOK_S
 
-_MOST_IDLE = 10  # looks without a block, before the watch sleeps
+_MOST_IDLE = 10  # looks outside any block before the watch goes to sleep
 
 
 class Task:
-    """An operation on its way, with the face of the core's handles.
+    """A running operation, with the interface of the core's handles.
 
     Args:
-        check: Raises in a thread that could never see the operation done.
+        check: Function that raises in a thread that could never see the operation finish.
     """
 
-    source = -1  # of a message
+    source = -1  # rank that sent a message
 
     def __init__(self, check: Callable[[], object]) -> None:
         self._check = check
         self.value: Any = None
         self.done = False
         self._error: BaseException | None = None
-        self._changed = threading.Condition()  # reentrant: a signal handler may interrupt whoever has it
+        self._changed = threading.Condition()  # reentrant: a signal handler may interrupt its holder
         self._listeners: list[tuple[_core.Completions, int]] = []
 
     def error(self) -> BaseException | None:
         return self._error
 
     def notify(self, completions: _core.Completions, number: int) -> None:
-        """Leave `number` there when done."""
+        """Push `number` to `completions` when the operation is over."""
         with self._changed:
             if not self.done:
                 self._listeners.append((completions, number))
@@ -45,12 +45,12 @@ class Task:
         completions.push(number)
 
     def require_reachable(self) -> None:
-        """Raise if it is not done and this thread can never see it done."""
+        """Raise if it is not over and this thread can never see it finish."""
         if not self.done:
             self._check()
 
     def wait(self, timeout_s: float = 0) -> bool:
-        """Wait, at most `timeout_s` (0: until it is over); return whether it is. Does not raise what it failed with."""
+        """Wait at most `timeout_s` (0: until it is over); return whether it is over. Does not raise its error."""
         with self._changed:
             return self._changed.wait_for(lambda: self.done, timeout_s or None)
 
@@ -66,7 +66,7 @@ class Task:
 
 
 class _Thread(ABC):
-    """A thread that exists once it was needed, until `close`."""
+    """A thread that starts on first use and runs until `close`."""
 
     def __init__(self, name: str) -> None:
         self._changed = threading.Condition()
@@ -75,7 +75,7 @@ class _Thread(ABC):
         self._is_closed = False
 
     def _need(self) -> None:
-        """Start the thread, unless closed, or wake it; under `_changed`."""
+        """Start the thread unless closed, or wake it; hold `_changed`."""
         if self._thread is None and not self._is_closed:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -83,15 +83,15 @@ class _Thread(ABC):
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no thread."""
+        """Whether no thread is running."""
         return self._thread is None or not self._thread.is_alive()
 
     @abstractmethod
     def _run(self) -> None:
-        """What the thread does until `_is_closed`."""
+        """Run the thread until `_is_closed`."""
 
     def close(self) -> None:
-        """End the thread, after what it has to do."""
+        """End the thread once it has done its work."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -100,9 +100,9 @@ class _Thread(ABC):
 
 
 class Watch(_Thread):
-    """Calls `look` now and then while a block runs under it, for waits that can't look themselves.
+    """Calls `look` periodically while a ``with`` block runs, for waits that can't look themselves.
 
-    Its thread exists once there was such a block, and goes to sleep when there has been none for a while.
+    Its thread starts with the first block, and sleeps when there has been none for a while.
     """
 
     def __init__(self, look: Callable[[], object]) -> None:
@@ -130,28 +130,28 @@ class Watch(_Thread):
                     return
                 self._num_idle = 0 if self._is_open else self._num_idle + 1
             if self._is_open:
-                with contextlib.suppress(Exception):  # who waits meets the same
+                with contextlib.suppress(Exception):  # the waiting thread meets the same error
                     self._look()
 
 
 class Tasks(_Thread):
-    """Runs operations one after the other, on a thread that exists once there was one.
+    """Runs operations one after the other on a thread that starts with the first one.
 
     Args:
-        name: Of the thread.
-        check: Given to its tasks.
+        name: Name of the thread.
+        check: Argument `check` of its tasks.
     """
 
     def __init__(self, name: str, check: Callable[[], object]) -> None:
         super().__init__(name)
         self._check = check
         self._queue: deque[tuple[Task, Callable[[], Any]]] = deque()
-        self._runner: int | None = None  # the thread that runs an operation; a lock would not tell which one
-        self._waiting: set[int] = set()  # threads
+        self._runner: int | None = None  # the thread that runs an operation; a lock would not say which
+        self._waiting: set[int] = set()  # threads that wait for an operation
         self._num_pending = 0
 
     def begin_here(self) -> bool:
-        """Hold back the thread until `end_here`, and return True, if nothing runs or waits; False once closed."""
+        """Hold the thread back until `end_here` if nothing runs or waits; return whether it is held back."""
         with self._changed:
             if self._is_closed or not self.is_idle:
                 return False
@@ -165,16 +165,16 @@ class Tasks(_Thread):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs or waits, on the thread or on that of a caller."""
+        """Whether no operation is running or queued, on this thread or a caller's."""
         return self._num_pending == 0 and self._runner is None
 
     @property
     def runs_here(self) -> bool:
-        """Whether this thread is inside an operation, or waits for one: a signal handler that interrupted it asks."""
+        """Whether the calling thread is inside an operation or waits for one, which a signal handler must know."""
         return threading.get_ident() in (self._runner, *self._waiting)
 
     def wait(self, task: Task, timeout_s: float) -> bool:
-        """Wait for a task as `Task.wait` does."""
+        """Wait for a task like `Task.wait`."""
         self._waiting.add(threading.get_ident())
         try:
             return task.wait(timeout_s)
@@ -182,7 +182,7 @@ class Tasks(_Thread):
             self._waiting.discard(threading.get_ident())
 
     def submit(self, work: Callable[[], Any]) -> Task:
-        """Queue an operation; raise GroupAborted once closed: the thread may have gone, and nothing would run it."""
+        """Queue an operation; raise GroupAborted once closed, because the thread may have ended."""
         task = Task(self._check)
         with self._changed:
             if self._is_closed:
@@ -193,13 +193,13 @@ class Tasks(_Thread):
         return task
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing runs or waits, at most `timeout_s`."""
+        """Wait at most `timeout_s` until nothing runs or waits; return whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def close(self) -> None:
         super().close()
-        self._check = lambda: None  # it refers to the group, which refers to this: its connections would stay
+        self._check = lambda: None  # breaks a reference cycle that would keep the group's connections alive
 
     def _run(self) -> None:
         while True:

@@ -27,15 +27,15 @@ _ARITHMETIC = (
     torch.complex64,
     torch.complex128,
 )
-# Several elements a byte, and less memory than elements: no address of an element.
+# Several elements per byte, so that elements have no address.
 _PACKED = {torch.quint4x2, torch.quint2x4}
 _ALL = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - _PACKED
 _ORDERED = (*_ARITHMETIC, *sorted(_ALL.difference(_ARITHMETIC), key=str))
 
 DTYPE_CODES: dict[torch.dtype, tuple[int, int]] = {d: (code, d.itemsize) for code, d in enumerate(_ORDERED)}
-"""``dtype -> (code, bytes of an element)``; the same on every rank that runs the same torch.
+"""``dtype -> (code, bytes of an element)``; the same on every rank that runs the same version of torch.
 
-Without the dtypes that pack several elements into a byte, which no operation takes.
+Dtypes that pack several elements into a byte are left out, because no operation takes them.
 """
 
 ITEM_BYTES = [dtype.itemsize for dtype in _ORDERED]
@@ -54,7 +54,7 @@ _REDUCE_OPS = (
 )
 REDUCE_CODES: dict[object, tuple[int, int]] = {op: (code, code) for code, op in enumerate(_REDUCE_OPS)}
 """``operation -> (kernel, code that ranks must agree on)``."""
-# The inputs are multiplied before they are summed, but ranks must agree that they are.
+# Inputs are multiplied before the sum, and the ranks must agree on that.
 REDUCE_CODES[RedOpType.PREMUL_SUM] = (REDUCE_CODES[RedOpType.SUM][0], len(_REDUCE_OPS))
 
 SUM_CODES = REDUCE_CODES[RedOpType.SUM]
@@ -68,5 +68,5 @@ def premul_factor(op: Any) -> float | torch.Tensor:
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
-    """Return whether elements of a dtype are rounded: floating-point and complex numbers."""
+    """Whether a dtype is floating-point or complex, so that results are rounded."""
     return dtype.is_floating_point or dtype.is_complex

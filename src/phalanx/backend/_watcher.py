@@ -1,4 +1,4 @@
-"""A thread that notices the end of a connection, whatever this rank does meanwhile."""
+"""A thread that notices the end of a connection while this rank does something else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ENDS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class Watcher:
-    """Sleeps until a connection ends, or the host at its other end is silent; then tells whose it was.
+    """Sleeps until a connection ends or the host at its other end falls silent; then reports the rank.
 
     Args:
-        links: Connections, each with its rank; none: their ends can't be seen.
-        notice: Called on the thread with the rank, once for each connection that ended; with -1 now and then where
-            there are no connections to watch.
+        links: Connections to watch, each with its rank; empty if the engine's can't be watched.
+        notice: Function called on the thread with the rank of each connection that ended; without connections,
+            called periodically with -1.
     """
 
     def __init__(self, links: Sequence[tuple[int, Link]], notice: Callable[[int], None]) -> None:
@@ -31,7 +31,7 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; the connections may be closed then."""
+        """End the thread; afterwards the connections may be closed."""
         os.eventfd_write(self._wake, 1)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2)

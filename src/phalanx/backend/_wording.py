@@ -1,4 +1,4 @@
-"""A failure in words: what happened, on which rank, in which operation, what to do. The only place that makes them."""
+"""Turns a failure into words: what happened, on which rank, in which operation, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx._errors import KINDS, Failure, MadeCall, Peer, PhalanxError, RankFailed, Standing
-from phalanx._text import plural
+from phalanx._text import enumerated, plural
 
 _ORDER = "ake every rank of the group call the same collectives in the same order."
 _FEWER_CALLS = (
@@ -34,7 +34,7 @@ def error_of(failure: Failure) -> PhalanxError:
 
 
 def report_stall(failure: Failure, waited_s: float) -> None:
-    """Print that an operation waits, for whom, and where they stand."""
+    """Print that an operation is waiting, for which ranks, and what each of them is doing."""
     missing = several(failure.culprits)
     lines = [
         f"phalanx: {_head(failure)} has waited {waited_s:.1f} s for {missing} (timeout {failure.timeout_s or 0:.1f} s)",
@@ -48,7 +48,7 @@ def report_stall(failure: Failure, waited_s: float) -> None:
 
 
 def describe(peer: Peer) -> str:
-    """Return ``rank 3 (pid 123) on host b``, as far as that is known."""
+    """Return ``rank 3 (pid 123) on host b``, or as much of it as is known."""
     pid = f" (pid {peer.pid})" if peer.pid is not None else ""
     return f"rank {peer.rank}{pid}" + f" on host {peer.host}" * bool(peer.host)
 
@@ -60,14 +60,14 @@ def listed(items: Sequence[object]) -> str:
 
 
 def several(peers: Sequence[Peer]) -> str:
-    """Return ``ranks 1, 2``; each with its process where they are on several hosts."""
+    """Return ``ranks 1, 2``; on several hosts, each with its process and host."""
     if any(peer.host for peer in peers):
         return listed([describe(peer) for peer in peers])
-    return f"{plural(len(peers), 'rank')} {', '.join(str(peer.rank) for peer in peers)}"
+    return enumerated("rank", [peer.rank for peer in peers])
 
 
 def call_text(call: MadeCall) -> str:
-    """Return a call as its caller wrote it."""
+    """Return a call much as its caller wrote it."""
     facts = [call.dtype] if call.dtype else []
     if call.dtype:
         sizes = f"sizes={list(call.sizes)}" if call.sizes else "split sizes"
@@ -82,7 +82,7 @@ def call_text(call: MadeCall) -> str:
 
 
 def _by_host(failure: Failure) -> str:
-    """Return ``host b (ranks 2 and 3)`` for a host all of whose ranks are lost, else ``rank 2 on host b``."""
+    """Return ``host b (ranks 2 and 3)`` for a host whose ranks are all lost, else ``rank 2 on host b``."""
     named = []
     for host in dict.fromkeys(peer.host for peer in failure.culprits):
         meant = [peer.rank for peer in failure.culprits if peer.host == host]
@@ -111,7 +111,7 @@ def _stands(stand: Standing, seq: int) -> str:
 
 
 def _head(failure: Failure) -> str:
-    """Return which rank says it, in which operation."""
+    """Return the rank that reports the failure and its operation, with which every message begins."""
     if failure.op == "join":
         return f"rank {failure.rank}: init_process_group"
     if failure.kind == "aborted" and not failure.op:
@@ -164,7 +164,7 @@ def _table(failure: Failure) -> list[str]:
 
 
 def _difference(calls: Sequence[MadeCall]) -> tuple[str, str]:
-    """Return what calls disagree about, and what to do about it."""
+    """Return how the calls differ, and what to do about it."""
     facts: dict[str, Callable[[MadeCall], object]] = {
         "dtypes": lambda call: call.dtype,
         "sizes": lambda call: (call.count, call.sizes),
@@ -202,7 +202,7 @@ def _message_differs(failure: Failure) -> str:
 
 
 def _rank_ended(failure: Failure) -> str:
-    if failure.detail:  # what the launcher says of it
+    if failure.detail:  # from the launcher
         how = failure.detail
     elif failure.signal is not None:
         how = f"was killed by signal {failure.signal}{_signal_name(failure.signal)}"
@@ -261,7 +261,7 @@ def _rank_missing(failure: Failure) -> str:
 
 
 def _came_late(failure: Failure) -> str:
-    return f" comes too late: {_reporter(failure)} has reached its deadline and ended the group; see its message"
+    return f" came too late: {_reporter(failure)} has reached its deadline and ended the group; see its message"
 
 
 def _no_turn(failure: Failure) -> str:
@@ -303,7 +303,7 @@ def _unusable(failure: Failure) -> str:
 
 def _forked(failure: Failure) -> str:
     return (
-        f": this process was forked from rank {failure.rank} after the group was made and is no rank of it; call "
+        f": this process was forked from rank {failure.rank} after the group was created and is not a rank of it; call "
         "init_process_group in the child"
     )
 

@@ -1,4 +1,4 @@
-"""Handles of operations on their way, and the thread that fulfils their futures."""
+"""Handles of running operations, and the threads that fulfil their futures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOMENT_S = 0.001
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
-_shown: dict[CodeType, str] = {}  # how the file of a function is shown, "" for those that are passed over
+_shown: dict[CodeType, str] = {}  # file of a function as shown to users; "" for code that is skipped
 
 
 def _show(code: CodeType) -> str:
@@ -44,12 +44,12 @@ def _show(code: CodeType) -> str:
 
 
 def call_site(frame: FrameType | None = None) -> str:
-    """Return "file.py:line" of the caller: the innermost frame outside torch, phalanx and the standard library.
+    """Return "file.py:line" of the innermost frame outside torch, phalanx and the standard library.
 
     Args:
-        frame: Where to begin, if not with this thread's caller. A thread that others ask about leaves its frame with
-            them: sys._current_frames() can stop the process for good while a thread begins or ends (gh-106883,
-            Python before 3.11.9).
+        frame: Frame at which to start; None: the caller's. A thread about which others may ask leaves its frame with
+            them, because sys._current_frames() can hang the process while a thread starts or ends (gh-106883, Python
+            before 3.11.9).
     """
     frame = frame or sys._getframe(1)
     while frame is not None:
@@ -64,13 +64,13 @@ def call_site(frame: FrameType | None = None) -> str:
 
 
 class Completer:
-    """Fulfils the futures of finished operations, in threads that exist once somebody asked for a future.
+    """Fulfils the futures of finished operations, in threads that start when somebody asks for a future.
 
-    The native threads never take the GIL: they leave the number of a finished operation here. A callback of a future
-    may wait for another future (PowerSGD's does), so there is always one more thread than callbacks that run.
+    The native threads never take the GIL; they leave the number of a finished operation here. A callback of a future
+    may wait for another future (PowerSGD's does), so there is always one more thread than running callbacks.
 
-    Their lock is theirs alone: a signal handler that interrupts a call may wait for a future, so no lock that these
-    threads need may be held by the call.
+    Only these threads use their lock: a signal handler that interrupts a call may wait for a future, so the call must
+    not hold a lock that they need.
     """
 
     def __init__(self) -> None:
@@ -82,26 +82,26 @@ class Completer:
         self._lock = threading.Lock()
 
     def expect(self, work: PhalanxWork, handle: _core.Pending) -> None:
-        """Fulfil `work` when `handle` is done."""
+        """Fulfil `work` once `handle` is done."""
         number = next(self._numbers)
         self._works[number] = work
-        if not self._threads:  # two callers may come here: a thread too many ends after its first work
+        if not self._threads:  # two callers may both get here: a surplus thread ends after its first work
             self._start_thread()
             atexit.register(self.close)
         handle.notify(self._queue, number)
 
     @property
     def may_end(self) -> bool:
-        """Whether there are threads, and nothing on its way that they wait for."""
+        """Whether there are threads, and no running operation for which they wait."""
         return bool(self._threads) and all(work.over for work in list(self._works.values()))
 
     def fulfil_all(self) -> None:
-        """Fulfil what is over and was not told to the threads before they ended."""
+        """Fulfil works that are over but were not passed to the threads before they ended."""
         while self._works:
             self._works.popitem()[1].fulfil()
 
     def close(self) -> None:
-        """End the threads: no group is left, or the interpreter goes away under them."""
+        """End the threads, because no group is left or the interpreter is ending."""
         self._queue.close()
         for thread in list(self._threads):
             if thread is not threading.current_thread():  # a callback may destroy the last group
@@ -137,7 +137,7 @@ _num_forks = 0  # from the first process to this one
 
 
 def end_threads() -> None:
-    """End the threads that fulfil futures, once no group is left; the next future starts others."""
+    """End the threads that fulfil futures, once no group is left; the next future starts new ones."""
     global _completer
     if _completer.may_end:
         former, _completer = _completer, Completer()
@@ -149,9 +149,9 @@ _left_in_parent: list[Completer] = []
 
 
 def _begin_anew() -> None:
-    """In a forked child: the threads stayed in the parent with what they held.
+    """Start afresh in a forked child, which does not have the threads.
 
-    Destroying the queue that one of them waits on would hang.
+    The old completer is kept, because destroying a queue on which a thread waited would hang.
     """
     global _completer, _num_forks
     _left_in_parent.append(_completer)
@@ -163,7 +163,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 class Over:
-    """Stands for the handle of an operation that is over: a work that somebody keeps holds nothing of its group."""
+    """Replaces the handle of an operation that is over, so that a work that outlives its group holds nothing of it."""
 
     __slots__ = ("_error", "source")
     done = True
@@ -182,15 +182,16 @@ class PhalanxWork(Work):
     """An operation that was started: ``wait()``, ``is_completed()``, ``get_future()``, ``exception()``.
 
     Args:
-        wait: Blocks until the core is done, raises what it failed with, returns False at a timeout (seconds, 0 none).
-        handle: The core's handle, or None when the operation is over.
+        handle: Handle of the core; None if the operation is over.
+        wait: Function that blocks until the handle is done and raises its error; it returns False after a timeout in
+            seconds (0: none).
         result: Tensors of the operation, the value of the future.
-        settle: Runs once after success, before anyone sees the result: copies into tensors that are not contiguous.
-        keep: Whatever the core reads or writes; let go of when the operation is over.
-        release: Called with this work when the operation is over.
+        settle: Function that runs once after success, before the result is visible; it copies stand-ins back.
+        keep: Tensors that the core reads or writes, kept until the operation is over.
+        release: Function called with this work once the operation is over.
     """
 
-    # Once asked for: the future of the end, until it is told, and that of the result.
+    # Set on first request: the future of the operation's end, until it is fulfilled, and the future of the result.
     _futures: tuple[list[torch.futures.Future], torch.futures.Future]
 
     def __init__(
@@ -209,17 +210,17 @@ class PhalanxWork(Work):
         self._settle = settle
         self._keep = keep
         self._release = release
-        # Its own, because a signal handler that interrupts its holder may wait for another work; reentrant, because the
-        # handler may finish this one.
+        # One lock per work, because a signal handler that interrupts its holder may wait for another work; reentrant,
+        # because the handler may finish this one.
         self._lock = None if settle is None else threading.RLock()
         self._num_forks = _num_forks
 
     def _finish(self) -> None:
         if self._settle is not None and self._lock is not None:
-            is_forked = self._num_forks != _num_forks  # the lock's holder may have stayed in the parent
+            is_forked = self._num_forks != _num_forks  # the lock's holder may exist only in the parent
             with contextlib.nullcontext() if is_forked else self._lock:
                 if self._settle is not None:
-                    self._settle()  # again, where a signal handler interrupted it: whoever returns must see all of it
+                    self._settle()  # repeated if a signal handler interrupted it: on return, all of it must be done
                     self._settle = None
         self._keep = None
         release = self._release
@@ -228,12 +229,12 @@ class PhalanxWork(Work):
             release(self)
 
     def _part(self, error: BaseException | None) -> None:
-        """Hold the core no longer: the operation is over."""
+        """Drop the core, because the operation is over."""
         self._wait = self._release = None  # before the handle: see wait()
         self._handle = Over(error, getattr(self._handle, "source", -1))
 
     def let_go(self) -> None:
-        """Hold the core no longer if the operation is over, however it ended. Its tensors are settled by who waits."""
+        """Drop the core if the operation is over, however it ended. The waiting thread settles its tensors."""
         handle, wait = self._handle, self._wait
         if wait is None:
             return
@@ -243,24 +244,24 @@ class PhalanxWork(Work):
                 return
         except Exception as failure:
             error = failure.with_traceback(None)
-        is_unheard = not handle.done  # what the group left behind is over without a word to who has its future
+        is_unheard = not handle.done  # the group ended without notifying the holder of the future
         self._part(error)
         if is_unheard and "_futures" in self.__dict__:
             self.fulfil()
 
     @property
     def over(self) -> bool:
-        """True if the core is done with the operation, successfully or not."""
+        """Whether the core is done with the operation, successfully or not."""
         return self._handle is None or self._handle.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is over; raise what it failed with. A `timeout` of 0 is none, as in torch."""
-        handle, wait = self._handle, self._wait  # in this order: another thread may part them from the core
+        """Block until the operation is over; raise its error. A `timeout` of 0 means none, as in torch."""
+        handle, wait = self._handle, self._wait  # in this order: another thread may drop the core
         if handle is None:
             return True
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if seconds < 0:
-            raise ValueError(f"timeout must be at least 0 s (0: for ever), got {seconds:g} s")
+            raise ValueError(f"timeout must be at least 0 s (0: forever), got {seconds:g} s")
         if wait is None:
             if (error := self.exception()) is not None:
                 raise error
@@ -297,33 +298,33 @@ class PhalanxWork(Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Rank of the group that sent what this receive got."""
+        """Return the rank in the group from which this receive got its message."""
         return self._handle.source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return the future of the result, the list of tensors; a failure reaches who waits for it as RuntimeError."""
+        """Return the future of the result, a list of tensors; waiting for it raises a failure as RuntimeError."""
         if not self.over:
             self._handle.require_reachable()
         if "_futures" in self.__dict__:
             return self._futures[1]
         over: torch.futures.Future = torch.futures.Future()
-        # What set_exception() leaves, only Python understands; what a callback raises, C++ does too, and torch's
-        # DistributedDataParallel waits there.
+        # Only Python understands set_exception(); C++, where torch's DistributedDataParallel waits, understands what a
+        # callback raises.
         future = over.then(lambda _: self._outcome())
         untold = [over]
-        made = self.__dict__.setdefault("_futures", (untold, future))  # atomic, where a lock could be held for ever
+        made = self.__dict__.setdefault("_futures", (untold, future))  # atomic; a lock could be held forever
         if made[0] is not untold:
             return made[1]
         if self.over:
-            self.fulfil()  # at once: who asks now may look without waiting
+            self.fulfil()  # at once: the caller may look at it without waiting
         else:
             _completer.expect(self, self._handle)
         return future
 
     def fulfil(self) -> None:
-        """Give the future its value, once, when the operation is over."""
+        """Give the future its value, once the operation is over. Idempotent."""
         with contextlib.suppress(IndexError):  # another thread was first
             self._futures[0].pop().set_result(None)
 
@@ -335,6 +336,6 @@ class PhalanxWork(Work):
         return self._result
 
 
-# A Work whose operation was over before the call returned, as all blocking ones.
 def finished(result: list[torch.Tensor]) -> PhalanxWork:
+    """Return the work of an operation that was over before the call returned, such as a blocking one."""
     return PhalanxWork(None, None, result)

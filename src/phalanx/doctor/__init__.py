@@ -1,5 +1,5 @@
-"""``phalanx doctor``: whether this host, and the hosts of a job together, can train; what is wrong, and what to do.
+"""``phalanx doctor``: checks whether this host, or all hosts of a job, can train, and says what to do about problems.
 
-Everything is tried rather than guessed, each test with a deadline. The command itself imports no torch: what needs it
-runs in a process of its own, so that a torch that can't be imported, crashes or hangs is a finding like any other.
+It tries things rather than guessing, each with a deadline. The command itself imports no torch; whatever needs torch
+runs in a separate process, so a torch that can't be imported, crashes or hangs is a finding like any other.
 """

@@ -1,10 +1,8 @@
-"""The store in which the hosts meet: how host 0 opens it, how the others come to it, and waits that end."""
+"""The store in which the hosts meet: host 0 opens it, the others connect to it, and every wait has a deadline."""
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,6 +12,7 @@ import torch.distributed as dist
 
 from phalanx._store import GarbledError, JsonStore, Shape, wait_until
 from phalanx.doctor import links
+from phalanx.doctor.deadline import UnansweredError, within
 from phalanx.doctor.exercise import one_line
 from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.messages import whole
@@ -21,7 +20,7 @@ from phalanx.launch.ports import port_problem
 
 Send = Callable[[dict[str, Any]], None]
 
-PATIENCE_S = 2.0  # before we say whom we wait for
+PATIENCE_S = 2.0  # before a line names the hosts that are missing
 POLL_S = 0.02
 STAGE_S = 20.0  # for one stage on all hosts
 _HELLO = "phalanx-doctor"
@@ -30,7 +29,7 @@ _NAME_S = 5.0  # for a name to appear in DNS
 
 
 class NotMetError(Exception):
-    """The hosts did not meet; carries the finding that says why."""
+    """The hosts did not meet; `finding` says why."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.found)
@@ -38,14 +37,14 @@ class NotMetError(Exception):
 
 
 class Bulletin(JsonStore):
-    """Values and counters by name, seen by every host of the job."""
+    """Named values and counters that every host of the job can see."""
 
     def wait_for(self, key: str, shape: Shape, ends_s: float, whom: str) -> Any:
-        """Return a value when it is there.
+        """Wait for a value and return it.
 
         Raises:
-            NotMetError: It is not there at `ends_s`.
-            GarbledError: It is there, and does not have the shape.
+            NotMetError: There was none by `ends_s`.
+            GarbledError: It does not have the shape.
         """
         value = wait_until(lambda: self.get(key, shape), ends_s, most_s=POLL_S)
         if value is None:
@@ -54,7 +53,7 @@ class Bulletin(JsonStore):
         return value
 
     def sync(self, name: str, members: Sequence[int]) -> bool:
-        """Wait until all members are here; return whether they came."""
+        """Wait until all members have called this; return whether they have."""
         ends_s = time.monotonic() + STAGE_S
         self.add(f"sync/{name}", STAGE_S)
         have_come = wait_until(lambda: self.count(f"sync/{name}") >= len(members) or None, ends_s, most_s=POLL_S / 4)
@@ -62,10 +61,10 @@ class Bulletin(JsonStore):
 
 
 def open_bulletin(port: int, num_hosts: int) -> Bulletin:
-    """Return the bulletin that this host, the first, serves.
+    """Return the bulletin, which this host serves as the first.
 
     Raises:
-        NotMetError: It can't listen there.
+        NotMetError: This host can't listen on `port`.
     """
     if why := port_problem(port):
         todo = "end it, or name another --master-port on all hosts"
@@ -77,19 +76,22 @@ def open_bulletin(port: int, num_hosts: int) -> Bulletin:
 
 
 def come_to_bulletin(host: str, port: int, ends_s: float, send: Send) -> tuple[Bulletin, int]:
-    """Return the bulletin of host 0, and how many hosts it expects.
+    """Return the bulletin of host 0, and the number of hosts that it expects.
 
     Raises:
-        NotMetError: It was not reached by `ends_s`, or somebody else answers; says which.
+        NotMetError: Host 0 was not reached by `ends_s`, or something else answers.
     """
     where = f"{host}:{port}"
     _knock(host, port, ends_s, send)
     todo = "a job may be running there, or host 0 was given another port: see host 0"
-    opened = _open_store(host, port)
-    if isinstance(opened, str):
-        found = f"what answers at {where} is not the doctor of host 0: {opened}"
-        raise NotMetError(problem("meeting", found, todo))
-    bulletin = Bulletin(opened)
+    timeout = timedelta(seconds=_HANDSHAKE_S)
+    try:  # torch would wait forever for a server that accepts the connection and says nothing
+        store = within(2 * _HANDSHAKE_S, lambda: dist.TCPStore(host, port, is_master=False, timeout=timeout))
+    except Exception as error:
+        why = str(error) if isinstance(error, UnansweredError) else one_line(error)
+        found = f"what answers at {where} is not the doctor of host 0: {why}"
+        raise NotMetError(problem("meeting", found, todo)) from None
+    bulletin = Bulletin(store)
     try:
         return bulletin, bulletin.wait_for(_HELLO, whole, time.monotonic() + PATIENCE_S, "")
     except (NotMetError, GarbledError):
@@ -97,29 +99,8 @@ def come_to_bulletin(host: str, port: int, ends_s: float, send: Send) -> tuple[B
         raise NotMetError(problem("meeting", found, todo)) from None
 
 
-def _open_store(host: str, port: int) -> dist.TCPStore | str:
-    """Return the store there, or why there is none.
-
-    In a thread of its own, which may be left behind: torch waits for ever for a server that takes the connection and
-    says nothing.
-    """
-    opened: queue.SimpleQueue[dist.TCPStore | str] = queue.SimpleQueue()
-
-    def open_store() -> None:
-        try:
-            opened.put(dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_HANDSHAKE_S)))
-        except Exception as error:
-            opened.put(one_line(error))
-
-    threading.Thread(target=open_store, name="doctor-store", daemon=True).start()
-    try:
-        return opened.get(timeout=2 * _HANDSHAKE_S)
-    except queue.Empty:
-        return f"no answer within {2 * _HANDSHAKE_S:g} s"
-
-
 def _knock(host: str, port: int, ends_s: float, send: Send) -> None:
-    """Return when `port` of host 0 takes connections."""
+    """Return once `port` of host 0 accepts connections."""
     began_s = time.monotonic()
     name_ends_s = min(ends_s, began_s + _NAME_S)
     said = False

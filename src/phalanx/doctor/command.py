@@ -1,4 +1,4 @@
-"""``phalanx doctor``: its command line, which takes what ``phalanx run`` takes."""
+"""The command line of ``phalanx doctor``, which accepts every flag of ``phalanx run``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FLAGS = (
 
 
 def main(args: Sequence[str]) -> int:
-    """Examine this host, or this host's part of a job; return 1 if there is a problem, 2 for a wrong command line."""
+    """Examine this host, or its part of a job; return 1 if there is a problem, 2 for a mistake in the command line."""
     environ = _env.environment()
     try:
         role, is_json = read_role(args, environ)
@@ -57,12 +57,12 @@ def main(args: Sequence[str]) -> int:
 
 
 def read_role(args: Sequence[str], environ: Mapping[str, str]) -> tuple[HostRole | None, bool]:
-    """Return what is to be examined, and whether JSON is wanted.
+    """Return this host's role, and whether to print JSON.
 
-    None where a scheduler started one of us for each rank: the first of each host examines it.
+    The role is None if a scheduler started one doctor per rank and this is not the first one on its host.
 
     Raises:
-        UsageError: Something is wrong or contradicts something else.
+        UsageError: An argument is wrong, or arguments contradict each other.
     """
     settings, _, found = read_command(args, environ, parser=make_parser(), also=FLAGS)
     if found is not None and found.local_rank > 0:
@@ -97,7 +97,7 @@ def _role_of(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> Hos
 
 
 def _is_own(host: str) -> bool:
-    """Whether a name or an address is one of this host's, as torch's c10d rendezvous decides who serves."""
+    """Whether a name or address is this host's, by which torch's c10d rendezvous decides who serves."""
     if host in (socket.gethostname(), socket.getfqdn()):
         return True
     try:

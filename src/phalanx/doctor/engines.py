@@ -1,4 +1,4 @@
-"""Which engines there are, and what became of an all_reduce on each; MPI is run from here, without torch."""
+"""Judges the installed engines and the all_reduce on each; runs the one over MPI, which needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warni
 from phalanx.launch.cpus import has_module
 
 _SLOW_IMPORT_S = 10.0
-# Of the launcher that has started us: an mpirun inside would take them for its own.
+# Variables of the launcher that started us, which an mpirun of ours would take for its own.
 _FOREIGN = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDI_", "HYDRA_", "I_MPI_")
 _ADVICE = {
     "phalanx": "see /dev/shm, shared memory and limits above; the message says which system call failed",
@@ -27,11 +27,11 @@ _ADVICE = {
 
 
 def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
-    """Judge what the process that imports torch has told.
+    """Judge the import of torch and the installed versions.
 
     Args:
-        told: None if nothing came.
-        died: Words for how the process ended before; empty: it did not.
+        told: Facts from the process that imports torch; None: nothing came.
+        died: Words for how that process died; empty: it did not.
     """
     todo = f"{os.path.basename(sys.executable)} -c 'import torch' shows it whole; install torch 2.11 or newer anew"
     if told is None or "error" in told:
@@ -52,7 +52,7 @@ def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
 
 
 def judge_engine(result: Mapping[str, Any]) -> Finding:
-    """Judge one engine's run."""
+    """Judge the all_reduce of one engine."""
     engine, size = result["engine"], result.get("world_size", 2)
     if "error" in result:
         return problem("all_reduce", f"{engine} on {size} local ranks: {result['error']}", _ADVICE.get(engine, ""))
@@ -61,13 +61,13 @@ def judge_engine(result: Mapping[str, Any]) -> Finding:
 
 
 def judge_death(died: str, engine: str) -> Finding:
-    """Judge that the process with torch ended before it had told all, in the middle of `engine` if that is known."""
+    """Return the finding that the process with torch died before it was done, perhaps while it tried `engine`."""
     during = f" while {engine} was tried" if engine else ""
     return problem("torch", f"the process that tries the engines{during}: {died}", _ADVICE.get(engine, "see above"))
 
 
 def judge_gpus(gpus: Mapping[str, Any], versions: Mapping[str, Any], num_seen: int) -> list[Finding]:
-    """Judge the GPUs that torch sees against the `num_seen` that the system shows."""
+    """Compare the GPUs that torch sees with the `num_seen` that the system shows."""
     devices = gpus.get("devices", [])
     if "error" in gpus:
         return [problem("GPU", f"asking for the GPUs: {gpus['error']}", "nvidia-smi; the driver may hang")]
@@ -91,7 +91,7 @@ def find_mpirun() -> str | None:
 
 
 def examine_mpi(environ: Mapping[str, str], deadline_s: float) -> list[Finding]:
-    """Run an all_reduce of mpi4py on two ranks of ``mpirun``."""
+    """Run an all_reduce of mpi4py on two ranks under ``mpirun``."""
     mpirun, has_mpi4py = find_mpirun(), has_module("mpi4py")
     if not mpirun or not has_mpi4py:
         missing = " and ".join([*["mpirun"] * (not mpirun), *["mpi4py"] * (not has_mpi4py)])
@@ -101,11 +101,11 @@ def examine_mpi(environ: Mapping[str, str], deadline_s: float) -> list[Finding]:
 
 
 def mpi_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` for an ``mpirun`` on this host alone, whoever has started us."""
+    """Return the environment for an ``mpirun`` on this host alone, whatever launcher started us."""
     ours = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # two ranks on one core too
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # two ranks even on one core
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
         "OMP_NUM_THREADS": "1",
@@ -114,10 +114,13 @@ def mpi_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def judge_mpi(code: int | None, out: str, err: str, *, deadline_s: float) -> Finding:
-    """Judge the end of that run.
+    """Judge the all_reduce over MPI.
 
     Args:
-        code: Exit code; None: it had not ended at the deadline.
+        code: Exit code of ``mpirun``; None: it was still running at the deadline.
+        out: Text that it wrote to stdout.
+        err: Text that it wrote to stderr.
+        deadline_s: Seconds that it had.
     """
     told = [json.loads(line.partition("doctor:")[2]) for line in out.splitlines() if "doctor:" in line]
     if len(told) == 2 and told[0]["size"] == 1:

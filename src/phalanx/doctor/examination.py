@@ -1,39 +1,41 @@
-"""All tests of one host in order, each with a deadline; between the hosts of a job, the meeting too."""
+"""Runs all tests of one host in order, each with a deadline, and the meeting with the other hosts of a job."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx._network import Interface, interfaces
 from phalanx.doctor import engines, limits, network, processors
+from phalanx.doctor.deadline import UnansweredError, within
 from phalanx.doctor.finding import LEVELS, Finding, warning, worst
 from phalanx.doctor.torch_process import Say, TorchProcess
 from phalanx.launch.cpus import count_gpus, read_machine
 
 _TEST_S = 5.0  # for one test of the host
 _MPI_S = 8.0
-_MEETING_SLACK_S = 90.0  # beyond the time that hosts wait for each other; the meeting has deadlines of its own
+_MEETING_SLACK_S = 90.0  # beyond the hosts' wait for each other; the meeting has deadlines of its own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostRole:
-    """Where this host stands in the job.
+    """This host's role in the job.
 
     Attributes:
         num_hosts: Number of hosts in the job; with ``--nnodes MIN:MAX`` the largest.
-        least_hosts: Number of hosts with which the job begins.
-        is_counted: Whether node ranks are assigned as hosts come (c10d); `node_rank` means nothing before.
+        least_hosts: Number of hosts with which the job can begin.
+        node_rank: Number of this host; meaningless before the meeting if `is_counted`.
+        is_counted: Whether node ranks are assigned in the order in which hosts come (c10d).
         serves: Whether this is host 0, to which the others connect.
+        master_addr: Host or address of host 0.
+        master_port: Port on which host 0 listens.
         timeout_s: Seconds that hosts wait for each other.
-        num_local_ranks: Number of ranks that the job would have here.
-        tries_engines: Whether an all_reduce of each engine is run on local ranks.
+        num_local_ranks: Number of ranks that the job would start here.
+        tries_engines: Whether to run an all_reduce with each engine on local ranks.
         interface: Network interface towards the master; empty: none.
         address: Address of this host on that interface.
     """
@@ -54,11 +56,15 @@ class HostRole:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What is to be told: this host's findings in the order of the tests; on host 0 also the others' and the job's.
+    """The result of an examination.
 
     Attributes:
-        level: The worst of the whole job; may be worse than what `findings` has.
-        is_told_by_first: Host 0 has all findings and prints them.
+        findings: Findings of this host in the order of the tests; on host 0, also those of the others and of the job.
+        hosts: Facts of all hosts.
+        level: Worst level of the whole job, which may be worse than that of `findings`.
+        role: Role of this host, with its final node rank.
+        is_told_by_first: Whether host 0 prints this host's findings.
+        seconds: Duration of the examination.
     """
 
     findings: Sequence[Finding]
@@ -70,10 +76,12 @@ class Diagnosis:
 
 
 def examine(role: HostRole, environ: Mapping[str, str], say: Say) -> Diagnosis:
-    """Run every test and return what was found.
+    """Run every test and return the diagnosis.
 
     Args:
-        say: Function that prints a line about hosts that are awaited.
+        role: Role of this host.
+        environ: Environment to examine.
+        say: Function that prints a line about hosts that are still missing.
     """
     began_s = time.monotonic()
     if role.num_hosts > 1:
@@ -108,7 +116,7 @@ def examine(role: HostRole, environ: Mapping[str, str], say: Say) -> Diagnosis:
 
 
 def _look_towards_master(role: HostRole) -> tuple[HostRole, list[Finding]]:
-    """Return the role with the interface towards the master, and what there is to say of it."""
+    """Return the role completed with the interface towards the master, and the findings about it."""
     towards: list[Interface] = []
 
     def look() -> list[Finding]:
@@ -118,7 +126,7 @@ def _look_towards_master(role: HostRole) -> tuple[HostRole, list[Finding]]:
         return findings
 
     findings = _guarded("master", look)
-    if not towards:  # an address that the others may reach all the same
+    if not towards:  # some address, which the others may reach nevertheless
         towards = [one for one in interfaces() if one.is_up and not one.is_loopback and one.address]
     if not towards:
         return role, findings
@@ -139,7 +147,6 @@ def _examine_host(role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
         "liveness": limits.try_watching,
         "/dev/shm": lambda: limits.examine_dev_shm(limits.read_dev_shm()),
         "CPUs": lambda: processors.examine_cpus(machine, num_ranks, os.cpu_count()),
-        "clock": processors.examine_clock,
         "network": lambda: network.examine_interfaces(environ, num_hosts),
         "own name": lambda: network.examine_own_name(environ, num_hosts),
     }
@@ -149,7 +156,7 @@ def _examine_host(role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _judge_torch(told: Mapping[str, Any], role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
-    """Judge what the process with torch has told."""
+    """Judge the facts from the process that has torch."""
     versions = told.get("torch")
     findings = engines.judge_torch(versions, told["died"])
     is_there = versions is not None and "error" not in versions
@@ -167,22 +174,12 @@ def _judge_torch(told: Mapping[str, Any], role: HostRole, environ: Mapping[str, 
 
 
 def _guarded(topic: str, test: Callable[[], list[Finding]], deadline_s: float = _TEST_S) -> list[Finding]:
-    """Return what a test found; that it hangs or fails by itself is a finding too."""
-    answer: queue.SimpleQueue[list[Finding] | Exception] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            answer.put(test())
-        except Exception as error:
-            answer.put(error)
-
-    threading.Thread(target=run, name=f"doctor-{topic}", daemon=True).start()
+    """Return the findings of a test; if it hangs or raises, that is a finding, too."""
     try:
-        found = answer.get(timeout=deadline_s)
-    except queue.Empty:
+        return within(deadline_s, test)
+    except UnansweredError:
         todo = "what it waits for does not answer: a name server, a file system, a driver"
         return [warning(topic, f"the test did not end within {deadline_s:g} s", todo)]
-    if isinstance(found, Exception):
+    except Exception as error:
         todo = "this is a fault of phalanx doctor: please report it"
-        return [warning(topic, f"the test failed by itself: {type(found).__name__}: {found}", todo)]
-    return found
+        return [warning(topic, f"the test itself failed: {type(error).__name__}: {error}", todo)]

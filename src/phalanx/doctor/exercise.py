@@ -1,6 +1,6 @@
-"""What a rank of the doctor's own does: all_reduce a few times, look at the result, say how long it took.
+"""An all_reduce with each engine, on ranks of the doctor's own: run a few times, check the result, take the time.
 
-Run in processes that are killed at a deadline: an engine that hangs is a finding.
+The ranks are processes that are killed at a deadline, because an engine that hangs is a finding.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import re
 import select
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+from phalanx.doctor.deadline import UnansweredError, within
 
 SIZE_BYTES = 1 << 20
 _NUM_WARM_UP, _NUM_TIMED = 3, 15
 _NUM_TIMED_BETWEEN_HOSTS = 5
 _ITEM_BYTES = 4
 _GLOO_S = 5.0
-_ABANDON_S = 0.5
 ABANDONED = "it waited for another host, which had failed"
 
-# For mpirun: mpi4py alone, so that a broken torch does not hide a working MPI.
+# For mpirun. Only mpi4py, so that a broken torch does not hide a working MPI.
 MPI_PROGRAM = f"""
 import array, json, time
 from mpi4py import MPI
@@ -48,11 +48,11 @@ if comm.rank == 0:
 
 
 def all_reduce(engine: str, store: Any, rank: int, world_size: int, timeout_s: float, device: str = "cpu") -> float:
-    """Return the median time of an all_reduce of `SIZE_BYTES` in seconds, in a process group made for it.
+    """Return the median time in seconds of an all_reduce of `SIZE_BYTES`, in a process group created for it.
 
     Raises:
         ArithmeticError: The sum is wrong.
-        Exception: Whatever torch or the engine raises.
+        Exception: torch or the engine has failed.
     """
     import torch
     import torch.distributed as dist
@@ -71,7 +71,7 @@ def all_reduce(engine: str, store: Any, rank: int, world_size: int, timeout_s: f
 
 
 def all_reduce_by_gloo(store: Any, rank: int, world_size: int) -> float:
-    """Return the same of Gloo between hosts; the group is known to nobody else, so that it can be abandoned."""
+    """Return the same for Gloo between hosts, with a group that is registered nowhere, so that it can be abandoned."""
     import torch.distributed as dist
 
     group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_GLOO_S))
@@ -87,7 +87,7 @@ def _time(reduce: Callable[[Any], object], rank: int, world_size: int, num_timed
     times = []
     for _ in range(_NUM_WARM_UP + num_timed):
         tensor.fill_(rank + 1.0)
-        reduce(together)  # all begin at once: what a rank waits for another's last check is no time of the engine's
+        reduce(together)  # so that all begin at once, and waiting for another rank's check is not counted
         began_s = time.perf_counter()
         reduce(tensor)
         times.append(time.perf_counter() - began_s)
@@ -96,36 +96,28 @@ def _time(reduce: Callable[[Any], object], rank: int, world_size: int, num_timed
     return sorted(times[_NUM_WARM_UP:])[num_timed // 2]
 
 
-def answered(fn: Callable[[], float], others_failed: Callable[[], bool]) -> dict[str, Any]:
-    """Return ``{"seconds": ...}`` of `fn`, or ``{"error": text}``: its own, or that it was abandoned.
+def answered(call: Callable[[], float], others_failed: Callable[[], bool]) -> dict[str, Any]:
+    """Return ``{"seconds": ...}`` of `call`, or ``{"error": text}`` if it failed, hung or was abandoned.
 
     Args:
-        others_failed: Whether `fn` can't succeed any more; asked now and then.
+        call: Function that returns a duration in seconds.
+        others_failed: Function, called now and then, that says whether `call` can no longer succeed.
     """
-    result: dict[str, Any] = {}
-
-    def run() -> None:
-        try:
-            result["seconds"] = fn()
-        except Exception as error:
-            result["error"] = one_line(error)
-
-    thread = threading.Thread(target=run, name="doctor-gloo", daemon=True)
-    thread.start()
-    ends_s = time.monotonic() + 2 * _GLOO_S
-    while thread.is_alive() and time.monotonic() < ends_s:
-        thread.join(_ABANDON_S)
-        if thread.is_alive() and others_failed():
-            thread.join(_ABANDON_S)
-            return dict(result) or {"error": ABANDONED}
-    return dict(result) or {"error": f"no answer within {2 * _GLOO_S:g} s"}
+    try:
+        return {"seconds": within(2 * _GLOO_S, call, others_failed)}
+    except UnansweredError as error:
+        return {"error": ABANDONED if others_failed() else str(error)}
+    except Exception as error:
+        return {"error": one_line(error)}
 
 
 def run_ranks(engine: str, world_size: int, deadline_s: float) -> dict[str, Any]:
-    """Return ``{"seconds": median}``, or ``{"error": text}``, of an engine on ranks forked from this process.
+    """Return ``{"seconds": median}`` of an engine on ranks forked from this process, or ``{"error": text}``.
 
     Args:
-        deadline_s: For all of it; ranks that still run then are killed.
+        engine: Backend for ``init_process_group``.
+        world_size: Number of ranks.
+        deadline_s: Seconds after which ranks that are still running are killed.
     """
     with tempfile.TemporaryDirectory(prefix="phalanx-doctor-") as folder:
 
@@ -147,7 +139,8 @@ def run_ranks(engine: str, world_size: int, deadline_s: float) -> dict[str, Any]
 
 
 def in_processes(fn: Callable[[int], dict[str, Any]], num: int, deadline_s: float) -> list[dict[str, Any]]:
-    """Return what ``fn(number)`` returned in each of `num` forked processes, or ``{"error": text}``."""
+    """Return the result of ``fn(number)`` in each of `num` forked processes, or ``{"error": text}``."""
+    from phalanx.launch.outcome import signal_name
     from phalanx.launch.warden import die_with_parent
 
     ends_s, parent = time.monotonic() + deadline_s, os.getpid()
@@ -167,10 +160,10 @@ def in_processes(fn: Callable[[int], dict[str, Any]], num: int, deadline_s: floa
     results = [_read_result(pipe, ends_s, deadline_s) for pipe in pipes]
     for pid, result in zip(pids, results, strict=True):
         if result.get("hung"):
-            os.kill(pid, signal.SIGKILL)  # not reaped yet: still ours
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if not result:
-            died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            died = signal_name(-code) if code < 0 else f"exit code {code}"
             result["error"] = f"a rank died: {died}"
     return results
 
@@ -183,7 +176,7 @@ def _attempt(fn: Callable[[int], dict[str, Any]], number: int) -> dict[str, Any]
 
 
 def _read_result(pipe: int, ends_s: float, deadline_s: float) -> dict[str, Any]:
-    """Return what one process wrote; empty if it died first."""
+    """Return the result that a process wrote; empty if it died first."""
     try:
         if not select.select([pipe], [], [], max(0.0, ends_s - time.monotonic()))[0]:
             return {"error": f"no answer within {deadline_s:g} s", "hung": True}
@@ -194,7 +187,7 @@ def _read_result(pipe: int, ends_s: float, deadline_s: float) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return kind and message of an error, without the stack and the places in C++ that torch adds."""
+    """Return the class and message of an error in one line, without torch's C++ stack and source locations."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = re.sub(r"\[/\S+:\d+\] ", "", lines[0]) if lines else ""
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__

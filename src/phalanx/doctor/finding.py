@@ -1,4 +1,4 @@
-"""What one test found, how bad that is, and what to do about it."""
+"""The result of one test: what was found, how bad it is, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 LEVELS = ("ok", "note", "warning", "problem")
-"""From harmless to what stops a job: a `note` is to be known, a `warning` costs speed or breaks some jobs."""
+"""Severities: a `note` is worth knowing, a `warning` costs speed or breaks some jobs, a `problem` stops a job."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def problem(topic: str, found: str, todo: str, **facts: Any) -> Finding:
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """Return the worst level among them, ``ok`` where there is none."""
+    """Return the worst level of the findings, ``ok`` if there are none."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
 
 

@@ -1,6 +1,6 @@
-"""The hosts of a job meet, probe each other and try Gloo; host 0 gathers what they found.
+"""The hosts of a job meet, probe each other and try Gloo; host 0 gathers the results.
 
-Runs in the process that has torch. Every wait has a deadline, and who does not come is named: the others go on without.
+This runs in the process that has torch. Every wait has a deadline; missing hosts are named, and the others go on.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _SAME_FLAGS = "the same --nnodes on all hosts, and a --node-rank of its own on e
 
 
 def hold(role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
-    """Take this host's part; send each finding as a packet, and at the end who was there and the job's worst level.
+    """Take this host's part in the meeting; send each finding as a packet, then the hosts and the job's worst level.
 
     Args:
         role: `examination.HostRole` as a dict.
         go: Results of this host alone: ``facts``, and ``findings`` as dicts.
+        send: Function that sends a packet.
     """
     examination = HostExamination(role, go, send)
     try:
@@ -39,9 +40,9 @@ def hold(role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
     except NotMetError as error:
         findings = [error.finding]
     except GarbledError as error:
-        found = f"host 0 at {examination.where} tells what this phalanx doctor does not understand: {error}"
+        found = f"host 0 at {examination.where} sent something that this phalanx doctor does not understand: {error}"
         findings = [problem("meeting", found, _SAME_VERSION)]
-    except Exception as error:  # the store has gone, and with it host 0
+    except Exception as error:  # the store is gone, and with it host 0
         todo = "see what phalanx doctor says on host 0"
         findings = [problem("meeting", f"lost host 0 at {examination.where}: {one_line(error)}", todo)]
     finally:
@@ -55,9 +56,11 @@ class HostExamination:
     """One host's part in the meeting.
 
     Attributes:
-        rank: Node rank; with the c10d rendezvous given out as hosts come.
-        hosts: Once known, who is there, without their findings.
-        level: The worst of the whole job, once host 0 has said it.
+        rank: Node rank; with the c10d rendezvous, assigned in the order in which hosts come.
+        where: Address at which the hosts meet.
+        listener: Listener for the probes of other hosts.
+        hosts: Facts of the hosts that came, without their findings; empty until known.
+        level: Worst level of the whole job; empty until known.
     """
 
     def __init__(self, role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
@@ -69,10 +72,10 @@ class HostExamination:
         self.listener: links.Listener = links.Listener()
         self.hosts: list[dict[str, Any]] = []
         self.level: str = ""
-        self._garbled: dict[int, str] = {}  # by rank: what is wrong with what it tells
+        self._garbled: dict[int, str] = {}  # what is wrong with the facts of a host, by rank
 
     def hold(self) -> list[Finding]:
-        """Return what is to be said on this host: on host 0 of all of them."""
+        """Hold the meeting; return the findings to print on this host, on host 0 those of all."""
         host, port = self._role["master_addr"], self._role["master_port"]
         if self._role["serves"]:
             self._bulletin = open_bulletin(port, self._num)
@@ -91,7 +94,7 @@ class HostExamination:
         return []
 
     def _introduce(self, expected: int) -> None:
-        """Tell the others who we are, unless somebody else is that already."""
+        """Register this host with the others, unless another host has taken its rank."""
         role, bulletin, name = self._role, self._bulletin, self._go["facts"]["name"]
         if role["is_counted"]:
             self.rank = 0 if role["serves"] else bulletin.add("counted")
@@ -119,7 +122,7 @@ class HostExamination:
     # ------------------------------------------------------------ host 0
 
     def _lead(self) -> list[Finding]:
-        """Return the findings of the other hosts, and those about several."""
+        """Return the findings of the other hosts, and those about several hosts."""
         bulletin, known = self._bulletin, self._gather()
         members = sorted(known)
         self.hosts = [{key: known[rank][key] for key in known[rank] if key != "findings"} for rank in members]
@@ -133,7 +136,7 @@ class HostExamination:
             measured = {0: self._measure(members)}
             ends_s = time.monotonic() + STAGE_S
             for rank in members[1:]:
-                with contextlib.suppress(NotMetError, GarbledError):  # it came and did not finish
+                with contextlib.suppress(NotMetError, GarbledError):  # the host did not finish
                     measured[rank] = bulletin.wait_for(
                         f"done/{rank}", lambda told: messages.measured(told, members), ends_s, f"host {rank}"
                     )
@@ -142,11 +145,11 @@ class HostExamination:
         bulletin.set("level", self.level)
         ends_s = time.monotonic() + PATIENCE_S
         while bulletin.count("bye") < len(members) - 1 and time.monotonic() < ends_s:
-            time.sleep(POLL_S)  # the store ends with us
+            time.sleep(POLL_S)  # this process serves the store
         return findings
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Return the facts of the hosts that have come, by rank, when all have or the time is over."""
+        """Return the facts of the hosts by rank, once all have come or the time is up."""
         said_s = time.monotonic() + PATIENCE_S
         known: dict[int, dict[str, Any]] = {}
         while True:
@@ -164,10 +167,10 @@ class HostExamination:
         try:
             told = self._bulletin.get(f"facts/{rank}", messages.facts)
             if told["host"] != rank:
-                raise GarbledError(f"it calls itself host {told['host']}")
+                raise GarbledError(f"it claims to be host {told['host']}")
             known[rank] = told
         except GarbledError as error:
-            self._garbled[rank] = f"host {rank} tells what this phalanx doctor does not understand: {error}"
+            self._garbled[rank] = f"host {rank} sent something that this phalanx doctor does not understand: {error}"
 
     def _missing(self, members: Collection[int]) -> list[int]:
         return [rank for rank in range(self._num) if rank not in members]
@@ -177,7 +180,9 @@ class HostExamination:
         refused = []
         for number in range(1, min(num_refused, self._num + _MOST_REFUSED) + 1):
             with contextlib.suppress(GarbledError):
-                if self._bulletin.has(f"refused/{number}"):  # its host may have counted, and not yet told
+                if self._bulletin.has(
+                    f"refused/{number}"
+                ):  # its host may have increased the counter but not yet written the reason
                     refused.append(self._bulletin.get(f"refused/{number}", messages.text))
         findings = [problem("meeting", why, _SAME_FLAGS) for why in refused]
         missing = self._missing({*members, *self._garbled})
@@ -190,7 +195,7 @@ class HostExamination:
     # ------------------------------------------------------------ all hosts
 
     def _measure(self, members: Sequence[int]) -> dict[str, Any]:
-        """Return this host's links to the others, by rank, and what became of Gloo."""
+        """Measure this host's links to the others, and try Gloo; return both."""
         measured: dict[str, Any] = {"links": {}, "gloo": []}
         if len(members) < 2:
             return measured
@@ -200,18 +205,18 @@ class HostExamination:
         measured["links"] = to
         for number, pairs in enumerate(links.schedule(len(members))):
             if not bulletin.sync(f"streams/{number}", members):
-                break  # somebody has gone
+                break  # a host is gone
             for other in (members[receiver] for sender, receiver in pairs if members[sender] == self.rank):
                 if "error" not in to[other]:
                     to[other].update(_try_stream(known[other], to[other]["round_trip_s"]))
         if any("error" in link for link in to.values()):
             bulletin.add("unreachable")
         if bulletin.sync("links", members) and not bulletin.count("unreachable"):
-            measured["gloo"] = self._try_gloo(members)  # which connects every host to every other
+            measured["gloo"] = self._try_gloo(members)  # which needs every link
         return measured
 
     def _try_gloo(self, members: Sequence[int]) -> list[dict[str, Any]]:
-        """Try Gloo as it is; where that fails on any host, over the interface towards host 0."""
+        """Try Gloo as configured; if that fails on any host, over the interface towards host 0."""
         tries: list[dict[str, Any]] = []
         for number, interface in enumerate(("", self._role["interface"])):
             if not self._bulletin.sync(f"gloo/{number}", members):
@@ -231,7 +236,7 @@ class HostExamination:
     def _run_gloo(self, number: int, members: Sequence[int], failures: str) -> dict[str, Any]:
         store = dist.PrefixStore(f"try-gloo/{number}", self._bulletin.raw)
         position = members.index(self.rank)
-        # Where one host fails at once, Gloo keeps another waiting for five times its timeout.
+        # If one host fails at once, Gloo keeps another waiting for five times its timeout.
         return answered(
             lambda: all_reduce_by_gloo(store, position, len(members)), lambda: self._bulletin.count(failures) > 0
         )

@@ -1,4 +1,4 @@
-"""What the hosts of a job have told, judged: versions, links, clocks, Gloo. Pure functions of their facts."""
+"""Judges the hosts of a job together: versions, links, clocks and Gloo. All functions are pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPARED = ("torch", "phalanx", "python")
 
 
 def compare_versions(hosts: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Say where the hosts have different software."""
+    """Find software whose version differs between hosts."""
     findings = []
     for name in _COMPARED:
         by_version: dict[str, list[int]] = {}
@@ -36,11 +36,11 @@ def compare_versions(hosts: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def judge(hosts: Sequence[Mapping[str, Any]], measured: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """Judge the links between the hosts and Gloo over all of them.
+    """Judge the links between the hosts, and Gloo over all of them.
 
     Args:
-        hosts: Their facts, in the order of their ranks.
-        measured: Measurements by rank: ``links`` by the other's rank, ``gloo`` the tries; a host may be missing.
+        hosts: Facts of the hosts, in the order of their ranks.
+        measured: Measurements by rank: ``links`` by the other host's rank, ``gloo`` by attempt. Hosts may be missing.
     """
     silent = [host["host"] for host in hosts if host["host"] not in measured]
     findings = []
@@ -102,7 +102,7 @@ def _judge_streams(streams: Mapping[tuple[int, int], float]) -> list[Finding]:
 
 
 def _judge_clocks(links: Mapping[tuple[int, int], Mapping[str, Any]]) -> list[Finding]:
-    """Compare every host's wall clock with host 0's, as told by its own messages there and back."""
+    """Compare every host's wall clock with host 0's, as measured over the link between them."""
     ahead = {here: -link["clock_ahead_s"] for (here, to), link in links.items() if to == 0 and "clock_ahead_s" in link}
     ahead |= {
         to: link["clock_ahead_s"]
@@ -125,7 +125,7 @@ def _judge_clocks(links: Mapping[tuple[int, int], Mapping[str, Any]]) -> list[Fi
 
 
 def _judge_gloo(tries: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Finding]:
-    """Judge Gloo over all hosts: as it is, and if that failed, over the interface towards host 0."""
+    """Judge Gloo over all hosts: as configured, and if that failed, over the interface towards host 0."""
     num = max((len(of_host) for of_host in tries.values()), default=0)
     if not num:
         return []
@@ -147,7 +147,7 @@ def _judge_gloo(tries: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Findin
             f"Gloo as it is does not connect the hosts ({_first(failed[0])}); over the interface towards host 0 it does"
         )
         return [
-            problem("all_reduce", found, f"{how}, or mend what each host's own name resolves to", **facts),
+            problem("all_reduce", found, f"{how}, or fix what each host's own name resolves to", **facts),
             ok("all_reduce", what, **facts),
         ]
     todo = "see reach, own name and network above; then the same phalanx doctor again"

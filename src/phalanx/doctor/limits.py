@@ -1,4 +1,4 @@
-"""Memory and processes: what limits them, whether shared memory can really be had, and a death be noticed."""
+"""Memory and processes: their limits, and whether shared memory and the watching of processes really work."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from phalanx._text import in_units
 from phalanx.doctor.finding import Finding, note, ok, problem, warning
 
 _RANK_BYTES = 512 << 20  # a process that has imported torch, and a small model
-_LEAST_BYTES = 256 << 20  # less than importing torch takes
-_SEGMENT_BYTES = 4 << 20  # what the groups of a rank or four use
+_LEAST_BYTES = 256 << 20  # about what importing torch takes
+_SEGMENT_BYTES = 4 << 20  # enough for the groups of up to four ranks
 _END_MS = 3000  # for a process to end
 _DOCKER_SHM_BYTES = 64 << 20  # its /dev/shm unless told otherwise
 
 
 class Limit(NamedTuple):
-    """A resource limit, None where there is none."""
+    """A resource limit; None means unlimited."""
 
     soft: int | None
     hard: int | None
@@ -42,7 +42,7 @@ def read_limits() -> dict[str, Limit]:
 
 
 def examine_memory(num_ranks: int, root: str = "/") -> list[Finding]:
-    """Say how much memory `num_ranks` ranks can have: of the machine, and of the cgroups above us."""
+    """Compare the memory left by the host and by the cgroups above us with the needs of `num_ranks` ranks."""
     host = _cgroups.host_memory(root)
     total, available = host.limit_bytes, host.left_bytes
     limited = min(_cgroups.cgroup_memory(root), default=host, key=lambda memory: memory.left_bytes)
@@ -66,73 +66,55 @@ def examine_memory(num_ranks: int, root: str = "/") -> list[Finding]:
 def examine_limits(
     num_ranks: int, world_size: int, limits: Mapping[str, Limit], root: str = "/", num_threads: int = 0
 ) -> list[Finding]:
-    """Say which resource limits (ulimit) are too small for the ranks.
+    """Find the resource limits (ulimit) that are too small for the ranks.
 
     Args:
-        num_threads: That this user has already, which NPROC counts.
+        num_ranks: Number of ranks on this host.
+        world_size: Number of ranks in the job.
+        limits: Limits as `read_limits` returns them.
+        root: Root of the file system.
+        num_threads: Number of threads that this user already has, which count against NPROC.
     """
-    findings = []
+    space, files, tasks, locked = (limits[name] for name in ("AS", "NOFILE", "NPROC", "MEMLOCK"))
+    wanted = []  # findings and advice
+    if space.soft is not None:
+        found = (
+            f"RLIMIT_AS: the address space is limited to {in_units(space.soft)}; torch, its threads and CUDA reserve "
+            "far more than they use"
+        )
+        wanted.append((found, "ulimit -v unlimited; limit memory by the container or the job instead"))
+    num_files = 256 + 4 * world_size  # libraries, logs, the loader's workers; a connection or two to each rank
+    if files.soft is not None and files.soft < num_files:
+        found = f"RLIMIT_NOFILE: {files.soft} open files a process, and some {num_files} may be needed"
+        more = "" if files.hard is None or files.hard >= num_files else f" (the hard limit is {files.hard}: ask root)"
+        wanted.append((found, f"ulimit -n {max(4096, num_files)}{more}"))
+    num_tasks = num_threads + 32 * num_ranks
+    if tasks.soft is not None and tasks.soft < num_tasks:
+        found = f"RLIMIT_NPROC: {tasks.soft} processes and threads of this user, and some {num_tasks} may be needed"
+        wanted.append((found, f"ulimit -u {max(4096, num_tasks)}"))
+    if locked.soft is not None and _names(os.path.join(root, "sys/class/infiniband")):
+        card = "this host's InfiniBand or RoCE card"
+        found = f"RLIMIT_MEMLOCK: {in_units(locked.soft)}; NCCL and MPI pin memory for {card}"
+        wanted.append((found, "ulimit -l unlimited (in a container: --ulimit memlock=-1)"))
     facts = {name.lower(): limit.soft for name, limit in limits.items()}
-    space = limits["AS"].soft
-    if space is not None:
-        findings.append(
-            warning(
-                "limits",
-                f"RLIMIT_AS: the address space is limited to {in_units(space)}; torch, its threads and CUDA reserve "
-                "far more than they use",
-                "ulimit -v unlimited; limit memory by the container or the job instead",
-                **facts,
-            )
-        )
-    needed = 256 + 4 * world_size  # libraries, logs, the loader's workers; a connection or two to each rank
-    files = limits["NOFILE"]
-    if files.soft is not None and files.soft < needed:
-        more = "" if files.hard is None or files.hard >= needed else f" (the hard limit is {files.hard}: ask root)"
-        findings.append(
-            warning(
-                "limits",
-                f"RLIMIT_NOFILE: {files.soft} open files a process, and some {needed} may be needed",
-                f"ulimit -n {max(4096, needed)}{more}",
-                **facts,
-            )
-        )
-    tasks = limits["NPROC"].soft
-    wanted = num_threads + 32 * num_ranks
-    if tasks is not None and tasks < wanted:
-        findings.append(
-            warning(
-                "limits",
-                f"RLIMIT_NPROC: {tasks} processes and threads of this user, and some {wanted} may be needed",
-                f"ulimit -u {max(4096, wanted)}",
-                **facts,
-            )
-        )
-    locked = limits["MEMLOCK"].soft
-    if locked is not None and _names(os.path.join(root, "sys/class/infiniband")):
-        findings.append(
-            warning(
-                "limits",
-                f"RLIMIT_MEMLOCK: {in_units(locked)}; NCCL and MPI pin memory for this host's InfiniBand or RoCE card",
-                "ulimit -l unlimited (in a container: --ulimit memlock=-1)",
-                **facts,
-            )
-        )
+    if wanted:
+        return [warning("limits", found, todo, **facts) for found, todo in wanted]
     shown = "unlimited" if files.soft is None else str(files.soft)
-    return findings or [ok("limits", f"open files {shown}; address space unlimited", **facts)]
+    return [ok("limits", f"open files {shown}; address space unlimited", **facts)]
 
 
 def count_threads(root: str = "/proc") -> int:
-    """Return how many threads the processes of this user have."""
+    """Return the number of threads in all processes of this user."""
     uid, total = os.getuid(), 0
     for name in filter(str.isdigit, _names(root)):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if os.stat(os.path.join(root, name)).st_uid == uid:
                 total += len(os.listdir(os.path.join(root, name, "task")))
     return total
 
 
 def try_shared_memory(size_bytes: int = _SEGMENT_BYTES) -> list[Finding]:
-    """Make, fill, map and seal an unnamed segment, as the ranks of a host do."""
+    """Create, fill, map and seal an unnamed segment, as the ranks of a host do."""
     began_s = time.monotonic()
     facts = {"size_bytes": size_bytes}
     try:
@@ -148,23 +130,17 @@ def try_shared_memory(size_bytes: int = _SEGMENT_BYTES) -> list[Finding]:
             mapped[size_bytes - 1] = 1
     except OSError as error:
         todo = "free memory, or raise the container's limit; ulimit -f and -v must not forbid it"
-        found = f"a segment of {in_units(size_bytes)} can't be had: {error.strerror or error}"
+        found = f"a segment of {in_units(size_bytes)} can't be allocated: {error.strerror or error}"
         return [problem("shared memory", found, todo, **facts)]
     finally:
         os.close(fd)
     took_s = time.monotonic() - began_s
-    return [
-        ok(
-            "shared memory",
-            f"a segment of {in_units(size_bytes)} made, filled, mapped and sealed",
-            **facts,
-            seconds=took_s,
-        )
-    ]
+    found = f"a segment of {in_units(size_bytes)} made, filled, mapped and sealed"
+    return [ok("shared memory", found, **facts, seconds=took_s)]
 
 
 def try_watching() -> list[Finding]:
-    """Watch a process end, as ranks watch each other: by pidfd, else through /proc."""
+    """Watch a process end as ranks watch each other: by pidfd, else through /proc."""
     todo = "Linux 5.3 or newer, and a container whose seccomp profile allows pidfd_open"
     sleeper = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as child:
@@ -193,7 +169,7 @@ def try_watching() -> list[Finding]:
 
 
 def examine_dev_shm(found: os.statvfs_result | None) -> list[Finding]:
-    """Judge ``/dev/shm``; None: there is none."""
+    """Judge the size of ``/dev/shm``; None: there is none."""
     todo = (
         "nothing for phalanx, which does not use it; for DataLoader workers: docker run --shm-size=8g or --ipc=host, "
         "in Kubernetes an emptyDir of medium Memory, or num_workers=0"

@@ -1,8 +1,8 @@
-"""Whether one host reaches another, how long a message takes there and back, how much goes through. Plain sockets.
+"""Probes from host to host over plain sockets: reachability, round-trip time and bandwidth.
 
-Every host listens on a port that the system gives it, as the engines do. One connection is one measurement: the caller
-sends the listener's token and what it wants; small messages come back with the listener's wall clock, a stream of bytes
-is counted by its receiver.
+Every host listens on a port assigned by the system, as the engines do. Each connection is one measurement: the caller
+sends the listener's token and the kind of probe. The listener answers small messages with its wall clock, and counts
+the bytes of a stream.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _BLOCK_BYTES = 1 << 18
 _FEWEST_BLOCKS = 4  # however slow the sender
 _SLOW_START = 0.25  # of the stream, not counted
 _MOST_CALLERS = 256
-_LAST_S = 1e12  # of the clocks, some 30,000 years on
-_LEAST_S = 1e-6  # of a stream
+_LAST_S = 1e12  # latest plausible time, some 30,000 years on
+_LEAST_S = 1e-6  # shortest plausible stream
 
 
 class Trip(NamedTuple):
-    """What small messages told: the median time there and back, and how far the other wall clock is ahead."""
+    """Result of small messages: the median round-trip time, and how far the other wall clock is ahead."""
 
     round_trip_s: float
     clock_ahead_s: float
 
 
 class Listener:
-    """Answers probes until `close`; `port` and `token` are what a caller needs."""
+    """Answers probes until `close`; a caller needs its `port` and `token`."""
 
     def __init__(self) -> None:
         if socket.has_dualstack_ipv6():
@@ -75,7 +75,7 @@ class Listener:
 
 
 def _count(caller: socket.socket) -> tuple[int, float]:
-    """Return bytes and seconds of a stream, without its slow start."""
+    """Return the bytes and the seconds of a stream without its slow start."""
     room = bytearray(_BLOCK_BYTES)
     marks, total = [], 0
     while num := caller.recv_into(room):
@@ -84,7 +84,7 @@ def _count(caller: socket.socket) -> tuple[int, float]:
     if len(marks) < 2:
         return total, 0.0
     first_s, last_s = marks[0][0], marks[-1][0]
-    # The last mark of the slow start, not the first after it: a receiver that was held up may have none between.
+    # The last mark in the slow start, not the first after it, which a receiver that was held up may lack.
     began_s, skipped = [mark for mark in marks if mark[0] <= first_s + _SLOW_START * (last_s - first_s)][-1]
     return total - skipped, last_s - began_s
 
@@ -93,7 +93,7 @@ def connect(address: str, port: int, token: str, timeout_s: float = TIMEOUT_S) -
     """Return a connection to the listener there.
 
     Raises:
-        OSError: There is no way; see `why_not`.
+        OSError: The connection failed; see `why_not`.
     """
     connection = socket.create_connection((address, port), timeout=timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -102,7 +102,7 @@ def connect(address: str, port: int, token: str, timeout_s: float = TIMEOUT_S) -
 
 
 def measure_trip(connection: socket.socket, num: int = 20) -> Trip:
-    """Send small messages there and back, one at a time."""
+    """Send small messages back and forth, one at a time."""
     connection.sendall(_PING)
     trips, best = [], (float("inf"), 0.0)
     for _ in range(num):
@@ -111,15 +111,15 @@ def measure_trip(connection: socket.socket, num: int = 20) -> Trip:
         (there_s,) = _STAMP.unpack(_receive(connection, _STAMP.size))
         took_s = time.perf_counter() - sent_s
         if not 0 <= there_s < _LAST_S:
-            raise OSError(errno.EPROTO, "it answers with what is no time")
+            raise OSError(errno.EPROTO, "its answer is not a plausible time")
         trips.append(took_s)
-        # Cristian 1989: the other clock was read half a trip after we sent; the shortest trip errs least.
+        # Cristian 1989: the other clock is assumed read halfway through the trip; the shortest trip errs least.
         best = min(best, (took_s, there_s - (sent_wall_s + took_s / 2)))
     return Trip(sorted(trips)[num // 2], best[1])
 
 
 def measure_stream(connection: socket.socket, duration_s: float = 0.3) -> float:
-    """Send as much as goes through in so long; return bytes a second, as the receiver has counted them."""
+    """Send as much as possible for `duration_s`; return the bytes per second that the receiver counted."""
     connection.sendall(_STREAM)
     block, num_sent, ends_s = bytes(_BLOCK_BYTES), 0, time.perf_counter() + duration_s
     while time.perf_counter() < ends_s or num_sent < _FEWEST_BLOCKS:
@@ -128,7 +128,7 @@ def measure_stream(connection: socket.socket, duration_s: float = 0.3) -> float:
     connection.shutdown(socket.SHUT_WR)
     num_bytes, seconds = _COUNTED.unpack(_receive(connection, _COUNTED.size))
     if not 0 <= seconds < _LAST_S or (num_bytes and seconds < _LEAST_S):
-        raise OSError(errno.EPROTO, "it answers with what is no time")
+        raise OSError(errno.EPROTO, "its answer is not a plausible time")
     return num_bytes / seconds if seconds else 0.0
 
 
@@ -143,7 +143,7 @@ def _receive(connection: socket.socket, num: int) -> bytes:
 
 
 def why_not(error: OSError) -> tuple[str, str]:
-    """Return what an error of a connection means, and what to do."""
+    """Return the meaning of a connection error, and what to do about it."""
     if isinstance(error, socket.gaierror):
         return f"the name does not resolve ({error.strerror})", "use an address, or add the name to DNS or /etc/hosts"
     if isinstance(error, TimeoutError):
@@ -162,9 +162,9 @@ def why_not(error: OSError) -> tuple[str, str]:
 
 
 def schedule(num: int, most: int = 6) -> list[list[tuple[int, int]]]:
-    """Return rounds of (sender, receiver) in which each host sends or receives at most once.
+    """Return rounds of (sender, receiver) pairs in which each host sends or receives at most once.
 
-    All pairs both ways, or with many hosts the first `most` rounds: each host with some others.
+    They cover all pairs in both directions; with many hosts, only the first `most` rounds.
 
     Source: the circle method for round-robin tournaments.
     """

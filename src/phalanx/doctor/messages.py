@@ -1,4 +1,4 @@
-"""What hosts tell each other, read with distrust: another version, another program, or half a message may have come."""
+"""Checks what hosts tell each other: it may come from another version or another program, or be incomplete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ level = one_of(*LEVELS)
 
 
 def text(told: Any) -> str:
-    """Return a text that can be printed: without what moves a terminal's cursor, and not without end."""
+    """Return a printable text of limited length, without terminal control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in read_value(told, str)[:_MOST_TEXT])
 
 
@@ -33,7 +33,7 @@ def whole(told: Any, least: int = 0, most: int = _MOST_HOSTS) -> int:
 
 
 def members(told: Any) -> list[int]:
-    """Read the ranks of the hosts that have come."""
+    """Read the ranks of the hosts that came."""
     return sorted(set(read_value(told, [whole])))
 
 
@@ -85,18 +85,18 @@ _FACTS = {
 
 
 def facts(told: Any) -> dict[str, Any]:
-    """Read what a host says of itself; its findings as they are told, each checked."""
+    """Read the facts of a host, with its findings, each checked."""
     return _read(told, _FACTS)
 
 
 def hosts(told: Any) -> list[dict[str, Any]]:
-    """Read what is known of the hosts that have come: their facts, without their findings."""
+    """Read the facts of the hosts that came, without their findings."""
     of_host = {name: shape for name, shape in _FACTS.items() if name != "findings"}
     return [_read(one, of_host) for one in read_value(told, list)]
 
 
 def measured(told: Any, ranks: Collection[int]) -> dict[str, Any]:
-    """Read what a host has measured towards the others, which are `ranks`."""
+    """Read a host's measurements of its links to `ranks`, and its tries of Gloo."""
     told, links = read_value(told, {"links": dict, "gloo": [_try]}), {}
     for rank, link in told["links"].items():
         require(rank.isascii() and rank.isdigit() and int(rank[:9]) in ranks, "a host's rank", rank)
@@ -119,6 +119,6 @@ def _try(told: Any) -> dict[str, Any]:
 
 
 def _read(told: Any, shape: dict[str, Any]) -> dict[str, Any]:
-    """Return what the shape names, and nothing else that was told."""
+    """Read a table, and return only the keys that the shape names."""
     read: dict[str, Any] = read_value(told, shape)
     return {name: read[name] for name in shape}

@@ -1,4 +1,4 @@
-"""This host's interfaces and names, as the engines between hosts will take them."""
+"""Examines this host's interfaces and names, as the engines between hosts will use them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLOW_LOOKUP_S = 1.0
 def examine_interfaces(
     environ: Mapping[str, str], num_hosts: int, known: Sequence[Interface] | None = None
 ) -> list[Finding]:
-    """Say which interfaces are up, and whether those that the environment names exist."""
+    """List the interfaces that are up, and check those that the environment names."""
     known = interfaces() if known is None else known
     up = [one for one in known if one.is_up and one.address and not one.is_loopback]
     facts = {"interfaces": [one._asdict() for one in known]}
@@ -52,7 +52,7 @@ def _judge_choice(
 
 
 def _chosen_by_gloo(text: str, known: Sequence[Interface]) -> list[Interface]:
-    """torch splits the list at commas and takes each name as it is; all must exist."""
+    """Return Gloo's choice: torch splits the list at commas, and all names must exist."""
     names = text.split(",")
     if not {one.name for one in known} >= set(names):
         return []
@@ -60,7 +60,7 @@ def _chosen_by_gloo(text: str, known: Sequence[Interface]) -> list[Interface]:
 
 
 def _chosen_by_nccl(text: str, known: Sequence[Interface]) -> list[Interface]:
-    """NCCL's names are prefixes, exact after ``=``; ``^`` excludes them.
+    """Return NCCL's choice: names are prefixes, exact after ``=``; ``^`` excludes them.
 
     Source: NCCL's user guide, NCCL_SOCKET_IFNAME.
     """
@@ -77,9 +77,9 @@ def _chosen_by_nccl(text: str, known: Sequence[Interface]) -> list[Interface]:
 
 
 def examine_own_name(environ: Mapping[str, str], num_hosts: int, name: str | None = None) -> list[Finding]:
-    """Look this host's own name up, as Gloo and MPI do to find the address that they tell the others."""
+    """Look up this host's own name, as Gloo and MPI do to find the address that they give the others."""
     name = socket.gethostname() if name is None else name
-    is_chosen = bool(environ.get("GLOO_SOCKET_IFNAME"))  # then Gloo does not ask
+    is_chosen = bool(environ.get("GLOO_SOCKET_IFNAME"))  # then Gloo does not look the name up
     began_s = time.monotonic()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -106,13 +106,13 @@ def examine_own_name(environ: Mapping[str, str], num_hosts: int, name: str | Non
 
 
 def examine_master(host: str, port: int, node_rank: int, num_hosts: int) -> tuple[list[Finding], Interface | None]:
-    """Say where the master's name leads, and through which interface; that one too, if there is a usable one."""
+    """Check where the master's name leads; return the findings, and the interface towards it if there is one."""
     began_s = time.monotonic()
     try:
         towards = interface_towards(host, port, allow_loopback=num_hosts == 1)
     except NetworkError as error:
         found, _, todo = str(error).partition(": ")
-        # Host 0's own ranks still reach themselves; what breaks is what it tells the others.
+        # Host 0's own ranks still reach themselves; only the address that it gives the others is wrong.
         level = warning if error.kind == "loopback" and node_rank == 0 else problem
         return [level("master", found, todo or "see ip route", host=host, kind=error.kind)], None
     took_s = time.monotonic() - began_s
@@ -124,7 +124,7 @@ def examine_master(host: str, port: int, node_rank: int, num_hosts: int) -> tupl
     own = {one.address for one in interfaces()}
     targets = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     if node_rank == 0 and num_hosts > 1 and not targets & own:
-        found = f"this is node 0, and {host} is {', '.join(sorted(targets))}, which is no address of this host"
+        found = f"this is node 0, and {host} is {', '.join(sorted(targets))}, which is not an address of this host"
         todo = f"name this host ({towards.address}) on all hosts, unless the address is forwarded here"
         return [*findings, warning("master", found, todo, **facts)], towards
     return [

@@ -1,30 +1,23 @@
-"""CPUs, their quota and NUMA nodes against the ranks and their threads; clocks; GPUs seen without torch."""
+"""CPUs, their quota and NUMA nodes, compared with the ranks and their threads."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
-import time
-from collections.abc import Mapping
-
 from phalanx import _cgroups
 from phalanx._text import counted
-from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
+from phalanx.doctor.finding import Finding, note, ok, warning
 from phalanx.launch.cpus import Machine, divide
 
-_SLOW_CLOCK_S = 1e-6  # reading a hardware clock takes tens of nanoseconds
-_BUILT_S = 1704067200.0  # 2024-01-01: no clock that is right shows less
-_NAP_S = 0.05
-_MOVED_S = 0.1
 _OFTEN_THROTTLED = 0.05
 
 
 def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root: str = "/") -> list[Finding]:
-    """Say which cores there are for the ranks, and how NUMA nodes divide among them.
+    """Compare the usable cores with the ranks, and describe how NUMA nodes are divided among them.
 
     Args:
-        num_online: CPUs of the whole host.
+        machine: Usable part of this host.
+        num_ranks: Number of ranks on this host.
+        num_online: Number of CPUs in the whole host; None: unknown.
+        root: Root of the file system.
     """
     findings = []
     usable = f"{machine.num_cpus} of {num_online} CPUs" if num_online not in (None, machine.num_cpus) else ""
@@ -71,10 +64,8 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
 def _throttling(root: str) -> tuple[int, int]:
     """Return how many periods our own cgroup has had, and in how many of them its quota ran out."""
     for cgroup in _cgroups.folders("cpu", root):
-        with contextlib.suppress(OSError), open(os.path.join(cgroup, "cpu.stat")) as file:
-            fields = dict(line.split() for line in file)
-            if "nr_periods" in fields:
-                return int(fields["nr_periods"]), int(fields.get("nr_throttled", 0))
+        if "nr_periods" in (numbers := _cgroups.read_numbers(cgroup, "cpu.stat")):
+            return numbers["nr_periods"], numbers.get("nr_throttled", 0)
     return 0, 0
 
 
@@ -82,13 +73,15 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
     """Compare the threads of all ranks with the CPUs.
 
     Args:
-        omp_num_threads: OMP_NUM_THREADS as it is set; empty: it is not.
-        torch_threads: Result of ``torch.get_num_threads()`` here; None: torch could not say.
+        machine: Usable part of this host.
+        num_ranks: Number of ranks on this host.
+        omp_num_threads: Value of OMP_NUM_THREADS; empty: not set.
+        torch_threads: Result of ``torch.get_num_threads()`` here; None: unknown.
     """
     facts = {"omp_num_threads": omp_num_threads, "torch_threads": torch_threads, "num_cpus": machine.num_cpus}
     if omp_num_threads and not (omp_num_threads.isdigit() and int(omp_num_threads) > 0):
         todo = "unset OMP_NUM_THREADS, or set it to a number of at least 1"
-        return [warning("threads", f"OMP_NUM_THREADS={omp_num_threads!r} is no number of threads", todo, **facts)]
+        return [warning("threads", f"OMP_NUM_THREADS={omp_num_threads!r} is not a number of threads", todo, **facts)]
     budget = machine.num_cpus if not machine.has_short_quota else machine.num_cores
     if omp_num_threads and int(omp_num_threads) * num_ranks > budget:
         return [
@@ -114,39 +107,3 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
             )
         ]
     return [ok("threads", found, **facts)]
-
-
-def examine_clock(root: str = "/") -> list[Finding]:
-    """Try whether time passes as it should, and what reading it costs."""
-    stamps = [time.monotonic() for _ in range(2000)]
-    cost_s = (stamps[-1] - stamps[0]) / (len(stamps) - 1)
-    source = ""
-    path = "sys/devices/system/clocksource/clocksource0/current_clocksource"
-    with contextlib.suppress(OSError), open(os.path.join(root, path)) as file:
-        source = file.read().strip()
-    before, wall_before = time.monotonic(), time.time()
-    time.sleep(_NAP_S)
-    elapsed_s, wall_elapsed_s = time.monotonic() - before, time.time() - wall_before
-    facts = {"source": source, "cost_s": cost_s, "wall_s": wall_before}
-    return [judge_clock(stamps, cost_s, elapsed_s, wall_elapsed_s, facts)]
-
-
-def judge_clock(
-    stamps: list[float], cost_s: float, elapsed_s: float, wall_elapsed_s: float, facts: Mapping[str, object]
-) -> Finding:
-    """Judge readings of the monotonic clock in a row, and both clocks over a nap of `_NAP_S`."""
-    source = f" ({facts['source']})" if facts["source"] else ""
-    if any(later < earlier for earlier, later in itertools.pairwise(stamps)) or elapsed_s < 0.9 * _NAP_S:
-        todo = "another clock source of the kernel (clocksource=), or another machine: every deadline relies on it"
-        return problem("clock", f"the monotonic clock{source} goes backwards or too slowly", todo, **facts)
-    if abs(wall_elapsed_s - elapsed_s) > _MOVED_S:
-        found = f"the wall clock was moved by {in_seconds(abs(wall_elapsed_s - elapsed_s))} while we looked"
-        return warning("clock", found, "let chrony or ntpd slew it, and run one of them only", **facts)
-    if float(str(facts["wall_s"])) < _BUILT_S:
-        return warning(
-            "clock", "the wall clock is years behind", "set it (chronyd, ntpd): logs and TLS need it", **facts
-        )
-    if cost_s > _SLOW_CLOCK_S:
-        found = f"reading the clock{source} takes {in_seconds(cost_s)}, some 30 times as long as usual"
-        return note("clock", found, "clocksource=tsc, if the machine has a stable one", **facts)
-    return ok("clock", f"monotonic{source}, read in {cost_s * 1e9:.0f} ns", **facts)

@@ -1,20 +1,18 @@
-"""A diagnosis for people, on a terminal or in a log, and as JSON for programs."""
+"""Prints a diagnosis: lines for people, JSON for programs."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import phalanx
-from phalanx._text import counted, named
+from phalanx._text import columns, counted, named
 from phalanx.doctor.examination import Diagnosis
 from phalanx.doctor.finding import LEVELS, Finding
 
 FORMAT_VERSION = 1
-_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
 
 
 def exit_code(diagnosis: Diagnosis) -> int:
@@ -23,7 +21,7 @@ def exit_code(diagnosis: Diagnosis) -> int:
 
 
 def as_json(diagnosis: Diagnosis) -> str:
-    """Return everything: who was examined, every finding with its facts, the worst level."""
+    """Return the whole diagnosis: the hosts, every finding with its facts, and the worst level."""
     told: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "phalanx": phalanx.__version__,
@@ -40,23 +38,20 @@ def as_json(diagnosis: Diagnosis) -> str:
 
 
 def print_report(diagnosis: Diagnosis) -> None:
-    """Print the findings as a table where somebody looks on, as lines for logs and other programs."""
+    """Print one line per finding, with advice below it, and a summary."""
     role = diagnosis.role
     if diagnosis.is_told_by_first:
         print(f"phalanx doctor: host {role.node_rank} is examined; host 0 ({role.master_addr}) prints what was found")
         return
     rows = merged(diagnosis.findings)
-    has_hosts = role.num_hosts > 1
-    if not (sys.stdout.isatty() and _print_table(rows, has_hosts)):
-        _print_lines(rows, has_hosts)
+    _print_lines(rows, role.num_hosts > 1)
     print(f"phalanx doctor: {summary(diagnosis)}")
 
 
 def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
-    """Return findings with the hosts that they are about, the alike of several hosts in one.
+    """Return the findings, each with its hosts; equal findings of several hosts become one.
 
-    Those that are ok count as alike if they are about the same thing: the first host's stands for all, whose numbers
-    are in the JSON.
+    For findings that are ok, the same topic is enough: the first host's stands for all, and the JSON has the others.
     """
     groups: dict[tuple[str, ...], list[Finding]] = {}
     seen: dict[tuple[int | None, str], int] = {}
@@ -72,7 +67,7 @@ def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
     rows = []
     for group in groups.values():
         hosts = [finding.host for finding in group if finding.host is not None]
-        alike = "" if len({finding.found for finding in group}) == 1 else f" (host {hosts[0]}; the others alike)"
+        alike = "" if len({finding.found for finding in group}) == 1 else f" (host {hosts[0]}; the others are similar)"
         first = group[0]
         rows.append(
             (Finding(**{**first.as_dict(), "found": first.found + alike}), named("host", hosts) if hosts else "job")
@@ -81,7 +76,7 @@ def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
 
 
 def summary(diagnosis: Diagnosis) -> str:
-    """Return the last line: how many of each level, and the exit code."""
+    """Return the last line: the number of findings at each level, and the exit code."""
     counts = [sum(finding.level == level for finding in diagnosis.findings) for level in LEVELS]
     bad = [counted(number, level) for level, number in zip(LEVELS, counts, strict=True) if number and level != "ok"]
     hosts = counted(len(diagnosis.hosts), "host")
@@ -90,31 +85,9 @@ def summary(diagnosis: Diagnosis) -> str:
 
 
 def _print_lines(rows: Sequence[tuple[Finding, str]], has_hosts: bool) -> None:
-    cells = [
-        [finding.level, hosts, finding.topic] if has_hosts else [finding.level, finding.topic]
-        for finding, hosts in rows
-    ]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    indent = " " * (sum(widths) + 2 * len(widths))
-    for (finding, _), row in zip(rows, cells, strict=True):
-        print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), finding.found]))
+    cells = [[finding.level, *[hosts] * has_hosts, finding.topic] for finding, hosts in rows]
+    heads = columns([[*row, "|"] for row in cells])  # the mark keeps the last column's width
+    for (finding, _), head in zip(rows, heads, strict=True):
+        print(f"{head[:-1]}{finding.found}")
         if finding.todo and finding.level != "ok":
-            print(f"{indent}to do: {finding.todo}")
-
-
-def _print_table(rows: Sequence[tuple[Finding, str]], has_hosts: bool) -> bool:
-    """Print with rich; return False if it is not installed."""
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-    except ImportError:
-        return False
-    table = Table("", *["hosts"] * has_hosts, "what", "found")
-    for finding, hosts in rows:
-        style = _STYLES[finding.level]
-        todo = f"\n[{style}]to do:[/] {escape(finding.todo)}" if finding.todo and finding.level != "ok" else ""
-        cells = [f"[{style}]{finding.level}[/]", *[hosts] * has_hosts, finding.topic, escape(finding.found) + todo]
-        table.add_row(*cells)
-    Console(highlight=False).print(table)
-    return True
+            print(f"{' ' * (len(head) - 1)}to do: {finding.todo}")

@@ -1,11 +1,9 @@
-"""The process that has torch, seen from the doctor: started, listened to with a deadline, killed at the end."""
+"""The doctor's side of the process that has torch: starts it, listens with a deadline, and kills it at the end."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import select
-import signal
 import subprocess
 import tempfile
 import time
@@ -14,24 +12,25 @@ from typing import Any
 
 from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.torch_side import command
+from phalanx.launch.outcome import signal_name
 from phalanx.launch.packets import PacketSocket
 
 Say = Callable[[str], None]
 
-_TORCH_S = 40.0  # for all that needs torch on one host; an import from a cold disk takes most of it
+_TORCH_S = 40.0  # for everything that needs torch on one host, mostly for an import from a cold disk
 _ENGINE_S = 6.0
 _END_S = 2.0
 
 
 @dataclasses.dataclass(kw_only=True)
 class Met:
-    """How the meeting with the other hosts ended.
+    """Result of the meeting with the other hosts.
 
     Attributes:
-        findings: Findings about several hosts, and on host 0 those of the others.
+        findings: Findings about several hosts; on host 0, also those of the others.
         hosts: Facts of the hosts that came.
         level: Worst level of the whole job.
-        rank: Node rank of this host; None: it got none.
+        rank: Node rank of this host; None: none was assigned.
     """
 
     findings: list[Finding]
@@ -41,14 +40,14 @@ class Met:
 
 
 class TorchProcess:
-    """Owns the process, its channel and what it writes to stderr; within a ``with`` block."""
+    """Owns the process, the socket to it and its stderr for the length of a ``with`` block."""
 
     def __init__(self, role: dict[str, Any]) -> None:
         self._settings = {"engine_deadline_s": _ENGINE_S, "role": role}
 
     def __enter__(self) -> TorchProcess:
         self._stderr = tempfile.TemporaryFile()
-        self._channel, theirs = PacketSocket.pair()
+        self._packets, theirs = PacketSocket.pair()
         with theirs:
             self._process = subprocess.Popen(
                 command(theirs.fileno(), self._settings),
@@ -62,11 +61,11 @@ class TorchProcess:
     def __exit__(self, *_: object) -> None:
         self._process.kill()  # its forks end with it
         self._process.wait()
-        self._channel.close()
+        self._packets.close()
         self._stderr.close()
 
     def examine(self) -> dict[str, Any]:
-        """Return what it told of torch (``torch``, ``gpus``, ``engines``), and how it ``died``; empty: it did not."""
+        """Return the process's facts (``torch``, ``gpus``, ``engines``), and how it ``died``; empty: it did not."""
         told: dict[str, Any] = {"engines": [], "died": ""}
         ends_s = time.monotonic() + _TORCH_S
         while True:
@@ -83,8 +82,8 @@ class TorchProcess:
                 told |= packet
 
     def meet(self, go: Mapping[str, Any], limit_s: float, say: Say) -> Met:
-        """Let it take part in the meeting and return how that ended."""
-        self._channel.send(go)
+        """Have the process take part in the meeting; return the result."""
+        self._packets.send(go)
         findings: list[Finding] = []
         ends_s = time.monotonic() + limit_s
         while (packet := self._next(ends_s)) is not None:
@@ -99,22 +98,19 @@ class TorchProcess:
         return Met(findings=[*findings, problem("meeting", found, todo)], hosts=[], level="problem")
 
     def _next(self, ends_s: float) -> dict[str, Any] | None:
-        """Return its next packet; None if it has ended, or the time is over."""
+        """Return the next packet; None if the process has ended or the time is up."""
         left_s = max(0.0, ends_s - time.monotonic())
-        if not self._channel.alive or not select.select([self._channel], [], [], left_s)[0]:
+        if not self._packets.alive or not select.select([self._packets], [], [], left_s)[0]:
             return None
-        return self._channel.wait()
+        return self._packets.wait()
 
     def _death(self, limit_s: float) -> str:
-        """Return how it ended, with the last line that it wrote."""
+        """Return how the process ended, with the last line that it wrote."""
         try:
             code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return f"no answer within {limit_s:g} s"
-        how = f"exit code {code}"
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                how = signal.Signals(-code).name
+        how = signal_name(-code) if code < 0 else f"exit code {code}"
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,7 +1,7 @@
-"""The process that imports torch: its versions, its engines on two local ranks, and the meeting with other hosts.
+"""The process that imports torch: reports versions, tries the engines on two local ranks, and meets the other hosts.
 
-It sends one packet for each thing that it has found, so that what it knew is not lost when it crashes or is killed.
-Nothing here may start a thread before the last fork.
+It sends one packet per result, so nothing is lost if it crashes or is killed. Nothing here may start a thread before
+the last fork.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _GPU_DEADLINE_S = 15.0  # the driver may have to load
 
 
 def main() -> None:
-    """Do all that this process is for; arguments: the number of the channel's descriptor, and settings as JSON."""
-    channel = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
+    """Run the process; its arguments are the number of the socket's descriptor, and settings as JSON."""
+    packets = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
     settings = json.loads(sys.argv[2])
     die_with_parent(settings["parent"])
     began_s = time.monotonic()
@@ -35,27 +35,27 @@ def main() -> None:
         import torch.distributed as dist
 
         facts = _versions(torch, dist)
-    except BaseException as error:  # whatever a broken installation raises
-        channel.send({"torch": {"error": one_line(error)}})
+    except BaseException as error:  # a broken installation may raise anything
+        packets.send({"torch": {"error": one_line(error)}})
         return
-    channel.send({"torch": {**facts, "import_s": time.monotonic() - began_s}})
+    packets.send({"torch": {**facts, "import_s": time.monotonic() - began_s}})
     tries_engines = settings["role"]["tries_engines"]
     for engine in ["phalanx", *["gloo"] * facts["gloo"]] if tries_engines else []:
-        channel.send({"begins": engine})
-        channel.send({"engine": engine, **run_ranks(engine, NUM_RANKS, settings["engine_deadline_s"])})
+        packets.send({"begins": engine})
+        packets.send({"engine": engine, **run_ranks(engine, NUM_RANKS, settings["engine_deadline_s"])})
     gpus = _look_at_gpus(facts)
-    channel.send({"gpus": gpus})
+    packets.send({"gpus": gpus})
     if gpus.get("devices") and facts["nccl"] and tries_engines:
-        channel.send({"begins": "nccl"})
+        packets.send({"begins": "nccl"})
         size = min(NUM_RANKS, len(gpus["devices"]))
         deadline_s = settings["engine_deadline_s"] + _GPU_DEADLINE_S
-        channel.send({"engine": "nccl", "world_size": size, **run_ranks("nccl", size, deadline_s)})
-    channel.send({"engines": "done"})
-    if settings["role"]["num_hosts"] > 1 and (go := channel.wait()) is not None:
+        packets.send({"engine": "nccl", "world_size": size, **run_ranks("nccl", size, deadline_s)})
+    packets.send({"engines": "done"})
+    if settings["role"]["num_hosts"] > 1 and (go := packets.wait()) is not None:
         from phalanx.doctor.hosts import hold
 
-        hold(settings["role"], go, channel.send)
-        os._exit(0)  # a try of Gloo may still wait
+        hold(settings["role"], go, packets.send)
+        os._exit(0)  # Gloo may still be waiting in a thread
 
 
 def _versions(torch: Any, dist: Any) -> dict[str, Any]:
@@ -72,14 +72,14 @@ def _versions(torch: Any, dist: Any) -> dict[str, Any]:
     if dist.is_available():
         facts |= {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     try:
-        importlib.import_module("phalanx.backend")  # ranks are then forked with it
+        importlib.import_module("phalanx.backend")  # before the ranks are forked
     except Exception as error:
         facts["backend_error"] = one_line(error)
     return facts
 
 
 def _look_at_gpus(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the devices, or why there are none; asked in a fork, since a process that has used CUDA can't fork."""
+    """Return the GPUs, or why there are none; asked in a fork, because a process that has used CUDA can't fork."""
     if not facts["cuda"]:
         return {"devices": []}
 
@@ -100,7 +100,7 @@ def _look_at_gpus(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def command(descriptor: int, settings: dict[str, Any]) -> list[str]:
-    """Return the command of such a process."""
-    # Not with -m, which would let a json.py in the current folder take the library's role.
+    """Return the command line that starts the process."""
+    # Not with -m, which would let a json.py in the current folder shadow the library.
     program = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.doctor.torch_side import main; main()"
     return [sys.executable, "-c", program, str(descriptor), json.dumps({**settings, "parent": os.getpid()})]

@@ -12,7 +12,7 @@ from phalanx.launch.outcome import Outcome, RankError, alike, find_culprit, sign
 from phalanx.launch.tracebacks import find_last_block
 
 _MAX_OTHERS = 4
-_MAX_ROWS = 14  # of the culprit's traceback: the interpreter prints that of the call, and the cause, above it
+_MAX_ROWS = 14  # of the culprit's traceback: the interpreter prints that of the call above it
 
 
 def report(culprit: Outcome, outcomes: Sequence[Outcome], *, hint: str) -> str:
@@ -86,9 +86,7 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, f
         for outcome in hung if culprit.hung else [culprit]:
             if outcome.last_words.lines:
                 lines += [f"--- rank {outcome.rank}:", outcome.traceback.rstrip()]
-    error = RankError("\n".join(lines), culprit, outcomes)
-    error.__cause__ = culprit.error
-    return error
+    return RankError("\n".join(lines), culprit, outcomes)
 
 
 def _folded(culprit: Outcome) -> list[str]:

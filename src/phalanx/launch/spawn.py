@@ -49,7 +49,7 @@ def spawn(
 
     Raises:
         RankError: A rank raised or died. It names the first true failure and has its remote traceback; its
-            ``__cause__`` is the exception itself.
+            ``error`` is the exception itself.
         TypeError: `fn` is not a function, or `fn` or `args` can't be sent to another process.
         ValueError: `nprocs` is not a whole number of at least 1.
     """

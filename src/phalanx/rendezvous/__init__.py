@@ -1,9 +1,8 @@
-"""How ranks find each other before there is a group: nobody waits in silence, nor for one who can't come.
+"""How ranks meet before there is a group: no rank waits in silence, or for a rank that can't come.
 
-Stands in the place of torch's own rendezvous, which waits for its timeout inside native code, for ``phalanx run``,
-`phalanx.spawn`, `phalanx.init` and the phalanx backend; every other use of torch is left alone. A line tells who is
-waited for; an error comes only when it is certain that the ranks can't meet: their numbers contradict each other, or
-one has ended.
+For ``phalanx run``, `phalanx.spawn`, `phalanx.init` and the phalanx backend, this replaces torch's own rendezvous,
+which waits for its timeout inside native code; every other use of torch is left alone. A line names the missing ranks.
+An error is raised only if the ranks certainly can't meet: their numbers contradict each other, or one has ended.
 """
 
 from __future__ import annotations
@@ -25,14 +24,17 @@ from phalanx.rendezvous.server import is_taken, open_store, store_of_another
 
 __all__ = ["meet", "rendezvous"]
 
-Meeting = tuple[Any, int, int]
+Rendezvous = tuple[Any, int, int]
+"""The store, this process's rank and the world size."""
 
 
-def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Meeting]]) -> Iterator[Meeting]:
-    """Meet for ``init_process_group`` if it concerns us, else as torch does.
+def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]]) -> Iterator[Rendezvous]:
+    """Meet for ``init_process_group``: our way if this call concerns us, else torch's.
 
     Args:
-        torchs: torch's own handler of such a URL.
+        url: URL at which the ranks meet.
+        timeout: Timeout that torch was given.
+        torchs: Function that calls torch's own handler of the URL.
     """
     backend, where = caller()
     if backend is None:
@@ -47,8 +49,8 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Meeting]]) 
     return iter([(_meet(asked), asked.rank, asked.world_size)])
 
 
-def _naming_launchers(torchs: Callable[[], Iterator[Meeting]]) -> Iterator[Meeting]:
-    """Meet as torch does; where a variable of its launcher is missing, say how ranks are started."""
+def _naming_launchers(torchs: Callable[[], Iterator[Rendezvous]]) -> Iterator[Rendezvous]:
+    """Meet torch's way; if a launcher's variable is missing, add how to start ranks to the error."""
     try:
         yield from torchs()
     except ValueError as error:
@@ -62,15 +64,19 @@ def _naming_launchers(torchs: Callable[[], Iterator[Meeting]]) -> Iterator[Meeti
 
 
 def meet(url: str, rank: int, world_size: int, timeout: timedelta | None = None, *, backend: str = "") -> Any:
-    """Return the store in which the ranks have met at `url`, ``tcp://`` or ``file://``, once all have come.
+    """Return the store in which all ranks have met at `url`.
 
     Args:
-        backend: Backend of the group to be made, which the ranks compare.
+        url: URL of the scheme ``tcp`` or ``file``.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        timeout: Time limit for the meeting; None: torch's default.
+        backend: Backend of the group to be created, which the ranks compare.
 
     Raises:
         CollectiveTimeout: Ranks did not come within the timeout.
-        RankFailed: A rank has ended before all had come.
-        PhalanxError: The ranks contradict each other, or the place can't be used.
+        RankFailed: A rank ended before all had come.
+        PhalanxError: The ranks contradict each other, or the address can't be used.
         ValueError: `rank` or `world_size` is out of its range.
     """
     asked_for, where = caller()
@@ -97,7 +103,7 @@ def _meet(asked: Asked) -> Any:
 
 
 def _check_backend(backend: str, where: str) -> None:
-    """Raise ValueError for a name that misspells ours; torch would first wait for all ranks, and then not know it."""
+    """Raise ValueError for a misspelling of ``phalanx``, which torch would reject only after waiting for all ranks."""
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2]
         guess = _env.did_you_mean(name, ["phalanx"])

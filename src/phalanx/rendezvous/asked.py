@@ -1,4 +1,4 @@
-"""What a rank asked for when it called ``init_process_group``: where to meet, as which rank, of how many."""
+"""What a rank asked for when it called ``init_process_group``: its rank, the world size and where to meet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from phalanx._launched import Launch
 from phalanx._text import plural
 
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-_DEFAULT_S = 300.0  # torch's, for whatever is no positive time
-_RIGHT = 'init_process_group("{}") takes rank and world size from whoever started the ranks'
+_DEFAULT_S = 300.0  # torch's, for anything that is not a positive time
+_RIGHT = 'init_process_group("{}") takes rank and world size from the launcher'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,16 @@ class Asked:
     """One call of ``init_process_group``.
 
     Attributes:
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        timeout_s: Time limit for the meeting, in seconds.
         call: Function that the script called: ``init_process_group`` or ``phalanx.init``.
         where: Line of the script with the call, such as ``train.py:12``; empty if unknown.
         backend: Backend that the script asked for; empty if it left that to torch, None if unknown.
-        host: Host of rank 0, which serves `port`; empty: the ranks meet in the file `path`.
+        host: Host on which rank 0 serves `port`; empty: the ranks meet in the file `path`.
+        port: Port of the store.
+        path: Path of the file, if the ranks meet in one.
+        use_libuv: Whether the store is served by libuv.
         is_served: Whether torchrun's agent serves the store, instead of rank 0.
         launch: Launch of this process, if phalanx started it.
     """
@@ -53,24 +59,20 @@ class Asked:
 
     @property
     def name(self) -> str:
-        """Who waits or fails, and where: how each message begins."""
+        """The rank, the call and its line, with which every message begins."""
         return f"rank {self.rank}: {self.call}{f' at {self.where}' if self.where else ''}"
 
     @property
     def own_launch(self) -> Launch | None:
-        """The launch whose ranks, and no others, make up this world; None if others may come as well."""
+        """The launch whose ranks alone make up this world; None if other ranks may come."""
         launch = self.launch
         if launch is None:
             return None
         is_its_point = bool(self.host) and launch.meets_at(self.host, self.port)
-        is_rank = (
-            os.getpgrp() == os.getpid()
-        )  # which the launcher made a leader; what a rank starts has worlds of its own
-        is_its_world = is_rank and (self.rank, self.world_size) == (launch.rank, launch.world_size)
-        return launch if is_its_point or is_its_world else None
+        return launch if is_its_point or launch.is_world(self.rank, self.world_size) else None
 
     def check(self, backend: str = "phalanx") -> None:
-        """Raise ValueError for numbers that no world has."""
+        """Raise ValueError for an impossible rank or world size."""
         right = _RIGHT.format(backend)
         if self.world_size < 1:
             raise ValueError(
@@ -93,7 +95,7 @@ class Asked:
 
 
 def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group") -> Asked | None:
-    """Return what torch's rendezvous was asked for; None if it is not whole, or of a kind that torch alone knows."""
+    """Return what torch's rendezvous was asked for; None if it is incomplete, or of a kind that only torch knows."""
     parts, environ = urlsplit(url), _env.environment()
     query = dict(parse_qsl(parts.query))
     if parts.scheme == "env":
@@ -120,7 +122,7 @@ def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group
     )
     return Asked(
         **numbers,
-        # What is no time is refused by the backend, which tells the other ranks.
+        # The backend refuses an invalid time, and tells the other ranks.
         timeout_s=min(seconds, _env.LONGEST_S) if seconds > 0 else _DEFAULT_S,
         call=call,
         where=where,
@@ -133,9 +135,9 @@ def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group
 
 
 def cpu_backend(backend: str) -> str:
-    """Return which backend carries CPU tensors where ``init_process_group`` is called with `backend`.
+    """Return the backend for CPU tensors if ``init_process_group`` is called with `backend`.
 
-    Different words may ask for the same: ``cpu:gloo,cuda:nccl``, ``gloo``, or nothing.
+    Different values may mean the same: ``cpu:gloo,cuda:nccl``, ``gloo``, or nothing.
     """
     names = backend.lower()
     if ":" in names:
@@ -149,9 +151,9 @@ def launch_of(environ: dict[str, str]) -> Launch | None:
 
 
 def caller() -> tuple[str | None, str]:
-    """Return the backend that ``init_process_group`` was called with, and the line of the script that did.
+    """Return the backend passed to ``init_process_group``, and the line of the script with the call.
 
-    None: something else calls the rendezvous.
+    The backend is None if something else calls the rendezvous.
     """
     backend, frame = None, sys._getframe(1)
     while frame.f_back is not None:

@@ -1,4 +1,4 @@
-"""A line, ever more seldom, for as long as a rank waits for others before there is a group."""
+"""Progress lines, ever less often, for as long as a rank waits for others before there is a group."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _FACTOR = 3
 
 
 class Patience:
-    """Prints who is waited for after 5 s, 15 s, 45 s and so on, until the ``with`` block ends.
+    """Prints what a rank is waiting for after 5 s, 15 s, 45 s and so on, until the ``with`` block ends.
 
-    In a thread of its own: a resolver or torch's store may hold the waiting one up inside native code.
+    It uses a thread of its own, because a resolver or torch's store may hold up the waiting one inside native code.
 
     Attributes:
-        awaits: Words for what the rank waits for now, and for what to do about it.
+        awaits: Words for what the rank is waiting for, and advice.
+        deadline: End of the wait on the monotonic clock.
     """
 
     def __init__(self, asked: Asked) -> None:

@@ -1,10 +1,10 @@
-"""The roll call: rank 0 waits until every rank has come to the store, and tells each that all are there.
+"""The roll call: rank 0 waits until every rank has come to the store, then tells each that all are there.
 
-Each rank leaves a record of who it is and what it asked for under its number, and once more under the token of the
-rank 0 that it finds; then it waits for a word of its own. Rank 0 reads what lies under its own token, and once all are
-there and agree, gives every rank the same prefix for the keys of the group. A file outlives those who wrote to it, and
-so does the store of torchrun's agent: what an earlier group, attempt or run has left there never answered this rank 0.
-Whoever finds that the ranks can't meet gives that as the word instead, and all raise it.
+Each rank leaves a record of its identity and its call under its rank, and again under the token of the rank 0 that it
+finds; then it waits for its word. Rank 0 reads the records under its own token. Once all are there and agree, it gives
+every rank the same prefix for the keys of the group. A file or the store of torchrun's agent may hold records of an
+earlier group, attempt or run, but none of those lies under this rank 0's token. A rank that finds that the ranks can't
+meet gives the error as the word instead, and all raise it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from phalanx._store import (
     StoreSilentError,
     one_of,
     read_value,
+    shared_pause,
     wait_until,
 )
-from phalanx._text import plural
+from phalanx._text import enumerated
 from phalanx.rendezvous.asked import Asked, cpu_backend
 from phalanx.rendezvous.deadlines import NOTE_S, PART_S
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.server import who_left
 
 _PAUSE_S = 0.005  # between questions to the store
-_MANY = 50  # ranks
-_LOOK_S = 0.2  # between looks at whether those who are awaited can't come
+_MOST_NAMED = 8  # missing ranks
+_LOOK_S = 0.2  # between checks whether a missing rank can still come
 _ADVICE = (
     "Every rank must call init_process_group: start those that are missing, or look at what they printed last; one may "
     "have ended before this call, perhaps with exit code 0"
@@ -78,24 +79,26 @@ class RollCall:
             "process": [host_identity(), os.getpid(), _start_time(os.getpid())],
             "host": socket.gethostname(),
         }
-        self._keys = [f"here/{self._mine['token']}/{rank}" for rank in range(asked.world_size)]  # if this is rank 0
-        self._answered = ""  # token of the rank 0 that this rank has answered
-        self._rank_0 = ""  # token of the rank 0 that this rank has seen alive
-        self._beat: dict[str, Any] = {}  # what rank 0 last said of the missing
+        self._keys = [
+            f"here/{self._mine['token']}/{rank}" for rank in range(asked.world_size)
+        ]  # used if this is rank 0
+        self._answered = ""  # token of the rank 0 that this rank answered
+        self._rank_0 = ""  # token of a rank 0 known to be alive
+        self._beat: dict[str, Any] = {}  # rank 0's last report of missing ranks
         self._num_looks = 0
         self._missing: list[int] = []
-        self._doubts = False  # the last look found that not all can come; what they had told before was not read since
+        self._doubts = False  # the last look saw a rank end, which may have written something before
 
     def answer(self) -> str:
         """Return the prefix of the group's keys, once all ranks have come.
 
         Raises:
             CollectiveTimeout: Ranks did not come within the timeout.
-            RankFailed: A rank has ended before all had come.
-            PhalanxError: Two processes call themselves the same rank, or the ranks disagree on world size or backend.
+            RankFailed: A rank ended before all had come.
+            PhalanxError: Two processes claim the same rank, or the ranks disagree on world size or backend.
         """
         ask = self._call if self._asked.rank == 0 else self._reply
-        most_s = _PAUSE_S * (1 + self._asked.world_size / _MANY)
+        most_s = shared_pause(_PAUSE_S, self._asked.world_size)
         try:
             with contextlib.suppress(StoreSilentError):
                 self._arrive()
@@ -118,12 +121,12 @@ class RollCall:
         self._set(f"rank/{rank}", self._mine)
         if before is None or before["process"] == self._mine["process"]:
             return
-        if before["process"][0] == here and not _has_ended(before):  # on another host it may have ended
+        if before["process"][0] == here and not _has_ended(before):  # on another host it may have ended unseen
             self._fail(_two_of(before, self._mine), (rank,), also=before)
 
     def raise_rival(self) -> None:
-        """Raise if the rank 0 that serves this store lives, and is not this process."""
-        with contextlib.suppress(StoreGoneError, StoreSilentError):  # it is going
+        """Raise if the rank 0 that serves this store is alive; it is not this process."""
+        with contextlib.suppress(StoreGoneError, StoreSilentError):  # the store is going away
             server = self._read("server", _RECORD)
             if server is not None and not _has_ended(server):
                 self._fail(_two_of(server, self._mine), (0,))
@@ -131,7 +134,7 @@ class RollCall:
     # ---- what lies in the store ------------------------------------------------------------------------------------
 
     def _read(self, key: str, shape: Shape) -> Any:
-        """Return what a key says, None if nothing that a rank says."""
+        """Return the value of a key; None if there is none that a rank would write."""
         with contextlib.suppress(GarbledError):
             return self._store.get(key, shape)
         return None
@@ -140,12 +143,12 @@ class RollCall:
         self._store.set(key, value, max(self._patience.left_s, PART_S))
 
     def _record(self, rank: int, key: str = "rank") -> Record | None:
-        """Return the record that lies under a rank's number; whoever left it may have ended long ago."""
+        """Return the record under a rank's number; the process that left it may have ended long ago."""
         record: Record | None = self._read(f"{key}/{rank}", _RECORD)
         return record
 
     def _live_rank_0(self) -> Record | None:
-        """Return the record of rank 0 once it has been seen alive: it has a process here, or has looked since."""
+        """Return the record of rank 0 if it is alive: its process lives on this host, or it has reported recently."""
         told, beat = self._record(0), self._read("missing", _BEAT) or {}
         has_looked = bool(self._beat) and beat != self._beat
         self._beat = beat
@@ -156,20 +159,20 @@ class RollCall:
         return told if lives else None
 
     def _answer(self) -> None:
-        """Tell the rank 0 whose record lies in the store that this rank is there."""
+        """Tell the rank 0 whose record is in the store that this rank is there."""
         told = self._record(0)
         if told is not None and told["token"] != self._answered and not _has_ended(told):
             self._set(f"here/{told['token']}/{self._asked.rank}", self._mine)
             self._answered = told["token"]
 
     def _reply(self) -> str | None:
-        """Answer rank 0 if that is still to be done; return the prefix if this rank has been given it."""
+        """Answer rank 0 unless that is done; return the prefix if this rank has its word."""
         if not self._answered:
             self._answer()
         return self._word()
 
     def _word(self) -> str | None:
-        """Return the prefix if this rank has been given it; raise what it has been told instead."""
+        """Return the prefix if this rank has its word, None if not; raise the error that it was given instead."""
         word = self._read(f"word/{self._mine['token']}", _read_word)
         if word is None or "prefix" in word:
             return word and str(word["prefix"])
@@ -177,7 +180,7 @@ class RollCall:
         raise _KINDS[word["kind"]](text, op="join", ranks=ranks, **word["facts"])
 
     def _call(self) -> str | None:
-        """Give every rank its word once all have come; return the prefix."""
+        """Give every rank its word once all have come; return the prefix, or None if not all have."""
         if not self._store.has(*self._keys):
             return None
         records = self._all_here()
@@ -188,11 +191,13 @@ class RollCall:
         for record in records:
             self._give(record, {"prefix": prefix})
         with contextlib.suppress(StoreSilentError):
-            self._store.delete(*self._keys, *(f"rank/{rank}" for rank in range(self._asked.world_size)))
+            for rank in range(self._asked.world_size):
+                # Overwritten rather than deleted: a rank that has just checked for the key would wait for its value.
+                self._store.set(f"rank/{rank}", None)
         return prefix
 
     def _all_here(self) -> list[Record | None]:
-        """Return the records of those that have answered this rank 0; None for each that has not."""
+        """Return the record of each rank that has answered this rank 0; None for one that has not."""
         return [self._record(rank, f"here/{self._mine['token']}") for rank in range(self._asked.world_size)]
 
     def _give(self, record: Record | None, word: dict[str, Any]) -> None:
@@ -202,7 +207,7 @@ class RollCall:
     # ---- who can't come --------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Raise if it is certain that the ranks can't meet; else note who is missing."""
+        """Raise if the ranks certainly can't meet; otherwise note which are missing."""
         rank = self._asked.rank
         self._word()
         mine = self._record(rank)
@@ -229,10 +234,10 @@ class RollCall:
 
     @property
     def _awaited(self) -> str:
-        return _ranks(self._missing) if self._missing else "rank 0 to call the roll"
+        return enumerated("rank", self._missing, _MOST_NAMED) if self._missing else "rank 0 to call the roll"
 
     def _timed_out(self) -> CollectiveTimeout:
-        """Return the error of a wait that is over, after the others have been told."""
+        """Tell the others that the time is up, and return the error."""
         asked = self._asked
         what = f"{self._awaited} did not come to {asked.point}, and WORLD_SIZE is {asked.world_size}. {_ADVICE}."
         if self._store.is_silent:
@@ -262,7 +267,7 @@ class RollCall:
         self._doubts = left is not None or bool(dead)
 
     def _compare(self, records: list[Record | None]) -> None:
-        """Raise if ranks that have come disagree on how many they are, or if only some asked for our backend."""
+        """Raise if the ranks that have come disagree on the world size, or if only some asked for our backend."""
         sizes: dict[int, Record] = {}
         for record in records:
             if record is not None:
@@ -295,7 +300,7 @@ class RollCall:
         facts: dict[str, Any] | None = None,
         also: Record | None = None,
     ) -> None:
-        """Raise the error, after the others have been told; `also` one who lies under this rank's number."""
+        """Tell the others, and raise the error; `also` tell another process that claims this rank."""
         self._tell(text, ranks, kind, facts, also)
         raise kind(f"{self._asked.name}: {text}", op="join", ranks=ranks, **(facts or {}))
 
@@ -307,7 +312,7 @@ class RollCall:
         facts: dict[str, Any] | None = None,
         also: Record | None = None,
     ) -> None:
-        """Tell the others why they can't meet."""
+        """Tell the others why the ranks can't meet."""
         word = {"kind": kind.__name__, "text": text, "ranks": ranks, "facts": facts or {}}
         with contextlib.suppress(StoreSilentError):
             said = [self._record(rank) for rank in range(self._asked.world_size)]
@@ -320,7 +325,7 @@ class RollCall:
                 time.sleep(PART_S)
 
     def _lost_store(self, error: Exception) -> PhalanxError:
-        """Return the error of a rank whose store is gone, with rank 0 if that served it."""
+        """Return the error for a store that is gone, and with it rank 0 if that served it."""
         deadline = time.monotonic() + NOTE_S
         while time.monotonic() < deadline:
             if (left := who_left(self._asked)) is not None:
@@ -341,14 +346,9 @@ class RollCall:
 def _two_of(one: Record, other: Record) -> str:
     said = " and ".join(f"pid {r['process'][1]} on {r['host']} (at {r['where']})" for r in (one, other))
     return (
-        f"two processes call themselves rank {one['rank']}: {said}\nGive each its own: RANK, or rank= of "
-        "init_process_group, which takes it from whoever started the ranks if it is left out."
+        f"two processes claim rank {one['rank']}: {said}\nGive each process its own rank, by RANK or rank=; if you "
+        "leave rank= out, init_process_group takes it from the launcher."
     )
-
-
-def _ranks(numbers: list[int], most: int = 8) -> str:
-    named = ", ".join(map(str, numbers[:most]))
-    return f"{plural(len(numbers), 'rank')} {named}{f' and {len(numbers) - most} more' if len(numbers) > most else ''}"
 
 
 def _is_here(record: Record) -> bool:
@@ -356,13 +356,13 @@ def _is_here(record: Record) -> bool:
 
 
 def _has_ended(record: Record) -> bool:
-    """Whether a process of this host has ended; those of other hosts can't be seen."""
+    """Whether a process of this host has ended; False for other hosts, whose processes can't be seen."""
     _, pid, start_time = record["process"]
     return _is_here(record) and _start_time(pid) != start_time
 
 
 def _start_time(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot; 0 if it has ended."""
+    """Return the start time of a process in clock ticks since boot; 0 if it has ended."""
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])

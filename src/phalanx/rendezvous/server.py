@@ -1,4 +1,4 @@
-"""The store in which ranks meet: rank 0 serves it or makes its file, the others wait until it is there."""
+"""The store in which ranks meet: rank 0 serves it or creates its file, and the others wait for it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx._launched import Launch
+from phalanx._network import unresolved
 from phalanx.rendezvous.asked import Asked
 from phalanx.rendezvous.deadlines import CONNECT_S, FOLDER_S, NOTE_S, RIVAL_S
 from phalanx.rendezvous.patience import Patience
@@ -22,13 +23,13 @@ _FIRST_PAUSE_S, _PAUSE_S = 0.002, 0.1
 
 
 def open_store(asked: Asked, patience: Patience) -> dist.Store:
-    """Return the store of torch's that this rank asked for.
+    """Return the store that this rank asked for.
 
     Raises:
         CollectiveTimeout: Rank 0 did not serve it within the timeout.
-        RankFailed: So many ranks of the launch have ended that this one waits in vain.
-        PhalanxError: The name is unknown on this host, to which all ranks belong; another program has rank 0's port; or
-            a folder can't be used.
+        RankFailed: Too many ranks of the launch have ended for this world.
+        PhalanxError: The host's name does not resolve although all ranks are on this host, another program has rank 0's
+            port, or the file can't be used.
     """
     if asked.path:
         return _open_file(asked, patience)
@@ -55,7 +56,7 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
 
 
 def _refuse_stranger(asked: Asked) -> None:
-    """Raise if what listens where rank 0 is to serve is no store: torch would wait for it to answer."""
+    """Raise if something other than a store listens on rank 0's port; torch would wait for its answer."""
     try:
         with socket.create_connection((asked.host, asked.port), CONNECT_S) as found:
             is_there = found.getsockname() != found.getpeername()
@@ -71,7 +72,7 @@ def _refuse_stranger(asked: Asked) -> None:
 
 
 def store_of_another(asked: Asked) -> dist.Store | None:
-    """Return the store that something serves already on rank 0's port; None if that is no store."""
+    """Return the store that is already served on rank 0's port; None if whatever listens is not a store."""
     with contextlib.suppress(dist.DistError):
         return dist.TCPStore(
             asked.host,
@@ -84,7 +85,7 @@ def store_of_another(asked: Asked) -> dist.Store | None:
 
 
 def _open_file(asked: Asked, patience: Patience) -> dist.Store:
-    """Return the file as a store; torch would try for minutes to open one whose folder is not there."""
+    """Return the file as a store, after checking it: torch would try for minutes to open a file without a folder."""
     folder = os.path.dirname(asked.path) or "/"
     deadline = time.monotonic() + FOLDER_S
     while not os.path.isdir(folder) and time.monotonic() < deadline:
@@ -106,16 +107,15 @@ def _open_file(asked: Asked, patience: Patience) -> dist.Store:
 
 
 def _await_name(asked: Asked, patience: Patience) -> None:
-    """Return once the host's name resolves: in a cluster a pod's name may come after the pod."""
+    """Return once the host's name resolves; in a cluster, a pod's name may appear after the pod."""
     while True:
         try:
             socket.getaddrinfo(asked.host, asked.port, type=socket.SOCK_STREAM)
             return
         except (socket.gaierror, UnicodeError) as error:
-            why = error.strerror if isinstance(error, socket.gaierror) else "it is no host's name"
-        text = f"the name {asked.host!r} does not resolve here ({why})"
+            text = unresolved(asked.host, error)
         advice = "Correct MASTER_ADDR (or init_method), or add the name to DNS or /etc/hosts"
-        if asked.launch is not None:  # all ranks are here: no other host's name is still to come
+        if asked.launch is not None:  # all ranks are on this host, so no name is yet to appear
             raise PhalanxError(f"{asked.name}: {text}. {advice}", op="join", ranks=(asked.rank,))
         patience.awaits = (f"rank 0 at {asked.point}: {text}", advice)
         _pause(asked, patience, _PAUSE_S)
@@ -126,7 +126,7 @@ def _await_server(asked: Asked, patience: Patience) -> None:
     try:
         _try_to_connect(asked, patience)
     except PhalanxError as error:
-        still_waits = type(error) is PhalanxError  # there is no rank 0: those who look later must see it as well
+        still_waits = type(error) is PhalanxError  # there is no rank 0; ranks that look later must see this wait, too
         raise
     finally:
         if launch is not None and not still_waits and launch.rank in launch.waiting():
@@ -140,7 +140,7 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
             socket.create_connection((asked.host, asked.port), min(CONNECT_S, patience.left_s)).close()
             return
         except OSError as error:
-            # IPv6 on which nobody listens comes last: what counts is said by all.
+            # The error of the last address that was tried, often an IPv6 one.
             why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         who = "the launcher's agent" if asked.is_served else "rank 0"
         patience.awaits = (
@@ -157,14 +157,14 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
 
 
 def _require_rank_0(asked: Asked, launch: Launch) -> None:
-    """Raise if all ranks of the launch wait for rank 0, and so none of them is it; one that has ended may have been."""
+    """Raise if all ranks of the launch are waiting for rank 0, so that none of them can be it."""
     waiting = launch.waiting()
     if waiting.keys() >= set(range(launch.world_size)):
         said = ", ".join(
             f"that of rank {given} says rank={rank} (at {where})" for given, (rank, where) in sorted(waiting.items())
         )
         raise PhalanxError(
-            f"{asked.name}: no process calls itself rank 0, and all wait for it: {said}. Leave rank and world_size "
+            f"{asked.name}: no process is rank 0, and all wait for it: {said}. Leave rank and world_size "
             f"out: {asked.call} takes them from {launch.launcher}",
             op="join",
             ranks=tuple(sorted(waiting)),
@@ -183,15 +183,12 @@ def _pause(asked: Asked, patience: Patience, pause_s: float) -> None:
 
 
 def who_left(asked: Asked) -> tuple[str, dict[str, Any]] | None:
-    """Return what to say of the rank by whose end the launch has too few ranks left for this world; None if it has not.
-
-    With it come the `ranks` and the facts of a RankFailed.
-    """
+    """Return the message and the arguments of a RankFailed if too few ranks of the launch are left for this world."""
     launch = asked.own_launch
     ended = launch.ended() if launch is not None else []
     if launch is None or launch.world_size - len(ended) >= asked.world_size:
         return None
-    end = ended[launch.world_size - asked.world_size]  # those after it may be its victims
+    end = ended[launch.world_size - asked.world_size]  # later ones may be its victims
     text = (
         f"rank {end.rank} (pid {end.pid}) {end.how} before all ranks had joined\n"
         f"All {asked.world_size} must come to {asked.call}: look at what rank {end.rank} printed last."
@@ -200,5 +197,5 @@ def who_left(asked: Asked) -> tuple[str, dict[str, Any]] | None:
 
 
 def is_taken(error: Exception) -> bool:
-    """Whether a store could not be served because something listens on the port."""
+    """Whether a store could not be served because the port is in use."""
     return "EADDRINUSE" in str(error) or getattr(error, "errno", 0) == errno.EADDRINUSE

@@ -8,7 +8,7 @@
     def test_all_reduce_sums_every_rank():
         assert run_ranks(total, 2, 3) == [[1.0] * 3] * 2
 
-`run_ranks` returns the results of all ranks, or raises the first true failure. `spawn_ranks` yields the running ranks,
+`run_ranks` returns the results of all ranks, or raises the first true failure. `spawn_ranks` yields the running ranks
 for tests that kill, stop or step them.
 
 Ranks are forked from one server process that has imported torch, so a group of two starts in well under a tenth of a

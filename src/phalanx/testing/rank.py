@@ -1,4 +1,4 @@
-"""The rank's side: its process group, and the points at which the test steps it."""
+"""The rank's side: its process group, and the points at which it waits for the test."""
 
 from __future__ import annotations
 
@@ -46,11 +46,14 @@ def await_release(point: str, timeout_s: float = 30.0) -> Any:
 
 @dataclasses.dataclass
 class Group:
-    """Process group of one run; without a `backend` there is none.
+    """Process group of one run.
 
     Attributes:
+        backend: Backend of the group; None: there is no group.
         init_method: "file", "tcp", "env" or any URL that torch takes.
+        timeout_s: Timeout of the group; None: the backend's.
         folder: Private folder of the run.
+        world_size: Number of ranks.
         hosts: Numbers of ranks on simulated hosts; empty: all ranks are on one host.
     """
 

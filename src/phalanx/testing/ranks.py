@@ -1,4 +1,4 @@
-"""The test's side: starts the ranks, steps and signals them, and tells how they ended."""
+"""The test's side: starts the ranks, steps and signals them, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def kill_rank(ranks: Ranks, rank: int, sig: int = signal.SIGKILL) -> None:
 
 
 class Ranks:
-    """Running ranks, which `spawn_ranks` yields, to be signalled and stepped."""
+    """The running ranks that `spawn_ranks` yields, which the test can signal and step."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -175,7 +175,7 @@ class Ranks:
         return workers.outcomes
 
     def _kill_hung(self) -> None:
-        """End the ranks that passed the limit, asking each for its stacks first."""
+        """Kill the ranks that are past the limit, after asking each for its stacks."""
         for handle in self._workers.handles:
             if not handle.ended:
                 handle.outcome.hung = True

@@ -1,0 +1,242 @@
+"""`phalanx.init`: finds this process's place in the job and its device, and creates the process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from phalanx import _env, _torch
+from phalanx._last_words import tell_when_ended
+from phalanx._loop import LoopTools
+from phalanx._sockets import keep_paths_short
+from phalanx.launch.schedulers import Placement
+from phalanx.session.meeting_point import contract, find_place, meet, place_by_hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Session(LoopTools):
+    """This process's place in the job. It ends with `shutdown`, or at the end of a ``with`` block.
+
+    Attributes:
+        rank: Rank of this process in the job.
+        world_size: Number of ranks in the job.
+        local_rank: Rank of this process on its host.
+        local_world_size: Number of ranks on this host.
+        node_rank: Number of this host in the job.
+        num_nodes: Number of hosts in the job.
+        device: Device for this rank's model.
+        backend: Backend of the process group, as ``init_process_group`` takes it.
+        reason: Reason why `backend` is not phalanx for CPU tensors; empty if it is, or if the caller chose it.
+        scheduler: Name of the launcher or scheduler that assigned the rank.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str
+    reason: str
+    scheduler: str
+
+    def __enter__(self) -> Session:
+        if _current is not None and _current.session is self:
+            _current.num_blocks += 1
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if _current is None or _current.session is not self:  # shut down in the block
+            return
+        _current.num_blocks -= 1
+        if _current.num_blocks == 0:  # the outermost
+            _end(error)
+
+
+@dataclasses.dataclass
+class _Current:
+    session: Session
+    arguments: tuple[Any, ...]
+    exported: tuple[str, ...] | None  # variables set for the group that it owns; None: the script owns the group
+    num_blocks: int = 0  # open ``with`` blocks
+
+
+_current: _Current | None = None
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _naming_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make an unknown argument an error that lists the arguments that exist."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name not in known:
+                meant = {"local_rank": "device", "nprocs": "world_size", "num_ranks": "world_size"}.get(name)
+                raise _env.unknown_argument(f"phalanx.{function.__name__}", name, known, meant)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_naming_arguments
+def init(
+    backend: str | None = None,
+    *,
+    device: str | torch.device | None = None,
+    timeout: float | timedelta | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Session:
+    """Join the job that this process belongs to and return its `Session`. A process without a job is a world of one.
+
+    The place in the job comes from the arguments, or from the launcher: ``phalanx run``, torchrun, ``srun``,
+    ``mpirun``, Kubeflow, or variables set by hand. Where torchrun's variables are missing, they are set until
+    `shutdown`. A second call with the same arguments returns the same session.
+
+    Args:
+        backend: Backend, as ``init_process_group`` takes it; default: ``"phalanx"``, and with CUDA
+            ``"cpu:phalanx,cuda:nccl"``.
+        device: Device for this rank; default: the GPU with the number of the local rank, which becomes the current
+            one, or the CPU if there is no GPU.
+        timeout: Timeout for collectives, in seconds; default: the backend's.
+        init_method: URL where the ranks meet, such as ``"file:///shared/file"``; default: the launcher's.
+        rank: Rank of this process, together with `world_size`; default: the launcher's.
+        world_size: Number of ranks, together with `rank`; default: the launcher's.
+
+    Raises:
+        ValueError: The environment or the arguments contradict themselves, or `timeout` is not positive.
+        RuntimeError: This host has fewer GPUs than ranks, or a session with other arguments exists.
+    """
+    global _current
+    tell_when_ended()
+    limit = None if timeout is None else timedelta(seconds=_env.seconds("timeout", timeout))
+    arguments = (backend, device, timeout, init_method, rank, world_size)
+    if _current is not None and not dist.is_initialized():
+        _end(None)  # the script has destroyed the group itself
+    if _current is not None:
+        if arguments not in (_current.arguments, (None,) * len(arguments)):
+            raise RuntimeError("phalanx.init was called before with other arguments: call phalanx.shutdown() first")
+        return _current.session
+    keep_paths_short()  # for the workers of any data loader
+    session: Session
+    exported: tuple[str, ...] | None = None
+    if dist.is_initialized():
+        session = _adopt_group(device)
+    else:
+        session, exported = _create_group(find_place(rank, world_size), backend, device, limit, init_method)
+    _current = _Current(session, arguments, exported)
+    if session.reason and session.is_main:
+        print(f"phalanx.init: backend {session.backend}: {session.reason}", file=sys.stderr)
+    return session
+
+
+def _adopt_group(device: str | torch.device | None) -> Session:
+    """Return the session of a process group that the script created."""
+    place = find_place(dist.get_rank(), dist.get_world_size())
+    if not place.knows_hosts:
+        place = place_by_hosts(place, _torch.get_default_store())
+    backend = str(dist.get_backend_config())
+    return _session(place, _choose_device(device, backend, place), backend)
+
+
+def _create_group(
+    place: Placement,
+    backend: str | None,
+    device: str | torch.device | None,
+    timeout: timedelta | None,
+    init_method: str | None,
+) -> tuple[Session, tuple[str, ...]]:
+    """Create the process group; return its session and the names of the variables set for it."""
+    chosen, reason = (backend, "") if backend else _choose_backend()
+    store = meet(place, init_method, timeout, chosen)
+    place = place if place.knows_hosts else place_by_hosts(place, store)
+    session = _session(place, _choose_device(device, chosen, place), chosen, reason)
+    exported = _env.export(contract(place, store))
+    try:
+        dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    except BaseException:
+        _env.withdraw(exported)
+        raise
+    return session, exported
+
+
+def _session(place: Placement, device: torch.device, backend: str, reason: str = "") -> Session:
+    names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "scheduler")
+    return Session(**{name: getattr(place, name) for name in names}, device=device, backend=backend, reason=reason)
+
+
+def shutdown() -> None:
+    """Leave the job: destroy the process group that `init` made, and unset the variables that it set.
+
+    A process group that existed before `init` stays. Without a session, nothing happens.
+    """
+    _end(None)
+
+
+def _end(error: BaseException | None) -> None:
+    """End the session, and report an error to the ranks that are waiting for this one."""
+    global _current
+    if _current is None:
+        return
+    ended, _current = _current, None
+    if ended.exported is None:
+        return
+    _env.withdraw(ended.exported)
+    if not dist.is_initialized():  # the script has destroyed it
+        return
+    if error is not None and "phalanx" in ended.session.backend:
+        from phalanx.backend import leave_groups
+
+        leave_groups(error)
+    if error is not None and "nccl" in ended.session.backend:
+        _torch.abort_process_group()  # its peers may never come: destroying would wait for them
+    else:
+        dist.destroy_process_group()
+
+
+def _choose_backend() -> tuple[str, str]:
+    """Return the backend, and the reason why its part for CPU tensors is not phalanx; empty if it is."""
+    import torch
+
+    on_cpu, reason = "phalanx", ""
+    try:
+        importlib.import_module("phalanx.backend")
+    except (ImportError, OSError) as error:
+        on_cpu, reason = "gloo", f"phalanx can't be loaded here: {error}"
+    if not torch.cuda.is_available():
+        return on_cpu, reason
+    return f"cpu:{on_cpu},cuda:{'nccl' if dist.is_nccl_available() else 'gloo'}", reason
+
+
+def _choose_device(given: str | torch.device | None, backend: str, place: Placement) -> torch.device:
+    if given is not None:
+        device = torch.device(given)
+    else:
+        has_gpu = torch.cuda.is_available() and ("cuda" in backend or "nccl" in backend)
+        device = torch.device("cuda" if has_gpu else "cpu")
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if place.local_rank >= count > 1:
+            raise RuntimeError(
+                f"rank {place.rank} is local rank {place.local_rank} and this host has {count} GPUs: start "
+                f"--nproc-per-node {count}, or call phalanx.init(device='cpu')"
+            )
+        # A scheduler may show each rank its own GPU alone.
+        device = torch.device("cuda", 0 if count == 1 else place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
