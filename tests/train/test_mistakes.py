@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 import phalanx
 from phalanx.train.arguments import check_arguments
@@ -128,7 +128,7 @@ class Steps:
         self.num += 1
 
 
-def fit(base, loss=mean_squares, *, model=None, data=None, validation=None, schedule=None, **options):
+def fit(base, loss=mean_squares, *, model=None, data=None, validation=None, schedule=None, batches=None, **options):
     """Train; return what was said, or the error and how many steps came before it."""
     model = make_model() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -137,7 +137,8 @@ def fit(base, loss=mean_squares, *, model=None, data=None, validation=None, sche
     fit.num += 1
     try:
         trainer = phalanx.Trainer(model, optimizer, loss, scheduler=schedule and schedule(optimizer), **options)
-        return quietly(trainer.fit, make_data() if data is None else data, validation)[1]
+        data = make_data() if data is None else data
+        return quietly(trainer.fit, data, validation, batch_sampler=batches)[1]
     except Exception as error:
         return type(error).__name__, str(error), steps.num
 
@@ -171,6 +172,10 @@ def loader(batch_size):
     return DataLoader(make_data(), batch_size=batch_size, sampler=sampler)
 
 
+def sampler(batch_size):
+    return BatchSampler(range(50), batch_size, drop_last=False)
+
+
 def make_mistakes(rank, world_size, folder):
     named = [{"image": inputs, "label": targets} for inputs, targets in zip(*make_data(8).tensors, strict=True)]
     step = {"loss": None, "training_step": lambda model, batch: mean_squares(model(batch[0]), batch[1])}
@@ -179,6 +184,9 @@ def make_mistakes(rank, world_size, folder):
     return {
         "loader of another size": fit(folder, data=loader(4), global_batch_size=64),
         "loader of that size": fit(folder, data=loader(4), global_batch_size=4 * world_size),
+        "sampler of another size": fit(folder, batches=sampler(4), global_batch_size=64),
+        "sampler of that size": fit(folder, batches=sampler(10), global_batch_size=10),
+        "sampler of any size": fit(folder, batches=[[0, 1], [2, 3, 4]], global_batch_size=64),
         "batches": fit(folder, data=[make_data(2).tensors], global_batch_size=64, drop_last=True),
         "monitor": fit(folder, validation=make_data(8), monitor="accuracy", metrics={"distance": distance}),
         "monitor of a step": fit(
@@ -214,6 +222,7 @@ class Samples(torch.utils.data.Dataset):
 
 EXPECTED = {
     "loader of another size": ("ValueError", "global_batch_size=64, but a step takes the loader's batches of all "),
+    "sampler of another size": ("ValueError", "global_batch_size=64, but batch_sampler makes batches of 4 samples"),
     "monitor": ("ValueError", "monitor='accuracy' is no value of the evaluation, which has loss, distance"),
     "monitor of a step": ("ValueError", "monitor='accuracy' is no value of the evaluation, which has distance"),
     "one cycle": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 4 times, once each step: make"),
@@ -250,7 +259,9 @@ def test_mistakes_are_errors_on_every_rank_before_the_first_step(run_ranks, tmp_
         assert results[0][name] == results[1][name]
     said, other = results[0], results[1]
     assert "batches as the loader gives them; 7 steps an epoch" in said["loader of that size"]
+    assert "5 steps an epoch, with the global batches that the batch sampler makes; 10" in said["sampler of that size"]
+    assert "the batch sampler makes, whatever global_batch_size says; 4 in all" in said["sampler of any size"]
     assert "them, whatever global_batch_size, drop_last says; 1 step an epoch" in said["batches"]
     assert "samples, 2 steps an epoch, 4 in all" in said["one cycle by epoch"]
     assert "CosineAnnealingLR(T_max=2) rises again after 2 of 4 steps: count in steps, T_max=4" in said["cosine"]
-    assert not any(other[name] for name in ("loader of that size", "batches", "one cycle by epoch", "cosine"))
+    assert not any(text for text in other.values() if isinstance(text, str)), "only rank 0 speaks"

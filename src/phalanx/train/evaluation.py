@@ -14,7 +14,7 @@ from phalanx import checkpoint
 from phalanx._nested import to_device
 from phalanx._rank_group import RankGroup
 from phalanx._text import counted
-from phalanx.data import RandomState
+from phalanx.data.random_state import random_state_kept
 from phalanx.train.evaluation_data import Counted, Own, Planned, plan
 from phalanx.train.feed import Collate, is_dataset
 from phalanx.train.objective import Objective, outputs_of, refuse_reserved
@@ -86,14 +86,12 @@ class Evaluator:
             return
         if not isinstance(self._plan_for(data), Planned):
             return  # a stream, which would lose a batch
-        tally, drawn = _Tally(), RandomState()
-        before, values = drawn.state_dict(), {}
-        with _evaluating(self._model), contextlib.suppress(Exception):
+        tally, values = _Tally(), {}
+        with random_state_kept(), _evaluating(self._model), contextlib.suppress(Exception):
             self._reset_metrics()
             batch, size = next(self._batches(data))
             values = self._objective.values_of(self._evaluated, batch)
             tally.add(values, size)
-        drawn.load_state_dict(before)
         problem = tally.problem
         if values and not problem and monitor not in values and not self._objective.stateful:
             problem = f"Trainer: monitor={monitor!r} is no value of the evaluation, which has {', '.join(values)}"

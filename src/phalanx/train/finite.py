@@ -17,7 +17,7 @@ from phalanx._errors import NonFinite
 from phalanx._nested import tensors_in
 from phalanx._rank_group import RankGroup
 from phalanx._text import counted, named
-from phalanx.data import RandomState
+from phalanx.data.random_state import random_state_kept
 from phalanx.train.objective import Objective
 from phalanx.train.run_log import RunLog
 from phalanx.train.wrapper import is_sharded
@@ -330,12 +330,11 @@ def _local(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
     """Leave buffers and random numbers as they are."""
-    drawn = RandomState()
-    numbers, buffers = drawn.state_dict(), [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        drawn.load_state_dict(numbers)
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with random_state_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from phalanx import _env
 from phalanx._files import write_whole
 from phalanx._rank_group import RankGroup
-from phalanx.data import RandomState
+from phalanx.data.random_state import random_state_kept
 from phalanx.train.metrics import numbers_of, write_csv
 
 IDS = "loggers.json"
@@ -132,11 +132,8 @@ class Loggers:
         self._attempt = attempt
         for one in self._given if self._is_told else ():
             name = one if isinstance(one, str) else type(one).__qualname__
-            drawn = RandomState()
-            before = drawn.state_dict()  # a run's bits do not depend on who watches
-            with attempt(f"to the logger {name}"):
+            with random_state_kept(), attempt(f"to the logger {name}"):  # a run's bits do not depend on who watches
                 self._open[f"{len(self._open)} {name}"] = _KINDS[one](run) if isinstance(one, str) else one
-            drawn.load_state_dict(before)
 
     def log(self, kind: str, record: Mapping[str, Any], *, is_repeated: bool) -> None:
         """Give a record of metrics.jsonl to all loggers.

@@ -33,7 +33,7 @@ from phalanx.parallel import DistributedDataParallel
 from phalanx.train import determinism, restarts
 from phalanx.train.arguments import check_arguments, check_data
 from phalanx.train.evaluation import Evaluator
-from phalanx.train.feed import Part, open_feed
+from phalanx.train.feed import Part
 from phalanx.train.finite import FiniteGuard
 from phalanx.train.folder_lock import FolderLock
 from phalanx.train.foresight import check_schedule, num_schedule_steps, refuse_unwritable
@@ -42,6 +42,7 @@ from phalanx.train.judge import Judge
 from phalanx.train.loggers import IDS, Logger, Loggers
 from phalanx.train.metrics import write_csv
 from phalanx.train.objective import NamedParts, Objective
+from phalanx.train.open_feed import open_feed
 from phalanx.train.origin import describe_origin
 from phalanx.train.preemption import Preemption, exit_code, requeue
 from phalanx.train.report import write_report
