@@ -29,8 +29,9 @@ from torch.utils import data as torch_data
 
 from phalanx._errors import CheckpointError, printable
 from phalanx._rank_group import RankGroup
-from phalanx._text import counted
+from phalanx._text import counted, shortened
 from phalanx._torch import SCHEDULER_COUNTERS
+from phalanx.checkpoint.tree import form_of
 from phalanx.train.settings import Settings
 
 Facts = dict[str, str]
@@ -58,7 +59,6 @@ _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _MAX_ITEMS = 16  # of a list: a longer one is told by its hash
 _MAX_DEPTH = 4
 _MAX_LINES = 12
-_MAX_CHARS = 60
 
 
 def facts_of(
@@ -187,13 +187,9 @@ def _refusal(folder: str, step: int, changed: Mapping[str, tuple[str, str]], can
 
 def _lines(changed: Mapping[str, tuple[str, str]]) -> list[str]:
     ordered = sorted(changed.items(), key=lambda item: item[0].startswith(_MODEL))
-    lines = [printable(f"{name} {_short(before)} -> {_short(now)}") for name, (before, now) in ordered]
+    lines = [printable(f"{name} {shortened(before)} -> {shortened(now)}") for name, (before, now) in ordered]
     left = len(lines) - _MAX_LINES
     return [*lines[:_MAX_LINES], f"and {left} more"] if left > 1 else lines
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."
 
 
 # ---- facts -------------------------------------------------------------------------------------------------------
@@ -241,7 +237,7 @@ def _description_of(module: nn.Module) -> str:
 
 
 def _form_of(tensor: Tensor) -> str:
-    return "lazy" if is_lazy(tensor) else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return "lazy" if is_lazy(tensor) else form_of(tensor)
 
 
 def _name_of(value: Any) -> str:

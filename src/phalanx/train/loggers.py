@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from phalanx import _env
 from phalanx._files import write_whole
 from phalanx._rank_group import RankGroup
+from phalanx._text import one_line
 from phalanx.data.random_state import random_state_kept
 from phalanx.train.metrics import numbers_of, write_csv
 
@@ -117,9 +118,9 @@ class Loggers:
                 if module:
                     getattr(importlib.import_module(module), needed)  # a folder named wandb can be imported, too
             except Exception as error:
-                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
                 return (
-                    f"Trainer: loggers={name!r} needs a package that rank 0 can't import: pip install {package} ({why})"
+                    f"Trainer: loggers={name!r} needs a package that rank 0 can't import: pip install {package} "
+                    f"({one_line(error)})"
                 )
         return ""
 

@@ -13,6 +13,7 @@ import torch
 
 from phalanx._errors import RankFailed
 from phalanx._rank_group import RankGroup
+from phalanx._text import one_line
 from phalanx.train.loggers import CLOSE_S, Loggers, Run
 from phalanx.train.metrics import MetricsLog
 from phalanx.train.objective import NamedParts
@@ -118,8 +119,7 @@ class RunLog:
         except Exception as error:
             if what not in self._said_missing:
                 self._said_missing.add(what)
-                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                self.say(f"can't write {what} ({why}); the training goes on")
+                self.say(f"can't write {what} ({one_line(error)}); the training goes on")
 
     def record(self, kind: str, **values: Any) -> None:
         """Write a line of metrics.jsonl, on rank 0, and let the loggers have it."""
