@@ -167,6 +167,25 @@ def one_cycle(optimizer):
     return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
 
 
+def warm_up_then(schedule):
+    """Make a schedule that takes the place of a constant one after a step."""
+
+    def make(optimizer):
+        parts = [lr_scheduler.ConstantLR(optimizer), schedule(optimizer)]
+        return lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
+
+    return make
+
+
+def chained(optimizer):
+    return lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(optimizer), one_cycle(optimizer)])
+
+
+def one_cycle_at_first(optimizer):
+    parts = [one_cycle(optimizer), lr_scheduler.ConstantLR(optimizer)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
 def loader(batch_size):
     sampler = phalanx.DistributedSampler(make_data())
     return DataLoader(make_data(), batch_size=batch_size, sampler=sampler)
@@ -194,7 +213,12 @@ def make_mistakes(rank, world_size, folder):
         ),
         "one cycle": fit(folder, schedule=one_cycle),
         "one cycle by epoch": fit(folder, schedule=one_cycle, scheduler_interval="epoch"),
+        "one cycle after a warm-up": fit(folder, schedule=warm_up_then(one_cycle)),
+        "one cycle in a chain": fit(folder, schedule=chained),
+        "one cycle that ends in time": fit(folder, schedule=one_cycle_at_first),
         "cosine": fit(folder, schedule=cosine),
+        "cosine after a warm-up": fit(folder, schedule=warm_up_then(cosine)),
+        "monitor of nothing": fit(folder, monitor="loss"),
         "plateau": fit(folder, schedule=lr_scheduler.ReduceLROnPlateau, scheduler_interval="epoch"),
         "closed": fit(folder, folder="/sys/kernel"),  # where nobody can make a folder, root neither
         "dict": fit(folder, validation=make_data(8), **with_dict),
@@ -226,6 +250,9 @@ EXPECTED = {
     "monitor": ("ValueError", "monitor='accuracy' is no value of the evaluation, which has loss, distance"),
     "monitor of a step": ("ValueError", "monitor='accuracy' is no value of the evaluation, which has distance"),
     "one cycle": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 4 times, once each step: make"),
+    "one cycle after a warm-up": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 3 times, once"),
+    "one cycle in a chain": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 4 times, once each"),
+    "monitor of nothing": ("ValueError", "monitor needs validation_data to judge by: fit(data, validation_data)"),
     "plateau": ("ValueError", "ReduceLROnPlateau needs validation_data to judge by"),
     "closed": ("CheckpointError", "rank 0: Trainer.fit: no checkpoint can be saved in /sys/kernel/checkpoints: "),
     "dict": ("ValueError", "'distance' is a dict; it must be one number for each sample, or their mean"),
@@ -264,4 +291,6 @@ def test_mistakes_are_errors_on_every_rank_before_the_first_step(run_ranks, tmp_
     assert "them, whatever global_batch_size, drop_last says; 1 step an epoch" in said["batches"]
     assert "samples, 2 steps an epoch, 4 in all" in said["one cycle by epoch"]
     assert "CosineAnnealingLR(T_max=2) rises again after 2 of 4 steps: count in steps, T_max=4" in said["cosine"]
+    assert "CosineAnnealingLR(T_max=2) rises again after 2 of 3 steps: count" in said["cosine after a warm-up"]
+    assert "samples, 2 steps an epoch, 4 in all" in said["one cycle that ends in time"]
     assert not any(text for text in other.values() if isinstance(text, str)), "only rank 0 speaks"

@@ -13,8 +13,8 @@ from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.wrapper import is_sharded
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise if the model's result depends on more than its weights and one shard.
+def prepare(model: nn.Module) -> None:
+    """Refuse a model whose result depends on more than its weights and one shard; give torch one thread.
 
     Raises:
         ValueError: It has running statistics, or is divided among the ranks.
@@ -27,6 +27,7 @@ def check_model(model: nn.Module) -> None:
                 f'Trainer: deterministic="world" can\'t have {name}, a {type(module).__name__}: its running statistics '
                 "depend on which rank sees what. Use GroupNorm or LayerNorm, or track_running_stats=False"
             )
+    torch.set_num_threads(1)  # more of them add in another order
 
 
 def sum_gradients(

@@ -18,6 +18,7 @@ from phalanx.data.random_state import random_state_kept
 from phalanx.train.evaluation_data import Counted, Own, Planned, plan
 from phalanx.train.feed import Collate, is_dataset
 from phalanx.train.objective import Objective, outputs_of, refuse_reserved
+from phalanx.train.settings import Settings
 from phalanx.train.wrapper import is_sharded
 
 
@@ -28,10 +29,9 @@ class Evaluator:
         model: The model as it trains.
         objective: Objective whose values are evaluated.
         ranks: All ranks of the job.
-        device: The model's.
-        batch_size: Largest number of samples of a dataset in one batch of this rank.
-        num_workers: Processes that load a dataset for each rank.
-        collate_fn: Makes a batch of a dataset's samples; None: torch's.
+        device: Device of the model.
+        settings: Settings of the trainer: the sizes of a dataset's batches, and how many processes load them.
+        collate_fn: Function that makes a batch of a dataset's samples; None: torch's.
     """
 
     def __init__(
@@ -40,8 +40,7 @@ class Evaluator:
         objective: Objective,
         ranks: RankGroup,
         device: torch.device,
-        batch_size: int,
-        num_workers: int,
+        settings: Settings,
         collate_fn: Collate | None = None,
     ) -> None:
         self._model = model
@@ -56,7 +55,8 @@ class Evaluator:
         self._objective = objective
         self._ranks = ranks
         self._device = device
-        self._of_datasets = batch_size, num_workers, collate_fn
+        batch_size = settings.micro_batch_size or -(-settings.global_batch_size // ranks.world_size)
+        self._of_datasets = batch_size, settings.num_workers, collate_fn
         self._data: Any = None
         self._plan: Planned | Own | None = None
 
@@ -101,7 +101,8 @@ class Evaluator:
     def _reset_metrics(self) -> None:
         for metric in self._objective.stateful.values():
             metric.reset()
-            getattr(metric, "to", _ignore)(self._device)
+            if hasattr(metric, "to"):
+                metric.to(self._device)
 
     def _computed(self, name: str, metric: Any) -> Iterator[tuple[str, float]]:
         """Yield the values of a metric that has seen this rank's batches and combines the ranks' states itself.
@@ -236,7 +237,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-
-
-def _ignore(_: object) -> None:
-    pass

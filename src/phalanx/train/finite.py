@@ -96,13 +96,11 @@ class FiniteGuard:
         """Whether this rank has seen something that it has not told the others yet."""
         return self._finding is not None
 
-    def say_what_is_meant(self) -> None:
-        """Say which parameters are not finite from the beginning; every rank calls it."""
+    def what_is_meant(self) -> str:
+        """Return which parameters are not finite from the beginning; empty if none is. Every rank calls it."""
         names = dict.fromkeys(name for of_rank in self._ranks.gather(self._state.not_finite) for name in of_rank)
-        if names:
-            self._run_log.say(
-                f"not finite from the beginning, so not looked at for NaN: parameter {', '.join(map(repr, names))}"
-            )
+        listed = ", ".join(map(repr, names))
+        return listed and f"not finite from the beginning, so not looked at for NaN: parameter {listed}"
 
     def look_at_loss(self, loss: Tensor, batch: Any, step: int, epoch: int) -> None:
         """Look at the loss of a pass whose backward is done; free on the CPU, nothing on other devices.
@@ -145,9 +143,9 @@ class FiniteGuard:
         if norm.device.type == "cpu" and not self._skips_steps and not math.isfinite(value := norm.item()):
             self.note(f"the gradient's norm is {value}, although the loss is finite", step, epoch, order=_GRADIENT)
 
-    def look_at_scale(self, scale: float, step: int, epoch: int) -> None:
+    def look_at_scale(self, scaler: torch.amp.GradScaler, step: int, epoch: int) -> None:
         """Look at the gradient scaler's scale, which halves with each step that is skipped."""
-        if scale < _SMALLEST_SCALE:
+        if scaler.is_enabled() and (scale := scaler.get_scale()) < _SMALLEST_SCALE:
             what = f"the gradient scaler's scale has come down to {scale:g}: it skips every step"
             self.note(what, step, epoch, order=_GRADIENT, is_past=True)
 

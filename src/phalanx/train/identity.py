@@ -93,8 +93,16 @@ def facts_of(
     return facts | {f"{_MODEL}{name}": _form_of(value) for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def facts_of_data(data: Any, settings: Settings, ranks: RankGroup) -> Facts:
-    """Return the facts of what is trained on; every rank calls it, with its own loader if it is one."""
+def with_data(facts: Facts, data: Any, settings: Settings, ranks: RankGroup) -> Facts:
+    """Return the facts of a run and of what it is trained on, as rank 0 has them.
+
+    Every rank calls it, with its own loader if the data is one.
+    """
+    facts = facts | _facts_of_data(data, settings, ranks)
+    return ranks.gather(facts if ranks.rank == 0 else None)[0]
+
+
+def _facts_of_data(data: Any, settings: Settings, ranks: RankGroup) -> Facts:
     if isinstance(data, torch_data.Dataset) and not isinstance(data, torch_data.IterableDataset):
         length: int = len(data)  # type: ignore[arg-type]
         return {"data.samples": str(length), "global_batch_size": str(settings.global_batch_size)}
@@ -117,6 +125,7 @@ class Identity:
         may_force: Whether a checkpoint of another run may be loaded.
 
     Attributes:
+        may_force: Whether a checkpoint of another run may be loaded.
         changed: Names of the facts that are not those of the checkpoint.
         is_forced: Whether the checkpoint belongs to another run, and this script's settings win.
         news: Message about it; empty if there is none.
@@ -124,7 +133,7 @@ class Identity:
 
     def __init__(self, folder: str, facts: Facts, *, is_known: bool = False, may_force: bool = False) -> None:
         self._folder, self._facts = folder, facts
-        self._is_known, self._may_force = is_known, may_force
+        self._is_known, self.may_force = is_known, may_force
         self._text = json.dumps(facts)
         self.changed: frozenset[str] = frozenset()
         self.is_forced: bool = False
@@ -141,7 +150,7 @@ class Identity:
             CheckpointError: It is of another run.
         """
         if saved is None:
-            self.is_forced = self._may_force
+            self.is_forced = self.may_force
             self.news = f"the checkpoint of step {step} does not say which run it belongs to: resumed without comparing"
             return
         theirs: Facts = json.loads(saved)
@@ -150,7 +159,7 @@ class Identity:
         if not changed:
             return
         can_be_forced = not any(name.startswith(_MODEL) or name.endswith(_PARAMETERS) for name in changed)
-        if self._may_force and can_be_forced:
+        if self.may_force and can_be_forced:
             self.is_forced = True
             self.news = f'resume="force": weights and counters of step {step}; changed: {"; ".join(_lines(changed))}'
         elif not self._is_known:

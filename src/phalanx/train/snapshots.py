@@ -42,9 +42,15 @@ class Snapshots:
         self._num_steps += 1
         if memory.problem:
             memory.let_go()
-        elif self.every and step % self.every == 0 and self._may_keep():
+        elif self.every and step % self.every == 0:
+            self._num_taken += self.take(step)
+
+    def take(self, step: int) -> bool:
+        """Take one now, and return True, unless the state is not worth keeping."""
+        may_keep = self._may_keep()
+        if may_keep:
             checkpoint.snapshot(self._folder, self._state(), step)
-            self._num_taken += 1
+        return may_keep
 
     def adapt(self, phases_by_rank: list[list[float]]) -> str:
         """Choose how often from now on, the same on every rank; return what they cost, once that is known.
