@@ -277,7 +277,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_its_weights_are_not_saved(re
         assert "parameter '0.weight' is not finite. It became so in step 4. " in plain[0]
         assert (clipped[1], clipped[4]) == (4, [1, 2, 3])
         assert "lower the learning rate or set clip_norm; on_nan" in plain[0]
-        assert "mend the data or lower the learning rate; on_nan" in clipped[0]
+        assert "fix the data or lower the learning rate; on_nan" in clipped[0]
         assert "the gradient's norm is nan, although the loss is finite" in clipped[0]
         assert "that of parameter '0.weight'" in clipped[0]
 

@@ -36,8 +36,8 @@ class Leaf:
 
     Attributes:
         name: Position in the state, such as ``model.0.weight``; the same on every rank.
-        tensor: The rank's own, or its DTensor.
-        is_local: Whether it is each rank's own: buffers of modules, bytes, arrays of NumPy.
+        tensor: Tensor or DTensor of this rank.
+        is_local: Whether each rank has its own: buffers of modules, bytes, NumPy arrays.
     """
 
     name: str
@@ -250,7 +250,7 @@ def unpack(node: Json, read: Read, like: Any = None) -> Any:
 
     Args:
         node: Tree that `pack` returned.
-        read: Function that takes a tensor's node, and the tensor to fill or None, and returns the tensor.
+        read: Function that takes a tensor's node and the tensor to fill, or None, and returns the tensor.
         like: Value of the same form, or None.
     """
     if not isinstance(node, dict):

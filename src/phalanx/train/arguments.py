@@ -18,10 +18,14 @@ _METRICS = 'metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == 
 
 
 def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, **functions: Any) -> None:
-    """Refuse what is no model, optimizer, schedule, callbacks or function.
+    """Refuse a model, optimizer, schedule, callbacks or functions that are something else.
 
     Args:
-        functions: The functions by the names of their arguments, of which None is left out.
+        model: Module to train.
+        optimizer: Optimizer of its parameters.
+        scheduler: Learning rate scheduler; None: none.
+        callbacks: Callback objects.
+        functions: Functions by argument name; None: the argument was not given.
 
     Raises:
         TypeError: An argument is something else, such as a class instead of an object.
@@ -54,18 +58,18 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
 
 
 def check_fit(data: Any, validation_data: Any, s: Settings, given: Collection[str], *, is_plateau: bool) -> None:
-    """Refuse what can't be trained on, or not be judged by.
+    """Refuse data that can't be trained on, and settings that go by an evaluation where there is none.
 
     Args:
         data: Training data.
         validation_data: Data to evaluate; None: none.
         s: Settings of the trainer.
         given: Names of the settings that the script has given.
-        is_plateau: Whether the schedule goes by evaluations.
+        is_plateau: Whether the scheduler is a ReduceLROnPlateau.
 
     Raises:
-        TypeError: It is no data.
-        ValueError: There is nothing to evaluate, or a generator is needed more than once.
+        TypeError: `data` or `validation_data` is neither a dataset nor something that gives batches.
+        ValueError: A setting needs validation data, or a generator is needed more than once.
     """
     _check_data("data", data)
     if validation_data is not None:

@@ -24,11 +24,11 @@ class DatasetFeed:
     Args:
         dataset: Map-style dataset, the same on every rank.
         batches: Global batches of its indices.
-        num_workers: Number of loading processes.
-        seed: Seed for what workers and samples draw.
+        num_workers: Number of data-loading processes.
+        seed: Seed for the workers and the samples' augmentation.
         collate_fn: Function that makes a batch of samples; None: torch's.
-        seeds_samples: Whether each sample's augmentation has a seed of its own, as it always has in workers.
-        without_effect: Settings to say of that they change nothing here.
+        seeds_samples: Whether each sample is seeded by itself; in workers it always is.
+        without_effect: Names of settings that were given and change nothing here.
     """
 
     may_differ = False

@@ -43,9 +43,11 @@ def sum_gradients(
     powers of two, the tree over all shards is the same for any number of ranks.
 
     Args:
+        parameters: Parameters under training.
+        ranks: All ranks of the job.
         num_shards: Number of this rank's shards.
-        backward: Runs the shard of that index of this rank forward and backward, and returns its loss.
-        seed: Seed and step; each shard draws random numbers of its own.
+        backward: Function that runs the shard of that index forward and backward, and returns its loss.
+        seed: Seed and number of the step, from which each shard's random numbers follow.
     """
     pending: list[tuple[int, list[Tensor]]] = []  # sums of 1, 2, 4, ... shards that wait for their neighbour
     for shard in range(num_shards):

@@ -26,11 +26,11 @@ class Evaluator:
     """Evaluates a model, in evaluation mode, without gradients; the loader of the last data is kept.
 
     Args:
-        model: The model as it trains.
+        model: Model in its wrapper.
         objective: Objective whose values are evaluated.
         ranks: All ranks of the job.
         device: Device of the model.
-        settings: Settings of the trainer: the sizes of a dataset's batches, and how many processes load them.
+        settings: Settings of the trainer.
         collate_fn: Function that makes a batch of a dataset's samples; None: torch's.
     """
 

@@ -97,9 +97,11 @@ def plan(data: Any, ranks: RankGroup, batch_size: int, num_workers: int, collate
     """Return the batches of a dataset, or of a loader.
 
     Args:
-        batch_size: Largest number of samples of one batch of a dataset.
-        num_workers: Processes that load a dataset for each rank.
-        collate_fn: Makes a batch of a dataset's samples.
+        data: Dataset or loader to evaluate.
+        ranks: All ranks of the job.
+        batch_size: Largest number of a dataset's samples in a batch of one rank.
+        num_workers: Number of processes that load a dataset for each rank.
+        collate_fn: Function that makes a batch of a dataset's samples; None: torch's.
 
     Raises:
         ValueError: Ranks have different datasets, or undivided loaders that differ.

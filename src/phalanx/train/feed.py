@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from torch.utils import data as torch_data
 
 Collate = Callable[[list[Any]], Any]
-"""Makes a batch out of samples, as torch's loaders have it."""
+"""Function that makes a batch of samples, as torch's loaders have it."""
 
 Part = tuple[Any, int]
-"""What one forward pass takes, and how many samples of this rank are in it; with 0 it only keeps ranks together."""
+"""Batch of one forward pass, and its number of samples; a batch of 0 samples only keeps the ranks together."""
 
 
 class Feed(Protocol):
@@ -19,9 +19,9 @@ class Feed(Protocol):
 
     Attributes:
         num_steps: Number of steps in an epoch; None if unknown.
-        is_at_start: Nothing of the epoch was trained on.
-        is_at_end: All of it was, as far as is known.
-        may_differ: Ranks may have different numbers of steps.
+        is_at_start: Whether nothing of the epoch was trained on.
+        is_at_end: Whether all of it was, as far as is known.
+        may_differ: Whether ranks may have different numbers of steps.
     """
 
     may_differ: bool
@@ -33,15 +33,15 @@ class Feed(Protocol):
     @property
     def is_at_end(self) -> bool: ...
     def steps(self) -> Iterator[tuple[list[Part], int]]:
-        """Yield for each step this rank's parts, and the samples of all ranks in it; 0 where only ranks know."""
+        """Yield this rank's parts of each step, and its number of samples over all ranks; 0: unknown."""
         ...
 
     def resize(self, batch_size: int) -> None:
-        """Make steps of so many samples of all ranks, where that is for the feed to choose."""
+        """Set the number of samples in a step, over all ranks, if the feed makes the batches."""
         ...
 
     def describe(self, num_steps: int) -> str:
-        """Return in a line what a step is made of; there are `num_steps` at most."""
+        """Return a line that tells what a step is made of, in a run of at most `num_steps`."""
         ...
 
     def begin_epoch(self, epoch: int) -> None: ...

@@ -30,10 +30,14 @@ _SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one rank saw: the step, its epoch, what was not finite there, and where that began.
+    """What one rank has seen that was not finite.
 
     Attributes:
-        order: Place of what was seen in the step: a loss spoils all ranks' gradients, and these the parameters.
+        step: Number of the step.
+        order: Rank of the cause within the step: a loss spoils the gradients of all ranks, and these the parameters.
+        epoch: Number of the epoch.
+        what: Words for what is not finite.
+        origin: Sentence that tells where it began.
     """
 
     step: int
@@ -52,14 +56,14 @@ class FiniteGuard:
     they are not looked at again, nor are buffers that come later.
 
     Args:
-        on_nan: "raise" an error on all ranks, "warn" once, or "ignore" what is no weight.
-        module: The model inside its wrapper.
+        on_nan: Reaction to a loss or gradient: "raise" an error on all ranks, "warn" once, or "ignore" it.
+        module: Model without its wrapper.
         objective: Objective that computes the loss, and again to find its origin.
         ranks: All ranks of the job.
         run_log: Run log that shows and records a warning.
-        autocast: The context in which a loss is computed.
-        skips_steps: A gradient that is not finite skips the step, as with a gradient scaler.
-        clips: Gradients are clipped already.
+        autocast: Context in which the loss is computed.
+        skips_steps: Whether a gradient that is not finite skips the step, as with a gradient scaler.
+        clips: Whether gradients are clipped already.
         step: Number of the step after which the guard is made.
     """
 
@@ -155,7 +159,12 @@ class FiniteGuard:
         """Remember what was not finite, and look for its origin, until the ranks meet.
 
         Args:
-            is_past: The step is done, and what was not finite may be one of earlier steps.
+            what: Words for what was not finite.
+            step: Number of the step.
+            epoch: Number of the epoch.
+            batch: Batch of the pass; None: unknown.
+            order: Rank of the cause within the step, as in `Finding`.
+            is_past: Whether the step is done, so that an earlier one may be the cause.
         """
         if self._finding is None and self._on_nan != "ignore":
             origin = "Where it began is not known"
@@ -193,11 +202,9 @@ class FiniteGuard:
         first = min(found.values(), key=lambda finding: (finding.step, finding.order))
         step = first.step
         ranks = [rank for rank, other in found.items() if (other.step, other.order) == (step, first.order)]
-        advice = (
-            "mend the data or lower the learning rate"
-            if self._clips
-            else ("mend the data, lower the learning rate or set clip_norm")
-        )
+        advice = "fix the data or lower the learning rate"
+        if not self._clips:
+            advice = "fix the data, lower the learning rate or set clip_norm"
         message = (
             f"Trainer.fit: step {step}, epoch {first.epoch + 1}, {named('rank', ranks)}: {first.what}. {first.origin}. "
             f"No state with weights that are not finite is saved. If it isn't meant, {advice}"
@@ -306,7 +313,9 @@ def _first_bad_tensor(value: Any, path: str, *, allows_minus_inf: bool = False) 
     """Return what is wrong with the first tensor of nested values that is not finite; None if all are.
 
     Args:
-        allows_minus_inf: Take -inf for what it is in the masks of attention: meant.
+        value: Tensor, or tensors nested in mappings, lists and tuples.
+        path: Name of the value.
+        allows_minus_inf: Whether -inf counts as finite, as in the masks of attention.
     """
     for where, tensor in tensors_in(value, path):
         is_bad = ~torch.isfinite(tensor) & (tensor != -math.inf if allows_minus_inf else True)

@@ -73,7 +73,11 @@ def facts_of(
     """Return the facts of a run whose trainer is being made.
 
     Args:
-        objective: The loss, or the training step.
+        module: Model without its wrapper.
+        optimizer: Optimizer of its parameters.
+        scheduler: Learning rate scheduler; None: none.
+        objective: Loss or training step.
+        s: Settings of the trainer.
         is_step: Whether the objective is a training step.
     """
     facts = {

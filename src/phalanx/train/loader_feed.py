@@ -23,9 +23,11 @@ class LoaderFeed:
     """Takes a loader of this rank's batches as it is, each a step.
 
     Args:
-        loader: Anything that can be iterated over again for each epoch. One with ``state_dict`` and ``load_state_dict``
-            goes on by itself, on any number of ranks; of another, what was trained on is passed by.
-        without_effect: Settings to say of that they change nothing here.
+        loader: Iterable of batches, which is iterated anew in each epoch. One with ``state_dict`` and
+            ``load_state_dict`` resumes by itself, on any number of ranks; otherwise the batches that were already
+            trained on are skipped.
+        seed: Seed for samplers that have no generator of their own.
+        without_effect: Names of settings that were given and change nothing here.
     """
 
     may_differ = True

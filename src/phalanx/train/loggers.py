@@ -55,6 +55,8 @@ class Run:
     """What a logger is told about the run.
 
     Attributes:
+        folder: Folder of the run.
+        settings: Settings of the trainer, by name.
         resumed_step: Number of the step after which this attempt resumes; 0 at the beginning.
         attempt: Number of this start in the folder, from 0.
     """
@@ -88,7 +90,8 @@ class Loggers:
     """All loggers of a trainer; every rank has one of these, and rank 0's does something.
 
     Args:
-        given: A name, a `Logger`, or several of both.
+        given: Name of a logger, a `Logger`, or several of both.
+        ranks: All ranks of the job.
 
     Raises:
         ValueError: There is no logger of that name.
@@ -128,6 +131,7 @@ class Loggers:
         """Begin to log.
 
         Args:
+            run: Facts about the run.
             attempt: Function that takes the name of an action, and returns a context that reports its error.
         """
         self._attempt = attempt
@@ -140,7 +144,9 @@ class Loggers:
         """Give a record of metrics.jsonl to all loggers.
 
         Args:
-            is_repeated: An earlier attempt has logged that step.
+            kind: Kind of the record.
+            record: Fields of the record, by name.
+            is_repeated: Whether an earlier attempt has logged that step.
         """
         metrics = numbers_of(kind, record)
         for key, logger in list(self._open.items()) if metrics else ():

@@ -31,14 +31,14 @@ class Objective:
     """A loss of outputs and targets, or a training step of the user's own, and what is evaluated.
 
     Args:
-        loss: ``loss(outputs, targets)``.
-        training_step: ``training_step(model, batch)``; returns the loss, or it and other values by name.
-        evaluation_step: ``evaluation_step(model, batch)``; returns the loss, or values by name.
+        loss: Function ``loss(outputs, targets)``.
+        training_step: Function ``training_step(model, batch)`` that returns the loss, alone or among values by name.
+        evaluation_step: Function ``evaluation_step(model, batch)`` that returns the loss, or values by name.
         metrics: Functions ``metric(outputs, targets)``, or objects with ``update``, ``compute`` and ``reset``.
 
     Attributes:
-        stateful: The metrics that are objects.
-        is_split: Batches are evaluated as inputs and targets, by the loss.
+        stateful: Metrics that are objects, by name.
+        is_split: Whether an evaluation divides batches into inputs and targets.
 
     Raises:
         ValueError: There is no single loss, or a function in `metrics` where nobody knows outputs and targets.
@@ -112,7 +112,9 @@ class Objective:
         """Return what is evaluated of a batch, and let the metrics that have a state see it.
 
         Args:
-            counts: The batch is not only there to keep ranks together.
+            model: Model to evaluate.
+            batch: Batch on the model's device.
+            counts: Whether the batch counts, rather than only keeping ranks together.
         """
         if not self.is_split:
             return self._values_of_step(model, batch)

@@ -30,6 +30,9 @@ def describe_origin(
     """Return what the report says of a run's origin; every rank calls it.
 
     Args:
+        model: Model in its wrapper.
+        optimizer: Optimizer of its parameters.
+        ranks: All ranks of the job.
         folder: Folder of the run, to which the path of the logs is relative.
     """
     module = checkpoint.unwrap(model)

@@ -32,7 +32,7 @@ class Preemption:
         speaks: Whether to say what a Ctrl-C does; one rank is enough.
 
     Attributes:
-        signal: The number of the first that came, or 0.
+        signal: Number of the first signal that came, or 0.
     """
 
     def __init__(self, *, speaks: bool = False) -> None:
@@ -81,7 +81,7 @@ def leave(run_log: RunLog, number: int, step: int, *, is_saved: bool, ranks: Ran
     """End this rank, which has made room after a step because of a signal, with the code that says so.
 
     Args:
-        run_log: Run log that records and says it.
+        run_log: Run log that records and shows it.
         number: Number of the signal.
         step: Number of the step.
         is_saved: Whether the state was saved.

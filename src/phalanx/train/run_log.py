@@ -65,10 +65,12 @@ class RunLog:
 
     Args:
         folder: Folder of the run.
-        num_steps: That the run will have at most.
+        num_steps: Largest number of steps that the run can have.
+        ranks: All ranks of the job.
         loggers: Loggers that get what metrics.jsonl gets, once `begin` was called.
 
     Attributes:
+        clock: Clock of this rank's phases.
         last_losses: Loss of each rank when it was logged last.
     """
 
@@ -110,7 +112,7 @@ class RunLog:
             session: Session of this rank.
             settings: Settings of the trainer.
             loaded: Checkpoint that was restored; None: there was none.
-            origin: What the report says of the run's origin.
+            origin: Facts about the run's origin, for its report.
         """
         given = dataclasses.asdict(settings)
         resumed = None if loaded is None else dataclasses.asdict(loaded)
@@ -233,10 +235,10 @@ class RunLog:
 
 @dataclasses.dataclass
 class _Mean:
-    """Of the losses of an epoch's samples.
+    """Mean loss over an epoch's samples.
 
     Attributes:
-        first_step: The first that counts.
+        first_step: First step that counts.
         is_whole: Whether it is the first of the epoch.
     """
 

@@ -1,4 +1,4 @@
-"""`Saver`: a trainer's checkpoints on disk, of states whose weights are finite."""
+"""`RunSaver`: a trainer's checkpoints on disk, of states whose weights are finite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.train.run_log import RunLog
 from phalanx.train.settings import Settings, is_minimized
 
 
-class Saver:
+class RunSaver:
     """Saves a trainer's state; every rank has one of these.
 
     Args:

@@ -17,7 +17,7 @@ class Snapshots:
 
     Args:
         folder: Folder of the checkpoints that the snapshots belong to.
-        every: Steps between them; "auto": chosen from what they cost; 0: none.
+        every: Number of steps between snapshots; "auto": chosen by what they cost; 0: no snapshots.
         state: Function that returns the state to keep.
         may_keep: Function that returns whether the state is worth keeping, the same on every rank.
     """
@@ -56,7 +56,8 @@ class Snapshots:
         """Choose how often from now on, the same on every rank; return what they cost, once that is known.
 
         Args:
-            phases_by_rank: Mean seconds of a step in each phase since the last call, the last one taking snapshots.
+            phases_by_rank: Mean seconds of a step in each phase since the last call, by rank; the last phase is that of
+                snapshots.
         """
         num_taken, num_steps = self._num_taken, self._num_steps
         self._num_taken = self._num_steps = 0

@@ -33,7 +33,7 @@ from phalanx.train.origin import describe_origin, processes_of
 from phalanx.train.preemption import Preemption, leave
 from phalanx.train.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
 from phalanx.train.run_log import RunLog
-from phalanx.train.saving import Saver
+from phalanx.train.saving import RunSaver
 from phalanx.train.settings import Settings
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.stepper import Stepper
@@ -351,7 +351,7 @@ class Trainer:
         run_log = RunLog(self.folder, num_steps, self._ranks, self._loggers)
         self._guard = self._stepper.begin(run_log, self.step)
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
-        self._saver = Saver(self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded)
+        self._saver = RunSaver(self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded)
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         origin = describe_origin(self.model, self.optimizer, self._ranks, self.folder)
         run_log.begin(self.session, s, loaded, origin)
