@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import Subset
 
 from phalanx._rank_group import RankGroup
-from phalanx.data.partition import Partition
 
 
 def refuse_different(data: Any, ranks: RankGroup) -> None:
@@ -55,9 +54,9 @@ def have_own_parts(data: Any, ranks: RankGroup) -> bool:
 
 def _chosen(data: Any) -> tuple[list[Any], Any]:
     """Return the indices that a subset, also one of a subset, takes of a dataset, and the whole dataset."""
-    if not isinstance(data, Partition | Subset):
+    if not isinstance(data, Subset):
         return [], data
-    inner, whole = _chosen(data.data if isinstance(data, Partition) else data.dataset)
+    inner, whole = _chosen(data.dataset)
     indices = data.indices.tolist() if hasattr(data.indices, "tolist") else list(data.indices)
     return [inner[index] for index in indices] if inner else indices, whole
 

@@ -148,7 +148,7 @@ class Loggers:
             record: Fields of the record, by name.
             is_repeated: Whether an earlier attempt has logged that step.
         """
-        metrics = numbers_of(kind, record)
+        metrics = numbers_of(kind, record) if self._open else {}
         for key, logger in list(self._open.items()) if metrics else ():
             if is_repeated and getattr(logger, "is_continued", False):
                 continue
