@@ -20,13 +20,6 @@ _METRICS = 'metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == 
 def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, **functions: Any) -> None:
     """Refuse a model, optimizer, schedule, callbacks or functions that are something else.
 
-    Args:
-        model: Module to train.
-        optimizer: Optimizer of its parameters.
-        scheduler: Learning rate scheduler; None: none.
-        callbacks: Callback objects.
-        functions: Functions by argument name; None: the argument was not given.
-
     Raises:
         TypeError: An argument is something else, such as a class instead of an object.
         ValueError: The optimizer or the schedule is another model's, or the loss is no mean.
@@ -59,13 +52,6 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
 
 def check_fit(data: Any, validation_data: Any, s: Settings, given: Collection[str], *, is_plateau: bool) -> None:
     """Refuse data that can't be trained on, and settings that go by an evaluation where there is none.
-
-    Args:
-        data: Training data.
-        validation_data: Data to evaluate; None: none.
-        s: Settings of the trainer.
-        given: Names of the settings that the script has given.
-        is_plateau: Whether the scheduler is a ReduceLROnPlateau.
 
     Raises:
         TypeError: `data` or `validation_data` is neither a dataset nor something that gives batches.

@@ -19,17 +19,7 @@ from phalanx.train.worker_init import WorkerInit
 
 
 class DatasetFeed:
-    """Divides a dataset into global batches, and each of these among the ranks.
-
-    Args:
-        dataset: Map-style dataset, the same on every rank.
-        batches: Global batches of its indices.
-        num_workers: Number of data-loading processes.
-        seed: Seed for the workers and the samples' augmentation.
-        collate_fn: Function that makes a batch of samples; None: torch's.
-        seeds_samples: Whether each sample is seeded by itself; in workers it always is.
-        without_effect: Names of settings that were given and change nothing here.
-    """
+    """Divides a dataset into global batches, and each of these among the ranks."""
 
     may_differ = False
 

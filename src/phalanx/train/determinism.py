@@ -40,14 +40,8 @@ def sum_gradients(
     """Leave in ``.grad`` the sum over all ranks' shards, and return the sum of what `backward` has returned.
 
     Shards of a rank, then ranks, are added as neighbours in a binary tree: with numbers of ranks and of shards that are
-    powers of two, the tree over all shards is the same for any number of ranks.
-
-    Args:
-        parameters: Parameters under training.
-        ranks: All ranks of the job.
-        num_shards: Number of this rank's shards.
-        backward: Function that runs the shard of that index forward and backward, and returns its loss.
-        seed: Seed and number of the step, from which each shard's random numbers follow.
+    powers of two, the tree over all shards is the same for any number of ranks. `backward` runs one of this rank's
+    shards forward and backward and returns its loss; its random numbers follow from `seed`, which is seed and step.
     """
     pending: list[tuple[int, list[Tensor]]] = []  # sums of 1, 2, 4, ... shards that wait for their neighbour
     for shard in range(num_shards):

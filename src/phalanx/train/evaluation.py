@@ -23,16 +23,7 @@ from phalanx.train.wrapper import is_sharded
 
 
 class Evaluator:
-    """Evaluates a model, in evaluation mode, without gradients; the loader of the last data is kept.
-
-    Args:
-        model: Model in its wrapper.
-        objective: Objective whose values are evaluated.
-        ranks: All ranks of the job.
-        device: Device of the model.
-        settings: Settings of the trainer.
-        collate_fn: Function that makes a batch of a dataset's samples; None: torch's.
-    """
+    """Evaluates a model, in evaluation mode, without gradients; the loader of the last data is kept."""
 
     def __init__(
         self,

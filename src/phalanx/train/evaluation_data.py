@@ -96,13 +96,6 @@ class Own:
 def plan(data: Any, ranks: RankGroup, batch_size: int, num_workers: int, collate_fn: Collate | None) -> Planned | Own:
     """Return the batches of a dataset, or of a loader.
 
-    Args:
-        data: Dataset or loader to evaluate.
-        ranks: All ranks of the job.
-        batch_size: Largest number of a dataset's samples in a batch of one rank.
-        num_workers: Number of processes that load a dataset for each rank.
-        collate_fn: Function that makes a batch of a dataset's samples; None: torch's.
-
     Raises:
         ValueError: Ranks have different datasets, or undivided loaders that differ.
     """

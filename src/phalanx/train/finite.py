@@ -156,15 +156,9 @@ class FiniteGuard:
     def note(
         self, what: str, step: int, epoch: int, batch: Any = None, order: int = _LOSS, *, is_past: bool = False
     ) -> None:
-        """Remember what was not finite, and look for its origin, until the ranks meet.
+        """Remember what was not finite, until the ranks meet, and where it began.
 
-        Args:
-            what: Words for what was not finite.
-            step: Number of the step.
-            epoch: Number of the epoch.
-            batch: Batch of the pass; None: unknown.
-            order: Rank of the cause within the step, as in `Finding`.
-            is_past: Whether the step is done, so that an earlier one may be the cause.
+        If the step `is_past`, an earlier one since the last look may be the cause.
         """
         if self._finding is None and self._on_nan != "ignore":
             origin = "Where it began is not known"
@@ -312,10 +306,7 @@ def _is_summable(tensor: Tensor) -> bool:
 def _first_bad_tensor(value: Any, path: str, *, allows_minus_inf: bool = False) -> str | None:
     """Return what is wrong with the first tensor of nested values that is not finite; None if all are.
 
-    Args:
-        value: Tensor, or tensors nested in mappings, lists and tuples.
-        path: Name of the value.
-        allows_minus_inf: Whether -inf counts as finite, as in the masks of attention.
+    Masks of attention hold -inf by design.
     """
     for where, tensor in tensors_in(value, path):
         is_bad = ~torch.isfinite(tensor) & (tensor != -math.inf if allows_minus_inf else True)

@@ -26,14 +26,6 @@ _BENT = {  # by the attribute that says how long: what the learning rate does af
 def foresee(scheduler: Any, s: Settings, feed: Feed, ranks: RankGroup, step: int, epoch: int) -> tuple[int, str]:
     """Return the most optimizer steps that a run can have, and what to say about its schedule; every rank calls it.
 
-    Args:
-        scheduler: Schedule of the learning rate; None: none.
-        s: Settings of the trainer.
-        feed: Feed of the trainer.
-        ranks: All ranks of the job.
-        step: Number of optimizer steps done.
-        epoch: Number of epochs done.
-
     Returns:
         The number, `sys.maxsize` if unknown; and a warning, empty if there is nothing to say.
 

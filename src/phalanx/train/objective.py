@@ -109,13 +109,7 @@ class Objective:
         )
 
     def values_of(self, model: nn.Module, batch: Any, *, counts: bool = True) -> dict[str, Any]:
-        """Return what is evaluated of a batch, and let the metrics that have a state see it.
-
-        Args:
-            model: Model to evaluate.
-            batch: Batch on the model's device.
-            counts: Whether the batch counts, rather than only keeping ranks together.
-        """
+        """Return what is evaluated of a batch; metrics with a state see it if it counts, and is no padding."""
         if not self.is_split:
             return self._values_of_step(model, batch)
         outputs, targets = _outputs_and_targets(model, batch)

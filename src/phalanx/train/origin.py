@@ -27,14 +27,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 def describe_origin(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup, folder: str
 ) -> dict[str, Any]:
-    """Return what the report says of a run's origin; every rank calls it.
-
-    Args:
-        model: Model in its wrapper.
-        optimizer: Optimizer of its parameters.
-        ranks: All ranks of the job.
-        folder: Folder of the run, to which the path of the logs is relative.
-    """
+    """Return what the report says of a run's origin, with paths relative to `folder`; every rank calls it."""
     module = checkpoint.unwrap(model)
     size = sum(parameter.numel() for parameter in module.parameters())
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

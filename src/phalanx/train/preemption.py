@@ -78,15 +78,7 @@ def _show_cursor() -> None:
 
 
 def leave(run_log: RunLog, number: int, step: int, *, is_saved: bool, ranks: RankGroup) -> NoReturn:
-    """End this rank, which has made room after a step because of a signal, with the code that says so.
-
-    Args:
-        run_log: Run log that records and shows it.
-        number: Number of the signal.
-        step: Number of the step.
-        is_saved: Whether the state was saved.
-        ranks: All ranks of the job.
-    """
+    """End this rank, which has made room after a step because of a signal, with the code that says so."""
     run_log.record("preempted", step=step, signal=number)
     saved = "saved" if is_saved else "weights that are not finite were not saved"
     note = _requeue() if ranks.rank == 0 and number != signal.SIGINT else ""

@@ -29,19 +29,8 @@ def is_restart() -> bool:
     return _number("TORCHELASTIC_RESTART_COUNT") > 0
 
 
-def will_restart() -> bool:
-    """Return whether ``phalanx run`` will start the ranks again after a failure, from the last snapshot."""
-    return not memory.problem and _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT")
-
-
 def words_of_another(trainer: object, folder: str, goes_on: bool) -> str:
-    """Note that this trainer trains in the folder; return what to say if another of this process did before.
-
-    Args:
-        trainer: Trainer that begins.
-        folder: Folder of the run.
-        goes_on: Whether it takes up what it has found there.
-    """
+    """Note that this trainer trains in the folder; return what to say if another of this process did before."""
     last = _trained.get(folder)
     _trained[folder] = weakref.ref(trainer)
     if not goes_on or last is None or last() is trainer:
@@ -53,8 +42,11 @@ def words_of_another(trainer: object, folder: str, goes_on: bool) -> str:
 
 
 def leave_if_restarted() -> None:
-    """End this process at once if it will be started again: an orderly end takes longer than the restart."""
-    if will_restart():
+    """End this process at once if ``phalanx run`` will start the ranks again, from the last snapshot.
+
+    An orderly end of the interpreter takes longer than the restart.
+    """
+    if not memory.problem and _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT"):
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

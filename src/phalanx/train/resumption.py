@@ -67,11 +67,6 @@ class ForcedFeed:
 def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkpoint.Loaded | None:
     """Restore the newest checkpoint in a folder, and return which one; None if there is none. Every rank calls it.
 
-    Args:
-        folder: Folder of the checkpoints.
-        state: State of a trainer, with its `Progress`.
-        identity: Identity of the run, which refuses a checkpoint of another one, or forces it.
-
     Raises:
         CheckpointError: The checkpoint is of another run, or does not fit the state.
     """
@@ -83,15 +78,7 @@ def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkp
 
 
 def words_of_resumption(loaded: checkpoint.Loaded | None, step: int, epoch: int, folder: str, *, is_over: bool) -> str:
-    """Return what to say of where a run goes on; empty if it begins.
-
-    Args:
-        loaded: Checkpoint that was restored; None: there was none.
-        step: Number of optimizer steps done.
-        epoch: Number of epochs done.
-        folder: Folder of the run.
-        is_over: Whether there is nothing left to train.
-    """
+    """Return what to say of where a run goes on; empty if it begins."""
     if loaded is None:
         return ""
     if is_over:

@@ -106,14 +106,7 @@ class RunLog:
             self._log.close()
 
     def begin(self, session: Session, settings: Settings, loaded: Loaded | None, origin: Mapping[str, Any]) -> None:
-        """Record the start of this attempt, and open the loggers.
-
-        Args:
-            session: Session of this rank.
-            settings: Settings of the trainer.
-            loaded: Checkpoint that was restored; None: there was none.
-            origin: Facts about the run's origin, for its report.
-        """
+        """Record the start of this attempt, and open the loggers."""
         given = dataclasses.asdict(settings)
         resumed = None if loaded is None else dataclasses.asdict(loaded)
         self.record(

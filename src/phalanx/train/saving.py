@@ -14,16 +14,9 @@ from phalanx.train.settings import Settings, is_minimized
 
 
 class RunSaver:
-    """Saves a trainer's state; every rank has one of these.
+    """Saves a trainer's state with the value that it was judged by.
 
-    Args:
-        folder: Folder of the checkpoints.
-        settings: Settings of the trainer.
-        judge: Judge of the evaluations, whose values the checkpoints carry.
-        run_log: Run log that records each save.
-        state: Function that returns the state to save.
-        may_keep: Function that returns whether the state is worth keeping, the same on every rank.
-        loaded: Checkpoint that the run goes on from; None: there is none.
+    Every rank has one of these, and `may_keep` returns the same on every rank.
     """
 
     def __init__(

@@ -13,13 +13,9 @@ _SHARE = 0.03  # of the time of training
 
 
 class Snapshots:
-    """Takes a snapshot of the state every `every` steps; every rank has one of these.
+    """Takes a snapshot of the state every so many steps, as often as it costs little, or never (0).
 
-    Args:
-        folder: Folder of the checkpoints that the snapshots belong to.
-        every: Number of steps between snapshots; "auto": chosen by what they cost; 0: no snapshots.
-        state: Function that returns the state to keep.
-        may_keep: Function that returns whether the state is worth keeping, the same on every rank.
+    Every rank has one of these, and `may_keep` returns the same on every rank.
     """
 
     def __init__(

@@ -29,15 +29,6 @@ _NOTHING: Any = contextlib.nullcontext()
 class Stepper:
     """Takes the optimizer's steps of a trainer: every rank calls `backward`, then `optimize`.
 
-    Args:
-        model: Model in its wrapper.
-        optimizer: Optimizer of its parameters.
-        scheduler: Schedule that steps after the optimizer; None: none does.
-        objective: Objective that computes the loss.
-        ranks: All ranks of the job.
-        session: Session of this rank.
-        settings: Settings of the trainer.
-
     Attributes:
         autocast: Context in which the loss is computed.
         scaler: Gradient scaler; it only scales in "fp16".
