@@ -210,17 +210,14 @@ class Trainer:
         return self.evaluation
 
     def _train_epoch(self) -> bool:
-        """Train to the end of the epoch, or to `max_steps`; return whether the epoch has ended.
-
-        Raises:
-            ValueError: The epoch has no step.
-        """
+        """Train to the end of the epoch, or to `max_steps`; return whether the epoch has ended."""
         self.model.train()
         self._feed.begin_epoch(self.epoch)
         has_ended, is_empty = True, self._feed.is_at_start
         self._run_log.begin_epoch(self.step + 1, is_whole=is_empty)
         for parts, num_samples in self._in_step(self._feed.steps()):
             loss = self._stepper.backward(parts, num_samples, self.step + 1, self.epoch)
+            del parts  # the next batch takes its memory, which is in the caches
             if self.step % self._agree_every == 0:  # here, where ranks have just met
                 self._agree()
             self._stepper.optimize(self.step + 1, self.epoch)
@@ -256,6 +253,7 @@ class Trainer:
                 return
             assert step is not None
             yield step
+            del step
 
     def _agree(self) -> None:
         agreed = self._ranks.largest(_NOT_FINITE if self._guard.has_finding else self._preemption.signal)
