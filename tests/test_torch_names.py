@@ -129,6 +129,9 @@ def test_this_torch_has_every_name():
     assert options._threads == 2
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=0.1), 1)
     assert {key for key in vars(scheduler) if is_private(key)} <= _torch.SCHEDULER_COUNTERS
+    several = torch.optim.lr_scheduler.SequentialLR(scheduler.optimizer, [scheduler], [])
+    assert {_torch.PARTS_OF_SCHEDULER, _torch.MILESTONES_OF_SCHEDULER} <= vars(several).keys()
+    assert _torch.PARTS_OF_SCHEDULER in vars(torch.optim.lr_scheduler.ChainedScheduler([scheduler]))
     assert _torch.MARK_IGNORED_BY_DDP in inspect.getsource(torch.nn.parallel.distributed)
     assert _torch.MARK_STEPS_IN_BACKWARD in inspect.getsource(torch.nn.parallel.distributed)
 

@@ -47,6 +47,16 @@ def in_units(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def shortened(text: str, max_chars: int = 60) -> str:
+    """Return text that fits into a line with others."""
+    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's class and words, for the middle of a line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return one line per row, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

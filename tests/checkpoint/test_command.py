@@ -89,6 +89,16 @@ def test_the_folder_of_a_run_stands_for_its_checkpoints(saved, ckpt, tmp_path):
     assert ckpt("export", tmp_path, tmp_path / "m.pt")[0] == 0
 
 
+def test_the_folder_of_one_checkpoint_stands_for_it_alone(saved, ckpt):
+    one = saved[0] / "step-00000010"
+    [_, row], whole = ckpt("ls", one)[1], ckpt("ls", saved[0])[1]
+    assert row.split() == whole[1].split()
+    for options in ([], ["--all"], ["--step", 10]):
+        assert ckpt("verify", one, *options) == (0, ["step 10: whole"], "")
+    for name in ("show", "verify"):
+        assert ckpt(name, one, "--step", 20)[2].endswith("has no checkpoint of step 20; it has steps 10\n")
+
+
 def test_ls_names_damage_that_the_manifest_tells(damaged, ckpt):
     (damaged / "step-00000010" / "rank_00000.safetensors").write_bytes(b"short")
     code, lines, _ = ckpt("ls", damaged)

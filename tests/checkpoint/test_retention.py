@@ -69,6 +69,20 @@ def test_a_list_says_what_each_is(tmp_path):
     assert (tmp_path / "latest").read_text() == "step-00000012\n"
 
 
+def test_the_folder_of_a_run_stands_for_its_checkpoints(folder, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    (run / "checkpoints").symlink_to(folder)
+    assert steps(run) == steps(folder)
+    assert ckpt.verify(run) == []
+    flip_bit(folder / "step-00000007" / "rank_00000.safetensors", 100)
+    assert ckpt.verify(run, 6) == []
+    assert "step-00000007/rank_00000.safetensors was altered" in ckpt.verify(run)[0]
+    with pytest.raises(FileNotFoundError, match="checkpoints has no checkpoint of step 9"):
+        ckpt.verify(run, 9)
+    assert ckpt.prune(run, keep_last=2) == [1, 2, 3, 4, 5]
+    assert steps(run) == steps(folder) == [6, 7]
+
+
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
     assert ckpt.list_checkpoints(tmp_path / "none") == []
     assert ckpt.prune(tmp_path / "none") == []

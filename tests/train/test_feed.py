@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import phalanx
-from phalanx.train import feed
-from phalanx.train.feed import LoaderFeed
+from phalanx.train import loader_feed
+from phalanx.train.loader_feed import LoaderFeed
 
 NUM_RUNS = 3000 if os.environ.get("PHALANX_TEST_LONG") else 100
 LENGTH = 23
@@ -52,7 +52,7 @@ def train(feeds, epoch, num_steps, seen):
 
 @pytest.fixture(autouse=True)
 def ranks_of_one_process(monkeypatch):
-    monkeypatch.setattr(feed, "rank_and_size", feed.rank_and_size)  # given back at the end
+    monkeypatch.setattr(loader_feed, "rank_and_size", loader_feed.rank_and_size)  # given back at the end
 
 
 @settings(max_examples=NUM_RUNS, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -60,7 +60,7 @@ def ranks_of_one_process(monkeypatch):
 def test_a_loader_goes_on_exactly_whatever_the_steps_and_ranks_of_each_run(runs):
     seen, state, epoch = {}, None, 0
     for world_size, num_steps in runs:
-        feed.rank_and_size = lambda world_size=world_size: (0, world_size)
+        loader_feed.rank_and_size = lambda world_size=world_size: (0, world_size)
         feeds = open_feeds(world_size, state)
         epoch = train(feeds, epoch, num_steps, seen)
         states = [one.state_dict() for one in feeds]

@@ -144,7 +144,7 @@ def skipped_steps(folder):
     once[1].register_forward_hook(lambda _, inputs, output: output * math.inf if next(calls) == 2 else output)
     skips, _ = train(f"{folder}/once", model=once, precision="fp16", max_epochs=1)
     saved = saved_steps(f"{folder}/once")
-    return trainer._scaler.get_scale() < 65536.0, trainer.step, never, overflown, (skips.step, saved)
+    return trainer._stepper.scaler.get_scale() < 65536.0, trainer.step, never, overflown, (skips.step, saved)
 
 
 def warned(folder):
@@ -277,7 +277,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_its_weights_are_not_saved(re
         assert "parameter '0.weight' is not finite. It became so in step 4. " in plain[0]
         assert (clipped[1], clipped[4]) == (4, [1, 2, 3])
         assert "lower the learning rate or set clip_norm; on_nan" in plain[0]
-        assert "mend the data or lower the learning rate; on_nan" in clipped[0]
+        assert "fix the data or lower the learning rate; on_nan" in clipped[0]
         assert "the gradient's norm is nan, although the loss is finite" in clipped[0]
         assert "that of parameter '0.weight'" in clipped[0]
 

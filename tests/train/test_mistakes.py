@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 import phalanx
 from phalanx.train.arguments import check_arguments
@@ -128,7 +128,7 @@ class Steps:
         self.num += 1
 
 
-def fit(base, loss=mean_squares, *, model=None, data=None, validation=None, schedule=None, **options):
+def fit(base, loss=mean_squares, *, model=None, data=None, validation=None, schedule=None, batches=None, **options):
     """Train; return what was said, or the error and how many steps came before it."""
     model = make_model() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -137,7 +137,8 @@ def fit(base, loss=mean_squares, *, model=None, data=None, validation=None, sche
     fit.num += 1
     try:
         trainer = phalanx.Trainer(model, optimizer, loss, scheduler=schedule and schedule(optimizer), **options)
-        return quietly(trainer.fit, make_data() if data is None else data, validation)[1]
+        data = make_data() if data is None else data
+        return quietly(trainer.fit, data, validation, batch_sampler=batches)[1]
     except Exception as error:
         return type(error).__name__, str(error), steps.num
 
@@ -166,9 +167,32 @@ def one_cycle(optimizer):
     return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
 
 
+def warm_up_then(schedule):
+    """Make a schedule that takes the place of a constant one after a step."""
+
+    def make(optimizer):
+        parts = [lr_scheduler.ConstantLR(optimizer), schedule(optimizer)]
+        return lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
+
+    return make
+
+
+def chained(optimizer):
+    return lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(optimizer), one_cycle(optimizer)])
+
+
+def one_cycle_at_first(optimizer):
+    parts = [one_cycle(optimizer), lr_scheduler.ConstantLR(optimizer)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
 def loader(batch_size):
     sampler = phalanx.DistributedSampler(make_data())
     return DataLoader(make_data(), batch_size=batch_size, sampler=sampler)
+
+
+def sampler(batch_size):
+    return BatchSampler(range(50), batch_size, drop_last=False)
 
 
 def make_mistakes(rank, world_size, folder):
@@ -179,6 +203,9 @@ def make_mistakes(rank, world_size, folder):
     return {
         "loader of another size": fit(folder, data=loader(4), global_batch_size=64),
         "loader of that size": fit(folder, data=loader(4), global_batch_size=4 * world_size),
+        "sampler of another size": fit(folder, batches=sampler(4), global_batch_size=64),
+        "sampler of that size": fit(folder, batches=sampler(10), global_batch_size=10),
+        "sampler of any size": fit(folder, batches=[[0, 1], [2, 3, 4]], global_batch_size=64),
         "batches": fit(folder, data=[make_data(2).tensors], global_batch_size=64, drop_last=True),
         "monitor": fit(folder, validation=make_data(8), monitor="accuracy", metrics={"distance": distance}),
         "monitor of a step": fit(
@@ -186,7 +213,12 @@ def make_mistakes(rank, world_size, folder):
         ),
         "one cycle": fit(folder, schedule=one_cycle),
         "one cycle by epoch": fit(folder, schedule=one_cycle, scheduler_interval="epoch"),
+        "one cycle after a warm-up": fit(folder, schedule=warm_up_then(one_cycle)),
+        "one cycle in a chain": fit(folder, schedule=chained),
+        "one cycle that ends in time": fit(folder, schedule=one_cycle_at_first),
         "cosine": fit(folder, schedule=cosine),
+        "cosine after a warm-up": fit(folder, schedule=warm_up_then(cosine)),
+        "monitor of nothing": fit(folder, monitor="loss"),
         "plateau": fit(folder, schedule=lr_scheduler.ReduceLROnPlateau, scheduler_interval="epoch"),
         "closed": fit(folder, folder="/sys/kernel"),  # where nobody can make a folder, root neither
         "dict": fit(folder, validation=make_data(8), **with_dict),
@@ -214,9 +246,13 @@ class Samples(torch.utils.data.Dataset):
 
 EXPECTED = {
     "loader of another size": ("ValueError", "global_batch_size=64, but a step takes the loader's batches of all "),
+    "sampler of another size": ("ValueError", "global_batch_size=64, but batch_sampler makes batches of 4 samples"),
     "monitor": ("ValueError", "monitor='accuracy' is no value of the evaluation, which has loss, distance"),
     "monitor of a step": ("ValueError", "monitor='accuracy' is no value of the evaluation, which has distance"),
     "one cycle": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 4 times, once each step: make"),
+    "one cycle after a warm-up": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 3 times, once"),
+    "one cycle in a chain": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 4 times, once each"),
+    "monitor of nothing": ("ValueError", "monitor needs validation_data to judge by: fit(data, validation_data)"),
     "plateau": ("ValueError", "ReduceLROnPlateau needs validation_data to judge by"),
     "closed": ("CheckpointError", "rank 0: Trainer.fit: no checkpoint can be saved in /sys/kernel/checkpoints: "),
     "dict": ("ValueError", "'distance' is a dict; it must be one number for each sample, or their mean"),
@@ -250,7 +286,11 @@ def test_mistakes_are_errors_on_every_rank_before_the_first_step(run_ranks, tmp_
         assert results[0][name] == results[1][name]
     said, other = results[0], results[1]
     assert "batches as the loader gives them; 7 steps an epoch" in said["loader of that size"]
+    assert "5 steps an epoch, with the global batches that the batch sampler makes; 10" in said["sampler of that size"]
+    assert "the batch sampler makes, whatever global_batch_size says; 4 in all" in said["sampler of any size"]
     assert "them, whatever global_batch_size, drop_last says; 1 step an epoch" in said["batches"]
     assert "samples, 2 steps an epoch, 4 in all" in said["one cycle by epoch"]
     assert "CosineAnnealingLR(T_max=2) rises again after 2 of 4 steps: count in steps, T_max=4" in said["cosine"]
-    assert not any(other[name] for name in ("loader of that size", "batches", "one cycle by epoch", "cosine"))
+    assert "CosineAnnealingLR(T_max=2) rises again after 2 of 3 steps: count" in said["cosine after a warm-up"]
+    assert "samples, 2 steps an epoch, 4 in all" in said["one cycle that ends in time"]
+    assert not any(text for text in other.values() if isinstance(text, str)), "only rank 0 speaks"

@@ -22,8 +22,10 @@ from phalanx._torch.names import (
     ATTRIBUTES,
     MARK_IGNORED_BY_DDP,
     MARK_STEPS_IN_BACKWARD,
+    MILESTONES_OF_SCHEDULER,
     NAMES,
     OVERRIDDEN,
+    PARTS_OF_SCHEDULER,
     SCHEDULER_COUNTERS,
     Name,
 )
@@ -31,7 +33,16 @@ from phalanx._torch.names import (
 if TYPE_CHECKING:  # while torch is imported, it calls our plugin, which needs this module
     import torch
 
-__all__ = ["ATTRIBUTES", "MARK_IGNORED_BY_DDP", "MARK_STEPS_IN_BACKWARD", "NAMES", "OVERRIDDEN", "SCHEDULER_COUNTERS"]
+__all__ = [
+    "ATTRIBUTES",
+    "MARK_IGNORED_BY_DDP",
+    "MARK_STEPS_IN_BACKWARD",
+    "MILESTONES_OF_SCHEDULER",
+    "NAMES",
+    "OVERRIDDEN",
+    "PARTS_OF_SCHEDULER",
+    "SCHEDULER_COUNTERS",
+]
 
 _TESTED = "2.11 to 2.15"
 

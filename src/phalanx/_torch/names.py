@@ -192,6 +192,9 @@ MARK_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Names on a module the parameters that DistributedDataParallel leaves alone, in torch as well."""
 MARK_STEPS_IN_BACKWARD = "_in_backward_optimizers"
 """What torch sets on parameters whose optimizer steps within backward; without it, such a model is not refused."""
+PARTS_OF_SCHEDULER = "_schedulers"
+MILESTONES_OF_SCHEDULER = "_milestones"
+"""Where SequentialLR and ChainedScheduler keep their schedules; without, none in them is looked into."""
 SCHEDULER_COUNTERS = frozenset({"_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step"})
 """Where schedulers count, beside their hyperparameters. With another one, a run would refuse its own resumption."""
 

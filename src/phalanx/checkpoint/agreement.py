@@ -44,8 +44,7 @@ def gather(op: str, message: Any) -> list[Any]:
 def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None, about: str = "") -> None:
     """Raise on every rank what any rank has found wrong, each rank's in a line; once if all say the same.
 
-    Args:
-        about: Words for step and folder, which follow the operation's name.
+    Words `about` step and folder follow the operation's name.
     """
     found = {rank: printable(problem, keep="\n\t") for rank, problem in enumerate(problems) if problem}
     if found:

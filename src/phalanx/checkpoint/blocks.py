@@ -40,6 +40,9 @@ def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Col
     That part is one of `world_size` of about equal size, cut between rows.
 
     Args:
+        leaves: Tensors of this rank's state.
+        rank: Rank that saves.
+        world_size: Number of ranks that save.
         alike: Names of tensors that are the same on all ranks; the same names on all of them.
     """
     leaves = sorted(leaves, key=lambda leaf: leaf.name)  # ranks that are not alike may have them in another order

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -98,17 +97,19 @@ def _parser(name: str) -> Parser:
     return parser
 
 
-def _find(path: str, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint that is meant: of a step, or the newest, or the one whose own folder `path` is."""
-    path = folders.find(path)
-    match = re.fullmatch(r"step-(\d+)", os.path.basename(os.path.abspath(path)))
-    if match and step is None and folders.steps(path) == []:
-        path, step = os.path.dirname(os.path.abspath(path)), int(match[1])
-    published = folders.steps(path)
+def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
+    """Return the folder of the checkpoints and the steps that `path` stands for, of which `step` must be one."""
+    path, published = folders.find_steps(path)
     if not published:
         raise _Mistake(folders.say_missing(path))
     if step is not None and step not in published:
         raise _Mistake(f"{path} has no checkpoint of step {step}; it has steps {', '.join(map(str, published))}")
+    return path, published
+
+
+def _find(path: str, step: int | None = None) -> Checkpoint:
+    """Return the checkpoint that is meant: of a step, or the newest, or the one whose own folder `path` is."""
+    path, published = _find_steps(path, step)
     return folders.read_manifest(path, published[-1] if step is None else step)
 
 
@@ -130,9 +131,7 @@ def _rank_of(checkpoint: Checkpoint, rank: int | None) -> int | None:
 
 
 def _ls(given: argparse.Namespace) -> int:
-    folder = folders.find(given.folder)
-    if not (published := folders.steps(folder)):
-        raise _Mistake(folders.say_missing(folder))
+    folder, published = _find_steps(given.folder)
     rows = []
     for step in published:
         try:
@@ -161,9 +160,7 @@ def _show(given: argparse.Namespace) -> int:
 def _verify(given: argparse.Namespace) -> int:
     if given.all and given.step is not None:
         raise UsageError("--step and --all contradict each other")
-    folder = folders.find(given.folder)
-    if not (published := folders.steps(folder)):
-        raise _Mistake(folders.say_missing(folder))
+    folder, published = _find_steps(given.folder, given.step)
     is_damaged = False
     for step in published if given.all else [published[-1] if given.step is None else given.step]:
         problems = verify(folder, step)

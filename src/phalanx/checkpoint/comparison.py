@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from phalanx._text import shortened
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.blocks import Reader
-from phalanx.checkpoint.export import shortened
 from phalanx.checkpoint.loading import images_of
-from phalanx.checkpoint.tree import unpack
+from phalanx.checkpoint.tree import form_of, unpack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return form_of(value)
     if type(value).__module__ == "numpy" and value.shape:
         return f"numpy {value.dtype}{list(value.shape)}"
     return shortened(repr(value))

@@ -11,13 +11,12 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from phalanx._text import shortened
 from phalanx.checkpoint.blocks import Reader
 from phalanx.checkpoint.folder import Checkpoint
 from phalanx.checkpoint.image import Part, fill, is_storable, lay_out
 from phalanx.checkpoint.loading import images_of
 from phalanx.checkpoint.tree import Json, pairs_of, unpack
-
-_MOST_CHARS = 60
 
 
 def rows_of(checkpoint: Checkpoint, rank: int) -> list[tuple[str, str]]:
@@ -43,11 +42,6 @@ def _rows(name: str, node: Json) -> Iterator[tuple[str, str]]:
         has_tensor = isinstance(node, dict) and isinstance(node[kind], dict)
         text = f"{kind} {node[kind]['shape']}" if has_tensor else repr(unpack(node, _no_tensor))
         yield name, shortened(text)
-
-
-def shortened(text: str) -> str:
-    """Return text that fits into a line with others."""
-    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
 
 
 def _is_nested(node: Json) -> bool:

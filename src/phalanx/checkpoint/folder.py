@@ -79,10 +79,20 @@ def steps(folder: str) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
-def find(folder: str) -> str:
+def find(folder: str | os.PathLike[str]) -> str:
     """Return the folder of the checkpoints: `folder`, or its ``checkpoints`` if only that has any, as in a run's."""
-    below = os.path.join(folder, "checkpoints")
-    return below if not steps(folder) and os.path.isdir(below) and steps(below) else folder
+    path = os.fspath(folder)
+    below = os.path.join(path, "checkpoints")
+    return below if not steps(path) and os.path.isdir(below) and steps(below) else path
+
+
+def find_steps(folder: str) -> tuple[str, list[int]]:
+    """Return the folder of the checkpoints, and the steps meant: all, or the one whose own folder `folder` is."""
+    path = find(folder)
+    own, name = os.path.split(os.path.abspath(path))
+    if not (published := steps(path)) and (match := _NAME.fullmatch(name)) and os.path.isdir(path):
+        return own, [int(match[1])]
+    return path, published
 
 
 def say_missing(folder: str) -> str:

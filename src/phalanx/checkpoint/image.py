@@ -34,7 +34,7 @@ class Part:
     Attributes:
         name: Name of the whole tensor.
         offset: Position of the block in the tensor, one number for each dimension.
-        block: The rank's own memory.
+        block: View of the rank's own memory.
     """
 
     name: str
@@ -112,10 +112,10 @@ class Image:
     """A filled image, to be read.
 
     Args:
-        memory: A writable buffer, which stays as it is; the blocks are views of it.
+        memory: Writable buffer, which stays as it is; the blocks are views of it.
 
     Raises:
-        ValueError: It is not one. Whatever else json and its form make of it, if somebody has written it by hand.
+        ValueError: It holds no image. A header that was written by hand may raise other errors as well.
     """
 
     def __init__(self, memory: Any) -> None:

@@ -68,34 +68,44 @@ def load(
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
     ranks = RankGroup()
-    rank, world_size = ranks.rank, ranks.world_size
-    path = os.path.abspath(folder)
+    path, candidates = _agreed_candidates(os.path.abspath(folder), step, ranks)
+    if not candidates:
+        _say_missing(path, ranks.rank, missing)
+        return None
+    damage: list[str] = []
+    for source, number in candidates:
+        images, problems = _check(path, source, number, ranks)
+        damage += problems
+        if problems:
+            continue
+        _restore(images, state, ranks, strict, f"of step {number} from {path}")
+        if damage and ranks.rank == 0:
+            warnings.warn(f"{_joined(damage)}. The checkpoint of step {number} is loaded instead", stacklevel=2)
+        return Loaded(number, source)
+    raise CheckpointError(
+        f"rank {ranks.rank}: checkpoint.load: no whole checkpoint in {printable(path)}: {_joined(damage)}. "
+        "Put a whole copy there, or begin anew in another folder",
+        op="load",
+    )
+
+
+def _joined(damage: Sequence[str]) -> str:
+    return printable("; ".join(damage), keep="\n")
+
+
+def _agreed_candidates(folder: str, step: int | str, ranks: RankGroup) -> tuple[str, list[tuple[str, int]]]:
+    """Return the folder of the checkpoints, and those to try, best first, as rank 0 has found them.
+
+    Raises:
+        CheckpointError: On every rank: the ranks load different checkpoints, or there is none of that step.
+    """
     require_all("load")  # before rank 0 looks: another may still be writing its snapshot
-    answers = gather("load", (path, step, *(_candidates(path, step) if rank == 0 else ("", "", []))))
+    answers = gather("load", (folder, step, *(_candidates(folder, step) if ranks.rank == 0 else ("", "", []))))
     if any(answer[:2] != answers[0][:2] for answer in answers):
         raise_problems("load", [f"loads step {answer[1]} from {answer[0]}" for answer in answers])
     problem, path, candidates = answers[0][2:]
     raise_problems("load", [problem])
-    if not candidates:
-        _say_missing(path, rank, missing)
-    damage: list[str] = []
-    for source, number in candidates:
-        found, problems = _check(path, source, number, rank, world_size)
-        if not problems:
-            _restore(found, state, rank, world_size, strict, f"of step {number} from {path}")
-            if damage and rank == 0:
-                said = printable("; ".join(damage), keep="\n")
-                warnings.warn(f"{said}. The checkpoint of step {number} is loaded instead", stacklevel=2)
-            return Loaded(number, source)
-        damage += problems
-    if damage:
-        said = printable("; ".join(damage), keep="\n")
-        raise CheckpointError(
-            f"rank {rank}: checkpoint.load: no whole checkpoint in {printable(path)}: {said}. "
-            "Put a whole copy there, or begin anew in another folder",
-            op="load",
-        )
-    return None
+    return path, candidates
 
 
 def _say_missing(path: str, rank: int, missing: str) -> None:
@@ -128,18 +138,19 @@ def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, 
     return "", path, on_disk
 
 
-def _check(path: str, source: str, step: int, rank: int, world_size: int) -> tuple[Any, list[str]]:
+def _check(path: str, source: str, step: int, ranks: RankGroup) -> tuple[list[Image], list[str]]:
     """Return the checkpoint's images, and the problems that any rank found with them."""
-    problem, images = "", []
+    problem = ""
+    images: list[Image] = []
     try:
         if source == "memory":
             images = memory.read(path, step)
-            check(images, step, [_own(images, rank, world_size)])
+            check(images, step, [_own(len(images), ranks)])
         else:
             found = folders.read_manifest(path, step)
-            mine = [name for i, name in enumerate(sorted(found.files)) if i % world_size == rank]
+            mine = sorted(found.files)[ranks.rank :: ranks.world_size]
             problem = "; ".join(filter(None, (folders.check_file(found, name) for name in mine)))
-            images = images_of(found, [rank if found.world_size == world_size else 0]) if not problem else []
+            images = images_of(found, [_own(found.world_size, ranks)]) if not problem else []
     except Damaged as error:
         problem = str(error)
     except Exception as error:  # whatever a parser makes of what others wrote
@@ -149,9 +160,9 @@ def _check(path: str, source: str, step: int, rank: int, world_size: int) -> tup
     return images, list(dict.fromkeys(filter(None, gather("load", problem))))
 
 
-def _own(images: list[Image], rank: int, world_size: int) -> int:
+def _own(num_saved: int, ranks: RankGroup) -> int:
     """Return the rank whose values this rank gets: itself, or 0 if another number of ranks saved."""
-    return rank if len(images) == world_size else 0
+    return ranks.rank if num_saved == ranks.world_size else 0
 
 
 def images_of(checkpoint: Checkpoint, owners: Iterable[int] | None = None) -> list[Image]:
@@ -184,15 +195,15 @@ def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
 
 
 def _restore(
-    images: list[Image], state: MutableMapping[str, Any], rank: int, world_size: int, strict: bool, about: str
+    images: Sequence[Image], state: MutableMapping[str, Any], ranks: RankGroup, strict: bool, about: str
 ) -> None:
     problem, cause = "", None
-    own = _own(images, rank, world_size)
+    own = _own(len(images), ranks)
     try:
-        if not images[own].metadata["is_alike"] and len(images) != world_size:
+        if not images[own].metadata["is_alike"] and len(images) != ranks.world_size:
             raise ValueError(
                 f"{len(images)} ranks saved tensors of their own, so only {len(images)} ranks can load them, but "
-                f"there are {world_size}: start {len(images)} ranks"
+                f"there are {ranks.world_size}: start {len(images)} ranks"
             )
         restore(state, images[own].metadata["tree"], Reader(images, own), strict=strict)
     except Exception as error:  # whatever a load_state_dict() raises, the others must know

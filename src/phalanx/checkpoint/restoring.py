@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._errors import CheckpointError
-from phalanx.checkpoint.tree import Json, Read, as_dtype, name_kind, pairs_of, unpack, unwrap
+from phalanx.checkpoint.tree import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack, unwrap
 
 _MAX_NAMES = 5  # in a message
 
@@ -88,7 +88,7 @@ def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:
 def _why_no_fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """Return in which tensors a module's state and that of the checkpoint differ; empty if in none."""
     other = [
-        f"{name} is {_form(saved[name])} in the checkpoint and {_form(value)} here"
+        f"{name} is {form_of(saved[name])} in the checkpoint and {form_of(value)} here"
         for name, value in own.items()
         if name in saved and isinstance(value, Tensor) and getattr(saved[name], "shape", None) != value.shape
     ]
@@ -111,12 +111,6 @@ def _why_no_group_fits(optimizer: torch.optim.Optimizer, saved: Any) -> str:
     if there == here:
         return ""
     return f"the checkpoint has groups of {there} parameters, this optimizer of {here}; make the same groups again"
-
-
-def _form(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _holds_objects(value: Any) -> bool:

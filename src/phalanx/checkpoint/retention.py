@@ -13,12 +13,12 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the checkpoints in a folder, oldest first, except those with a damaged manifest.
 
     Args:
-        folder: Folder of the checkpoints, as passed to `save`.
+        folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
     """
-    found = []
-    for step in folders.steps(os.fspath(folder)):
+    path, found = folders.find(folder), []
+    for step in folders.steps(path):
         with contextlib.suppress(Damaged):
-            found.append(folders.read_manifest(os.fspath(folder), step))
+            found.append(folders.read_manifest(path, step))
     return found
 
 
@@ -26,18 +26,19 @@ def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> list[s
     """Return the problems of a checkpoint, one sentence for each file; empty if every bit is as it was saved.
 
     Args:
-        folder: Folder of the checkpoints, as passed to `save`.
+        folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
         step: Step of the checkpoint, or "latest".
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
     """
-    published = folders.steps(os.fspath(folder))
+    path = folders.find(folder)
+    published = folders.steps(path)
     wanted = published[-1] if published and step == "latest" else step
     if wanted not in published:
-        raise FileNotFoundError(f"{os.fspath(folder)} has no checkpoint of step {wanted}")
+        raise FileNotFoundError(f"{path} has no checkpoint of step {wanted}")
     try:
-        checkpoint = folders.read_manifest(os.fspath(folder), int(wanted))
+        checkpoint = folders.read_manifest(path, int(wanted))
     except Damaged as error:
         return [str(error)]
     problems = (folders.check_file(checkpoint, name) for name in checkpoint.files)
@@ -54,7 +55,7 @@ def prune(
     """Remove old checkpoints and return their steps. One rank or all may call it.
 
     Args:
-        folder: Folder of the checkpoints, as passed to `save`.
+        folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
         keep_last: Number of newest checkpoints to keep, at least 1.
         keep_every: Number whose multiples are steps to keep, too; None: no others.
         keep_best: Number of checkpoints with the best metric to keep, too; None: no others.
@@ -75,7 +76,7 @@ def prune(
         ]  # not a NaN
         kept |= {step for _, step in sorted(ranked)[-keep_best:]}
     doomed = [checkpoint.step for checkpoint in found if checkpoint.step not in kept]
-    folders.remove(os.fspath(folder), doomed)
+    folders.remove(folders.find(folder), doomed)
     return doomed
 
 

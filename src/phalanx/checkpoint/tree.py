@@ -12,7 +12,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ class Leaf:
 
     Attributes:
         name: Position in the state, such as ``model.0.weight``; the same on every rank.
-        tensor: The rank's own, or its DTensor.
-        is_local: Whether it is each rank's own: buffers of modules, bytes, arrays of NumPy.
+        tensor: Tensor or DTensor of this rank.
+        is_local: Whether each rank has its own: buffers of modules, bytes, NumPy arrays.
     """
 
     name: str
@@ -238,12 +238,19 @@ def as_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def form_of(value: Any) -> str:
+    """Return what a tensor is, such as ``float32[3, 4]``; of anything else its class."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
 def unpack(node: Json, read: Read, like: Any = None) -> Any:
     """Return the value of a tree. A tensor of the same shape in `like` is filled and returned.
 
     Args:
         node: Tree that `pack` returned.
-        read: Function that takes a tensor's node, and the tensor to fill or None, and returns the tensor.
+        read: Function that takes a tensor's node and the tensor to fill, or None, and returns the tensor.
         like: Value of the same form, or None.
     """
     if not isinstance(node, dict):
@@ -310,15 +317,3 @@ def _unpack_numpy(node: Json, read: Read) -> Any:
         raise ValueError(f"an array of {node['dtype']!r} can't be one that was saved")
     array: Any = numpy.ndarray(node["shape"], dtype, data)
     return array[()] if node["scalar"] else array
-
-
-def tensor_nodes(node: Json) -> Iterator[Json]:
-    """Yield the tensors' nodes of a tree."""
-    if isinstance(node, dict):
-        if "tensor" in node:
-            yield node
-        for value in node.values():
-            yield from tensor_nodes(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from tensor_nodes(value)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from phalanx._ranges import share
-from phalanx.data.random_state import RandomState
+from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 
@@ -200,21 +200,18 @@ class GivenBatches(GlobalBatches):
             yield number, len(batch)
 
     def _draw(self) -> list[list[int]]:
-        drawn = RandomState()
-        before = drawn.state_dict()
-        seed_process(derive_seed(self._seed, "order", self.epoch))
-        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self.epoch)  # type: ignore[union-attr]
-        try:
-            return [list(map(int, batch)) for batch in self._sampler]
-        except TypeError as error:
-            raise ValueError(
-                "batch_sampler must yield lists of indices, one for each batch: "
-                "torch.utils.data.BatchSampler(sampler, batch_size=32, drop_last=False)"
-            ) from error
-        finally:
-            drawn.load_state_dict(before)
+        with random_state_kept():
+            seed_process(derive_seed(self._seed, "order", self.epoch))
+            for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(self.epoch)  # type: ignore[union-attr]
+            try:
+                return [list(map(int, batch)) for batch in self._sampler]
+            except TypeError as error:
+                raise ValueError(
+                    "batch_sampler must yield lists of indices, one for each batch: "
+                    "torch.utils.data.BatchSampler(sampler, batch_size=32, drop_last=False)"
+                ) from error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks, which any number of ranks can load."""

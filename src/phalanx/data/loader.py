@@ -66,38 +66,16 @@ class DataLoader(torch_data.DataLoader[Any]):
         if isinstance(dataset, torch_data.IterableDataset):
             dataset = _part_of_stream(dataset, rank, num_replicas, is_own_part)
         elif sampler is None and batch_sampler is None and not is_own_part:
-            if isinstance(dataset, Partition) and num_replicas > 1 and is_own_part is None:
-                raise ValueError(
-                    "phalanx.DataLoader: a Partition may be this rank's own part, or be meant for all "
-                    f"{num_replicas} ranks: pass is_own_part=True or is_own_part=False"
-                )
-            is_shuffled = bool(shuffle)
-            sampler = DistributedSampler(
-                dataset, num_replicas, rank, is_shuffled, drop_last=drop_last, pad=is_shuffled and not drop_last
-            )
-            sampler.expects_set_epoch = False  # nobody else has it in hand
+            sampler = _dividing_sampler(dataset, rank, num_replicas, bool(shuffle), drop_last, is_own_part)
             shuffle = None
         if num_workers:
             keep_paths_short()
         super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn or _SeedWorker(rank),
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-        )
+            dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,
+            timeout, worker_init_fn or _SeedWorker(rank), multiprocessing_context, generator,
+            prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device, in_order=in_order,
+        )  # fmt: skip
         self.is_own_part: bool = bool(is_own_part)
         self._num_batches = 0  # handed out in this epoch
         self._is_over = False
@@ -145,6 +123,20 @@ class DataLoader(torch_data.DataLoader[Any]):
                 f"a {type(self.sampler).__name__} can't be resumed: pass sampler=phalanx.DistributedSampler(dataset)"
             )
         return self.sampler
+
+
+def _dividing_sampler(
+    dataset: Any, rank: int, num_replicas: int, shuffle: bool, drop_last: bool, is_own_part: bool | None
+) -> DistributedSampler:
+    if isinstance(dataset, Partition) and num_replicas > 1 and is_own_part is None:
+        raise ValueError(
+            "phalanx.DataLoader: a Partition may be this rank's own part, or be meant for all "
+            f"{num_replicas} ranks: pass is_own_part=True or is_own_part=False"
+        )
+    pad = shuffle and not drop_last
+    sampler = DistributedSampler(dataset, num_replicas, rank, shuffle, drop_last=drop_last, pad=pad)
+    sampler.expects_set_epoch = False  # nobody else has it in hand
+    return sampler
 
 
 def _part_of_stream(

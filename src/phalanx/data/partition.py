@@ -7,11 +7,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 
 
-class Partition(Dataset[Any]):
-    """Part of a dataset: ``partition[i]`` is ``data[indices[i]]``.
+class Partition(Subset[Any]):
+    """Part of a dataset, a ``Subset`` of torch's: ``partition[i]`` is ``data[indices[i]]``.
 
     Args:
         data: Whole dataset.
@@ -19,14 +19,8 @@ class Partition(Dataset[Any]):
     """
 
     def __init__(self, data: Any, indices: Sequence[int]) -> None:
+        super().__init__(data, list(indices))
         self.data = data
-        self.indices: list[int] = list(indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[self.indices[index]]
 
 
 class DataPartitioner:

@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import Subset
 
 from phalanx._rank_group import RankGroup
-from phalanx.data.partition import Partition
 
 
 def refuse_different(data: Any, ranks: RankGroup) -> None:
@@ -18,12 +17,17 @@ def refuse_different(data: Any, ranks: RankGroup) -> None:
         ValueError: On every rank.
     """
     described = ranks.gather((len(data), _digest(_chosen(data)[0])))
-    if len(set(described)) > 1:
+    if len({*described}) > 1:
         raise ValueError(
             "Trainer: ranks have different datasets, and it divides one that all of them have. Pass the whole "
             "dataset, or phalanx.DataLoader(part, is_own_part=True) to fit() on this rank's own; samples by rank: "
             + ", ".join(str(length) for length, _ in described)
         )
+
+
+def have_the_same(value: Any, ranks: RankGroup) -> bool:
+    """Return whether a value, such as lists of indices, is the same on every rank; every rank asks."""
+    return len({*ranks.gather(_digest(value))}) == 1
 
 
 def have_own_parts(data: Any, ranks: RankGroup) -> bool:
@@ -35,7 +39,7 @@ def have_own_parts(data: Any, ranks: RankGroup) -> bool:
     indices, whole = _chosen(data)
     num = len(whole) if hasattr(whole, "__len__") else 0
     described = ranks.gather((num, _digest(indices)))
-    if len(set(described)) == 1:
+    if len({*described}) == 1:
         return False
     if len({length for length, _ in described}) == 1:
         every = [index for of_rank in ranks.gather({*indices}) for index in of_rank]
@@ -50,12 +54,12 @@ def have_own_parts(data: Any, ranks: RankGroup) -> bool:
 
 def _chosen(data: Any) -> tuple[list[Any], Any]:
     """Return the indices that a subset, also one of a subset, takes of a dataset, and the whole dataset."""
-    if not isinstance(data, Partition | Subset):
+    if not isinstance(data, Subset):
         return [], data
-    inner, whole = _chosen(data.data if isinstance(data, Partition) else data.dataset)
+    inner, whole = _chosen(data.dataset)
     indices = data.indices.tolist() if hasattr(data.indices, "tolist") else list(data.indices)
     return [inner[index] for index in indices] if inner else indices, whole
 
 
-def _digest(indices: list[Any]) -> bytes:
-    return hashlib.blake2b(repr(indices).encode()).digest()
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(repr(value).encode()).digest()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,3 +56,14 @@ class RandomState:
             numpy.random.set_state(state["numpy"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave this rank's random number generators as they were, whatever the block draws from them."""
+    generators = RandomState()
+    before = generators.state_dict()
+    try:
+        yield
+    finally:
+        generators.load_state_dict(before)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from phalanx.train.settings import Settings
 
 _LOSS = "nn.functional.cross_entropy or nn.CrossEntropyLoss()"
 _OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1)"
@@ -15,10 +18,7 @@ _METRICS = 'metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == 
 
 
 def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, **functions: Any) -> None:
-    """Refuse what is no model, optimizer, schedule, callbacks or function.
-
-    Args:
-        functions: The functions by the names of their arguments, of which None is left out.
+    """Refuse a model, optimizer, schedule, callbacks or functions that are something else.
 
     Raises:
         TypeError: An argument is something else, such as a class instead of an object.
@@ -50,18 +50,29 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
         _check_function(name, function)
 
 
-def check_data(name: str, data: Any) -> None:
-    """Refuse what is neither a dataset nor something that gives batches.
+def check_fit(data: Any, validation_data: Any, s: Settings, given: Collection[str], *, is_plateau: bool) -> None:
+    """Refuse data that can't be trained on, and settings that go by an evaluation where there is none.
 
     Raises:
-        TypeError: It is not.
+        TypeError: `data` or `validation_data` is neither a dataset nor something that gives batches.
+        ValueError: A setting needs validation data, or a generator is needed more than once.
     """
-    _refuse_class(name, data, "{}(...)")
-    is_iterable = hasattr(data, "__iter__") or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
-    if isinstance(data, str | Mapping) or not is_iterable:
-        raise _wrong(
-            name, "a dataset with __getitem__ and __len__, or a loader", data, "trainer.fit(dataset, held_back)"
-        )
+    _check_data("data", data)
+    if validation_data is not None:
+        _check_data("validation_data", validation_data)
+    judges = {"patience": s.patience, "monitor": "monitor" in given, "ReduceLROnPlateau": is_plateau}
+    for name in [name for name, is_given in judges.items() if is_given] if validation_data is None else ():
+        raise ValueError(f"Trainer: {name} needs validation_data to judge by: fit(data, validation_data)")
+    has_epochs = (s.max_epochs or 1) > 1
+    for name, given, is_again in (
+        ("data", data, has_epochs and s.max_steps is None),
+        ("validation_data", validation_data, has_epochs),
+    ):
+        if isinstance(given, types.GeneratorType) and is_again:
+            raise ValueError(
+                f"Trainer: {name} is needed in each epoch, and a generator is used up after one: pass a dataset, a "
+                "loader or a list of batches, such as [*generator]"
+            )
 
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
@@ -87,6 +98,15 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
 def has_state(metric: Any) -> bool:
     """Return whether a metric is an object that sees batches and computes its value at the end."""
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _check_data(name: str, data: Any) -> None:
+    _refuse_class(name, data, "{}(...)")
+    is_iterable = hasattr(data, "__iter__") or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    if isinstance(data, str | Mapping) or not is_iterable:
+        raise _wrong(
+            name, "a dataset with __getitem__ and __len__, or a loader", data, "trainer.fit(dataset, held_back)"
+        )
 
 
 def _check_callbacks(callbacks: Any) -> None:

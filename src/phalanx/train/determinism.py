@@ -13,8 +13,8 @@ from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.wrapper import is_sharded
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise if the model's result depends on more than its weights and one shard.
+def prepare(model: nn.Module) -> None:
+    """Refuse a model whose result depends on more than its weights and one shard; give torch one thread.
 
     Raises:
         ValueError: It has running statistics, or is divided among the ranks.
@@ -27,6 +27,7 @@ def check_model(model: nn.Module) -> None:
                 f'Trainer: deterministic="world" can\'t have {name}, a {type(module).__name__}: its running statistics '
                 "depend on which rank sees what. Use GroupNorm or LayerNorm, or track_running_stats=False"
             )
+    torch.set_num_threads(1)  # more of them add in another order
 
 
 def sum_gradients(
@@ -39,12 +40,8 @@ def sum_gradients(
     """Leave in ``.grad`` the sum over all ranks' shards, and return the sum of what `backward` has returned.
 
     Shards of a rank, then ranks, are added as neighbours in a binary tree: with numbers of ranks and of shards that are
-    powers of two, the tree over all shards is the same for any number of ranks.
-
-    Args:
-        num_shards: Number of this rank's shards.
-        backward: Runs the shard of that index of this rank forward and backward, and returns its loss.
-        seed: Seed and step; each shard draws random numbers of its own.
+    powers of two, the tree over all shards is the same for any number of ranks. `backward` runs one of this rank's
+    shards forward and backward and returns its loss; its random numbers follow from `seed`, which is seed and step.
     """
     pending: list[tuple[int, list[Tensor]]] = []  # sums of 1, 2, 4, ... shards that wait for their neighbour
     for shard in range(num_shards):

@@ -14,25 +14,16 @@ from phalanx import checkpoint
 from phalanx._nested import to_device
 from phalanx._rank_group import RankGroup
 from phalanx._text import counted
-from phalanx.data import RandomState
+from phalanx.data.random_state import random_state_kept
 from phalanx.train.evaluation_data import Counted, Own, Planned, plan
 from phalanx.train.feed import Collate, is_dataset
 from phalanx.train.objective import Objective, outputs_of, refuse_reserved
+from phalanx.train.settings import Settings
 from phalanx.train.wrapper import is_sharded
 
 
 class Evaluator:
-    """Evaluates a model, in evaluation mode, without gradients; the loader of the last data is kept.
-
-    Args:
-        model: The model as it trains.
-        objective: Objective whose values are evaluated.
-        ranks: All ranks of the job.
-        device: The model's.
-        batch_size: Largest number of samples of a dataset in one batch of this rank.
-        num_workers: Processes that load a dataset for each rank.
-        collate_fn: Makes a batch of a dataset's samples; None: torch's.
-    """
+    """Evaluates a model, in evaluation mode, without gradients; the loader of the last data is kept."""
 
     def __init__(
         self,
@@ -40,8 +31,7 @@ class Evaluator:
         objective: Objective,
         ranks: RankGroup,
         device: torch.device,
-        batch_size: int,
-        num_workers: int,
+        settings: Settings,
         collate_fn: Collate | None = None,
     ) -> None:
         self._model = model
@@ -56,7 +46,8 @@ class Evaluator:
         self._objective = objective
         self._ranks = ranks
         self._device = device
-        self._of_datasets = batch_size, num_workers, collate_fn
+        batch_size = settings.micro_batch_size or -(-settings.global_batch_size // ranks.world_size)
+        self._of_datasets = batch_size, settings.num_workers, collate_fn
         self._data: Any = None
         self._plan: Planned | Own | None = None
 
@@ -86,14 +77,12 @@ class Evaluator:
             return
         if not isinstance(self._plan_for(data), Planned):
             return  # a stream, which would lose a batch
-        tally, drawn = _Tally(), RandomState()
-        before, values = drawn.state_dict(), {}
-        with _evaluating(self._model), contextlib.suppress(Exception):
+        tally, values = _Tally(), {}
+        with random_state_kept(), _evaluating(self._model), contextlib.suppress(Exception):
             self._reset_metrics()
             batch, size = next(self._batches(data))
             values = self._objective.values_of(self._evaluated, batch)
             tally.add(values, size)
-        drawn.load_state_dict(before)
         problem = tally.problem
         if values and not problem and monitor not in values and not self._objective.stateful:
             problem = f"Trainer: monitor={monitor!r} is no value of the evaluation, which has {', '.join(values)}"
@@ -103,7 +92,8 @@ class Evaluator:
     def _reset_metrics(self) -> None:
         for metric in self._objective.stateful.values():
             metric.reset()
-            getattr(metric, "to", _ignore)(self._device)
+            if hasattr(metric, "to"):
+                metric.to(self._device)
 
     def _computed(self, name: str, metric: Any) -> Iterator[tuple[str, float]]:
         """Yield the values of a metric that has seen this rank's batches and combines the ranks' states itself.
@@ -238,7 +228,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-
-
-def _ignore(_: object) -> None:
-    pass

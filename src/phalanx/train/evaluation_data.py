@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +13,12 @@ from phalanx._nested import num_collated, tensors_in
 from phalanx._ranges import share
 from phalanx._rank_group import RankGroup
 from phalanx._text import counted
-from phalanx.data import RandomState
-from phalanx.data.parts import refuse_different
+from phalanx.data.parts import have_the_same, refuse_different
+from phalanx.data.random_state import random_state_kept
 from phalanx.data.seeds import seed_process
-from phalanx.train.feed import Collate, IgnoringSignalsOfRank, ignore_signals_of_rank, is_dataset, is_divided
+from phalanx.train.feed import Collate, is_dataset
+from phalanx.train.loader_feed import is_divided
+from phalanx.train.worker_init import WorkerInit
 
 Counted = tuple[Any, int]
 """A batch and its samples; with 0 it only keeps ranks together."""
@@ -39,14 +40,14 @@ class Planned:
         if isinstance(data, torch_data.DataLoader):
             self._lists = _lists_of(data, None if is_divided(data, ranks) else ranks)
             options = {name: getattr(data, name) for name in ("num_workers", "collate_fn", "multiprocessing_context")}
-            options["worker_init_fn"] = IgnoringSignalsOfRank(data.worker_init_fn)
+            options["worker_init_fn"] = WorkerInit(data.worker_init_fn)
             self._is_batched = data.batch_sampler is not None
             data = data.dataset
         else:
             refuse_different(data, ranks)
             own = share(len(data), ranks.rank, ranks.world_size)
             self._lists = [[*own[first : first + batch_size]] for first in range(0, len(own), batch_size)]
-            options = {"num_workers": num_workers, "collate_fn": collate_fn, "worker_init_fn": ignore_signals_of_rank}
+            options = {"num_workers": num_workers, "collate_fn": collate_fn, "worker_init_fn": WorkerInit()}
             self._is_batched = True
         lists = {"batch_sampler": self._lists} if self._is_batched else {"sampler": self._lists, "batch_size": None}
         options |= {"persistent_workers": options["num_workers"] > 0, "generator": torch.Generator()}
@@ -95,11 +96,6 @@ class Own:
 def plan(data: Any, ranks: RankGroup, batch_size: int, num_workers: int, collate_fn: Collate | None) -> Planned | Own:
     """Return the batches of a dataset, or of a loader.
 
-    Args:
-        batch_size: Largest number of samples of one batch of a dataset.
-        num_workers: Processes that load a dataset for each rank.
-        collate_fn: Makes a batch of a dataset's samples.
-
     Raises:
         ValueError: Ranks have different datasets, or undivided loaders that differ.
     """
@@ -139,14 +135,12 @@ def count_samples(batch: Any) -> int:
 
 def _lists_of(loader: Any, ranks: RankGroup | None) -> list[Any]:
     """Return the indices of a loader's batches; of one that all `ranks` have alike, those of this rank's turns."""
-    drawn = RandomState()
-    before = drawn.state_dict()
-    seed_process(0)  # a sampler that draws gives all ranks the same order
-    lists = list(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-    drawn.load_state_dict(before)
+    with random_state_kept():
+        seed_process(0)  # a sampler that draws gives all ranks the same order
+        lists = list(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     if ranks is None:
         return lists
-    if len(set(ranks.gather(hashlib.blake2b(repr(lists).encode()).digest()))) > 1:
+    if not have_the_same(lists, ranks):
         raise ValueError(
             "Trainer.evaluate: the ranks' loaders give different batches: pass the dataset itself, or "
             "phalanx.DataLoader(part, is_own_part=True) of this rank's own"

@@ -17,7 +17,7 @@ from phalanx._errors import NonFinite
 from phalanx._nested import tensors_in
 from phalanx._rank_group import RankGroup
 from phalanx._text import counted, named
-from phalanx.data import RandomState
+from phalanx.data.random_state import random_state_kept
 from phalanx.train.objective import Objective
 from phalanx.train.run_log import RunLog
 from phalanx.train.wrapper import is_sharded
@@ -30,10 +30,14 @@ _SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one rank saw: the step, its epoch, what was not finite there, and where that began.
+    """What one rank has seen that was not finite.
 
     Attributes:
-        order: Place of what was seen in the step: a loss spoils all ranks' gradients, and these the parameters.
+        step: Number of the step.
+        order: Rank of the cause within the step: a loss spoils the gradients of all ranks, and these the parameters.
+        epoch: Number of the epoch.
+        what: Words for what is not finite.
+        origin: Sentence that tells where it began.
     """
 
     step: int
@@ -52,14 +56,14 @@ class FiniteGuard:
     they are not looked at again, nor are buffers that come later.
 
     Args:
-        on_nan: "raise" an error on all ranks, "warn" once, or "ignore" what is no weight.
-        module: The model inside its wrapper.
+        on_nan: Reaction to a loss or gradient: "raise" an error on all ranks, "warn" once, or "ignore" it.
+        module: Model without its wrapper.
         objective: Objective that computes the loss, and again to find its origin.
         ranks: All ranks of the job.
         run_log: Run log that shows and records a warning.
-        autocast: The context in which a loss is computed.
-        skips_steps: A gradient that is not finite skips the step, as with a gradient scaler.
-        clips: Gradients are clipped already.
+        autocast: Context in which the loss is computed.
+        skips_steps: Whether a gradient that is not finite skips the step, as with a gradient scaler.
+        clips: Whether gradients are clipped already.
         step: Number of the step after which the guard is made.
     """
 
@@ -96,13 +100,11 @@ class FiniteGuard:
         """Whether this rank has seen something that it has not told the others yet."""
         return self._finding is not None
 
-    def say_what_is_meant(self) -> None:
-        """Say which parameters are not finite from the beginning; every rank calls it."""
+    def what_is_meant(self) -> str:
+        """Return which parameters are not finite from the beginning; empty if none is. Every rank calls it."""
         names = dict.fromkeys(name for of_rank in self._ranks.gather(self._state.not_finite) for name in of_rank)
-        if names:
-            self._run_log.say(
-                f"not finite from the beginning, so not looked at for NaN: parameter {', '.join(map(repr, names))}"
-            )
+        listed = ", ".join(map(repr, names))
+        return listed and f"not finite from the beginning, so not looked at for NaN: parameter {listed}"
 
     def look_at_loss(self, loss: Tensor, batch: Any, step: int, epoch: int) -> None:
         """Look at the loss of a pass whose backward is done; free on the CPU, nothing on other devices.
@@ -145,19 +147,18 @@ class FiniteGuard:
         if norm.device.type == "cpu" and not self._skips_steps and not math.isfinite(value := norm.item()):
             self.note(f"the gradient's norm is {value}, although the loss is finite", step, epoch, order=_GRADIENT)
 
-    def look_at_scale(self, scale: float, step: int, epoch: int) -> None:
+    def look_at_scale(self, scaler: torch.amp.GradScaler, step: int, epoch: int) -> None:
         """Look at the gradient scaler's scale, which halves with each step that is skipped."""
-        if scale < _SMALLEST_SCALE:
+        if scaler.is_enabled() and (scale := scaler.get_scale()) < _SMALLEST_SCALE:
             what = f"the gradient scaler's scale has come down to {scale:g}: it skips every step"
             self.note(what, step, epoch, order=_GRADIENT, is_past=True)
 
     def note(
         self, what: str, step: int, epoch: int, batch: Any = None, order: int = _LOSS, *, is_past: bool = False
     ) -> None:
-        """Remember what was not finite, and look for its origin, until the ranks meet.
+        """Remember what was not finite, until the ranks meet, and where it began.
 
-        Args:
-            is_past: The step is done, and what was not finite may be one of earlier steps.
+        If the step `is_past`, an earlier one since the last look may be the cause.
         """
         if self._finding is None and self._on_nan != "ignore":
             origin = "Where it began is not known"
@@ -195,11 +196,9 @@ class FiniteGuard:
         first = min(found.values(), key=lambda finding: (finding.step, finding.order))
         step = first.step
         ranks = [rank for rank, other in found.items() if (other.step, other.order) == (step, first.order)]
-        advice = (
-            "mend the data or lower the learning rate"
-            if self._clips
-            else ("mend the data, lower the learning rate or set clip_norm")
-        )
+        advice = "fix the data or lower the learning rate"
+        if not self._clips:
+            advice = "fix the data, lower the learning rate or set clip_norm"
         message = (
             f"Trainer.fit: step {step}, epoch {first.epoch + 1}, {named('rank', ranks)}: {first.what}. {first.origin}. "
             f"No state with weights that are not finite is saved. If it isn't meant, {advice}"
@@ -307,8 +306,7 @@ def _is_summable(tensor: Tensor) -> bool:
 def _first_bad_tensor(value: Any, path: str, *, allows_minus_inf: bool = False) -> str | None:
     """Return what is wrong with the first tensor of nested values that is not finite; None if all are.
 
-    Args:
-        allows_minus_inf: Take -inf for what it is in the masks of attention: meant.
+    Masks of attention hold -inf by design.
     """
     for where, tensor in tensors_in(value, path):
         is_bad = ~torch.isfinite(tensor) & (tensor != -math.inf if allows_minus_inf else True)
@@ -330,12 +328,11 @@ def _local(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
     """Leave buffers and random numbers as they are."""
-    drawn = RandomState()
-    numbers, buffers = drawn.state_dict(), [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        drawn.load_state_dict(numbers)
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with random_state_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

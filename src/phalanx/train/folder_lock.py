@@ -32,11 +32,12 @@ class FolderLock:
 
     Args:
         folder: Folder of the run; made if missing.
+        ranks: All ranks of the job.
 
     Attributes:
-        problem: Why there is no lock; empty if there is one.
-        was_ours: An attempt of the same job was in the folder before, and was allowed in: see `settle`.
-        is_first: No attempt of the same job was, as far as can be known: of a restart that can't tell, one was.
+        problem: Reason why there is no lock; empty if there is one.
+        was_ours: Whether an earlier attempt of this job was allowed into the folder: see `settle`.
+        is_first: Whether no attempt of this job was in the folder; a restart that can't tell assumes that one was.
 
     Raises:
         PhalanxError: On entering, on every rank: another job holds it, or the folder can't be made.

@@ -2,56 +2,92 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from torch.optim import lr_scheduler
 
 from phalanx._errors import CheckpointError
 from phalanx._rank_group import RankGroup
+from phalanx._torch import MILESTONES_OF_SCHEDULER, PARTS_OF_SCHEDULER
+from phalanx.train.feed import Feed
 from phalanx.train.settings import Settings
 
-
-def num_schedule_steps(s: Settings, step: int, epoch: int, num_steps: int, steps_per_epoch: int | None) -> int:
-    """Return how often the schedule will be stepped at most, from this step and epoch on; `sys.maxsize` if unknown.
-
-    Args:
-        num_steps: Optimizer steps of the whole run, or `sys.maxsize`.
-    """
-    if s.scheduler_interval == "step":
-        return num_steps if num_steps == sys.maxsize else num_steps - step
-    of_steps = num_steps // steps_per_epoch if steps_per_epoch else sys.maxsize
-    return min(s.max_epochs or sys.maxsize, of_steps) - epoch
+_BENT = {  # by the attribute that says how long: what the learning rate does afterwards
+    lr_scheduler.CosineAnnealingLR: ("T_max", "rises again"),
+    lr_scheduler.PolynomialLR: ("total_iters", "stays 0"),
+}
 
 
-def check_schedule(scheduler: Any, num_steps: int, interval: str) -> str:
-    """Return what to say about a schedule that is to be stepped `num_steps` times; empty if nothing.
+def foresee(scheduler: Any, s: Settings, feed: Feed, ranks: RankGroup, step: int, epoch: int) -> tuple[int, str]:
+    """Return the most optimizer steps that a run can have, and what to say about its schedule; every rank calls it.
+
+    Returns:
+        The number, `sys.maxsize` if unknown; and a warning, empty if there is nothing to say.
 
     Raises:
-        ValueError: It ends before.
+        ValueError: The schedule, or one in it, ends before the run.
     """
+    per_epoch, max_epochs = feed.num_steps, s.max_epochs or sys.maxsize
+    num_steps = min(s.max_steps or sys.maxsize, max_epochs * per_epoch if per_epoch else sys.maxsize)
+    if s.scheduler_interval == "step":
+        left = num_steps if num_steps == sys.maxsize else num_steps - step
+    else:
+        left = min(max_epochs, num_steps // per_epoch if per_epoch else sys.maxsize) - epoch
+    if feed.may_differ:
+        left = -ranks.largest(-left)  # an epoch ends with the shortest loader
+    return num_steps, _about_schedule(scheduler, left, s.scheduler_interval)
+
+
+def _about_schedule(scheduler: Any, num_steps: int, interval: str) -> str:
+    """Return what to say about a schedule that `num_steps` steps are left of, or `sys.maxsize` if nobody knows."""
     if num_steps == sys.maxsize:
         return ""
-    name, total = type(scheduler).__name__, getattr(scheduler, "last_epoch", 0) + num_steps
     other = "" if interval == "epoch" else ', or step it once an epoch with scheduler_interval="epoch"'
-    if isinstance(scheduler, lr_scheduler.OneCycleLR) and scheduler.total_steps < total:
-        raise ValueError(
-            f"Trainer.fit: the schedule {name} ends after {scheduler.total_steps} steps, and this run steps it {total} "
-            f"times, once each {interval}: make it longer, {name}(optimizer, ..., total_steps={total}){other}"
-        )
-    if interval == "step":
-        for kind, length, what in (
-            (lr_scheduler.CosineAnnealingLR, "T_max", "rises again"),
-            (lr_scheduler.PolynomialLR, "total_iters", "stays 0"),
-        ):
-            if isinstance(scheduler, kind) and (end := getattr(scheduler, length)) < total:
+    for schedule, total in _parts_of(scheduler, _num_done(scheduler) + num_steps):
+        name = type(schedule).__name__
+        if isinstance(schedule, lr_scheduler.OneCycleLR) and schedule.total_steps < total:
+            raise ValueError(
+                f"Trainer.fit: the schedule {name} ends after {schedule.total_steps} steps, and this run steps it "
+                f"{total} times, once each {interval}: make it longer, "
+                f"{name}(optimizer, ..., total_steps={total}){other}"
+            )
+        for kind, (length, what) in _BENT.items() if interval == "step" else ():
+            if isinstance(schedule, kind) and (end := getattr(schedule, length)) < total:
                 return (
                     f"warning: the learning rate of {name}({length}={end}) {what} after {end} of {total} steps: count "
                     f"in steps, {length}={total}{other}"
                 )
     return ""
+
+
+def _num_done(scheduler: Any) -> int:
+    """Return how often a schedule was stepped; a ChainedScheduler does not count, but the schedules in it do."""
+    parts = getattr(scheduler, PARTS_OF_SCHEDULER, ())
+    return getattr(scheduler, "last_epoch", _num_done(parts[0]) if parts else 0)
+
+
+def _parts_of(scheduler: Any, total: int) -> Iterator[tuple[Any, int]]:
+    """Yield the schedules in one that is stepped `total` times over the whole run, each with its own number of steps.
+
+    The parts of a SequentialLR take turns, and each begins at step 0 of its own where its turn comes.
+    """
+    parts = getattr(scheduler, PARTS_OF_SCHEDULER, ())
+    if not parts:
+        yield scheduler, total
+    elif isinstance(scheduler, lr_scheduler.SequentialLR):
+        turns = getattr(scheduler, MILESTONES_OF_SCHEDULER, None)
+        bounds = [] if turns is None else itertools.pairwise([0, *turns, sys.maxsize])
+        for part, (begin, end) in zip(parts, bounds, strict=False):
+            if begin <= total:
+                yield from _parts_of(part, min(total, end - 1) - begin)
+    else:
+        for part in parts:
+            yield from _parts_of(part, total)
 
 
 def refuse_unwritable(folder: str, ranks: RankGroup) -> None:

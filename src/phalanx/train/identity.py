@@ -29,8 +29,9 @@ from torch.utils import data as torch_data
 
 from phalanx._errors import CheckpointError, printable
 from phalanx._rank_group import RankGroup
-from phalanx._text import counted
+from phalanx._text import counted, shortened
 from phalanx._torch import SCHEDULER_COUNTERS
+from phalanx.checkpoint.tree import form_of
 from phalanx.train.settings import Settings
 
 Facts = dict[str, str]
@@ -58,7 +59,6 @@ _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _MAX_ITEMS = 16  # of a list: a longer one is told by its hash
 _MAX_DEPTH = 4
 _MAX_LINES = 12
-_MAX_CHARS = 60
 
 
 def facts_of(
@@ -73,7 +73,11 @@ def facts_of(
     """Return the facts of a run whose trainer is being made.
 
     Args:
-        objective: The loss, or the training step.
+        module: Model without its wrapper.
+        optimizer: Optimizer of its parameters.
+        scheduler: Learning rate scheduler; None: none.
+        objective: Loss or training step.
+        s: Settings of the trainer.
         is_step: Whether the objective is a training step.
     """
     facts = {
@@ -93,8 +97,16 @@ def facts_of(
     return facts | {f"{_MODEL}{name}": _form_of(value) for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def facts_of_data(data: Any, settings: Settings, ranks: RankGroup) -> Facts:
-    """Return the facts of what is trained on; every rank calls it, with its own loader if it is one."""
+def with_data(facts: Facts, data: Any, settings: Settings, ranks: RankGroup) -> Facts:
+    """Return the facts of a run and of what it is trained on, as rank 0 has them.
+
+    Every rank calls it, with its own loader if the data is one.
+    """
+    facts = facts | _facts_of_data(data, settings, ranks)
+    return ranks.gather(facts if ranks.rank == 0 else None)[0]
+
+
+def _facts_of_data(data: Any, settings: Settings, ranks: RankGroup) -> Facts:
     if isinstance(data, torch_data.Dataset) and not isinstance(data, torch_data.IterableDataset):
         length: int = len(data)  # type: ignore[arg-type]
         return {"data.samples": str(length), "global_batch_size": str(settings.global_batch_size)}
@@ -117,6 +129,7 @@ class Identity:
         may_force: Whether a checkpoint of another run may be loaded.
 
     Attributes:
+        may_force: Whether a checkpoint of another run may be loaded.
         changed: Names of the facts that are not those of the checkpoint.
         is_forced: Whether the checkpoint belongs to another run, and this script's settings win.
         news: Message about it; empty if there is none.
@@ -124,7 +137,7 @@ class Identity:
 
     def __init__(self, folder: str, facts: Facts, *, is_known: bool = False, may_force: bool = False) -> None:
         self._folder, self._facts = folder, facts
-        self._is_known, self._may_force = is_known, may_force
+        self._is_known, self.may_force = is_known, may_force
         self._text = json.dumps(facts)
         self.changed: frozenset[str] = frozenset()
         self.is_forced: bool = False
@@ -141,7 +154,7 @@ class Identity:
             CheckpointError: It is of another run.
         """
         if saved is None:
-            self.is_forced = self._may_force
+            self.is_forced = self.may_force
             self.news = f"the checkpoint of step {step} does not say which run it belongs to: resumed without comparing"
             return
         theirs: Facts = json.loads(saved)
@@ -150,7 +163,7 @@ class Identity:
         if not changed:
             return
         can_be_forced = not any(name.startswith(_MODEL) or name.endswith(_PARAMETERS) for name in changed)
-        if self._may_force and can_be_forced:
+        if self.may_force and can_be_forced:
             self.is_forced = True
             self.news = f'resume="force": weights and counters of step {step}; changed: {"; ".join(_lines(changed))}'
         elif not self._is_known:
@@ -187,13 +200,9 @@ def _refusal(folder: str, step: int, changed: Mapping[str, tuple[str, str]], can
 
 def _lines(changed: Mapping[str, tuple[str, str]]) -> list[str]:
     ordered = sorted(changed.items(), key=lambda item: item[0].startswith(_MODEL))
-    lines = [printable(f"{name} {_short(before)} -> {_short(now)}") for name, (before, now) in ordered]
+    lines = [printable(f"{name} {shortened(before)} -> {shortened(now)}") for name, (before, now) in ordered]
     left = len(lines) - _MAX_LINES
     return [*lines[:_MAX_LINES], f"and {left} more"] if left > 1 else lines
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."
 
 
 # ---- facts -------------------------------------------------------------------------------------------------------
@@ -241,7 +250,7 @@ def _description_of(module: nn.Module) -> str:
 
 
 def _form_of(tensor: Tensor) -> str:
-    return "lazy" if is_lazy(tensor) else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return "lazy" if is_lazy(tensor) else form_of(tensor)
 
 
 def _name_of(value: Any) -> str:

@@ -13,11 +13,11 @@ class Judge:
     """Compares evaluations by one of their values; part of a trainer's state.
 
     Args:
-        monitor: Name of that value.
+        monitor: Name of the value.
 
     Attributes:
-        best: Score of the best; more is better. None: there was none.
-        num_worse: Evaluations since then.
+        best: Score of the best evaluation, where more is better; None: there was none.
+        num_worse: Number of evaluations since then.
     """
 
     def __init__(self, monitor: str) -> None:

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 from phalanx import _env
 from phalanx._files import write_whole
 from phalanx._rank_group import RankGroup
-from phalanx.data import RandomState
+from phalanx._text import one_line
+from phalanx.data.random_state import random_state_kept
 from phalanx.train.metrics import numbers_of, write_csv
 
 IDS = "loggers.json"
@@ -54,6 +55,8 @@ class Run:
     """What a logger is told about the run.
 
     Attributes:
+        folder: Folder of the run.
+        settings: Settings of the trainer, by name.
         resumed_step: Number of the step after which this attempt resumes; 0 at the beginning.
         attempt: Number of this start in the folder, from 0.
     """
@@ -87,7 +90,8 @@ class Loggers:
     """All loggers of a trainer; every rank has one of these, and rank 0's does something.
 
     Args:
-        given: A name, a `Logger`, or several of both.
+        given: Name of a logger, a `Logger`, or several of both.
+        ranks: All ranks of the job.
 
     Raises:
         ValueError: There is no logger of that name.
@@ -117,9 +121,9 @@ class Loggers:
                 if module:
                     getattr(importlib.import_module(module), needed)  # a folder named wandb can be imported, too
             except Exception as error:
-                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
                 return (
-                    f"Trainer: loggers={name!r} needs a package that rank 0 can't import: pip install {package} ({why})"
+                    f"Trainer: loggers={name!r} needs a package that rank 0 can't import: pip install {package} "
+                    f"({one_line(error)})"
                 )
         return ""
 
@@ -127,24 +131,24 @@ class Loggers:
         """Begin to log.
 
         Args:
+            run: Facts about the run.
             attempt: Function that takes the name of an action, and returns a context that reports its error.
         """
         self._attempt = attempt
         for one in self._given if self._is_told else ():
             name = one if isinstance(one, str) else type(one).__qualname__
-            drawn = RandomState()
-            before = drawn.state_dict()  # a run's bits do not depend on who watches
-            with attempt(f"to the logger {name}"):
+            with random_state_kept(), attempt(f"to the logger {name}"):  # a run's bits do not depend on who watches
                 self._open[f"{len(self._open)} {name}"] = _KINDS[one](run) if isinstance(one, str) else one
-            drawn.load_state_dict(before)
 
     def log(self, kind: str, record: Mapping[str, Any], *, is_repeated: bool) -> None:
         """Give a record of metrics.jsonl to all loggers.
 
         Args:
-            is_repeated: An earlier attempt has logged that step.
+            kind: Kind of the record.
+            record: Fields of the record, by name.
+            is_repeated: Whether an earlier attempt has logged that step.
         """
-        metrics = numbers_of(kind, record)
+        metrics = numbers_of(kind, record) if self._open else {}
         for key, logger in list(self._open.items()) if metrics else ():
             if is_repeated and getattr(logger, "is_continued", False):
                 continue

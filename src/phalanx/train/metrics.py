@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import fcntl
+import io
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx._files import open_regular
+from phalanx._files import open_regular, write_whole
 
 Record = dict[str, Any]
 
@@ -149,13 +150,11 @@ def write_csv(folder: str | Path) -> Path:
     for record in records:
         if record["kind"] in ("evaluation", "epoch") and record["step"] in rows:
             rows[record["step"]] |= numbers_of(record["kind"], record)
-    path = Path(folder, "metrics.csv")
-    unfinished = path.with_suffix(f".csv.{os.getpid()}")
-    with unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows.values() for name in row)))
-        writer.writeheader()
-        writer.writerows(rows.values())
-    unfinished.replace(path)
+    path, table = Path(folder, "metrics.csv"), io.StringIO(newline="")
+    writer = csv.DictWriter(table, list(dict.fromkeys(name for row in rows.values() for name in row)))
+    writer.writeheader()
+    writer.writerows(rows.values())
+    write_whole(path, table.getvalue())
     return path
 
 

@@ -17,23 +17,11 @@ Loss = Callable[[Any, Any], Tensor]
 Step = Callable[[nn.Module, Any], Any]
 
 _TARGETS = ("targets", "target", "labels", "label")
-_RESERVED = frozenset(
-    (
-        "time",
-        "kind",
-        "attempt",
-        "step",
-        "epoch",
-        "lr",
-        "samples_per_s",
-        "grad_norm",
-        "phases_s",
-        "phases_by_rank",
-        "spread",
-    )
-)
+_RESERVED = {
+    "time", "kind", "attempt", "step", "epoch", "lr", "samples_per_s", "grad_norm", "phases_s", "phases_by_rank",
+    "spread",
+}  # fmt: skip
 _EXAMPLE = "training_step=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])"
-
 _EXAMPLE_OF_MAPPING = (
     'training_step=lambda model, batch: nn.functional.cross_entropy(model(batch["image"]), batch["label"])'
 )
@@ -43,14 +31,14 @@ class Objective:
     """A loss of outputs and targets, or a training step of the user's own, and what is evaluated.
 
     Args:
-        loss: ``loss(outputs, targets)``.
-        training_step: ``training_step(model, batch)``; returns the loss, or it and other values by name.
-        evaluation_step: ``evaluation_step(model, batch)``; returns the loss, or values by name.
+        loss: Function ``loss(outputs, targets)``.
+        training_step: Function ``training_step(model, batch)`` that returns the loss, alone or among values by name.
+        evaluation_step: Function ``evaluation_step(model, batch)`` that returns the loss, or values by name.
         metrics: Functions ``metric(outputs, targets)``, or objects with ``update``, ``compute`` and ``reset``.
 
     Attributes:
-        stateful: The metrics that are objects.
-        is_split: Batches are evaluated as inputs and targets, by the loss.
+        stateful: Metrics that are objects, by name.
+        is_split: Whether an evaluation divides batches into inputs and targets.
 
     Raises:
         ValueError: There is no single loss, or a function in `metrics` where nobody knows outputs and targets.
@@ -72,6 +60,7 @@ class Objective:
         self._loss, self._training_step, self._evaluation_step = loss, training_step, evaluation_step
         metrics = check_metrics(metrics)
         self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if has_state(metric)}
+        self._names = "loss", *metrics
         self._functions = {name: metric for name, metric in metrics.items() if name not in self.stateful}
         self.is_split: bool = loss is not None and evaluation_step is None  # into inputs and targets, to evaluate
         if self._functions and not self.is_split:
@@ -81,10 +70,18 @@ class Objective:
                 'return {"loss": loss, "accuracy": (outputs.argmax(1) == targets).float()}'
             )
 
-    def may_give(self, name: str) -> bool:
-        """Return whether an evaluation may have a value of that name, as far as is known before the first."""
-        known = ("loss", *self._functions, *self.stateful)
-        return not self.is_split or name in known or name.startswith(tuple(f"{n}_" for n in self.stateful))
+    def check_monitor(self, name: str) -> None:
+        """Refuse the name of a value that no evaluation can have, as far as is known before the first.
+
+        Raises:
+            ValueError: There is no such value.
+        """
+        may_be_of_several = name.startswith(tuple(f"{metric}_" for metric in self.stateful))
+        if self.is_split and name not in self._names and not may_be_of_several:
+            raise ValueError(
+                f"Trainer: monitor={name!r} is no value of the evaluation, which has {', '.join(self._names)}: name "
+                "one of these, or add the metric to metrics"
+            )
 
     def loss_of(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any] | None]:
         """Return the loss of a batch, and the other values by name that the training step has returned with it.
@@ -112,11 +109,7 @@ class Objective:
         )
 
     def values_of(self, model: nn.Module, batch: Any, *, counts: bool = True) -> dict[str, Any]:
-        """Return what is evaluated of a batch, and let the metrics that have a state see it.
-
-        Args:
-            counts: The batch is not only there to keep ranks together.
-        """
+        """Return what is evaluated of a batch; metrics with a state see it if it counts, and is no padding."""
         if not self.is_split:
             return self._values_of_step(model, batch)
         outputs, targets = _outputs_and_targets(model, batch)

@@ -20,17 +20,14 @@ from phalanx import _env, checkpoint
 from phalanx._rank_group import RankGroup
 from phalanx.launch.notes import run_logs
 
+_MAX_PIDS = 16  # in a line
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 def describe_origin(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup, folder: str
 ) -> dict[str, Any]:
-    """Return what the report says of a run's origin; every rank calls it.
-
-    Args:
-        folder: Folder of the run, to which the path of the logs is relative.
-    """
+    """Return what the report says of a run's origin, with paths relative to `folder`; every rank calls it."""
     module = checkpoint.unwrap(model)
     size = sum(parameter.numel() for parameter in module.parameters())
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
@@ -47,6 +44,11 @@ def describe_origin(
         "logs": os.path.relpath(logs, folder) if (logs := run_logs()) else "",
     }
     return {name: value for name, value in origin.items() if value}
+
+
+def processes_of(ranks: RankGroup) -> str:
+    """Return a line with the process of each rank; every rank calls it."""
+    return f"processes of the ranks: {' '.join(map(str, ranks.gather(os.getpid())[:_MAX_PIDS]))}"
 
 
 def git_commit(folder: str) -> str:

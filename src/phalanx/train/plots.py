@@ -56,10 +56,10 @@ def curve(
     Args:
         title: Title of the value.
         points: Pairs of step and value, with ascending steps; the line breaks where a value is not finite.
-        marks: Steps at which a vertical line stands, and what it says.
-        steps: First and last on the axis, the same for all figures of a page.
+        marks: Texts of vertical lines, by step.
+        steps: First and last step on the axis, the same for all figures of a page.
         from_zero: Whether the axis begins at zero, as it should where ratios matter.
-        may_be_log: Make the axis logarithmic where positive values differ by more than a factor of 50.
+        may_be_log: Whether the axis becomes logarithmic if positive values differ by more than a factor of 50.
         is_wide: Whether the figure takes a whole row.
     """
     finite = [point for point in points if _is_drawn(point[1])]

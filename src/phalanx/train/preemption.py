@@ -12,8 +12,12 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import NoReturn
 
 from phalanx import _env
+from phalanx._rank_group import RankGroup
+from phalanx.launch.notes import note_room_made
+from phalanx.train.run_log import RunLog
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A signal may come twice, to each process and through the supervisor: a service manager's, Ctrl-C under torchrun.
@@ -28,7 +32,7 @@ class Preemption:
         speaks: Whether to say what a Ctrl-C does; one rank is enough.
 
     Attributes:
-        signal: The number of the first that came, or 0.
+        signal: Number of the first signal that came, or 0.
     """
 
     def __init__(self, *, speaks: bool = False) -> None:
@@ -73,7 +77,19 @@ def _show_cursor() -> None:
             os.write(1, b"\x1b[?25h\n")
 
 
-def exit_code(number: int) -> int:
+def leave(run_log: RunLog, number: int, step: int, *, is_saved: bool, ranks: RankGroup) -> NoReturn:
+    """End this rank, which has made room after a step because of a signal, with the code that says so."""
+    run_log.record("preempted", step=step, signal=number)
+    saved = "saved" if is_saved else "weights that are not finite were not saved"
+    note = _requeue() if ranks.rank == 0 and number != signal.SIGINT else ""
+    who = signal.Signals(number).name
+    run_log.say(f"asked to make room by {who}: {saved} after step {step}{note and f'; {note}'}")
+    run_log.report()
+    note_room_made()
+    raise SystemExit(_exit_code(number))
+
+
+def _exit_code(number: int) -> int:
     """Return the code with which a rank ends that has saved because of this signal.
 
     Ctrl-C's own where nobody started the ranks as a job: a launcher is told that they have made room.
@@ -82,7 +98,7 @@ def exit_code(number: int) -> int:
     return 128 + number if number == signal.SIGINT and not is_launched else _env.PREEMPTED_CODE
 
 
-def requeue() -> str:
+def _requeue() -> str:
     """Have Slurm start this job again; return what was done, empty outside Slurm."""
     job = _env.environment().get("SLURM_JOB_ID")
     if not job or not shutil.which("scontrol"):

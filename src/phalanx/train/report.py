@@ -56,10 +56,10 @@ class _Run:
 
     Attributes:
         starts: Records of the attempts that trained, one each.
-        steps, epochs: Records, as if the run had never been interrupted.
-        attempts: All records of these, by attempt.
-        metrics: Step and value of each evaluation metric.
-        last: The last record.
+        steps, epochs: Records of these kinds, as if the run had never been interrupted.
+        attempts: All records of the attempts that trained, by attempt.
+        metrics: Steps and values of each evaluation metric, by name.
+        last: Last record.
     """
 
     def __init__(self, folder: Path, records: list[Record]) -> None:

@@ -6,9 +6,16 @@ import itertools
 import os
 import sys
 import time
+import traceback
+import weakref
+from collections.abc import Sequence
 
 from phalanx import _env
+from phalanx._rank_group import RankGroup
 from phalanx.checkpoint.memory import memory
+from phalanx.train.loggers import IDS
+
+_trained: dict[str, weakref.ref[object]] = {}  # who trained last in a folder
 
 
 def run_folder(given: str | None) -> str:
@@ -22,13 +29,38 @@ def is_restart() -> bool:
     return _number("TORCHELASTIC_RESTART_COUNT") > 0
 
 
-def will_restart() -> bool:
-    """Return whether ``phalanx run`` will start the ranks again after a failure, from the last snapshot."""
-    return not memory.problem and _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT")
+def words_of_another(trainer: object, folder: str, goes_on: bool) -> str:
+    """Note that this trainer trains in the folder; return what to say if another of this process did before."""
+    last = _trained.get(folder)
+    _trained[folder] = weakref.ref(trainer)
+    if not goes_on or last is None or last() is trainer:
+        return ""
+    return (
+        f"another Trainer of this process has trained in {folder}: this one takes up its run. For a run of its own, "
+        "such as a fold or another seed, give folder="
+    )
 
 
-def set_aside(*paths: str) -> None:
-    """Rename what an earlier run has left at these paths, to names that nothing has yet."""
+def leave_if_restarted() -> None:
+    """End this process at once if ``phalanx run`` will start the ranks again, from the last snapshot.
+
+    An orderly end of the interpreter takes longer than the restart.
+    """
+    if not memory.problem and _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT"):
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def set_aside(folder: str, ranks: RankGroup) -> None:
+    """Rename what an earlier run has left in the folder, to names that nothing has yet; every rank calls it."""
+    if ranks.rank == 0:
+        _set_aside([os.path.join(folder, name) for name in ("checkpoints", "metrics.jsonl", IDS)])
+    ranks.gather(None)
+
+
+def _set_aside(paths: Sequence[str]) -> None:
     stamp = f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     numbered = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
     suffix = next(one for one in numbered if not any(os.path.lexists(f"{path}.{one}") for path in paths))

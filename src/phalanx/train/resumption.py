@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from phalanx import checkpoint
 from phalanx._errors import CheckpointError
 from phalanx.train.identity import Identity
 
@@ -63,6 +64,31 @@ class ForcedFeed:
             self._feed.begin_epoch(state["epoch"])
 
 
+def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkpoint.Loaded | None:
+    """Restore the newest checkpoint in a folder, and return which one; None if there is none. Every rank calls it.
+
+    Raises:
+        CheckpointError: The checkpoint is of another run, or does not fit the state.
+    """
+    wanted = dict(state)
+    if identity.may_force:
+        wanted |= {name: Unforced(state[name], identity) for name in ("scaler", "scheduler") if name in state}
+        wanted["data"] = ForcedFeed(state["data"], identity)
+    return checkpoint.load(folder, wanted, strict=not identity.may_force, missing="ignore")
+
+
+def words_of_resumption(loaded: checkpoint.Loaded | None, step: int, epoch: int, folder: str, *, is_over: bool) -> str:
+    """Return what to say of where a run goes on; empty if it begins."""
+    if loaded is None:
+        return ""
+    if is_over:
+        return (
+            f"already finished at step {step}; nothing to train. To go on, raise max_epochs, max_steps or patience; to "
+            'begin anew, set resume="never" or another folder'
+        )
+    return f"going on after step {step}, from {loaded.source}: epoch {epoch + 1}, in {folder}"
+
+
 class Hyperparameters:
     """What the script gave to its optimizer, group by group, to be given again after another run's was loaded."""
 
@@ -73,7 +99,7 @@ class Hyperparameters:
         ]
 
     def give_again(self, optimizer: torch.optim.Optimizer, *, keep_state: bool) -> None:
-        """Set them; without `keep_state`, which is another class's, the optimizer forgets what it has of parameters."""
+        """Set them; without `keep_state`, the optimizer forgets its state, which is that of another class."""
         for group, given in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,10 +15,15 @@ import torch
 
 from phalanx._errors import RankFailed
 from phalanx._rank_group import RankGroup
+from phalanx._text import one_line
+from phalanx.checkpoint import Loaded
+from phalanx.session import Session
 from phalanx.train.loggers import CLOSE_S, Loggers, Run
-from phalanx.train.metrics import MetricsLog
+from phalanx.train.metrics import MetricsLog, write_csv
 from phalanx.train.objective import NamedParts
 from phalanx.train.progress import ProgressBar
+from phalanx.train.report import write_report
+from phalanx.train.settings import Settings
 
 PHASES = ("data", "forward", "backward", "exchange", "optimizer", "callbacks", "snapshot")
 """Of a step; "exchange" is what averages gradients with the other ranks, and waits for them."""
@@ -58,10 +65,12 @@ class RunLog:
 
     Args:
         folder: Folder of the run.
-        num_steps: That the run will have at most.
-        loggers: Get what metrics.jsonl gets, once `begin_logging` was called.
+        num_steps: Largest number of steps that the run can have.
+        ranks: All ranks of the job.
+        loggers: Loggers that get what metrics.jsonl gets, once `begin` was called.
 
     Attributes:
+        clock: Clock of this rank's phases.
         last_losses: Loss of each rank when it was logged last.
     """
 
@@ -96,11 +105,18 @@ class RunLog:
         if self._log is not None:
             self._log.close()
 
-    def begin_logging(self, settings: dict[str, Any], resumed_step: int) -> None:
-        """Open the loggers, on rank 0."""
+    def begin(self, session: Session, settings: Settings, loaded: Loaded | None, origin: Mapping[str, Any]) -> None:
+        """Record the start of this attempt, and open the loggers."""
+        given = dataclasses.asdict(settings)
+        resumed = None if loaded is None else dataclasses.asdict(loaded)
+        self.record(
+            "start", pid=os.getpid(), world_size=session.world_size, backend=session.backend, settings=given,
+            resumed_from=resumed, origin=origin,
+        )  # fmt: skip
         if self._ranks.rank == 0:
             attempt = 0 if self._log is None else self._log.attempt
-            self._loggers.open(Run(self._folder, settings, resumed_step, attempt), self.sparing_the_training)
+            run = Run(self._folder, given, 0 if loaded is None else loaded.step, attempt)
+            self._loggers.open(run, self.sparing_the_training)
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
@@ -118,8 +134,7 @@ class RunLog:
         except Exception as error:
             if what not in self._said_missing:
                 self._said_missing.add(what)
-                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                self.say(f"can't write {what} ({why}); the training goes on")
+                self.say(f"can't write {what} ({one_line(error)}); the training goes on")
 
     def record(self, kind: str, **values: Any) -> None:
         """Write a line of metrics.jsonl, on rank 0, and let the loggers have it."""
@@ -170,9 +185,7 @@ class RunLog:
             phases_s=dict(zip(PHASES, by_rank[0], strict=True)), spread=[max(totals), min(totals)],
             phases_by_rank=by_rank,
         )  # fmt: skip
-        busy = [
-            sum(row) - row[PHASES.index("exchange")] for row in by_rank
-        ]  # in the exchange ranks wait for each other
+        busy = [sum(row) - row[PHASES.index("exchange")] for row in by_rank]  # there ranks wait for each other
         behind = max(busy) / min(busy) - 1
         self._show(
             step, epoch, f"loss {loss:#.4g}", f"{samples_per_s:,.0f} samples/s, slowest rank {behind:.0%} behind"
@@ -191,6 +204,20 @@ class RunLog:
         which = f"epoch {epoch + 1}" if has_ended else f"in epoch {epoch + 1}"
         self.say(f"{which}, step {step}: {', '.join(values) or 'no steps were left to train'}")
 
+    def record_evaluation(self, step: int, epoch: int, evaluation: Mapping[str, float]) -> None:
+        """Write down an evaluation, and say which of its values are not finite."""
+        self.record("evaluation", step=step, epoch=epoch, **evaluation)
+        if bad := [f"{name} {value}" for name, value in evaluation.items() if not math.isfinite(value)]:
+            self.say(f"evaluation after step {step}: {', '.join(bad)}; not finite, so never the best")
+
+    def report(self) -> None:
+        """Write metrics.csv and report.html, on rank 0."""
+        if self._ranks.rank == 0:
+            with self.sparing_the_training("metrics.csv"):
+                write_csv(self._folder)
+            with self.sparing_the_training("report.html"):
+                self.say(f"report: {write_report(self._folder)}")
+
     def _show(self, step: int, epoch: int, loss: str, more: str) -> None:
         if self._bar is not None:
             self._bar.update(step, loss, f"epoch {epoch + 1}, {more}")
@@ -201,10 +228,10 @@ class RunLog:
 
 @dataclasses.dataclass
 class _Mean:
-    """Of the losses of an epoch's samples.
+    """Mean loss over an epoch's samples.
 
     Attributes:
-        first_step: The first that counts.
+        first_step: First step that counts.
         is_whole: Whether it is the first of the epoch.
     """
 

@@ -13,13 +13,9 @@ _SHARE = 0.03  # of the time of training
 
 
 class Snapshots:
-    """Takes a snapshot of the state every `every` steps; every rank has one of these.
+    """Takes a snapshot of the state every so many steps, as often as it costs little, or never (0).
 
-    Args:
-        folder: Folder of the checkpoints that the snapshots belong to.
-        every: Steps between them; "auto": chosen from what they cost; 0: none.
-        state: Function that returns the state to keep.
-        may_keep: Function that returns whether the state is worth keeping, the same on every rank.
+    Every rank has one of these, and `may_keep` returns the same on every rank.
     """
 
     def __init__(
@@ -42,15 +38,22 @@ class Snapshots:
         self._num_steps += 1
         if memory.problem:
             memory.let_go()
-        elif self.every and step % self.every == 0 and self._may_keep():
+        elif self.every and step % self.every == 0:
+            self._num_taken += self.take(step)
+
+    def take(self, step: int) -> bool:
+        """Take one now, and return True, unless the state is not worth keeping."""
+        may_keep = self._may_keep()
+        if may_keep:
             checkpoint.snapshot(self._folder, self._state(), step)
-            self._num_taken += 1
+        return may_keep
 
     def adapt(self, phases_by_rank: list[list[float]]) -> str:
         """Choose how often from now on, the same on every rank; return what they cost, once that is known.
 
         Args:
-            phases_by_rank: Mean seconds of a step in each phase since the last call, the last one taking snapshots.
+            phases_by_rank: Mean seconds of a step in each phase since the last call, by rank; the last phase is that of
+                snapshots.
         """
         num_taken, num_steps = self._num_taken, self._num_steps
         self._num_taken = self._num_steps = 0

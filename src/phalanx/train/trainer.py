@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
 import os
-import signal
-import sys
 import time
-import traceback
-import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,41 +14,33 @@ from torch import Tensor, nn
 from phalanx import checkpoint, session
 from phalanx._env import PREEMPTED_CODE
 from phalanx._errors import NonFinite, RankFailed
-from phalanx._loop import synchronizing
-from phalanx._nested import to_device
 from phalanx._rank_group import RankGroup
-from phalanx._text import counted
-from phalanx._torch import foreach_mul_
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
-from phalanx.launch.notes import note_modules, note_room_made
-from phalanx.parallel import DistributedDataParallel
+from phalanx.launch.notes import note_modules
 from phalanx.train import determinism, restarts
-from phalanx.train.arguments import check_arguments, check_data
+from phalanx.train.arguments import check_arguments, check_fit
 from phalanx.train.evaluation import Evaluator
-from phalanx.train.feed import Part, open_feed
-from phalanx.train.finite import FiniteGuard
+from phalanx.train.feed import Part
 from phalanx.train.folder_lock import FolderLock
-from phalanx.train.foresight import check_schedule, num_schedule_steps, refuse_unwritable
-from phalanx.train.identity import Identity, facts_of, facts_of_data
+from phalanx.train.foresight import foresee, refuse_unwritable
+from phalanx.train.identity import Identity, facts_of, with_data
 from phalanx.train.judge import Judge
-from phalanx.train.loggers import IDS, Logger, Loggers
-from phalanx.train.metrics import write_csv
-from phalanx.train.objective import NamedParts, Objective
-from phalanx.train.origin import describe_origin
-from phalanx.train.preemption import Preemption, exit_code, requeue
-from phalanx.train.report import write_report
-from phalanx.train.resumption import ForcedFeed, Hyperparameters, Progress, Unforced, catch_up
+from phalanx.train.loggers import Logger, Loggers
+from phalanx.train.objective import Objective
+from phalanx.train.open_feed import open_feed
+from phalanx.train.origin import describe_origin, processes_of
+from phalanx.train.preemption import Preemption, leave
+from phalanx.train.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
 from phalanx.train.run_log import RunLog
-from phalanx.train.settings import Settings, is_minimized
+from phalanx.train.saving import RunSaver
+from phalanx.train.settings import Settings
 from phalanx.train.snapshots import Snapshots
+from phalanx.train.stepper import Stepper
 from phalanx.train.wrapper import wrap
 
-_NOTHING: Any = contextlib.nullcontext()
 _AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
 _NOT_FINITE = 1 << 10  # above every signal's number, in what ranks agree on
-_MAX_PIDS = 16  # in a line
-_trained: dict[str, weakref.ref[Trainer]] = {}  # who trained last in a folder, in this process
 
 
 class Trainer:
@@ -113,20 +98,6 @@ class Trainer:
         ImportError: A logger's package is missing on rank 0.
     """
 
-    model: nn.Module
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    callbacks: Sequence[Any]
-    settings: Settings
-    session: session.Session
-    device: torch.device
-    folder: str
-    checkpoints: str
-    step: int
-    epoch: int
-    evaluation: dict[str, float]
-
     def __init__(
         self,
         model: nn.Module,
@@ -142,52 +113,43 @@ class Trainer:
         loggers: str | Logger | Sequence[str | Logger] = (),
         **settings: Any,
     ) -> None:
-        self.settings = s = Settings.of(settings)
-        self._given = frozenset(settings)
+        self.settings: Settings = Settings.of(settings)
+        s, self._given = self.settings, frozenset(settings)
         check_arguments(
             model, optimizer, scheduler, callbacks,
             loss=loss, training_step=training_step, evaluation_step=evaluation_step, collate_fn=collate_fn,
         )  # fmt: skip
-        self._objective = Objective(loss, training_step, evaluation_step, metrics)
-        self.session = session.init()
-        self._ranks = RankGroup()
-        self._loggers = Loggers(loggers, self._ranks)
-        self.device = self.session.device
-        self.module = checkpoint.unwrap(model)
-        self.optimizer, self.scheduler, self.callbacks = optimizer, scheduler, callbacks
+        objective = Objective(loss, training_step, evaluation_step, metrics)
+        objective.check_monitor(s.monitor)
         self._is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if self._is_plateau and s.scheduler_interval == "step":
             raise ValueError('Trainer: ReduceLROnPlateau needs scheduler_interval="epoch"')
-        if not self._objective.may_give(s.monitor):
-            raise ValueError(
-                f"Trainer: monitor={s.monitor!r} is no value of the evaluation, which has "
-                f"{', '.join(['loss', *(metrics or {})])}: name one of these, or add the metric to metrics"
-            )
+        self.session: session.Session = session.init()
+        self._ranks = RankGroup()
+        self._loggers = Loggers(loggers, self._ranks)
         if s.deterministic:
-            determinism.check_model(model)
-            torch.set_num_threads(1)  # more of them add in another order
-        self.model = wrap(model, self.device, self.session.world_size)
-        self._autocast = self.session.autocast(s.precision)
-        self._scaler = self.session.grad_scaler(s.precision)
-        self.folder = restarts.run_folder(s.folder)
-        self.checkpoints = os.path.join(self.folder, "checkpoints")
+            determinism.prepare(model)
+        self.device: torch.device = self.session.device
+        self.module: nn.Module = checkpoint.unwrap(model)
+        self.model: nn.Module = wrap(model, self.device, self.session.world_size)
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.scheduler: Any = scheduler
+        self.callbacks: Sequence[Any] = callbacks
+        self.folder: str = restarts.run_folder(s.folder)
+        self.checkpoints: str = os.path.join(self.folder, "checkpoints")
+        self.step: int = 0
+        self.epoch: int = 0
+        self.evaluation: dict[str, float] = {}
         self._facts = facts_of(self.module, optimizer, scheduler, training_step or loss, s, is_step=loss is None)
         self._hyperparameters = Hyperparameters(optimizer)
-        self.step = self.epoch = 0
-        self.evaluation: dict[str, float] = {}
         self._judge = Judge(s.monitor)
         self._first_world_size = self.session.world_size
-        self._grad_norm: Tensor | None = None
-        self._saved_step: int | None = None
-        self._num_unsaved = 0  # checkpoints since the last epoch's end, for their weights
         self._agreed_signal = 0
         self._agree_every = 1
-        size = s.micro_batch_size or -(-s.global_batch_size // self.session.world_size)
         self._collate_fn = collate_fn
-        self._parts = NamedParts()
-        self._evaluator = Evaluator(
-            self.model, self._objective, self._ranks, self.device, size, s.num_workers, collate_fn
-        )
+        in_steps = scheduler if s.scheduler_interval == "step" else None
+        self._stepper = Stepper(self.model, optimizer, in_steps, objective, self._ranks, self.session, s)
+        self._evaluator = Evaluator(self.model, objective, self._ranks, self.device, s, collate_fn)
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -219,256 +181,64 @@ class Trainer:
             with FolderLock(self.folder, self._ranks) as self._lock:
                 return self._fit(data, validation_data, batch_sampler)
         except NonFinite:
-            self._report()
+            self._run_log.report()
             raise
         except RankFailed:
-            if restarts.will_restart():  # at once: an orderly end of the interpreter takes longer than the restart
-                traceback.print_exc()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)
+            restarts.leave_if_restarted()
             raise
 
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
-        self._check_data(data, validation_data)
+        s = self.settings
+        check_fit(data, validation_data, s, self._given, is_plateau=self._is_plateau)
         self._feed = open_feed(
-            data, self.settings, self._batch_size(), self._ranks, given=self._given,
+            data, s, self._batch_size(), self._ranks, given=self._given,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
         )  # fmt: skip
-        if self.settings.resume == "never" and self._lock.is_first:
-            self._begin_anew()
-        loaded = self._load(data)
+        if s.resume == "never" and self._lock.is_first:
+            restarts.set_aside(self.folder, self._ranks)
+        loaded = self._take_up(data)
         if not self._is_over():
             refuse_unwritable(self.checkpoints, self._ranks)
         with self._begin(loaded) as self._run_log, Preemption(speaks=self.session.is_main) as self._preemption:
             if validation_data is not None and not self._is_over():
-                self._evaluator.rehearse(validation_data, self.settings.monitor)
+                self._evaluator.rehearse(validation_data, s.monitor)
             self._call("on_fit_start")
             while not self._is_over():
-                self.model.train()
-                self._feed.begin_epoch(self.epoch)
-                has_ended, is_empty = True, self._feed.is_at_start
-                self._run_log.begin_epoch(self.step + 1, is_whole=is_empty)
-                for parts, num_samples in self._in_step(self._feed.steps()):
-                    loss = self._train_on(parts, num_samples)
-                    self.step += 1
-                    self._feed.advance()
-                    self._after_step(loss, num_samples)
-                    is_empty = False
-                    if self.step == self.settings.max_steps:
-                        has_ended = self._feed.is_at_end
-                        break
-                if is_empty:
-                    raise ValueError(
-                        "Trainer: the data makes no step: fewer samples than a batch, an empty loader, or a generator "
-                        "that an earlier epoch has used up"
-                    )
-                if self._run_log.has_news:
-                    self._log()
-                if has_ended:
-                    self.epoch += 1
-                    self._feed.begin_epoch(self.epoch)
+                has_ended = self._train_epoch()
                 self._after_epoch(validation_data, has_ended=has_ended)
             self._end()
         return self.evaluation
 
-    def _check_data(self, data: Any, validation_data: Any) -> None:
-        """Refuse what can't be trained on, or not be judged by, before anything is begun."""
-        check_data("data", data)
-        if validation_data is not None:
-            check_data("validation_data", validation_data)
-        if self.settings.patience is not None and validation_data is None:
-            raise ValueError("Trainer: patience needs validation_data to judge by: fit(data, validation_data)")
-        if self._is_plateau and validation_data is None:
-            raise ValueError("Trainer: ReduceLROnPlateau needs validation_data to judge by: fit(data, validation_data)")
-        has_epochs = (self.settings.max_epochs or 1) > 1
-        for name, given, is_again in (
-            ("data", data, has_epochs and self.settings.max_steps is None),
-            ("validation_data", validation_data, has_epochs),
-        ):
-            if isinstance(given, types.GeneratorType) and is_again:
-                raise ValueError(
-                    f"Trainer: {name} is needed in each epoch, and a generator is used up after one: pass a dataset, a "
-                    "loader or a list of batches, such as [*generator]"
-                )
-
-    def _train_on(self, parts: list[Part], num_samples: int) -> Tensor:
-        """Take one optimizer step on this rank's parts of a global batch; return this rank's part of its mean loss.
-
-        Ranks' parts add up to the mean times the number of ranks.
-        """
-        if self.settings.deterministic:
-            loss = self._sum_over_shards(parts, num_samples)
-        else:
-            losses = []
-            for number, (batch, size) in enumerate(parts, start=1):
-                # The model averages over ranks, so what makes it a mean over all samples is this.
-                weight = size * self.session.world_size / num_samples if num_samples else 1 / len(parts)
-                with synchronizing(self.model, number == len(parts)) if len(parts) > 1 else _NOTHING:
-                    losses.append(self._forward_backward(batch, weight))
-            loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        if self.step % self._agree_every == 0:  # here, where ranks have just met
-            self._agree()
-        self._run_log.clock.lap("exchange")
-        self._optimize()
-        return loss
-
-    def _agree(self) -> None:
-        agreed = self._ranks.largest(_NOT_FINITE if self._guard.has_finding else self._preemption.signal)
-        if agreed == _NOT_FINITE:
-            self._guard.settle()
-        else:
-            self._agreed_signal = agreed
-
-    def _forward_backward(self, batch: Any, weight: float) -> Tensor:
-        clock = self._run_log.clock
-        if self.device.type != "cpu":
-            batch = to_device(batch, self.device)
-        with self._autocast:
-            loss, parts = self._objective.loss_of(self.model, batch)
-        if parts:
-            self._parts.add(parts, weight)
-        if weight != 1:
-            loss = loss * weight
-        clock.lap("forward")
-        self._scaler.scale(loss).backward()
-        loss = loss.detach()
-        self._guard.look_at_loss(loss, batch, self.step + 1, self.epoch)
-        clock.lap("backward")
-        if isinstance(self.model, DistributedDataParallel):
-            clock.move(self.model.take_averaging_s(), "backward", "exchange")
-        return loss
-
-    def _sum_over_shards(self, parts: list[Part], num_samples: int) -> Tensor:
-        def backward(shard: int) -> Tensor:
-            batch, size = parts[shard]
-            if size == 0:
-                return torch.zeros((), device=self.device)
-            with synchronizing(self.model, False):
-                return self._forward_backward(batch, size / num_samples)
-
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        return determinism.sum_gradients(parameters, self._ranks, len(parts), backward, (self.settings.seed, self.step))
-
-    def _optimize(self) -> None:
-        if self.settings.clip_norm is not None:
-            self._clip(self.settings.clip_norm)
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
-        self.optimizer.zero_grad()
-        if self.scheduler is not None and self.settings.scheduler_interval == "step":
-            self.scheduler.step()
-        self._run_log.clock.lap("optimizer")
-
-    def _clip(self, largest: float) -> None:
-        self._scaler.unscale_(self.optimizer)
-        model, does_average = self.model, not self.settings.deterministic and not self._scaler.is_enabled()
-        if does_average and isinstance(model, DistributedDataParallel):
-            self._grad_norm = model.grad_norm()  # added up while gradients were averaged
-            if self._grad_norm > largest:
-                grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-                foreach_mul_(grads, float(largest / (self._grad_norm + 1e-6)))
-        else:
-            self._grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), largest)
-        self._guard.look_at_norm(self._grad_norm, self.step + 1, self.epoch)
-
-    # ---- around the steps ------------------------------------------------------------------------------------------
-
-    def _state(self) -> dict[str, Any]:
-        numbered = ((f"{i} {type(c).__qualname__}", c) for i, c in enumerate(self.callbacks))
-        stateful = {name: callback for name, callback in numbered if hasattr(callback, "load_state_dict")}
-        state = {
-            "trainer": Progress(self, self._identity),  # first: it refuses another run before anything is loaded
-            "model": self.module, "optimizer": self.optimizer, "scaler": self._scaler, "random": RandomState(),
-            "callbacks": stateful, "data": self._feed, "judge": self._judge,
-        }  # fmt: skip
-        return state if self.scheduler is None else {**state, "scheduler": self.scheduler}
-
-    def _batch_size(self) -> int:
-        """Return the global batch size, which may depend on how many ranks the run began with."""
-        return self.settings.batch_size_for(self.session.world_size, self._first_world_size)
-
-    def _begin_anew(self) -> None:
-        if self.session.rank == 0:
-            restarts.set_aside(self.checkpoints, *(os.path.join(self.folder, name) for name in ("metrics.jsonl", IDS)))
-        self._ranks.gather(None)
-
-    def _load(self, data: Any) -> checkpoint.Loaded | None:
-        """Restore the newest checkpoint of this run, or of another one by force."""
-        s, ranks = self.settings, self._ranks
-        facts = self._facts | facts_of_data(data, s, ranks)
-        facts = ranks.gather(facts if ranks.rank == 0 else None)[0]
-        may_force = s.resume == "force"
-        self._identity = new = Identity(self.folder, facts, is_known=self._lock.was_ours, may_force=may_force)
-        state = self._state()
-        if may_force:
-            state |= {name: Unforced(state[name], new) for name in ("scaler", "scheduler") if name in state}
-            state["data"] = ForcedFeed(self._feed, new)
-        loaded = checkpoint.load(self.checkpoints, state, strict=not may_force, missing="ignore")
-        if new.is_forced:
-            self._hyperparameters.give_again(self.optimizer, keep_state="optimizer" not in new.changed)
-            if self.scheduler is not None and not self._is_plateau:
-                catch_up(self.scheduler, self.step if s.scheduler_interval == "step" else self.epoch)
-            if "monitor" in new.changed:
-                self._judge = Judge(s.monitor)
-        self._lock.settle()
-        return loaded
-
-    def _begin(self, loaded: checkpoint.Loaded | None) -> RunLog:
-        s = self.settings
-        self._feed.resize(self._batch_size())  # now that it is known
-        of_epochs = (s.max_epochs or 0) * (self._feed.num_steps or 0) or sys.maxsize
-        num_steps = min(s.max_steps or sys.maxsize, of_epochs)
-        left = num_schedule_steps(s, self.step, self.epoch, num_steps, self._feed.num_steps)
-        if self._feed.may_differ:
-            left = -self._ranks.largest(-left)  # an epoch ends with the shortest loader
-        of_schedule = check_schedule(self.scheduler, left, s.scheduler_interval)
-        run_log = RunLog(self.folder, num_steps, self._ranks, self._loggers)
-        if s.clip_norm is not None and isinstance(self.model, DistributedDataParallel):
-            self.model.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
-        self._guard = FiniteGuard(
-            s.on_nan, self.module, self._objective, self._ranks, run_log,
-            autocast=self._autocast, skips_steps=self._scaler.is_enabled(),
-            clips=s.clip_norm is not None, step=self.step,
-        )  # fmt: skip
-        self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
-        self._saved_step = None if loaded is None else loaded.step
-        self._began_s, self._first_step = time.monotonic(), self.step + 1
-        resumed = None if loaded is None else dataclasses.asdict(loaded)
-        origin = describe_origin(self.model, self.optimizer, self._ranks, self.folder)
-        run_log.record(
-            "start", pid=os.getpid(), world_size=self.session.world_size, backend=self.session.backend,
-            settings=dataclasses.asdict(s), resumed_from=resumed, origin=origin,
-        )  # fmt: skip
-        run_log.begin_logging(dataclasses.asdict(s), loaded.step if loaded else 0)
-        run_log.say(f"{self._feed.describe(num_steps)}; run folder {self.folder}")
-        pids = " ".join(str(pid) for pid in self._ranks.gather(os.getpid())[:_MAX_PIDS])
-        run_log.say(f"processes of the ranks: {pids}")
-        for line in filter(None, (self._lock.problem, self._identity.news, of_schedule)):
-            run_log.say(line)
-        self._guard.say_what_is_meant()
-        last = _trained.get(self.checkpoints)
-        if loaded is not None and last is not None and last() is not self:
-            run_log.say(
-                f"another Trainer of this process has trained in {self.folder}: this one takes up its run. For a run "
-                "of its own, such as a fold or another seed, give folder="
+    def _train_epoch(self) -> bool:
+        """Train to the end of the epoch, or to `max_steps`; return whether the epoch has ended."""
+        self.model.train()
+        self._feed.begin_epoch(self.epoch)
+        has_ended, is_empty = True, self._feed.is_at_start
+        self._run_log.begin_epoch(self.step + 1, is_whole=is_empty)
+        for parts, num_samples in self._in_step(self._feed.steps()):
+            loss = self._stepper.backward(parts, num_samples, self.step + 1, self.epoch)
+            del parts  # the next batch takes its memory, which is in the caches
+            if self.step % self._agree_every == 0:  # here, where ranks have just met
+                self._agree()
+            self._stepper.optimize(self.step + 1, self.epoch)
+            self.step += 1
+            self._feed.advance()
+            self._after_step(loss, num_samples)
+            is_empty = False
+            if self.step == self.settings.max_steps:
+                has_ended = self._feed.is_at_end
+                break
+        if is_empty:
+            raise ValueError(
+                "Trainer: the data makes no step: fewer samples than a batch, an empty loader, or a generator "
+                "that an earlier epoch has used up"
             )
-        _trained[self.checkpoints] = weakref.ref(self)
-        if loaded is not None and self._is_over():
-            run_log.say(
-                f"already finished at step {self.step}; nothing to train. To go on, raise max_epochs, max_steps or "
-                'patience; to begin anew, set resume="never" or another folder'
-            )
-        elif loaded is not None:
-            run_log.say(
-                f"going on after step {self.step}, from {loaded.source}: epoch {self.epoch + 1}, in {self.folder}"
-            )
-        return run_log
-
-    def _is_over(self) -> bool:
-        s = self.settings
-        is_over = self.epoch >= (s.max_epochs or math.inf) or self.step >= (s.max_steps or math.inf)
-        return is_over or (s.patience is not None and self._judge.num_worse >= s.patience)
+        if self._run_log.has_news:
+            self._log()
+        if has_ended:
+            self.epoch += 1
+            self._feed.begin_epoch(self.epoch)
+        return has_ended
 
     def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
         """Yield steps while every rank has one; let all obey a signal that any has got."""
@@ -483,6 +253,14 @@ class Trainer:
                 return
             assert step is not None
             yield step
+            del step
+
+    def _agree(self) -> None:
+        agreed = self._ranks.largest(_NOT_FINITE if self._guard.has_finding else self._preemption.signal)
+        if agreed == _NOT_FINITE:
+            self._guard.settle()
+        else:
+            self._agreed_signal = agreed
 
     def _after_step(self, loss: Tensor, num_samples: int) -> None:
         s, run_log = self.settings, self._run_log
@@ -500,17 +278,12 @@ class Trainer:
 
     def _log(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
-        by_rank = self._run_log.log(self.step, self.epoch, lr, self._grad_norm, self._parts)
-        slowest_s = max(sum(phases) for phases in by_rank)
-        self._agree_every = max(1, int(_AGREE_S / slowest_s))  # the same on every rank
+        by_rank = self._run_log.log(self.step, self.epoch, lr, self._stepper.grad_norm, self._stepper.named)
+        self._agree_every = max(1, int(_AGREE_S / max(map(sum, by_rank))))  # the same on every rank
         if news := self._snapshots.adapt(by_rank):
             self._run_log.say(news)
-        if self._scaler.is_enabled():
-            self._guard.look_at_scale(self._scaler.get_scale(), self.step, self.epoch)
+        self._guard.look_at_scale(self._stepper.scaler, self.step, self.epoch)
         self._guard.look_at_log(self._run_log.last_losses, self.session.rank, self.step, self.epoch)
-
-    def _may_keep(self) -> bool:
-        return self._guard.may_keep(self.step, max(0, self.epoch - self._feed.is_at_start))  # the last step's epoch
 
     def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
         """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
@@ -519,10 +292,8 @@ class Trainer:
         if validation_data is not None:
             self.evaluation = self.evaluate(validation_data)
             is_best = has_ended and self._judge.judge(self.evaluation, self.step)
-            self._run_log.record("evaluation", step=self.step, epoch=epoch, **self.evaluation)
+            self._run_log.record_evaluation(self.step, epoch, self.evaluation)
             self._call("on_evaluation")
-            if bad := [f"{name} {value}" for name, value in self.evaluation.items() if not math.isfinite(value)]:
-                self._run_log.say(f"evaluation after step {self.step}: {', '.join(bad)}; not finite, so never the best")
         if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
             self.scheduler.step(*([self.evaluation[self.settings.monitor]] if self._is_plateau else []))
         self._run_log.end_epoch(self.step, epoch, self.evaluation, has_ended=has_ended)
@@ -530,58 +301,90 @@ class Trainer:
             self._call("on_epoch")
         if self.settings.save_every is None or is_best or self._is_over():
             self._save()
-        if num := self._num_unsaved:
-            newest = "there is none" if self._saved_step is None else f"the newest is that of step {self._saved_step}"
-            self._run_log.say(
-                f"{counted(num, 'checkpoint')} left out: weights or buffers are not finite after step {self.step}; "
-                f"{newest}"
-            )
-            self._num_unsaved = 0
+        self._saver.say_left_out(self.step)
         self._agree()  # the steps of an epoch may be few, and all this has taken time
 
+    def _is_over(self) -> bool:
+        s = self.settings
+        is_over = self.epoch >= (s.max_epochs or math.inf) or self.step >= (s.max_steps or math.inf)
+        return is_over or (s.patience is not None and self._judge.num_worse >= s.patience)
+
+    # ---- the beginning, what is kept, the end ----------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        numbered = ((f"{i} {type(c).__qualname__}", c) for i, c in enumerate(self.callbacks))
+        stateful = {name: callback for name, callback in numbered if hasattr(callback, "load_state_dict")}
+        state = {
+            "trainer": Progress(self, self._identity),  # first: it refuses another run before anything is loaded
+            "model": self.module, "optimizer": self.optimizer, "scaler": self._stepper.scaler,
+            "random": RandomState(), "callbacks": stateful, "data": self._feed, "judge": self._judge,
+        }  # fmt: skip
+        return state if self.scheduler is None else {**state, "scheduler": self.scheduler}
+
+    def _batch_size(self) -> int:
+        """Return the global batch size, which may depend on how many ranks the run began with."""
+        return self.settings.batch_size_for(self.session.world_size, self._first_world_size)
+
+    def _take_up(self, data: Any) -> checkpoint.Loaded | None:
+        """Restore the newest checkpoint of this run, or of another one by force."""
+        s, facts = self.settings, with_data(self._facts, data, self.settings, self._ranks)
+        may_force = s.resume == "force"
+        self._identity = Identity(self.folder, facts, is_known=self._lock.was_ours, may_force=may_force)
+        loaded = take_up(self.checkpoints, self._state(), self._identity)
+        if self._identity.is_forced:
+            changed = self._identity.changed
+            self._hyperparameters.give_again(self.optimizer, keep_state="optimizer" not in changed)
+            if self.scheduler is not None and not self._is_plateau:
+                catch_up(self.scheduler, self.step if s.scheduler_interval == "step" else self.epoch)
+            if "monitor" in changed:
+                self._judge = Judge(s.monitor)
+        self._lock.settle()
+        return loaded
+
+    def _begin(self, loaded: checkpoint.Loaded | None) -> RunLog:
+        """Make what the steps need, and record and say how the run begins."""
+        s = self.settings
+        self._feed.resize(self._batch_size())  # now that it is known
+        num_steps, of_schedule = foresee(self.scheduler, s, self._feed, self._ranks, self.step, self.epoch)
+        run_log = RunLog(self.folder, num_steps, self._ranks, self._loggers)
+        self._guard = self._stepper.begin(run_log, self.step)
+        self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
+        self._saver = RunSaver(self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded)
+        self._began_s, self._first_step = time.monotonic(), self.step + 1
+        origin = describe_origin(self.model, self.optimizer, self._ranks, self.folder)
+        run_log.begin(self.session, s, loaded, origin)
+        lines = [
+            f"{self._feed.describe(num_steps)}; run folder {self.folder}", processes_of(self._ranks),
+            self._lock.problem, self._identity.news, of_schedule, self._guard.what_is_meant(),
+            restarts.words_of_another(self, self.folder, loaded is not None),
+            words_of_resumption(loaded, self.step, self.epoch, self.folder, is_over=self._is_over()),
+        ]  # fmt: skip
+        for line in filter(None, lines):
+            run_log.say(line)
+        return run_log
+
+    def _may_keep(self) -> bool:
+        return self._guard.may_keep(self.step, max(0, self.epoch - self._feed.is_at_start))  # the last step's epoch
+
     def _save(self, *, wait: bool = False) -> bool:
-        """Save the state and return True, unless its weights are not finite."""
-        if not self._may_keep():
-            self._num_unsaved += 1
-            return False
-        begin = time.perf_counter()
-        value, is_least = self._judge.value_of(self.step), is_minimized(self.settings.monitor)
-        best = {} if self._judge.best is None else {"keep_best": 1, "best_is_least": is_least}
-        keep = {"keep_last": self.settings.keep_last, **best}
-        checkpoint.save(self.checkpoints, self._state(), self.step, metric=value, keep=keep, wait=wait)
-        self._saved_step = self.step
-        self._run_log.record("save", step=self.step, blocked_s=time.perf_counter() - begin)
-        self._call("on_save")
-        return True
+        is_saved = self._saver.save(self.step, wait=wait)
+        if is_saved:
+            self._call("on_save")
+        return is_saved
 
     def _make_room(self, number: int) -> None:
         if memory.restart_is_planned:  # to have more ranks: this run goes on at once
-            if self._may_keep():
-                checkpoint.snapshot(self.checkpoints, self._state(), self.step)
+            self._snapshots.take(self.step)
             raise SystemExit(PREEMPTED_CODE)
         if self._run_log.has_news:
             self._log()
-        saved = "saved" if self._save(wait=True) else "weights that are not finite were not saved"
-        self._run_log.record("preempted", step=self.step, signal=number)
-        note = requeue() if self.session.is_main and number != signal.SIGINT else ""
-        who = signal.Signals(number).name
-        self._run_log.say(f"asked to make room by {who}: {saved} after step {self.step}{note and f'; {note}'}")
-        self._report()
-        note_room_made()
-        raise SystemExit(exit_code(number))
+        leave(self._run_log, number, self.step, is_saved=self._save(wait=True), ranks=self._ranks)
 
     def _end(self) -> None:
         self._call("on_fit_end")
         checkpoint.wait()
         self._run_log.record("end", step=self.step, epoch=self.epoch, seconds=time.monotonic() - self._began_s)
-        self._report()
-
-    def _report(self) -> None:
-        if self.session.rank == 0:
-            with self._run_log.sparing_the_training("metrics.csv"):
-                write_csv(self.folder)
-            with self._run_log.sparing_the_training("report.html"):
-                self._run_log.say(f"report: {write_report(self.folder)}")
+        self._run_log.report()
 
     def _call(self, event: str) -> None:
         for callback in self.callbacks:

@@ -29,7 +29,7 @@ def verify_resume(run_arguments: Sequence[str]) -> int:
     """Run a script three times and compare the last checkpoints: whole, with a rank killed, and preempted and resumed.
 
     Args:
-        run_arguments: Arguments for ``phalanx run``: flags, a script that trains with a `Trainer`, its arguments.
+        run_arguments: Arguments of ``phalanx run``: flags, a script that trains with a `Trainer`, and its arguments.
 
     Returns:
         0 if all three end with the same bits, 1 if not or if a run failed.

@@ -1,0 +1,63 @@
+"""`RunSaver`: a trainer's checkpoints on disk, of states whose weights are finite."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx import checkpoint
+from phalanx._text import counted
+from phalanx.train.judge import Judge
+from phalanx.train.run_log import RunLog
+from phalanx.train.settings import Settings, is_minimized
+
+
+class RunSaver:
+    """Saves a trainer's state with the value that it was judged by.
+
+    Every rank has one of these, and `may_keep` returns the same on every rank.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        settings: Settings,
+        judge: Judge,
+        run_log: RunLog,
+        state: Callable[[], Mapping[str, Any]],
+        may_keep: Callable[[], bool],
+        loaded: checkpoint.Loaded | None,
+    ) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._judge = judge
+        self._run_log = run_log
+        self._state = state
+        self._may_keep = may_keep
+        self._saved_step = None if loaded is None else loaded.step
+        self._num_left_out = 0  # since `say_left_out` was called
+
+    def save(self, step: int, *, wait: bool = False) -> bool:
+        """Save the state and return True, unless its weights are not finite."""
+        if not self._may_keep():
+            self._num_left_out += 1
+            return False
+        begin = time.perf_counter()
+        keep: dict[str, Any] = {"keep_last": self._settings.keep_last}
+        if self._judge.best is not None:
+            keep |= {"keep_best": 1, "best_is_least": is_minimized(self._settings.monitor)}
+        checkpoint.save(self._folder, self._state(), step, metric=self._judge.value_of(step), keep=keep, wait=wait)
+        self._saved_step = step
+        self._run_log.record("save", step=step, blocked_s=time.perf_counter() - begin)
+        return True
+
+    def say_left_out(self, step: int) -> None:
+        """Say how many checkpoints were left out since the last call, if any."""
+        if self._num_left_out:
+            newest = "there is none" if self._saved_step is None else f"the newest is that of step {self._saved_step}"
+            self._run_log.say(
+                f"{counted(self._num_left_out, 'checkpoint')} left out: weights or buffers are not finite after step "
+                f"{step}; {newest}"
+            )
+            self._num_left_out = 0

@@ -1,0 +1,146 @@
+"""`Stepper`: the gradients of a global batch, averaged over all ranks, and the optimizer's step with them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx import checkpoint
+from phalanx._loop import synchronizing
+from phalanx._nested import to_device
+from phalanx._rank_group import RankGroup
+from phalanx._torch import foreach_mul_
+from phalanx.parallel import DistributedDataParallel
+from phalanx.session import Session
+from phalanx.train import determinism
+from phalanx.train.feed import Part
+from phalanx.train.finite import FiniteGuard
+from phalanx.train.objective import NamedParts, Objective
+from phalanx.train.run_log import RunLog
+from phalanx.train.settings import Settings
+
+_NOTHING: Any = contextlib.nullcontext()
+
+
+class Stepper:
+    """Takes the optimizer's steps of a trainer: every rank calls `backward`, then `optimize`.
+
+    Attributes:
+        autocast: Context in which the loss is computed.
+        scaler: Gradient scaler; it only scales in "fp16".
+        named: Values beside the loss since they were logged last.
+        grad_norm: Norm of the last averaged gradient before it was clipped; None if none is clipped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        objective: Objective,
+        ranks: RankGroup,
+        session: Session,
+        settings: Settings,
+    ) -> None:
+        self._model, self._module = model, checkpoint.unwrap(model)
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._objective = objective
+        self._ranks = ranks
+        self._device = session.device
+        self._settings, self._clip_norm = settings, settings.clip_norm
+        self._is_deterministic = settings.deterministic is not None
+        self.autocast = session.autocast(settings.precision)
+        self.scaler: torch.amp.GradScaler = session.grad_scaler(settings.precision)
+        self.named: NamedParts = NamedParts()
+        self.grad_norm: Tensor | None = None
+
+    def begin(self, run_log: RunLog, step: int) -> FiniteGuard:
+        """Time the phases of the steps after `step` for the run log, and return the guard that looks at them."""
+        self._clock = run_log.clock
+        self._guard = FiniteGuard(
+            self._settings.on_nan, self._module, self._objective, self._ranks, run_log,
+            autocast=self.autocast, skips_steps=self.scaler.is_enabled(), clips=self._clip_norm is not None, step=step,
+        )  # fmt: skip
+        if self._clip_norm is not None and self._ddp is not None:
+            self._ddp.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
+        return self._guard
+
+    def backward(self, parts: Sequence[Part], num_samples: int, step: int, epoch: int) -> Tensor:
+        """Leave the averaged gradients of a global batch, and return this rank's part of its mean loss.
+
+        Ranks' parts add up to the mean times the number of ranks.
+
+        Args:
+            parts: This rank's parts of the batch.
+            num_samples: Number of samples in the batch, over all ranks; 0: unknown.
+            step: Number of the step, for messages.
+            epoch: Number of the epoch, for messages.
+        """
+        if self._is_deterministic:
+            return self._sum_over_shards(parts, num_samples, step, epoch)
+        losses = []
+        for number, (batch, size) in enumerate(parts, start=1):
+            # The model averages over ranks, so what makes it a mean over all samples is this.
+            weight = size * self._ranks.world_size / num_samples if num_samples else 1 / len(parts)
+            with synchronizing(self._model, number == len(parts)) if len(parts) > 1 else _NOTHING:
+                losses.append(self._forward_backward(batch, weight, step, epoch))
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _sum_over_shards(self, parts: Sequence[Part], num_samples: int, step: int, epoch: int) -> Tensor:
+        def backward(shard: int) -> Tensor:
+            batch, size = parts[shard]
+            if size == 0:
+                return torch.zeros((), device=self._device)
+            with synchronizing(self._model, False):
+                return self._forward_backward(batch, size / num_samples, step, epoch)
+
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        return determinism.sum_gradients(parameters, self._ranks, len(parts), backward, (self._settings.seed, step - 1))
+
+    def _forward_backward(self, batch: Any, weight: float, step: int, epoch: int) -> Tensor:
+        clock = self._clock
+        if self._device.type != "cpu":
+            batch = to_device(batch, self._device)
+        with self.autocast:
+            loss, named = self._objective.loss_of(self._model, batch)
+        if named:
+            self.named.add(named, weight)
+        if weight != 1:
+            loss = loss * weight
+        clock.lap("forward")
+        self.scaler.scale(loss).backward()
+        loss = loss.detach()
+        self._guard.look_at_loss(loss, batch, step, epoch)
+        clock.lap("backward")
+        if self._ddp is not None:
+            clock.move(self._ddp.take_averaging_s(), "backward", "exchange")
+        return loss
+
+    def optimize(self, step: int, epoch: int) -> None:
+        """Clip the averaged gradients, step the optimizer and the schedule, and forget the gradients."""
+        self._clock.lap("exchange")
+        if self._clip_norm is not None:
+            self.grad_norm = self._clip(self._clip_norm)
+            self._guard.look_at_norm(self.grad_norm, step, epoch)
+        self.scaler.step(self._optimizer)
+        self.scaler.update()
+        self._optimizer.zero_grad()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self._clock.lap("optimizer")
+
+    def _clip(self, largest: float) -> Tensor:
+        """Scale gradients of a larger norm down to the largest, and return the norm that they had."""
+        self.scaler.unscale_(self._optimizer)
+        if self._ddp is None or self._is_deterministic or self.scaler.is_enabled():
+            return nn.utils.clip_grad_norm_(self._module.parameters(), largest)
+        norm = self._ddp.grad_norm()  # added up while gradients were averaged
+        if norm > largest:
+            grads = [p.grad for p in self._module.parameters() if p.grad is not None]
+            foreach_mul_(grads, float(largest / (norm + 1e-6)))
+        return norm
