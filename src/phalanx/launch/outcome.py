@@ -113,7 +113,7 @@ class Outcome:
         """Return which rank ended how, in words.
 
         Args:
-            message: With the first line of the exception's; in place of the exit code, which says no more.
+            message: Whether the first line of the exception's message takes the place of the exit code.
         """
         where = f" on {self.host}" if self.host else ""
         return f"{self.name} (pid {self.pid}{where}) {self._how(message=message)}"
