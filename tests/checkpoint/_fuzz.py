@@ -234,13 +234,14 @@ def region(folder: Path) -> Attack:
             offset = _snapshots.region_offset(rank, data.draw(st.integers(0, 1)))
             os.pwrite(fd, packed, offset)
             os.pwrite(fd, content, offset + 4096)
-        before, loading.memory = loading.memory, SnapshotMemory()
+        held = SnapshotMemory()
+        before, loading.memory = loading.memory, lambda: held
         try:
             with warnings.catch_warnings(), contextlib.suppress(CheckpointError):
                 warnings.simplefilter("ignore")
                 ckpt.load(folder, dict.fromkeys(state_of(0)))
         finally:
-            os.close(loading.memory._fd)
+            os.close(held._fd)
             loading.memory = before
 
     return attack

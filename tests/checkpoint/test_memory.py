@@ -212,7 +212,7 @@ def grow(rank, world_size, folder):
     for step in range(1, 6):
         state = {"big": [torch.full((30_000,), float(step))] * step, "note": "x" * 3000 * step, "rank": rank}
         assert ckpt.snapshot(folder, state, step) == ""
-    return memory.memory.size_bytes
+    return memory.memory().size_bytes
 
 
 def read_grown(rank, world_size, folder):

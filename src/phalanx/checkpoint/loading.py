@@ -122,7 +122,7 @@ def _say_missing(path: str, rank: int, missing: str) -> None:
 def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, int]]]:
     """Return what is wrong, the folder of the checkpoints, and the candidates to load, best first."""
     try:
-        path = given if memory.newest(given) is not None else folders.find(given)
+        path = given if memory().newest(given) is not None else folders.find(given)
         published = folders.steps(path)
     except OSError as error:
         return f"can't read {given}: {error.strerror}", given, []
@@ -131,7 +131,7 @@ def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, 
             return f"{path} has no checkpoint of step {step}; it has steps {published or 'none'}", path, []
         return "", path, [("disk", int(step))]
     on_disk = [("disk", number) for number in reversed(published)]
-    in_memory = memory.newest(path)
+    in_memory = memory().newest(path)
     if in_memory is not None:
         older = [entry for entry in on_disk if entry[1] <= in_memory]
         on_disk = [*(entry for entry in on_disk if entry[1] > in_memory), ("memory", in_memory), *older]
@@ -144,7 +144,7 @@ def _check(path: str, source: str, step: int, ranks: RankGroup) -> tuple[list[Im
     images: list[Image] = []
     try:
         if source == "memory":
-            images = memory.read(path, step)
+            images = memory().read(path, step)
             check(images, step, [_own(len(images), ranks)])
         else:
             found = folders.read_manifest(path, step)

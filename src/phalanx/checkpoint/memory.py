@@ -10,6 +10,7 @@ disk.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import mmap
 import os
@@ -212,8 +213,10 @@ def _digest(folder: str) -> bytes:
     return hashlib.blake2b(os.path.abspath(folder).encode(), digest_size=16).digest()
 
 
-memory: SnapshotMemory = SnapshotMemory()
-"""Of this process; opened when phalanx.checkpoint is imported, in a rank."""
+@functools.cache
+def memory() -> SnapshotMemory:
+    """Return the memory of this process. Not before a rank asks: its parent may have imported this module for it."""
+    return SnapshotMemory()
 
 
 def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int) -> str:
@@ -235,5 +238,5 @@ def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int
     Raises:
         CheckpointError: A value can't be saved on some rank; on every rank.
     """
-    memory.write(os.path.abspath(folder), state, step)
-    return memory.problem
+    memory().write(os.path.abspath(folder), state, step)
+    return memory().problem

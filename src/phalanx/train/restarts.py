@@ -46,7 +46,7 @@ def leave_if_restarted() -> None:
 
     An orderly end of the interpreter takes longer than the restart.
     """
-    if not memory.problem and _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT"):
+    if not memory().problem and _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT"):
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

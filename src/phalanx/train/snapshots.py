@@ -36,8 +36,8 @@ class Snapshots:
     def after_step(self, step: int) -> None:
         """Take one, if it is time."""
         self._num_steps += 1
-        if memory.problem:
-            memory.let_go()
+        if memory().problem:
+            memory().let_go()
         elif self.every and step % self.every == 0:
             self._num_taken += self.take(step)
 
@@ -57,8 +57,8 @@ class Snapshots:
         """
         num_taken, num_steps = self._num_taken, self._num_steps
         self._num_taken = self._num_steps = 0
-        if not num_taken or memory.problem:
-            return f"no snapshots in memory: {memory.problem}" if num_taken else ""
+        if not num_taken or memory().problem:
+            return f"no snapshots in memory: {memory().problem}" if num_taken else ""
         cost_s = max(phases[-1] for phases in phases_by_rank) * num_steps / num_taken
         step_s = min(sum(phases[:-1]) for phases in phases_by_rank)
         if self._adapts:
@@ -66,7 +66,7 @@ class Snapshots:
         self._num_adapted += 1
         if self._num_adapted != 2:  # the first ones have made room, too
             return ""
-        share, size_mib = cost_s / self.every / step_s, memory.size_bytes / 2**20
+        share, size_mib = cost_s / self.every / step_s, memory().size_bytes / 2**20
         return (
             f"snapshots in memory every {self.every} steps: {share:.1%} of the time, {size_mib:.1f} MiB for each rank"
         )

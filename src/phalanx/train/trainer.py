@@ -373,7 +373,7 @@ class Trainer:
         return is_saved
 
     def _make_room(self, number: int) -> None:
-        if memory.restart_is_planned:  # to have more ranks: this run goes on at once
+        if memory().restart_is_planned:  # to have more ranks: this run goes on at once
             self._snapshots.take(self.step)
             raise SystemExit(PREEMPTED_CODE)
         if self._run_log.has_news:
