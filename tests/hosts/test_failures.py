@@ -314,6 +314,27 @@ def test_a_stall_on_a_host_is_reported_by_the_call_and_not_by_its_steps(spawn_ra
     assert any("all_reduce #2" in error and "timed out after 2.5 s" in error for error in errors), errors
 
 
+def receive_from_a_neighbour(rank, world_size):
+    if rank == 0:
+        dist.recv(torch.empty(4), src=1)
+        return
+    await_release("send")
+    if rank == 1:
+        dist.send(torch.ones(4), dst=0)
+
+
+def test_a_stalled_message_on_a_host_is_reported_with_its_host(spawn_ranks, capfd):
+    with spawn_ranks(receive_from_a_neighbour, 3, hosts=[2, 1], env={"PHALANX_STALL_S": "0.2"}) as ranks:
+        printed, deadline = "", time.monotonic() + 10
+        while "has waited" not in printed and time.monotonic() < deadline:
+            time.sleep(0.05)  # the report comes without an event
+            printed += capfd.readouterr().err
+        ranks.release("send", ranks=[1, 2])
+        assert all(outcome.ok for outcome in ranks.join(20))
+    where = r"phalanx: rank 0: recv of group 'default' at \S*test_failures.py:\d+"
+    assert re.search(rf"{where} has waited \S+ s for rank 1 \(pid {ranks.pids[1]}\) on host host-0", printed), printed
+
+
 @pytest.mark.parametrize("operation", sorted(set(TIMED) - {"new_group"}))
 def test_every_wait_ends_by_the_timeout_and_names_who_is_missing(spawn_ranks, operation):
     with spawn_ranks(wait_for_rank_one, 2, operation, hosts=[1, 1], group_timeout_s=0.5) as ranks:

@@ -19,7 +19,7 @@ from phalanx import _core
 from phalanx._errors import Failure, GroupAborted, PhalanxError
 from phalanx.backend._calls import LATE, Running
 from phalanx.backend._channels import Channel, Handle
-from phalanx.backend._core_failures import bridged
+from phalanx.backend._core_failures import forget_bridged, note_bridged
 from phalanx.backend._deadlines import END_S, LOOK_S, TELL_S
 from phalanx.backend._failures import Failures
 from phalanx.backend._messages import Messages
@@ -70,7 +70,7 @@ class BridgedGroup:
         self.send, self.recv, self.wait_request = self._messages.send, self._messages.recv, self._messages.wait
         channels = [channel for channel in (rail, everyone) if channel is not None]
         failures.watch(core, channels, self._messages.end)
-        bridged[place.group] = place
+        note_bridged(place)
 
     # ---- what surrounds a collective -------------------------------------------------------------------------------
 
@@ -269,8 +269,7 @@ class BridgedGroup:
     def leave(self, why: str = "") -> None:
         if why and not self._failures.ended:
             self._failures.declare("rank_fell", why)
-        if bridged.get(self._place.group) is self._place:
-            del bridged[self._place.group]
+        forget_bridged(self._place)
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would hang
             _keep_for_ever(self)
             self._failures.leave()

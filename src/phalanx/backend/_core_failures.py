@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import weakref
 from typing import Any
@@ -13,8 +14,19 @@ from phalanx.backend._wording import error_of, report_stall
 
 _COLLECTIVE = re.compile(r"\w+ #\d+(?= of group '(.*?)')")
 
-bridged: weakref.WeakValueDictionary[str, Place] = weakref.WeakValueDictionary()
-"""The groups on several hosts that this process is in, by name; the core knows their ranks on this host alone."""
+_bridged: weakref.WeakValueDictionary[tuple[int, str], Place] = weakref.WeakValueDictionary()
+"""Groups on several hosts, by process (a forked child may have others) and name; the core knows one host of each."""
+
+
+def note_bridged(place: Place) -> None:
+    """Report the core's messages in a group on several hosts with hosts, and leave its collectives to the group."""
+    _bridged[os.getpid(), place.group] = place
+
+
+def forget_bridged(place: Place) -> None:
+    """Undo `note_bridged`, unless a later group has the same name."""
+    if _bridged.get((os.getpid(), place.group)) is place:
+        del _bridged[os.getpid(), place.group]
 
 
 def from_core(facts: dict[str, Any]) -> PhalanxError:
@@ -25,7 +37,7 @@ def from_core(facts: dict[str, Any]) -> PhalanxError:
 def report_core_stall(facts: dict[str, Any], waited_s: float) -> None:
     """Print which ranks an operation of the core has waited for."""
     failure = _failure_of_core(facts)
-    if (place := bridged.get(failure.group)) is not None:
+    if (place := _bridged.get((os.getpid(), failure.group))) is not None:
         if failure.seq:  # a step of a call that the user knows by another name and number, and that reports itself
             return
         failure = place.locate(failure)
@@ -53,7 +65,10 @@ def _failure_of_core(facts: dict[str, Any]) -> Failure:
 
 def _standing_of_core(facts: dict[str, Any]) -> Standing:
     waits_in = facts["waits_in"]
-    if (found := _COLLECTIVE.match(waits_in)) and found[1] in bridged:  # a step: users know the call by another name
+    if (found := _COLLECTIVE.match(waits_in)) and (
+        os.getpid(),
+        found[1],
+    ) in _bridged:  # a step: users know the call by another name
         waits_in = f"a collective{waits_in[found.end() :]}"
     return Standing(**{**facts, "pid": facts["pid"] or None, "waits_in": waits_in})
 
