@@ -132,7 +132,12 @@ class Board {
   /// Throw what each rank called, and the sizes that contradict each other where the calls are alike. Gives late ranks a
   /// moment to say where they are.
   [[noreturn]] void mismatch(Wait& wait, std::optional<SizeDispute> sizes = {});
-  bool call_differs(int r, std::uint32_t seq);
+  /// True if rank `r` has called something else than this rank as number `seq`.
+  bool call_differs(int r, std::uint32_t seq) {
+    const Line &theirs = line(r, seq), &mine = line(rank(), seq);
+    return theirs.seq.load(std::memory_order_acquire) == seq &&
+           (theirs.what != mine.what || theirs.detail != mine.detail);
+  }
   int global(int r) const { return config_.global_ranks[r]; }
   /// The collective that waits, "all_reduce #42 of group 'world' at train.py:31"; for the thread that is in it.
   const std::string& collective() const { return collective_; }
@@ -144,6 +149,9 @@ class Board {
   using DoneFn = std::function<bool()>;
   using MissingFn = std::function<bool(int)>;
 
+  /// How people count: the join of the group comes before the first collective.
+  static std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
+
   void sleep(Wait& wait, const DoneFn& done, const MissingFn& missing);
   std::optional<Failure> look_up(Wait& wait, const MissingFn& missing);
   std::optional<Failure> find_dead(const Wait& wait, const MissingFn& missing);
@@ -152,10 +160,11 @@ class Board {
   void come_late(Wait& wait);
   std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
   Failure timed_out(const Wait& wait, const MissingFn& missing);
-  template <class Work>
-  void handle_signals(const Wait& wait, Work&& work);
+  template <class Body>
+  void handle_signals(const Wait& wait, Body&& body);
   void report_stall(Wait& wait, const MissingFn& missing);
   void announce(Wait& wait);
+  void say_here(const std::string& text);
   void say_everywhere(const std::string& text);
   Standing stand_of(int r);
   std::vector<MadeCall> calls_made(std::uint32_t seq);

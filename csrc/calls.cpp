@@ -19,7 +19,7 @@ namespace {
 
 using Inputs = std::span<const void* const>;
 using Outputs = std::span<void* const>;
-using Counts = std::vector<std::uint64_t>;
+using CountList = std::vector<std::uint64_t>;
 
 /// One collective: what its ranks agree on, and how it is computed.
 struct Collective {
@@ -28,7 +28,7 @@ struct Collective {
   int kernel = 0;  // of a reduction, see ReduceOp
   int code = -1;   // of a reduction as ranks agree on it, which tells PREMUL_SUM from SUM
   int root = -1;
-  Counts in_counts{}, out_counts{};  // elements of each rank's block, where blocks differ
+  CountList in_counts{}, out_counts{};  // elements of each rank's block, where blocks differ
 
   Reduction reduction() const {
     return {static_cast<std::uint8_t>(code + 1),
@@ -43,12 +43,8 @@ void Collective::run(Collectives& c, const Context& x, Inputs ins, Outputs outs)
     case Op::kBroadcast: return c.broadcast(x, outs[0], items, root);
     case Op::kAllReduce: return c.all_reduce(x, ins[0], outs[0], items, reduction());
     case Op::kReduce: return c.reduce(x, ins[0], outs[0], items, reduction(), root);
-    case Op::kReduceScatter:
-      if (in_counts.empty()) return c.reduce_scatter(x, ins, outs[0], items, reduction());
-      return c.reduce_scatter_split(x, ins, in_counts, outs[0], items, reduction());
-    case Op::kAllGather:
-      if (out_counts.empty()) return c.all_gather(x, ins[0], outs, items);
-      return c.all_gather_split(x, ins[0], outs, out_counts, items);
+    case Op::kReduceScatter: return c.reduce_scatter(x, ins, outs[0], items, reduction(), in_counts);
+    case Op::kAllGather: return c.all_gather(x, ins[0], outs, items, out_counts);
     case Op::kGather: return c.gather(x, ins[0], outs, items, root);
     case Op::kScatter: return c.scatter(x, ins, outs[0], items, root);
     case Op::kAllToAll:
@@ -160,7 +156,7 @@ bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle o
 /// A message in several pieces, averaged or otherwise reduced where they lie. Returns the sum of squares of the first
 /// `num_squared` pieces of the result.
 double all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
-                         const Counts& counts, std::size_t num_squared, Timeout timeout) {
+                         const CountList& counts, std::size_t num_squared, Timeout timeout) {
   std::vector<Piece> pieces;
   for (std::size_t i = 0; i < ins.size(); ++i)
     pieces.push_back(Piece{pointer(ins[i]), pointer(outs[i]), counts[i], i < num_squared});
@@ -183,9 +179,9 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
   nb::class_<Collective>(m, "Call")
       .def("__init__",
            [](Collective* self, const std::string& op, int dtype, std::size_t item, std::size_t count, int kernel, int code,
-              int root, std::optional<Counts> in_counts, std::optional<Counts> out_counts) {
+              int root, std::optional<CountList> in_counts, std::optional<CountList> out_counts) {
              new (self) Collective{find_op(op), Items{static_cast<std::uint8_t>(dtype), item, count}, kernel, code, root,
-                                   in_counts.value_or(Counts{}), out_counts.value_or(Counts{})};
+                                   in_counts.value_or(CountList{}), out_counts.value_or(CountList{})};
            },
            nb::arg("op"), nb::arg("dtype") = 0, nb::arg("item") = 0, nb::arg("count") = 0, nb::arg("kernel") = 0,
            nb::arg("code") = -1, nb::arg("root") = -1, nb::arg("in_counts") = nb::none(),
@@ -231,7 +227,7 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
                    call.run(c, x, inputs(ins), outputs(outs));
                  });
   }, nb::arg("call"), nb::arg("ins"), nb::arg("outs"), nb::arg("timeout"), nb::arg("site").none(),
-     "Run a collective: in this thread, or on the native one when it comes with a site; then its Job is returned.");
+     "Run a collective: in this thread, or on the native one when it comes with a site; then its CollectiveWork is returned.");
   group.def("run_plain", &run_plain, nb::arg("kind"), nb::arg("ins").none(), nb::arg("outs").none(), nb::arg("root"),
             nb::arg("kernel"), nb::arg("code"), nb::arg("timeout"));
   group.def("all_reduce_pieces", &all_reduce_pieces);

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace phalanx {
 
@@ -28,7 +29,7 @@ inline constexpr std::size_t kMaxRanks = 1024;
 
 /// Bytes of one staging area: the largest message that needs a single synchronisation.
 inline constexpr std::size_t kStageBytes = 64 * 1024;
-/// Slots of a mailbox: see Group::all_reduce_chunks for why three are enough.
+/// Slots of a mailbox: see all_reduce.cpp for why three are enough.
 inline constexpr std::size_t kSlots = 3;
 inline constexpr std::size_t kSlotBytes = 64 * 1024;
 /// Bytes of the ring between one sender and one receiver.
@@ -42,6 +43,9 @@ constexpr std::size_t align_up(std::size_t bytes, std::size_t to) { return (byte
 /// A short text that peers may read while its owner rewrites it: a torn read is detected and repeated.
 struct SharedText {
   static constexpr std::size_t kWords = 30;
+  void write(const std::string& value);  // by one thread at a time; what does not fit is cut off
+  std::string read() const;
+
   std::atomic<std::uint64_t> version;  // odd while being written
   std::atomic<std::uint64_t> words[kWords];
 };

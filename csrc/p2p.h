@@ -16,14 +16,14 @@
 
 #include "board.h"
 #include "collectives.h"
-#include "pending.h"
+#include "work.h"
 
 namespace phalanx {
 
 /// A send or receive on its way. Shared between the caller who waits and whoever makes progress.
-class Request : public Pending {
+class Request : public Work {
  public:
-  using Pending::Pending;
+  using Work::Work;
   /// Rank of the group that sent; valid once a receive is done.
   int source() const { return peer_; }
 

@@ -21,8 +21,8 @@ from phalanx.backend._calls import LATE, Running
 from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._deadlines import END_S, LOOK_S, TELL_S
 from phalanx.backend._failures import Failures
+from phalanx.backend._members import Members
 from phalanx.backend._messages import Messages
-from phalanx.backend._place import Place
 from phalanx.backend._steps import Steps
 from phalanx.backend._tasks import Task, Tasks, Watch
 from phalanx.backend._work import call_site
@@ -37,7 +37,7 @@ class BridgedGroup:
     Args:
         core: This host's ranks of the group.
         hosts: Ranks of the group by host, each in ascending order.
-        place: Who this rank is, for messages.
+        members: Who this rank is, for messages.
         rail: To the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
         everyone: To all ranks of the group.
         failures: What ends the group, on all of its hosts.
@@ -48,23 +48,23 @@ class BridgedGroup:
         self,
         core: _core.Group,
         hosts: list[list[int]],
-        place: Place,
+        members: Members,
         rail: Channel | None,
         everyone: Channel,
         failures: Failures,
         timeout_s: float,
         stall_s: float,
     ) -> None:
-        self._core, self._place = core, place
+        self._core, self._members = core, members
         self._failures = failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
-        self._steps = Steps(core, hosts, place.rank, rail, everyone, failures, self._wait, self._land)
+        self._steps = Steps(core, hosts, members.rank, rail, everyone, failures, self._wait, self._land)
         self._seq = 0
         self._tasks = Tasks("phalanx-bridge", self._check_reach)
         self._landings = Tasks("phalanx-landing", self._check_reach)
         self._watch = Watch(self._look_unless_ended)
         self._current: Running | None = None
-        self._messages = Messages(core, self._steps.here, place, everyone, failures, timeout_s)
+        self._messages = Messages(core, self._steps.here, members, everyone, failures, timeout_s)
         channels = [channel for channel in (rail, everyone) if channel is not None]
         failures.watch(core, channels, self._messages.end)
 
@@ -124,7 +124,7 @@ class BridgedGroup:
                 finally:
                     self._tasks.end_here()
             task = self._submit(running, work)
-            self.wait_job(task, 0)
+            self.wait_collective(task, 0)
             return task.value
         finally:
             running.caller = None  # a frame keeps the tensors of those that called it
@@ -155,8 +155,8 @@ class BridgedGroup:
 
     def _explain(self, error: BaseException, running: Running) -> BaseException:
         """End the group on all hosts, and return the error that says why."""
-        place, site = self._place, self._site(running)
-        made = running.made(place.peer(place.rank), place.global_ranks, site)
+        members, site = self._members, self._site(running)
+        made = running.made(members.peer(members.rank), members.global_ranks, site)
         return self._failures.end(error, running.op, running.seq, site, made)
 
     def _site(self, running: Running) -> str:
@@ -169,7 +169,7 @@ class BridgedGroup:
             return
         self._failures.refuse_nested(op, call_site(), self._current)
 
-    def wait_job(self, task: Task, timeout_s: float) -> bool:
+    def wait_collective(self, task: Task, timeout_s: float) -> bool:
         """Wait for a task, at most `timeout_s` (0: until it is over); raise what it failed with."""
         task.require_reachable()
         try:

@@ -21,8 +21,8 @@ from phalanx import _core
 from phalanx._torch import is_profiling
 from phalanx.backend._arguments import Arguments, codes_of, different_counts, offsets, steps
 from phalanx.backend._flight import Flight, Joined, profiled
+from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, plain
-from phalanx.backend._place import Ranks
 from phalanx.backend._sparse import sum_sparse
 from phalanx.backend._types import RedOpType
 from phalanx.backend._work import PhalanxWork, call_site, finished
@@ -105,8 +105,10 @@ class Collectives:
             if settle is not None:
                 settle()
             return None
-        job = self._core.run(call, *at, timeout, call_site())
-        return self._flight.track(PhalanxWork(job, self._core.wait_job, result, settle, keep, self._flight.let_go))
+        work = self._core.run(call, *at, timeout, call_site())
+        return self._flight.track(
+            PhalanxWork(work, self._core.wait_collective, result, settle, keep, self._flight.let_go)
+        )
 
     def _done(self, opts: Options, result: Tensors) -> PhalanxWork | None:
         return finished(result) if opts.asyncOp else None

@@ -12,7 +12,7 @@ import torch
 
 from phalanx import _core
 from phalanx._tensors import is_expanded, span_bytes
-from phalanx.backend._place import Ranks
+from phalanx.backend._members import Ranks
 from phalanx.backend._work import call_site
 
 Tensors = list[torch.Tensor]
@@ -43,15 +43,15 @@ def do_overlap(writes: Tensors, reads: Tensors) -> bool:
     return _core.overlap(addresses_of(writes), sizes[0], addresses_of(reads), sizes[1])
 
 
-class Places:
-    """Where the core works in one call: the call's tensors, or stand-ins that are copied back at the end.
+class Buffers:
+    """The memory that the core works on in one call: the call's tensors, or stand-ins that are copied back at the end.
 
     Args:
-        ranks: Of the group.
+        ranks: Ranks of the group.
         op: Name of the operation, for messages.
 
     Attributes:
-        are_simple: Whether all tensors of the call are what the core calls plain, and so need no other look.
+        are_simple: True if the core calls every tensor of the call plain, so that none needs another look.
     """
 
     are_simple = True

@@ -16,7 +16,7 @@ from phalanx._errors import Failure, MadeCall
 from phalanx._store import fits, understand
 from phalanx.backend._deadlines import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, STORE_S, TABLE_S
 from phalanx.backend._mailbox import Mailbox, post
-from phalanx.backend._place import Place
+from phalanx.backend._members import Members
 
 
 class Notices:
@@ -28,7 +28,9 @@ class Notices:
         boxes: Names of the other ranks' mailboxes.
     """
 
-    def __init__(self, store: Store, place: Place, mailbox: Mailbox | None, boxes: Mapping[int, Sequence[Any]]) -> None:
+    def __init__(
+        self, store: Store, members: Members, mailbox: Mailbox | None, boxes: Mapping[int, Sequence[Any]]
+    ) -> None:
         clone = getattr(store, "clone", None)  # a connection of its own: another thread may wait in the store
         try:
             self._store: Store = clone() if clone else store
@@ -37,7 +39,7 @@ class Notices:
         self._is_store_gone, self._store_s = False, STORE_S
         self._unanswered: threading.Thread | None = None  # a question to the store that took too long
         self._mailbox, self._boxes = mailbox, boxes
-        self._place = place
+        self._members = members
         self._departed: set[int] = set()
         self._opening = threading.RLock()  # of the mailbox, by the watcher and whoever meets a failure
         self._mail: Failure | None = None  # a verdict that came that way
@@ -82,9 +84,9 @@ class Notices:
     def tell_leaving(self, lost: set[int]) -> None:
         """Say that this rank goes in order."""
         if self._mailbox is None:
-            self._ask(lambda: self._store.set(f"left/{self._place.rank}", ""))
+            self._ask(lambda: self._store.set(f"left/{self._members.rank}", ""))
         else:  # the store may have gone already, in order
-            self._post({"left": self._place.rank}, lost)
+            self._post({"left": self._members.rank}, lost)
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it goes in order."""
@@ -116,8 +118,8 @@ class Notices:
 
     def calls(self, seq: int, call: MadeCall) -> tuple[MadeCall, ...]:
         """Return what each rank has called, of those who say it in time; this one says it, too."""
-        self._ask(lambda: self._store.set(f"call/{seq}/{self._place.rank}", json.dumps(call.to_facts())))
-        keys = [f"call/{seq}/{rank}" for rank in range(len(self._place.pids))]
+        self._ask(lambda: self._store.set(f"call/{seq}/{self._members.rank}", json.dumps(call.to_facts())))
+        keys = [f"call/{seq}/{rank}" for rank in range(len(self._members.pids))]
         deadline = time.monotonic() + TABLE_S
         while time.monotonic() < deadline and not self._ask(lambda: self._store.check(keys), True):
             time.sleep(POLL_S)
@@ -125,7 +127,7 @@ class Notices:
 
     def _call_of(self, rank: int, told: bytes | None) -> MadeCall:
         """Return what a rank has called, by what it has told."""
-        who = vars(self._place.peer(rank))
+        who = vars(self._members.peer(rank))
         with contextlib.suppress(ValueError):
             if told is not None:
                 return replace(MadeCall.from_facts(understand(told, dict)), **who)
@@ -133,7 +135,7 @@ class Notices:
 
     def tell_wait(self, seq: int) -> None:
         """Say that this rank waits in a call."""
-        self._ask(lambda: self._store.set(f"waits/{self._place.rank}", str(seq)))
+        self._ask(lambda: self._store.set(f"waits/{self._members.rank}", str(seq)))
 
     def waits_in(self, rank: int) -> int:
         """Return the number of the call in which a rank has said that it waits, 0 if in none."""

@@ -21,8 +21,8 @@ from phalanx._torch import is_profiling  # by name: finding it costs half of wha
 from phalanx.backend._arguments import Arguments
 from phalanx.backend._collectives import UNSET, Call, Collectives, Options, Settle
 from phalanx.backend._flight import Joined, profiled
+from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, addresses_of, do_overlap
-from phalanx.backend._place import Ranks
 from phalanx.backend._types import DTYPE_CODES, RedOpType
 from phalanx.backend._work import Over, PhalanxWork, call_site
 

@@ -81,7 +81,7 @@ class Completer:
         self._num_idle = 0
         self._lock = threading.Lock()
 
-    def expect(self, work: PhalanxWork, handle: _core.Pending) -> None:
+    def expect(self, work: PhalanxWork, handle: _core.Work) -> None:
         """Fulfil `work` when `handle` is done."""
         number = next(self._numbers)
         self._works[number] = work
@@ -196,7 +196,7 @@ class PhalanxWork(Work):
     def __init__(
         self,
         handle: Any,
-        wait: Callable[[_core.Pending, float], bool] | None,
+        wait: Callable[[_core.Work, float], bool] | None,
         result: list[torch.Tensor],
         settle: Callable[[], None] | None = None,
         keep: object = None,

@@ -1,4 +1,4 @@
-"""Who the ranks of a group are: their numbers in the world, processes and hosts."""
+"""The members of a group: their ranks in the world, their processes and their hosts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Ranks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Who a rank of a group on several hosts is.
+class Members:
+    """The members of a group that spans several hosts, and which of them this process is.
 
     Attributes:
-        group: Name of the group in messages.
-        rank: In the group.
-        global_ranks: Number of each rank in the world.
-        hosts: Name of each rank's host, one for each host.
-        pids: Process of each rank, there.
+        group: Group name used in messages.
+        rank: This process's rank in the group.
+        global_ranks: World rank of each member.
+        hosts: Host name of each member.
+        pids: Process ID of each member, on its own host.
     """
 
     group: str
@@ -43,14 +43,14 @@ class Place:
         return self.global_ranks[self.rank]
 
     def peer(self, rank: int) -> Peer:
-        """Return who a rank of the group is."""
+        """Return the member of this rank in the group."""
         return Peer(rank=self.global_ranks[rank], pid=self.pids[rank], host=self.hosts[rank])
 
     def peers(self, ranks: Sequence[int]) -> tuple[Peer, ...]:
         return tuple(map(self.peer, ranks))
 
     def named(self, number: int) -> Peer:
-        """Return who a rank of the world is; no more than its number if it is none of the group."""
+        """Return the member of this world rank; for a rank outside the group, a peer with nothing but its rank."""
         return self._located(Peer(rank=number))
 
     def describe(self, rank: int) -> str:
