@@ -27,15 +27,21 @@ void Collectives::muster(Wait& wait) {
   }
   mine.seq.store(seq_, std::memory_order_release);  // publishes call, payload and stage; pairs with `missing` below
   auto missing = [&](int r) { return board_.line(r, seq_).seq.load(std::memory_order_acquire) != seq_; };
-  if (has_sleepers(board_.header().bell)) {
-    // Only the last to arrive wakes the sleepers, once. The fence in has_sleepers() lets at least one rank see all.
-    int r = 0;
-    while (r < board_.size() && !missing(r)) ++r;
-    if (r == board_.size()) ring(board_.header().bell);
+  int num_here = 0;
+  auto all_here = [&] {
+    while (num_here < board_.size() && !missing(num_here)) ++num_here;
+    return num_here == board_.size();
+  };
+  // The first look comes before the fence in has_sleepers(), which waits until the peers can see this rank's store:
+  // whoever arrives last fetches their lines meanwhile. Only a rank that finds all here wakes the sleepers; the fence
+  // lets at least one rank find that.
+  const bool is_last = all_here();
+  if (has_sleepers(board_.header().bell) && all_here()) ring(board_.header().bell);
+  if (!is_last) {
+    wait.arriving = true;
+    board_.await(wait, missing);
+    wait.arriving = false;
   }
-  wait.arriving = true;
-  board_.await(wait, missing);
-  wait.arriving = false;
   if (compares_calls) compare_calls(wait);
 }
 
