@@ -124,6 +124,12 @@ void Board::watch_peers() {
   spins_ = cpus_suffice(members_, static_cast<std::size_t>(config_.size));
 }
 
+bool Board::shares_pids() const {
+  const std::uint64_t own = members_[rank()].pid_namespace;
+  return own != 0 &&
+         std::all_of(members_, members_ + config_.size, [&](const Member& member) { return member.pid_namespace == own; });
+}
+
 void Board::require_own_process(Op op) const {
   if (forked()) throw failure(FailureKind::kForked, op, "");
 }

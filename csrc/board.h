@@ -72,6 +72,8 @@ class Board {
   /// After the first collective every rank's identity is known: start watching, decide whether to spin.
   void watch_peers();
   bool spins() const { return spins_; }
+  /// True if all ranks live in one pid namespace, so that the pid of each means the same to all.
+  bool shares_pids() const;
 
   /// Begin an operation: throws if the group has ended.
   Wait begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell);
@@ -85,6 +87,8 @@ class Board {
       return next == config_.size;
     };
     if (done()) return;
+    for (int i = 0; spins_ && i < kEagerLooks; ++i)
+      if (done()) return;
     if (wait.patience.count() > 0) {
       const auto end = Clock::now() + wait.patience;
       if (spins_ && spin(end, done, [&] { return shares_cpu(); })) return;
@@ -124,6 +128,10 @@ class Board {
   /// True also if a peer has ended the group and this rank has not met that yet.
   bool told() const { return ended() || header_->verdict.load(std::memory_order_acquire) != 0; }
   void require_usable(Op op);
+  /// Throw if a peer has ended the group while this operation ran.
+  void require_in_order(Wait& wait) {
+    if (header_->verdict.load(std::memory_order_acquire) != 0) come_late(wait);
+  }
   /// Throw in a forked child. Comes before any lock: a thread that the child does not have may hold it there for ever.
   void require_own_process(Op op) const;
   /// What ended the group, for operations that were queued before it did; none if it was left in order.
@@ -146,6 +154,8 @@ class Board {
   Failure failure(FailureKind kind, const Wait& wait) const;
 
  private:
+  static constexpr int kEagerLooks = 50;  // before a look at the clock and pauses, which cost as much as a small message
+
   using DoneFn = std::function<bool()>;
   using MissingFn = std::function<bool(int)>;
 

@@ -26,8 +26,10 @@ Wait Board::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double time
   wait.hooks = &hooks;
   wait.bell = &bell;
   wait.timeout_s = timeout_s > 0 ? timeout_s : timeout_s_.load(std::memory_order_relaxed);
-  wait.patience = std::chrono::nanoseconds(static_cast<std::int64_t>(config_.spin_us * 1e3));
-  if (header_->verdict.load(std::memory_order_acquire) != 0) come_late(wait);
+  // Ranks that yield hand the CPU round: each gets it once the others on it have had their turn.
+  const double patience_us = spins_ ? config_.spin_us : config_.spin_us * config_.size;
+  wait.patience = std::chrono::nanoseconds(static_cast<std::int64_t>(patience_us * 1e3));
+  require_in_order(wait);
   return wait;
 }
 

@@ -25,6 +25,7 @@ struct Reduction {
 struct Tuning {
   std::size_t one_shot_bytes = kStageBytes;  // all_reduce: everyone reads everyone up to here, at most kStageBytes
   std::size_t chunk_bytes = kSlotBytes;      // pipelined chunks, at most kSlotBytes
+  std::size_t direct_bytes = 32 * 1024;      // blocks that a peer reads where they lie, if the system permits it
 };
 
 /// Elements of each rank's block where blocks differ in size; empty where they are alike.
@@ -78,6 +79,21 @@ class Collectives {
     std::size_t total() const { return num * bytes; }
   };
 
+  // What a collective that only moves data gives to each rank and takes from each, itself among them.
+  void clear_moves();
+  void give(int r, const void* data, std::size_t bytes) { gives_[r] = {static_cast<const std::byte*>(data), bytes}; }
+  void take(int r, void* data, std::size_t bytes) { takes_[r] = {static_cast<std::byte*>(data), bytes}; }
+  void move(const Context& context, const Call& call, Flow flow, Blocks blocks);
+  void move_large(Wait& wait, Flow flow, Blocks blocks);
+  bool is_direct(Blocks blocks) const;
+  void offer();
+  bool read_peers(Wait& wait);
+  int read_peer(Wait& wait, int r);
+  void stage_gives(std::byte* area, std::size_t num_blocks, std::size_t lo, std::size_t len) const;
+  template <class AreaOf>
+  void collect_takes(AreaOf&& area_of, std::size_t num_blocks, std::size_t lo, std::size_t len) const;
+  void take_own() const;
+
   Wait begin(const Context& context, const Call& call);
   std::byte* area(int r, std::size_t bytes);
   void muster(Wait& wait);
@@ -101,6 +117,10 @@ class Collectives {
   Mapping mailboxes_;
   std::vector<const void*> sources_;
   Pieces pieces_;  // of the all_reduce that runs
+  std::vector<std::span<const std::byte>> gives_;
+  std::vector<std::span<std::byte>> takes_;
+  bool has_offered_ = false;
+  bool reads_peers_ = false;  // the same on every rank
 };
 
 }  // namespace phalanx

@@ -28,6 +28,14 @@ inline std::byte* at(void* base, std::size_t offset) { return static_cast<std::b
 
 inline Dtype dtype_of(const Items& items) { return static_cast<Dtype>(items.dtype); }
 
+/// Index of the block for rank `to` in the area of rank `from`, which stages none for itself.
+inline std::size_t index_of(int from, int to) { return static_cast<std::size_t>(to < from ? to : to - 1); }
+
+/// How many of the bytes [lo, lo + len) a block of `bytes` has.
+inline std::size_t clip(std::size_t bytes, std::size_t lo, std::size_t len) {
+  return lo >= bytes ? 0 : std::min(len, bytes - lo);
+}
+
 inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
   if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
 }
