@@ -65,6 +65,7 @@ bool reduces(Op op) { return op == Op::kAllReduce || op == Op::kReduce || op == 
 /// How many blocks a rank gives and gets.
 std::pair<std::size_t, std::size_t> num_blocks(Op op, std::size_t size, bool on_root) {
   switch (op) {
+    case Op::kBarrier: return {0, 0};
     case Op::kAllGather: return {1, size};
     case Op::kReduceScatter: return {size, 1};
     case Op::kAllToAll: return {size, size};
@@ -168,9 +169,20 @@ double all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins,
   return squares;
 }
 
-std::shared_ptr<Request> post(Group& g, Op op, void* data, Items items, int peer, std::int64_t tag, std::string site) {
+/// The memory of one plain tensor, or of the only one in a list, for a message with `peer`; nothing if that needs a
+/// closer look.
+std::optional<Memory> plain_message(Group& g, Op op, nb::handle tensor, int peer) {
+  std::array<std::byte, 2 * sizeof(Memory)> room;
+  std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
+  Memories memories(&resource);
+  const bool is_rank = peer >= (op == Op::kRecv ? -1 : 0) && peer < g.board().size();
+  if (!is_rank || !read_plain(tensor.ptr(), memories) || memories.size() != 1) return std::nullopt;
+  return memories[0];
+}
+
+std::shared_ptr<Request> post(Group& g, Op op, const Memory& memory, int peer, std::int64_t tag, std::string site) {
   nb::gil_scoped_release release;
-  return guarded(g, op, [&] { return g.p2p().post(op, data, items, peer, tag, std::move(site)); });
+  return guarded(g, op, [&] { return g.p2p().post(op, memory.data, memory.items, peer, tag, std::move(site)); });
 }
 
 }  // namespace
@@ -234,18 +246,27 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
   for (const Op op : {Op::kSend, Op::kRecv}) {
     group.def(op_name(op), [op](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int peer,
                                 std::int64_t tag, std::string site) {
-      return post(g, op, pointer(data), Items{static_cast<std::uint8_t>(dtype), item, count}, peer, tag, std::move(site));
+      const Items items{static_cast<std::uint8_t>(dtype), item, count};
+      return post(g, op, Memory{static_cast<std::byte*>(pointer(data)), items, 1}, peer, tag, std::move(site));
     });
-    // The same for a plain tensor; nothing if it needs a closer look.
+    // The same for a plain tensor; None if it needs a closer look.
     group.def(op == Op::kSend ? "send_plain" : "recv_plain",
               [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> std::shared_ptr<Request> {
-      std::array<std::byte, 2 * sizeof(Memory)> room;
-      std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
-      Memories memories(&resource);
-      const bool is_rank = peer >= (op == Op::kRecv ? -1 : 0) && peer < g.board().size();
-      if (!is_rank || !read_plain(tensor.ptr(), memories) || memories.size() != 1) return nullptr;
-      std::string site = nb::cast<std::string>((*g_call_site)());
-      return post(g, op, memories[0].data, memories[0].items, peer, tag, std::move(site));
+      const auto memory = plain_message(g, op, tensor, peer);
+      if (!memory) return nullptr;
+      // Only a receive can find that a message is not the one that it was called for, and tells where that was.
+      std::string site = op == Op::kRecv ? nb::cast<std::string>((*g_call_site)()) : "";
+      return post(g, op, *memory, peer, tag, std::move(site));
+    }, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"));
+    // The same, over when it returns; the peer's rank.
+    group.def(op == Op::kSend ? "send_now" : "recv_now",
+              [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> std::optional<int> {
+      const auto memory = plain_message(g, op, tensor, peer);
+      if (!memory) return std::nullopt;
+      run_without_gil([&](Hooks& hooks) {
+        peer = guarded(g, op, [&] { return g.p2p().run(op, memory->data, memory->items, peer, tag, hooks); });
+      });
+      return peer;
     }, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"));
   }
 }

@@ -89,7 +89,7 @@ class BridgedGroup:
     def send_plain(self, *args: object) -> None:
         """Say the same of messages."""
 
-    recv_plain = send_plain
+    recv_plain = send_now = recv_now = send_plain
 
     def run(self, call: _core.Call, ins: list[int], outs: list[int], timeout: timedelta, site: str | None) -> Any:
         """Run a collective here, or, if it comes with a site, on the group's thread; then its task is returned."""

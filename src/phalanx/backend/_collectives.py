@@ -34,11 +34,11 @@ Options = Any
 UNSET = timedelta(milliseconds=-1)  # torch's word for the group's own timeout
 _SUM = ReduceOp(RedOpType.SUM)
 
-BROADCAST, ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL = map(
-    Call, ("broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
+BARRIER, BROADCAST, ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL = map(
+    Call,
+    ("barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
 )
 """Kinds of calls, for `run_plain`."""
-_BARRIER = Call("barrier")
 
 
 class Blocking:
@@ -314,4 +314,6 @@ class Collectives:
         return self._run(call, at, opts, [output], given.settle, keep, [source])
 
     def barrier(self, opts: Options) -> PhalanxWork | None:
-        return self._run(_BARRIER, ([], []), opts, [], None)
+        if self._goes_plainly(BARRIER, (), (), opts):
+            return None
+        return self._run(BARRIER, ([], []), opts, [], None)

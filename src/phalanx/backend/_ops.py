@@ -262,6 +262,8 @@ class _Destroyed:
     def recv_plain(self, *args: object) -> None:
         self._refuse("recv")
 
+    send_now, recv_now = send_plain, recv_plain
+
     def __getattr__(self, op: str) -> object:
         self._refuse(op)
 

@@ -29,7 +29,9 @@ _MOMENT_S = 0.001
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
-_shown: dict[CodeType, str] = {}  # how the file of a function is shown, "" for those that are passed over
+# How the file of a function is shown, "" for those that are passed over. By identity, since the hash of a code object
+# costs as much as the rest of the call together; each entry keeps its function, so that no other takes the number.
+_shown: dict[int, tuple[str, CodeType]] = {}
 
 
 def _show(code: CodeType) -> str:
@@ -54,11 +56,11 @@ def call_site(frame: FrameType | None = None) -> str:
     frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        shown = _shown.get(code)
-        if shown is None:
-            shown = _shown[code] = _show(code)
-        if shown:
-            return f"{shown}:{frame.f_lineno}"
+        known = _shown.get(id(code))
+        if known is None:
+            known = _shown[id(code)] = _show(code), code
+        if known[0]:
+            return f"{known[0]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
@@ -192,6 +194,9 @@ class PhalanxWork(Work):
 
     # Once asked for: the future of the end, until it is told, and that of the result.
     _futures: tuple[list[torch.futures.Future], torch.futures.Future]
+    _settle: Callable[[], None] | None = None
+    _lock: threading.RLock | None = None
+    _num_forks: int
 
     def __init__(
         self,
@@ -206,13 +211,14 @@ class PhalanxWork(Work):
         self._handle = handle
         self._wait = wait
         self._result = result
-        self._settle = settle
         self._keep = keep
         self._release = release
-        # Its own, because a signal handler that interrupts its holder may wait for another work; reentrant, because the
-        # handler may finish this one.
-        self._lock = None if settle is None else threading.RLock()
-        self._num_forks = _num_forks
+        if settle is not None:
+            self._settle = settle
+            # Its own, because a signal handler that interrupts its holder may wait for another work; reentrant, because
+            # the handler may finish this one.
+            self._lock = threading.RLock()
+            self._num_forks = _num_forks
 
     def _finish(self) -> None:
         if self._settle is not None and self._lock is not None:
