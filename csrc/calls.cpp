@@ -249,14 +249,16 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
       const Items items{static_cast<std::uint8_t>(dtype), item, count};
       return post(g, op, Memory{static_cast<std::byte*>(pointer(data)), items, 1}, peer, tag, std::move(site));
     });
-    // The same for a plain tensor; None if it needs a closer look.
+    // The same for a plain tensor; None if it needs a closer look, the peer's rank if the message is over already.
     group.def(op == Op::kSend ? "send_plain" : "recv_plain",
-              [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> std::shared_ptr<Request> {
+              [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> nb::object {
       const auto memory = plain_message(g, op, tensor, peer);
-      if (!memory) return nullptr;
+      if (!memory) return nb::none();
       // Only a receive can find that a message is not the one that it was called for, and tells where that was.
       std::string site = op == Op::kRecv ? nb::cast<std::string>((*g_call_site)()) : "";
-      return post(g, op, *memory, peer, tag, std::move(site));
+      const auto request = post(g, op, *memory, peer, tag, std::move(site));
+      if (request->done() && !request->error()) return nb::int_(request->source());
+      return nb::cast(request);
     }, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"));
     // The same, over when it returns; the peer's rank.
     group.def(op == Op::kSend ? "send_now" : "recv_now",

@@ -112,6 +112,8 @@ struct Location {
 };
 std::array<Location, 256> locations;  // by a hash of the address; a later one takes the place of an earlier
 
+std::array<PyObject*, 256> strided_at;  // tensors that were strided, by a hash of the object's address; compared, never used
+
 /// How many bytes a storage has from a location on.
 std::size_t room_at(const Location& location, PyObject* storage) {
   const std::size_t size = number(storage, nbytes);
@@ -145,8 +147,11 @@ bool is_stored(PyObject* tensor, const void* data, const Items& items) {
 
 bool read_one(PyObject* tensor, Memories& memories) {
   if (std::find(tensor_types.begin(), tensor_types.end(), Py_TYPE(tensor)) == tensor_types.end()) return false;
-  // Asked first: torch takes milliseconds to say that a sparse tensor has no address.
-  if (Reference(PyObject_GetAttr(tensor, layout)).get() != strided_layout) return false;
+  // Asked first: torch takes milliseconds to say that a sparse tensor has no address. Where an object was strided, the
+  // next one almost always is; else torch says so, if late.
+  PyObject*& known = strided_at[reinterpret_cast<std::uintptr_t>(tensor) / kCacheLine % strided_at.size()];
+  if (known != tensor && Reference(PyObject_GetAttr(tensor, layout)).get() != strided_layout) return false;
+  known = tensor;
   DLTensor found;
   if (describe(tensor, &found) != 0) {
     PyErr_Clear();

@@ -207,10 +207,10 @@ class Operations(Collectives):
         return self._started(request, tensors, settle, buffer)
 
     def _started(
-        self, request: _core.Request, tensors: Tensors, settle: Settle | None = None, keep: object = None
+        self, request: _core.Request | int, tensors: Tensors, settle: Settle | None = None, keep: object = None
     ) -> PhalanxWork:
-        if settle is None and request.done and request.error() is None:  # as most small messages
-            return PhalanxWork(Over(None, request.source), None, tensors)
+        if type(request) is int:  # over already, as most small messages: the peer's rank
+            return PhalanxWork(Over(None, request), None, tensors)
         work = PhalanxWork(request, self._core.wait_request, tensors, settle, keep, self._flight.let_go)
         return self._flight.track(work)
 
