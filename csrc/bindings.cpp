@@ -129,16 +129,16 @@ void bind_handles(nb::module_& m) {
       .def("pop", &Completions::pop, nb::call_guard<nb::gil_scoped_release>())
       .def("push", &Completions::push, nb::arg("number"), "For operations that are not the core's own.")
       .def("close", &Completions::close);
-  nb::class_<Pending>(m, "Pending")
-      .def_prop_ro("done", &Pending::done)
-      .def("error", [](const Pending& self) { return error_object(self.error()); })
-      .def("require_reachable", &Pending::require_reachable, "Throw if this thread can never see it done.")
-      .def("notify", [](Pending& self, std::shared_ptr<Completions> completions, std::int64_t number) {
+  nb::class_<Work>(m, "Work")
+      .def_prop_ro("done", &Work::done)
+      .def("error", [](const Work& self) { return error_object(self.error()); })
+      .def("require_reachable", &Work::require_reachable, "Throw if this thread can never see it done.")
+      .def("notify", [](Work& self, std::shared_ptr<Completions> completions, std::int64_t number) {
         nb::gil_scoped_release release;
         self.notify([completions, number] { completions->push(number); });
       });
-  nb::class_<Job, Pending>(m, "Job");
-  nb::class_<Request, Pending>(m, "Request").def_prop_ro("source", &Request::source);
+  nb::class_<CollectiveWork, Work>(m, "CollectiveWork");
+  nb::class_<Request, Work>(m, "Request").def_prop_ro("source", &Request::source);
 }
 
 void bind_group(nb::module_& m) {
@@ -177,11 +177,11 @@ void bind_group(nb::module_& m) {
     hooks.raise();
   }, nb::arg("timeout_s"), nb::arg("look"));
   bind_calls(m, group);
-  group.def("wait_job", [](Group& g, const std::shared_ptr<Job>& job, double timeout_s) {
+  group.def("wait_collective", [](Group& g, const std::shared_ptr<CollectiveWork>& work, double timeout_s) {
     bool done = false;
     run_without_gil([&](Hooks& hooks) {
-      done = g.worker().wait(job, hooks, bounded(timeout_s));
-      if (done && job->error()) std::rethrow_exception(job->error());
+      done = g.worker().wait(work, hooks, bounded(timeout_s));
+      if (done && work->error()) std::rethrow_exception(work->error());
     });
     return done;
   });

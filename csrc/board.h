@@ -72,6 +72,8 @@ class Board {
   /// After the first collective every rank's identity is known: start watching, decide whether to spin.
   void watch_peers();
   bool spins() const { return spins_; }
+  /// True if all ranks live in one pid namespace, so that the pid of each means the same to all.
+  bool shares_pids() const;
 
   /// Begin an operation: throws if the group has ended.
   Wait begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell);
@@ -85,6 +87,8 @@ class Board {
       return next == config_.size;
     };
     if (done()) return;
+    for (int i = 0; spins_ && i < kEagerLooks; ++i)
+      if (done()) return;
     if (wait.patience.count() > 0) {
       const auto end = Clock::now() + wait.patience;
       if (spins_ && spin(end, done, [&] { return shares_cpu(); })) return;
@@ -124,6 +128,10 @@ class Board {
   /// True also if a peer has ended the group and this rank has not met that yet.
   bool told() const { return ended() || header_->verdict.load(std::memory_order_acquire) != 0; }
   void require_usable(Op op);
+  /// Throw if a peer has ended the group while this operation ran.
+  void require_in_order(Wait& wait) {
+    if (header_->verdict.load(std::memory_order_acquire) != 0) come_late(wait);
+  }
   /// Throw in a forked child. Comes before any lock: a thread that the child does not have may hold it there for ever.
   void require_own_process(Op op) const;
   /// What ended the group, for operations that were queued before it did; none if it was left in order.
@@ -132,7 +140,12 @@ class Board {
   /// Throw what each rank called, and the sizes that contradict each other where the calls are alike. Gives late ranks a
   /// moment to say where they are.
   [[noreturn]] void mismatch(Wait& wait, std::optional<SizeDispute> sizes = {});
-  bool call_differs(int r, std::uint32_t seq);
+  /// True if rank `r` has called something else than this rank as number `seq`.
+  bool call_differs(int r, std::uint32_t seq) {
+    const Line &theirs = line(r, seq), &mine = line(rank(), seq);
+    return theirs.seq.load(std::memory_order_acquire) == seq &&
+           (theirs.what != mine.what || theirs.detail != mine.detail);
+  }
   int global(int r) const { return config_.global_ranks[r]; }
   /// The collective that waits, "all_reduce #42 of group 'world' at train.py:31"; for the thread that is in it.
   const std::string& collective() const { return collective_; }
@@ -141,8 +154,13 @@ class Board {
   Failure failure(FailureKind kind, const Wait& wait) const;
 
  private:
+  static constexpr int kEagerLooks = 50;  // before a look at the clock and pauses, which cost as much as a small message
+
   using DoneFn = std::function<bool()>;
   using MissingFn = std::function<bool(int)>;
+
+  /// How people count: the join of the group comes before the first collective.
+  static std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
 
   void sleep(Wait& wait, const DoneFn& done, const MissingFn& missing);
   std::optional<Failure> look_up(Wait& wait, const MissingFn& missing);
@@ -152,10 +170,11 @@ class Board {
   void come_late(Wait& wait);
   std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
   Failure timed_out(const Wait& wait, const MissingFn& missing);
-  template <class Work>
-  void handle_signals(const Wait& wait, Work&& work);
+  template <class Body>
+  void handle_signals(const Wait& wait, Body&& body);
   void report_stall(Wait& wait, const MissingFn& missing);
   void announce(Wait& wait);
+  void say_here(const std::string& text);
   void say_everywhere(const std::string& text);
   Standing stand_of(int r);
   std::vector<MadeCall> calls_made(std::uint32_t seq);

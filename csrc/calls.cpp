@@ -19,7 +19,7 @@ namespace {
 
 using Inputs = std::span<const void* const>;
 using Outputs = std::span<void* const>;
-using Counts = std::vector<std::uint64_t>;
+using CountList = std::vector<std::uint64_t>;
 
 /// One collective: what its ranks agree on, and how it is computed.
 struct Collective {
@@ -28,7 +28,7 @@ struct Collective {
   int kernel = 0;  // of a reduction, see ReduceOp
   int code = -1;   // of a reduction as ranks agree on it, which tells PREMUL_SUM from SUM
   int root = -1;
-  Counts in_counts{}, out_counts{};  // elements of each rank's block, where blocks differ
+  CountList in_counts{}, out_counts{};  // elements of each rank's block, where blocks differ
 
   Reduction reduction() const {
     return {static_cast<std::uint8_t>(code + 1),
@@ -43,12 +43,8 @@ void Collective::run(Collectives& c, const Context& x, Inputs ins, Outputs outs)
     case Op::kBroadcast: return c.broadcast(x, outs[0], items, root);
     case Op::kAllReduce: return c.all_reduce(x, ins[0], outs[0], items, reduction());
     case Op::kReduce: return c.reduce(x, ins[0], outs[0], items, reduction(), root);
-    case Op::kReduceScatter:
-      if (in_counts.empty()) return c.reduce_scatter(x, ins, outs[0], items, reduction());
-      return c.reduce_scatter_split(x, ins, in_counts, outs[0], items, reduction());
-    case Op::kAllGather:
-      if (out_counts.empty()) return c.all_gather(x, ins[0], outs, items);
-      return c.all_gather_split(x, ins[0], outs, out_counts, items);
+    case Op::kReduceScatter: return c.reduce_scatter(x, ins, outs[0], items, reduction(), in_counts);
+    case Op::kAllGather: return c.all_gather(x, ins[0], outs, items, out_counts);
     case Op::kGather: return c.gather(x, ins[0], outs, items, root);
     case Op::kScatter: return c.scatter(x, ins, outs[0], items, root);
     case Op::kAllToAll:
@@ -69,6 +65,7 @@ bool reduces(Op op) { return op == Op::kAllReduce || op == Op::kReduce || op == 
 /// How many blocks a rank gives and gets.
 std::pair<std::size_t, std::size_t> num_blocks(Op op, std::size_t size, bool on_root) {
   switch (op) {
+    case Op::kBarrier: return {0, 0};
     case Op::kAllGather: return {1, size};
     case Op::kReduceScatter: return {size, 1};
     case Op::kAllToAll: return {size, size};
@@ -160,7 +157,7 @@ bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle o
 /// A message in several pieces, averaged or otherwise reduced where they lie. Returns the sum of squares of the first
 /// `num_squared` pieces of the result.
 double all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
-                         const Counts& counts, std::size_t num_squared, Timeout timeout) {
+                         const CountList& counts, std::size_t num_squared, Timeout timeout) {
   std::vector<Piece> pieces;
   for (std::size_t i = 0; i < ins.size(); ++i)
     pieces.push_back(Piece{pointer(ins[i]), pointer(outs[i]), counts[i], i < num_squared});
@@ -172,9 +169,20 @@ double all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins,
   return squares;
 }
 
-std::shared_ptr<Request> post(Group& g, Op op, void* data, Items items, int peer, std::int64_t tag, std::string site) {
+/// The memory of one plain tensor, or of the only one in a list, for a message with `peer`; nothing if that needs a
+/// closer look.
+std::optional<Memory> plain_message(Group& g, Op op, nb::handle tensor, int peer) {
+  std::array<std::byte, 2 * sizeof(Memory)> room;
+  std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
+  Memories memories(&resource);
+  const bool is_rank = peer >= (op == Op::kRecv ? -1 : 0) && peer < g.board().size();
+  if (!is_rank || !read_plain(tensor.ptr(), memories) || memories.size() != 1) return std::nullopt;
+  return memories[0];
+}
+
+std::shared_ptr<Request> post(Group& g, Op op, const Memory& memory, int peer, std::int64_t tag, std::string site) {
   nb::gil_scoped_release release;
-  return guarded(g, op, [&] { return g.p2p().post(op, data, items, peer, tag, std::move(site)); });
+  return guarded(g, op, [&] { return g.p2p().post(op, memory.data, memory.items, peer, tag, std::move(site)); });
 }
 
 }  // namespace
@@ -183,9 +191,9 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
   nb::class_<Collective>(m, "Call")
       .def("__init__",
            [](Collective* self, const std::string& op, int dtype, std::size_t item, std::size_t count, int kernel, int code,
-              int root, std::optional<Counts> in_counts, std::optional<Counts> out_counts) {
+              int root, std::optional<CountList> in_counts, std::optional<CountList> out_counts) {
              new (self) Collective{find_op(op), Items{static_cast<std::uint8_t>(dtype), item, count}, kernel, code, root,
-                                   in_counts.value_or(Counts{}), out_counts.value_or(Counts{})};
+                                   in_counts.value_or(CountList{}), out_counts.value_or(CountList{})};
            },
            nb::arg("op"), nb::arg("dtype") = 0, nb::arg("item") = 0, nb::arg("count") = 0, nb::arg("kernel") = 0,
            nb::arg("code") = -1, nb::arg("root") = -1, nb::arg("in_counts") = nb::none(),
@@ -231,25 +239,36 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
                    call.run(c, x, inputs(ins), outputs(outs));
                  });
   }, nb::arg("call"), nb::arg("ins"), nb::arg("outs"), nb::arg("timeout"), nb::arg("site").none(),
-     "Run a collective: in this thread, or on the native one when it comes with a site; then its Job is returned.");
+     "Run a collective: in this thread, or on the native one when it comes with a site; then its CollectiveWork is returned.");
   group.def("run_plain", &run_plain, nb::arg("kind"), nb::arg("ins").none(), nb::arg("outs").none(), nb::arg("root"),
             nb::arg("kernel"), nb::arg("code"), nb::arg("timeout"));
   group.def("all_reduce_pieces", &all_reduce_pieces);
   for (const Op op : {Op::kSend, Op::kRecv}) {
     group.def(op_name(op), [op](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int peer,
                                 std::int64_t tag, std::string site) {
-      return post(g, op, pointer(data), Items{static_cast<std::uint8_t>(dtype), item, count}, peer, tag, std::move(site));
+      const Items items{static_cast<std::uint8_t>(dtype), item, count};
+      return post(g, op, Memory{static_cast<std::byte*>(pointer(data)), items, 1}, peer, tag, std::move(site));
     });
-    // The same for a plain tensor; nothing if it needs a closer look.
+    // The same for a plain tensor; None if it needs a closer look, the peer's rank if the message is over already.
     group.def(op == Op::kSend ? "send_plain" : "recv_plain",
-              [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> std::shared_ptr<Request> {
-      std::array<std::byte, 2 * sizeof(Memory)> room;
-      std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
-      Memories memories(&resource);
-      const bool is_rank = peer >= (op == Op::kRecv ? -1 : 0) && peer < g.board().size();
-      if (!is_rank || !read_plain(tensor.ptr(), memories) || memories.size() != 1) return nullptr;
-      std::string site = nb::cast<std::string>((*g_call_site)());
-      return post(g, op, memories[0].data, memories[0].items, peer, tag, std::move(site));
+              [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> nb::object {
+      const auto memory = plain_message(g, op, tensor, peer);
+      if (!memory) return nb::none();
+      // Only a receive can find that a message is not the one that it was called for, and tells where that was.
+      std::string site = op == Op::kRecv ? nb::cast<std::string>((*g_call_site)()) : "";
+      const auto request = post(g, op, *memory, peer, tag, std::move(site));
+      if (request->done() && !request->error()) return nb::int_(request->source());
+      return nb::cast(request);
+    }, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"));
+    // The same, over when it returns; the peer's rank.
+    group.def(op == Op::kSend ? "send_now" : "recv_now",
+              [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> std::optional<int> {
+      const auto memory = plain_message(g, op, tensor, peer);
+      if (!memory) return std::nullopt;
+      run_without_gil([&](Hooks& hooks) {
+        peer = guarded(g, op, [&] { return g.p2p().run(op, memory->data, memory->items, peer, tag, hooks); });
+      });
+      return peer;
     }, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"));
   }
 }

@@ -1,4 +1,4 @@
-// Collective operations of one group. Calls are serialised by the caller (see Worker).
+// Collective operations of one group. The caller serialises them (see Worker).
 #pragma once
 
 #include <cstddef>
@@ -6,29 +6,14 @@
 #include <vector>
 
 #include "board.h"
+#include "pieces.h"
 
 namespace phalanx {
 
-/// What one call brings along: who waits, how long at most.
+/// What one call brings along: who waits, and for how long at most.
 struct Context {
   Hooks* hooks;
   double timeout_s = 0;  // 0: the group's
-};
-
-/// Elements in memory: `count` of `item_bytes` each.
-struct Items {
-  std::uint8_t dtype;
-  std::size_t item_bytes;
-  std::size_t count;
-  std::size_t bytes() const { return item_bytes * count; }
-};
-
-/// A part of a message that lies in several places: the message is its pieces, one after the other.
-struct Piece {
-  const void* in;
-  void* out;  // may be `in`
-  std::size_t count;
-  bool squared = true;  // counts in the sum of squares
 };
 
 struct Reduction {
@@ -36,11 +21,15 @@ struct Reduction {
   ReduceFn apply;
 };
 
-/// Message sizes from which the algorithms change; measured, see docs/design.md.
+/// Message sizes at which the algorithms change; measured, see docs/design.md.
 struct Tuning {
   std::size_t one_shot_bytes = kStageBytes;  // all_reduce: everyone reads everyone up to here, at most kStageBytes
-  std::size_t chunk_bytes = kSlotBytes;    // pipelined chunks, at most kSlotBytes
+  std::size_t chunk_bytes = kSlotBytes;      // pipelined chunks, at most kSlotBytes
+  std::size_t direct_bytes = 32 * 1024;      // blocks that a peer reads where they lie, if the system permits it
 };
+
+/// Elements of each rank's block where blocks differ in size; empty where they are alike.
+using Counts = std::span<const std::uint64_t>;
 
 class Collectives {
  public:
@@ -62,59 +51,76 @@ class Collectives {
   double all_reduce(const Context& context, std::span<const Piece> pieces, Items items, Reduction reduction,
                     SquaresFn squares = nullptr);
   void reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction, int root);
-  /// `ins[j]`: the block of `items` that rank j receives reduced.
+  /// `ins[j]`: the block that rank j receives reduced, of `items`, or of `counts[j]` elements. All ranks must agree on
+  /// the counts.
   void reduce_scatter(const Context& context, std::span<const void* const> ins, void* out, Items items,
-                      Reduction reduction);
-  /// `outs[j]`: where the block of rank j goes. In gather only the root has any.
-  void all_gather(const Context& context, const void* in, std::span<void* const> outs, Items items);
+                      Reduction reduction, Counts counts = {});
+  /// `outs[j]`: where the block of rank j goes, of `items`, or of `counts[j]` elements. All ranks must agree on the
+  /// counts.
+  void all_gather(const Context& context, const void* in, std::span<void* const> outs, Items items,
+                  Counts counts = {});
+  /// The same, on the root alone.
   void gather(const Context& context, const void* in, std::span<void* const> outs, Items items, int root);
   void scatter(const Context& context, std::span<const void* const> ins, void* out, Items items, int root);
   void all_to_all(const Context& context, std::span<const void* const> ins, std::span<void* const> outs, Items items);
-  /// The same with blocks of different sizes, rank j's of `counts[j]` elements, on which all ranks must agree.
-  void reduce_scatter_split(const Context& context, std::span<const void* const> ins,
-                            std::span<const std::uint64_t> counts, void* out, Items items, Reduction reduction);
-  void all_gather_split(const Context& context, const void* in, std::span<void* const> outs,
-                        std::span<const std::uint64_t> counts, Items items);
   /// Blocks of different sizes: `in_counts[j]` elements go to rank j, `out_counts[j]` come from it.
-  void all_to_all_split(const Context& context, std::span<const void* const> ins,
-                        std::span<const std::uint64_t> in_counts, std::span<void* const> outs,
-                        std::span<const std::uint64_t> out_counts, Items items);
+  void all_to_all_split(const Context& context, std::span<const void* const> ins, Counts in_counts,
+                        std::span<void* const> outs, Counts out_counts, Items items);
 
  private:
+  class Pipeline;
+
   /// Whose data a rank needs: everyone's, the root's, or everyone's on the root only.
   enum class Flow { kEverybody, kFromRoot, kToRoot };
 
+  /// What every rank stages for its peers: `num` blocks of `bytes`, whose elements have `item_bytes`.
+  struct Blocks {
+    std::size_t num, bytes, item_bytes;
+    std::size_t total() const { return num * bytes; }
+  };
+
+  // What a collective that only moves data gives to each rank and takes from each, itself among them.
+  void clear_moves();
+  void give(int r, const void* data, std::size_t bytes) { gives_[r] = {static_cast<const std::byte*>(data), bytes}; }
+  void take(int r, void* data, std::size_t bytes) { takes_[r] = {static_cast<std::byte*>(data), bytes}; }
+  void move(const Context& context, const Call& call, Flow flow, Blocks blocks);
+  void move_large(Wait& wait, Flow flow, Blocks blocks);
+  bool is_direct(Blocks blocks) const;
+  void offer();
+  bool read_peers(Wait& wait);
+  int read_peer(Wait& wait, int r);
+  void stage_gives(std::byte* area, std::size_t num_blocks, std::size_t lo, std::size_t len) const;
+  template <class AreaOf>
+  void collect_takes(AreaOf&& area_of, std::size_t num_blocks, std::size_t lo, std::size_t len) const;
+  void take_own() const;
+
   Wait begin(const Context& context, const Call& call);
-  std::byte* own_area(std::size_t bytes);
   std::byte* area(int r, std::size_t bytes);
   void muster(Wait& wait);
-  /// Begin a call whose blocks differ in size, and make sure that all ranks give them the same sizes.
-  Wait begin_split(const Context& context, Call call, std::span<const std::uint64_t> counts);
+  void compare_calls(Wait& wait);
+  void compare_counts(Wait& wait, std::size_t num_counts);
+  std::size_t compare_splits(Wait& wait);
+  std::uint64_t* table(int r) { return reinterpret_cast<std::uint64_t*>(board_.stage(r, seq_)); }
   void ensure_mailboxes(Wait& wait);
   std::byte* slot(int r, std::uint64_t index) { return mailboxes_.data() + (r * 2 * kSlots + index) * kSlotBytes; }
   void publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all);
   void await_all(Wait& wait, std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
-  double all_reduce_chunks(Wait& wait, Items items, ReduceFn reduce, SquaresFn squares);
-
-  /// Call `visit(piece, offset, done, count)` for each piece that overlaps the elements [first, first + count) of the
-  /// message: `count` elements from byte `offset` of the piece on, which come after `done` elements of the range.
-  template <class Visit>
-  void visit_pieces(Items items, std::size_t first, std::size_t count, Visit&& visit) const;
 
   template <class Stage, class Consume>
-  void exchange(const Context& context, const Call& call, Flow flow, std::size_t num_blocks, std::size_t block_bytes,
-                std::size_t item_bytes, Stage&& stage, Consume&& consume);
+  void exchange(const Context& context, const Call& call, Flow flow, Blocks blocks, Stage&& stage, Consume&& consume);
   template <class Stage, class Consume>
-  void exchange_chunks(Wait& wait, Flow flow, std::size_t num_blocks, std::size_t block_bytes, std::size_t item_bytes,
-                       Stage&& stage, Consume&& consume);
+  void exchange_chunks(Wait& wait, Flow flow, Blocks blocks, Stage&& stage, Consume&& consume);
 
   Board& board_;
   std::uint32_t seq_ = 0;
   std::uint64_t chunks_ = 0;  // chunks of all pipelined collectives so far: the base of the progress counters
   Mapping mailboxes_;
   std::vector<const void*> sources_;
-  std::span<const Piece> pieces_;  // of the all_reduce that runs
-  std::vector<std::size_t> ends_;  // of each piece, in elements of the message
+  Pieces pieces_;  // of the all_reduce that runs
+  std::vector<std::span<const std::byte>> gives_;
+  std::vector<std::span<std::byte>> takes_;
+  bool has_offered_ = false;
+  bool reads_peers_ = false;  // the same on every rank
 };
 
 }  // namespace phalanx

@@ -39,6 +39,23 @@ enum class FailureKind : std::uint32_t {
   kSystem,          // a rank was denied what it needs: a thread, a mapping
 };
 
+/// What the board tells the peers of a failure: its kind, who is at fault and who says so, by their ranks in the group.
+struct Verdict {
+  FailureKind kind;
+  int subject, reporter;
+
+  static constexpr int kRankBits = 24;
+  static constexpr std::uint64_t kRankMask = (std::uint64_t{1} << kRankBits) - 1;
+  std::uint64_t pack() const {
+    return static_cast<std::uint64_t>(kind) << 2 * kRankBits | static_cast<std::uint64_t>(reporter) << kRankBits |
+           static_cast<std::uint64_t>(subject);
+  }
+  static Verdict unpack(std::uint64_t packed) {
+    return {static_cast<FailureKind>(packed >> 2 * kRankBits), static_cast<int>(packed & kRankMask),
+            static_cast<int>(packed >> kRankBits & kRankMask)};
+  }
+};
+
 /// The name by which Python knows it.
 inline const char* kind_name(FailureKind kind) {
   static constexpr const char* kNames[] = {

@@ -4,11 +4,11 @@
 //   0                   SegmentHeader, one page
 //   per group           GroupHeader | Member[n] | Line[n][2] | Progress[n] | Bell[n] | channel offsets[n][n] | stage[n][2]
 //   per group, lazily   mailbox[n]: kSlots staging slots and kSlots result slots a rank, once a message exceeds a stage
-//   per pair, lazily    Channel: a byte ring from one rank to another, once the first message is sent
+//   per pair, lazily    Channel: rings from one rank to another, once the first message is sent
 //
 // MEMORY ORDERING
 //   A rank writes only its own Member, Lines, Progress, stage and mailbox; peers only read them.
-//   Data is published by a RELEASE store of a sequence number (Line::seq, Progress::staged/consumed, Channel::head/tail)
+//   Data is published by a RELEASE store of a sequence number (Line::seq, Progress::staged/consumed, Record::number, Channel::num_taken)
 //   and read after an ACQUIRE load of that number shows it. Sleepers and ringers are ordered by sequentially consistent
 //   fences (see wait.h). Nothing else orders anything: there is no lock between processes that a killed rank could hold.
 #pragma once
@@ -16,11 +16,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace phalanx {
 
 inline constexpr std::uint64_t kMagic = 0x3158'4e41'4c41'4850;  // "PHALANX1"
-inline constexpr std::uint32_t kLayoutVersion = 1;
+inline constexpr std::uint32_t kLayoutVersion = 2;
 inline constexpr std::size_t kPage = 4096;
 inline constexpr std::size_t kCacheLine = 64;
 inline constexpr std::size_t kInlineBytes = 48;
@@ -28,7 +29,7 @@ inline constexpr std::size_t kMaxRanks = 1024;
 
 /// Bytes of one staging area: the largest message that needs a single synchronisation.
 inline constexpr std::size_t kStageBytes = 64 * 1024;
-/// Slots of a mailbox: see Group::all_reduce_chunks for why three are enough.
+/// Slots of a mailbox: see all_reduce.cpp for why three are enough.
 inline constexpr std::size_t kSlots = 3;
 inline constexpr std::size_t kSlotBytes = 64 * 1024;
 /// Bytes of the ring between one sender and one receiver.
@@ -42,6 +43,9 @@ constexpr std::size_t align_up(std::size_t bytes, std::size_t to) { return (byte
 /// A short text that peers may read while its owner rewrites it: a torn read is detected and repeated.
 struct SharedText {
   static constexpr std::size_t kWords = 30;
+  void write(const std::string& value);  // by one thread at a time; what does not fit is cut off
+  std::string read() const;
+
   std::atomic<std::uint64_t> version;  // odd while being written
   std::atomic<std::uint64_t> words[kWords];
 };
@@ -97,20 +101,32 @@ struct GroupHeader {
 };
 inline constexpr std::uint64_t kNoMemory = ~std::uint64_t{0};
 
-/// Byte ring from one rank to another; positions only grow. Records start at multiples of a cache line.
-struct Channel {
-  alignas(kCacheLine) std::atomic<std::uint64_t> head;  // RELEASE by the sender after a record
-  alignas(kCacheLine) std::atomic<std::uint64_t> tail;  // RELEASE by the receiver after copying out
-  alignas(kCacheLine) std::byte ring[kChannelBytes];
+/// What a record of a Channel holds: one fragment of a message.
+struct Fragment {
+  std::uint64_t message_bytes;
+  std::int64_t tag;
+  std::uint32_t fragment_bytes;
+  std::uint16_t dtype;
+  std::uint16_t is_first;  // of its message
 };
 
-/// Header of a record in a Channel: one fragment of a message.
-struct alignas(kCacheLine) Fragment {
-  std::uint64_t message_bytes;
-  std::uint64_t fragment_bytes;
-  std::int64_t tag;
-  std::uint32_t dtype;
-  std::uint32_t first;  // 1 in the first fragment of a message
+/// Announces a fragment, and holds its data if that fits: one line from the sender's cache to the receiver's.
+struct alignas(kCacheLine) Record {
+  static constexpr std::size_t kInline = 32;
+  std::atomic<std::uint64_t> number;  // from 1. RELEASE by the sender after all else; the receiver ACQUIREs
+  Fragment fragment;
+  std::byte data[kInline];
+};
+static_assert(sizeof(Record) == kCacheLine);
+
+/// Two rings from one rank to another: records, and the bytes of fragments too large for them. Numbers and positions
+/// only grow. The sender keeps its own; the receiver tells how far it is, which the sender reads when it seems full.
+struct Channel {
+  static constexpr std::size_t kRecords = 128;
+  alignas(kCacheLine) std::atomic<std::uint64_t> num_taken;  // records. RELEASE by the receiver after copying out
+  std::atomic<std::uint64_t> bytes_taken;                    // the same
+  Record records[kRecords];
+  alignas(kCacheLine) std::byte ring[kChannelBytes];
 };
 
 struct SegmentHeader {

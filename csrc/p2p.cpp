@@ -1,39 +1,22 @@
+// A message from its post to its end: who waits for it, who fails it, the thread that moves what nobody waits for.
 #include "p2p.h"
 
 #include <pthread.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <new>
 #include <utility>
 
 namespace phalanx {
 namespace {
 
 using namespace std::chrono_literals;
-/// Bytes of one fragment: small enough that sender and receiver overlap, large enough to amortise the flags.
-constexpr std::size_t kFragmentBytes = kChannelBytes / 4;
 /// How long the background thread leaves a new request to a caller who is about to wait for it.
 constexpr auto kLeaveToCaller = 500us;
 /// How often it looks up while callers wait, who make the progress themselves.
 constexpr auto kCallerWaits = 50ms;
 /// Looks without a request before it sleeps until it is called.
 constexpr int kVainLooks = 100;
-
-void to_ring(Channel& channel, std::uint64_t position, const std::byte* from, std::size_t bytes) {
-  const std::size_t at = position % kChannelBytes;
-  const std::size_t first = std::min(bytes, kChannelBytes - at);
-  if (first != 0) std::memcpy(channel.ring + at, from, first);
-  if (bytes > first) std::memcpy(channel.ring, from + first, bytes - first);
-}
-
-void from_ring(const Channel& channel, std::uint64_t position, std::byte* to, std::size_t bytes) {
-  const std::size_t at = position % kChannelBytes;
-  const std::size_t first = std::min(bytes, kChannelBytes - at);
-  if (first != 0) std::memcpy(to, channel.ring + at, first);
-  if (bytes > first) std::memcpy(to + first, channel.ring, bytes - first);
-}
 
 }  // namespace
 
@@ -52,20 +35,52 @@ void PointToPoint::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-std::shared_ptr<Request> PointToPoint::post(Op op, void* data, Items items, int peer, std::int64_t tag,
-                                            std::string site) {
+std::shared_ptr<Request> PointToPoint::make_request(Op op, void* data, Items items, int peer, std::int64_t tag) {
   board_.require_usable(op);
   auto request = std::make_shared<Request>(board_, op);
   request->peer_ = peer;
   request->tag_ = tag;
   request->items_ = items;
   request->data_ = static_cast<std::byte*>(data);
+  return request;
+}
+
+std::shared_ptr<Request> PointToPoint::post(Op op, void* data, Items items, int peer, std::int64_t tag,
+                                            std::string site) {
+  auto request = make_request(op, data, items, peer, tag);
   request->site_ = std::move(site);
   std::lock_guard lock(mutex_);
-  if (stopping_) board_.require_usable(op);  // left meanwhile
+  enqueue(request);
+  if (request->done()) return request;
+  if (!thread_.joinable()) thread_ = std::thread([this] { run_background(); });
+  if (idle_) changed_.notify_one();
+  return request;
+}
+
+int PointToPoint::run(Op op, void* data, Items items, int peer, std::int64_t tag, Hooks& hooks) {
+  const auto request = make_request(op, data, items, peer, tag);
   try {
-    if (op == Op::kSend) {
-      outgoing_[peer].queue.push_back(request);
+    {
+      std::lock_guard lock(mutex_);
+      enqueue(request);
+    }
+    wait(request, hooks, 0);
+  } catch (const Failure& failure) {
+    // Whoever made the progress that found a message of the wrong size or dtype could not know where this call is.
+    if (failure.kind != FailureKind::kMessageDiffers || !failure.site.empty()) throw;
+    Failure located = failure;
+    located.site = hooks.site();
+    throw located;
+  }
+  return request->source();
+}
+
+/// Begin a message, as far as that goes without waiting; under the lock.
+void PointToPoint::enqueue(const std::shared_ptr<Request>& request) {
+  if (stopping_) board_.require_usable(request->op_);  // left meanwhile
+  try {
+    if (request->op_ == Op::kSend) {
+      outgoing_[request->peer_].queue.push_back(request);
     } else {
       post_recv(request);
     }
@@ -74,11 +89,6 @@ std::shared_ptr<Request> PointToPoint::post(Op op, void* data, Items items, int 
     fail_all(std::current_exception());
     throw;
   }
-  if (!request->done()) {
-    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-    if (idle_) changed_.notify_one();
-  }
-  return request;
 }
 
 /// Take a message that has arrived already, or queue the receive.
@@ -92,38 +102,6 @@ void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
   request->number_ = ++num_posted_;
   posted_.emplace(request->number_, request);
   by_source_tag_.emplace(request->peer_, request->tag_, request->number_);
-}
-
-bool PointToPoint::take_unexpected(int src, const std::shared_ptr<Request>& request) {
-  Incoming& in = incoming_[src];
-  const auto found = in.unexpected.find(request->tag_);
-  if (found == in.unexpected.end()) return false;
-  const std::shared_ptr<Unexpected> message = found->second.front();
-  found->second.pop_front();
-  if (found->second.empty()) in.unexpected.erase(found);
-  request->peer_ = src;
-  check_fits(*request, src, message->head);
-  std::copy_n(message->data.begin(), message->arrived, request->data_);
-  request->moved_ = message->arrived;
-  if (in.held == message) {  // its rest is still on the way
-    in.held = nullptr;
-    in.into = request;
-  }
-  if (request->moved_ == request->items_.bytes()) complete(request);
-  return true;
-}
-
-/// Number of the first receive that was posted for `src` (-1: for any source) and `tag`; the largest if there is none.
-std::uint64_t PointToPoint::first_posted(int src, std::int64_t tag) const {
-  const auto found = by_source_tag_.lower_bound({src, tag, 0});
-  if (found == by_source_tag_.end() || std::get<0>(*found) != src || std::get<1>(*found) != tag) return UINT64_MAX;
-  return std::get<2>(*found);
-}
-
-/// Take a receive out of those that wait for a message.
-void PointToPoint::withdraw(const Request& request) {
-  by_source_tag_.erase({request.peer_, request.tag_, request.number_});
-  posted_.erase(request.number_);
 }
 
 void PointToPoint::complete(const std::shared_ptr<Request>& request, std::exception_ptr error) {
@@ -146,154 +124,6 @@ bool PointToPoint::pending() const {
          std::any_of(incoming_.begin(), incoming_.end(), [](auto& in) { return in.into != nullptr; });
 }
 
-Channel* PointToPoint::open(int src, int dst, bool create) {
-  std::atomic<std::uint64_t>& cell = board_.channel(src, dst);
-  std::uint64_t offset = cell.load(std::memory_order_acquire);
-  if (offset == 0) {
-    if (!create) return nullptr;
-    try {
-      offset = board_.segment().allocate(sizeof(Channel));
-    } catch (const std::bad_alloc&) {
-      Failure failure = board_.failure(FailureKind::kNoMemory, Op::kSend, "");
-      failure.size_bytes = sizeof(Channel);
-      throw board_.end(std::move(failure));  // the receiver waits: it must be told
-    }
-    cell.store(offset, std::memory_order_release);  // only the sender writes its cells; pairs with the load above
-  }
-  Mapping& mapping = mapped_[offset];
-  if (!mapping) mapping = board_.segment().map(offset, align_up(sizeof(Channel), kPage));
-  return reinterpret_cast<Channel*>(mapping.data());
-}
-
-bool PointToPoint::progress() {
-  bool moved = false;
-  for (int dst = 0; dst < board_.size(); ++dst)
-    if (!outgoing_[dst].queue.empty()) moved |= push(dst);
-  // Start at another source each time, so that receives from any source are fair.
-  next_source_ = (next_source_ + 1) % board_.size();
-  for (int i = 0; i < board_.size(); ++i) {
-    const int src = (next_source_ + i) % board_.size();
-    if (wanted(src)) moved |= pull(src);
-  }
-  return moved;
-}
-
-bool PointToPoint::wanted(int src) const {
-  if (incoming_[src].into) return true;
-  for (const int peer : {src, -1}) {
-    const auto found = by_source_tag_.lower_bound({peer, INT64_MIN, 0});
-    if (found != by_source_tag_.end() && std::get<0>(*found) == peer) return true;
-  }
-  return false;
-}
-
-/// Move what fits into the ring to `dst`.
-bool PointToPoint::push(int dst) {
-  Outgoing& out = outgoing_[dst];
-  if (out.channel == nullptr) out.channel = open(board_.rank(), dst, true);
-  Channel& channel = *out.channel;
-  bool moved = false;
-  while (!out.queue.empty()) {
-    const std::shared_ptr<Request> request = out.queue.front();
-    const std::size_t total = request->items_.bytes();
-    const std::uint64_t head = channel.head.load(std::memory_order_relaxed);  // only this side writes it
-    // ACQUIRE: the receiver has copied out what lies below tail; pairs with its RELEASE in pull().
-    const std::size_t space = kChannelBytes - (head - channel.tail.load(std::memory_order_acquire));
-    const std::size_t want = std::min(total - request->moved_, kFragmentBytes);
-    if (space < sizeof(Fragment) + align_up(want, kCacheLine)) break;
-    const Fragment fragment{total, want, request->tag_, request->items_.dtype, request->moved_ == 0 ? 1u : 0u};
-    to_ring(channel, head, reinterpret_cast<const std::byte*>(&fragment), sizeof fragment);
-    to_ring(channel, head + sizeof fragment, request->data_ + request->moved_, want);
-    // RELEASE publishes the record; pairs with the receiver's ACQUIRE in pull().
-    channel.head.store(head + sizeof fragment + align_up(want, kCacheLine), std::memory_order_release);
-    if (has_sleepers(board_.p2p_bell(dst))) ring(board_.p2p_bell(dst));
-    request->moved_ += want;
-    moved = true;
-    if (request->moved_ == total) {
-      out.queue.pop_front();
-      complete(request);
-    }
-  }
-  return moved;
-}
-
-/// Take records from the ring of `src` while somebody wants them.
-bool PointToPoint::pull(int src) {
-  Incoming& in = incoming_[src];
-  if (in.channel == nullptr) in.channel = open(src, board_.rank(), false);
-  if (in.channel == nullptr) return false;
-  Channel& channel = *in.channel;
-  bool moved = false;
-  while (wanted(src)) {
-    const std::uint64_t tail = channel.tail.load(std::memory_order_relaxed);  // only this side writes it
-    if (channel.head.load(std::memory_order_acquire) == tail) break;
-    Fragment fragment;
-    from_ring(channel, tail, reinterpret_cast<std::byte*>(&fragment), sizeof fragment);
-    deliver(in, src, fragment, tail + sizeof fragment);
-    channel.tail.store(tail + sizeof fragment + align_up(fragment.fragment_bytes, kCacheLine),
-                       std::memory_order_release);
-    if (has_sleepers(board_.p2p_bell(src))) ring(board_.p2p_bell(src));
-    moved = true;
-  }
-  return moved;
-}
-
-std::shared_ptr<Request> PointToPoint::match(int src, const Fragment& head) {
-  const auto found = posted_.find(std::min(first_posted(src, head.tag), first_posted(-1, head.tag)));
-  if (found == posted_.end()) return nullptr;
-  const std::shared_ptr<Request> request = found->second;
-  withdraw(*request);
-  request->peer_ = src;
-  return request;
-}
-
-void PointToPoint::check_fits(Request& request, int src, const Fragment& head) {
-  if (head.message_bytes == request.items_.bytes() && head.dtype == request.items_.dtype) return;
-  MadeCall expected;
-  expected.rank = board_.global(board_.rank());
-  expected.call.op = Op::kRecv;
-  expected.call.dtype = request.items_.dtype;
-  expected.call.count = request.items_.count;
-  expected.root = board_.global(src);
-  expected.tag = head.tag;
-  MadeCall sent;
-  sent.rank = board_.global(src);
-  sent.call.op = Op::kSend;
-  sent.call.dtype = static_cast<std::uint8_t>(head.dtype);
-  sent.size_bytes = head.message_bytes;
-  Failure failure = board_.failure(FailureKind::kMessageDiffers, Op::kRecv, request.site_);
-  failure.ranks = {sent.rank};
-  failure.calls = {std::move(expected), std::move(sent)};
-  throw board_.end(std::move(failure));
-}
-
-/// Decide where the message that begins with `head` goes.
-void PointToPoint::begin_message(Incoming& in, int src, const Fragment& head) {
-  if ((in.into = match(src, head))) {
-    check_fits(*in.into, src, head);
-    return;
-  }
-  // Somebody wants a later message of this source: keep this one for its receive.
-  in.held = std::make_shared<Unexpected>();
-  in.held->head = head;
-  in.held->data.resize(head.message_bytes);
-  in.unexpected[head.tag].push_back(in.held);
-}
-
-void PointToPoint::deliver(Incoming& in, int src, const Fragment& fragment, std::uint64_t position) {
-  if (fragment.first != 0) begin_message(in, src, fragment);
-  if (in.into) {
-    Request& request = *in.into;
-    from_ring(*in.channel, position, request.data_ + request.moved_, fragment.fragment_bytes);
-    request.moved_ += fragment.fragment_bytes;
-    if (request.moved_ == fragment.message_bytes) complete(std::exchange(in.into, nullptr));
-  } else {
-    from_ring(*in.channel, position, in.held->data.data() + in.held->arrived, fragment.fragment_bytes);
-    in.held->arrived += fragment.fragment_bytes;
-    if (in.held->arrived == fragment.message_bytes) in.held = nullptr;
-  }
-}
-
 void PointToPoint::fail_all(std::exception_ptr error) {
   for (Outgoing& out : outgoing_) {
     for (const auto& request : out.queue) complete(request, error);
@@ -308,6 +138,10 @@ void PointToPoint::fail_all(std::exception_ptr error) {
 
 void PointToPoint::wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s) {
   request->require_reachable();
+  if (request->done()) {
+    if (request->error()) std::rethrow_exception(request->error());
+    return;
+  }
   ++num_waiters_;
   struct Leave {
     PointToPoint& p2p;
@@ -370,7 +204,7 @@ void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done
   });
 }
 
-void PointToPoint::run() {
+void PointToPoint::run_background() {
   pthread_setname_np(pthread_self(), "phalanx-p2p");
   Hooks no_hooks;
   int num_vain_looks = 0;

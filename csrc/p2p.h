@@ -16,14 +16,14 @@
 
 #include "board.h"
 #include "collectives.h"
-#include "pending.h"
+#include "work.h"
 
 namespace phalanx {
 
 /// A send or receive on its way. Shared between the caller who waits and whoever makes progress.
-class Request : public Pending {
+class Request : public Work {
  public:
-  using Pending::Pending;
+  using Work::Work;
   /// Rank of the group that sent; valid once a receive is done.
   int source() const { return peer_; }
 
@@ -44,8 +44,10 @@ class PointToPoint {
   ~PointToPoint();
 
   /// Start a message (`op` is kSend or kRecv; a receive from `peer` -1 takes any source). `data` must live until the
-  /// request is done.
+  /// request is done. `site`: of a receive, the line of the call.
   std::shared_ptr<Request> post(Op op, void* data, Items items, int peer, std::int64_t tag, std::string site);
+  /// Send or receive a message, and return once it is done. Returns the peer.
+  int run(Op op, void* data, Items items, int peer, std::int64_t tag, Hooks& hooks);
   /// Wait for the request, making progress meanwhile; throws what it failed with.
   void wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
   /// Wait for `timeout_s` at most, after which the request goes on; false if it is not done. Throws what it failed with.
@@ -65,20 +67,26 @@ class PointToPoint {
   /// What the fragments that come from one rank belong to.
   struct Incoming {
     Channel* channel = nullptr;
+    std::uint64_t num_taken = 0, position = 0;  // records; where the next fragment begins in the byte ring
     std::shared_ptr<Request> into;              // a posted receive, or
     std::shared_ptr<Unexpected> held;           // a message nobody wants yet
     std::map<std::int64_t, std::deque<std::shared_ptr<Unexpected>>> unexpected;  // by tag, none empty
   };
   struct Outgoing {
     Channel* channel = nullptr;
+    std::uint64_t num_sent = 0, position = 0;           // records; where the next fragment goes in the byte ring
+    std::uint64_t num_taken = 0, bytes_taken = 0;  // as far as this rank has looked
     std::deque<std::shared_ptr<Request>> queue;
   };
 
+  std::shared_ptr<Request> make_request(Op op, void* data, Items items, int peer, std::int64_t tag);
+  void enqueue(const std::shared_ptr<Request>& request);
   void post_recv(const std::shared_ptr<Request>& request);
   bool progress();
+  bool has_room(Outgoing& out, std::size_t bytes);
   bool push(int dst);
   bool pull(int src);
-  void deliver(Incoming& incoming, int src, const Fragment& fragment, std::uint64_t position);
+  void deliver(Incoming& incoming, int src, const Record& record);
   bool take_unexpected(int src, const std::shared_ptr<Request>& request);
   std::uint64_t first_posted(int src, std::int64_t tag) const;
   void withdraw(const Request& request);
@@ -91,7 +99,7 @@ class PointToPoint {
   void fail_all(std::exception_ptr error);
   template <class Done>
   void await_request(Wait& wait, const Request& request, Done&& done);
-  void run();
+  void run_background();
   bool pending() const;
 
   Board& board_;

@@ -55,13 +55,13 @@ class PythonHooks : public Hooks {
   std::exception_ptr raised_;
 };
 
-/// Run `work` in a thread that came from Python, without the GIL.
-template <class Work>
-void run_without_gil(Work&& work) {
+/// Run `body` in a thread that came from Python, without the GIL.
+template <class Body>
+void run_without_gil(Body&& body) {
   nb::gil_scoped_release release;
   PythonHooks hooks;
   try {
-    work(hooks);
+    body(hooks);
   } catch (...) {
     hooks.raise();
     throw;
@@ -85,9 +85,9 @@ using Site = std::optional<std::string>;
 /// How torch gives it; zero or less stands for the group's.
 using Timeout = std::chrono::duration<double>;
 
-/// Run `work`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.
-template <class Work>
-decltype(auto) guarded(Group& group, Op op, Work&& work) {
+/// Run `body`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.
+template <class Body>
+decltype(auto) guarded(Group& group, Op op, Body&& body) {
   Board& board = group.board();
   const auto end = [&](int error, const char* what) {
     Failure failure = board.failure(error == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem, op, "");
@@ -96,7 +96,7 @@ decltype(auto) guarded(Group& group, Op op, Work&& work) {
     return board.end(std::move(failure));
   };
   try {
-    return work();
+    return body();
   } catch (const std::bad_alloc&) {
     throw end(ENOMEM, "");
   } catch (const std::system_error& error) {
@@ -104,11 +104,11 @@ decltype(auto) guarded(Group& group, Op op, Work&& work) {
   }
 }
 
-/// Run `work` in the calling thread, or queue it when it comes with a site; then the Job is returned.
-template <class Work>
-std::shared_ptr<Job> start(Group& group, Op op, const Site& site, double timeout_s, Work work) {
-  auto run = [&group, op, limit_s = bounded(timeout_s), work = std::move(work)](Hooks& h) {
-    guarded(group, op, [&] { work(group.collectives(), Context{&h, limit_s}); });
+/// Run `body` in the calling thread, or queue it when it comes with a site; then the CollectiveWork is returned.
+template <class Body>
+std::shared_ptr<CollectiveWork> start(Group& group, Op op, const Site& site, double timeout_s, Body body) {
+  auto run = [&group, op, limit_s = bounded(timeout_s), body = std::move(body)](Hooks& h) {
+    guarded(group, op, [&] { body(group.collectives(), Context{&h, limit_s}); });
   };
   if (!site) {
     run_without_gil([&](Hooks& hooks) {

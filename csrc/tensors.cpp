@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 namespace phalanx {
 namespace {
@@ -102,18 +103,55 @@ std::size_t number(PyObject* object, PyObject* method) {
   return value;
 }
 
-/// A storage may be resized under its tensors.
-bool is_stored(PyObject* tensor, const Items& items) {
+/// In which storage the elements at an address lie, and behind how many bytes of it. To ask a tensor for both costs more
+/// than all else that is asked of it. A weak reference: the memory of a storage that has gone may be another's.
+struct Location {
+  const void* data;
+  std::size_t offset;
+  PyObject* storage;
+};
+std::array<Location, 256> locations;  // by a hash of the address; a later one takes the place of an earlier
+
+std::array<PyObject*, 256> strided_at;  // tensors that were strided, by a hash of the object's address; compared, never used
+
+/// How many bytes a storage has from a location on.
+std::size_t room_at(const Location& location, PyObject* storage) {
+  const std::size_t size = number(storage, nbytes);
+  return size - std::min(size, location.offset);
+}
+
+/// The room at an address whose storage is known; 0 if it is not.
+std::size_t known_room(const Location& location, const void* data) {
+  if (location.storage == nullptr || location.data != data) return 0;
+  PyObject* const storage = PyWeakref_GetObject(location.storage);
+  if (storage == Py_None) return 0;
+  Py_INCREF(storage);
+  const Reference kept(storage);
+  return room_at(location, storage);
+}
+
+/// True if the storage, which may be resized under its tensors, holds all elements.
+bool is_stored(PyObject* tensor, const void* data, const Items& items) {
+  if (items.count == 0) return true;
+  Location& location = locations[reinterpret_cast<std::uintptr_t>(data) / kCacheLine % locations.size()];
+  if (known_room(location, data) >= items.bytes()) return true;
   const Reference storage(ask(tensor, untyped_storage));
   if (storage.get() == nullptr) return false;
-  const std::size_t before = number(tensor, storage_offset) * items.item_bytes;
-  return number(storage.get(), nbytes) >= before + items.bytes();
+  PyObject* const known = std::exchange(location.storage, PyWeakref_NewRef(storage.get(), nullptr));
+  Py_XDECREF(known);
+  if (PyErr_Occurred()) PyErr_Clear();
+  location.data = data;
+  location.offset = number(tensor, storage_offset) * items.item_bytes;
+  return room_at(location, storage.get()) >= items.bytes();
 }
 
 bool read_one(PyObject* tensor, Memories& memories) {
   if (std::find(tensor_types.begin(), tensor_types.end(), Py_TYPE(tensor)) == tensor_types.end()) return false;
-  // Asked first: torch takes milliseconds to say that a sparse tensor has no address.
-  if (Reference(PyObject_GetAttr(tensor, layout)).get() != strided_layout) return false;
+  // Asked first: torch takes milliseconds to say that a sparse tensor has no address. Where an object was strided, the
+  // next one almost always is; else torch says so, if late.
+  PyObject*& known = strided_at[reinterpret_cast<std::uintptr_t>(tensor) / kCacheLine % strided_at.size()];
+  if (known != tensor && Reference(PyObject_GetAttr(tensor, layout)).get() != strided_layout) return false;
+  known = tensor;
   DLTensor found;
   if (describe(tensor, &found) != 0) {
     PyErr_Clear();
@@ -125,9 +163,10 @@ bool read_one(PyObject* tensor, Memories& memories) {
   if (found.device.type != kCpu || !dtype || !count || (found.data == nullptr && *count != 0)) return false;
   const Items items{static_cast<std::uint8_t>(*dtype), found.dtype.bits / std::size_t{8}, *count};
   if (!denies(tensor, is_neg) || (found.dtype.code == kComplex && !denies(tensor, is_conj))) return false;
-  if (!is_stored(tensor, items)) return false;
+  auto* const data = static_cast<std::byte*>(found.data) + found.byte_offset;
+  if (!is_stored(tensor, data, items)) return false;
   const std::size_t rows = found.ndim == 0 ? 1 : static_cast<std::size_t>(found.shape[0]);
-  memories.push_back(Memory{static_cast<std::byte*>(found.data) + found.byte_offset, items, rows});
+  memories.push_back(Memory{data, items, rows});
   return true;
 }
 

@@ -10,10 +10,10 @@ namespace {
 using namespace std::chrono_literals;
 constexpr auto kLook = 50ms;  // how often a waiting thread looks at signals, at the group and at the clock
 
-/// A job knows its call site since it was queued. Signals interrupt it only in the thread of a caller who waits for it.
-class JobHooks : public Hooks {
+/// An operation knows its call site since it was queued. Signals interrupt it only in the thread of a caller who waits for it.
+class WorkHooks : public Hooks {
  public:
-  explicit JobHooks(const std::string& site, Hooks* caller = nullptr) : site_(site), caller_(caller) {}
+  explicit WorkHooks(const std::string& site, Hooks* caller = nullptr) : site_(site), caller_(caller) {}
   void tick() override {
     if (caller_ != nullptr) caller_->tick();
   }
@@ -32,11 +32,11 @@ std::string at_site(const std::string& site) { return site.empty() ? "" : " at "
 
 }  // namespace
 
-Job::Job(Board& board, Worker& worker, Op op, std::function<void(Hooks&)> work, std::string site)
-    : Pending(board, op), worker_(worker), work_(std::move(work)), site_(std::move(site)) {}
+CollectiveWork::CollectiveWork(Board& board, Worker& worker, Op op, std::function<void(Hooks&)> body, std::string site)
+    : Work(board, op), worker_(worker), body_(std::move(body)), site_(std::move(site)) {}
 
-void Job::require_reachable() const {
-  Pending::require_reachable();
+void CollectiveWork::require_reachable() const {
+  Work::require_reachable();
   if (!done() && worker_.interrupted())
     throw worker_.inside_another(FailureKind::kNestedWait, op_, site_);
 }
@@ -52,32 +52,32 @@ Failure Worker::inside_another(FailureKind kind, Op op, std::string site) const 
   failure.detail = board_.collective();
   if (turn_.mine()) return failure;
   std::lock_guard lock(mutex_);
-  for (const auto& [thread, job] : waiting_)
+  for (const auto& [thread, work] : waiting_)
     if (thread == pthread_self())
-      failure.detail = std::string("the wait for ") + op_name(job->op_) + " of group '" + board_.config().name + "'" +
-                       at_site(job->site_);
+      failure.detail = std::string("the wait for ") + op_name(work->op_) + " of group '" + board_.config().name + "'" +
+                       at_site(work->site_);
   return failure;
 }
 
 /// Run a call that could not begin at once.
-void Worker::run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::function<void(Hooks&)>& work) {
+void Worker::run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::function<void(Hooks&)>& body) {
   if (interrupted()) throw inside_another(FailureKind::kNested, op, hooks.site());
   if (idle()) {
     take_turn(op, timeout_s, hooks);
     TurnHolder holder(turn_);
-    run_queued(work, hooks);
+    run_queued(body, hooks);
     return;
   }
-  const auto job = submit(op, work, hooks.site());
+  const auto work = submit(op, body, hooks.site());
   try {
-    wait(job, hooks, 0);
+    wait(work, hooks, 0);
   } catch (...) {
     board_.abort("a signal interrupted it");
-    Hooks no_hooks;  // the job refers to this frame: nothing may leave it before the job is done
-    await(*job, no_hooks, 0);
+    Hooks no_hooks;  // it refers to this frame: nothing may leave it before it is done
+    await(*work, no_hooks, 0);
     throw;
   }
-  if (job->error()) std::rethrow_exception(job->error());
+  if (work->error()) std::rethrow_exception(work->error());
 }
 
 /// Wait until no other thread is in a collective. A rank that gives up here has missed a collective, so the group ends.
@@ -106,9 +106,9 @@ void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
 }
 
 /// What waited while the group ended fails with what ended it: the caller made no mistake.
-void Worker::run_queued(const std::function<void(Hooks&)>& work, Hooks& hooks) {
+void Worker::run_queued(const std::function<void(Hooks&)>& body, Hooks& hooks) {
   try {
-    work(hooks);
+    body(hooks);
   } catch (const Failure& failure) {
     if (failure.kind != FailureKind::kUnusable) throw;
     if (const auto cause = board_.ended_by()) throw Failure(*cause);
@@ -116,37 +116,37 @@ void Worker::run_queued(const std::function<void(Hooks&)>& work, Hooks& hooks) {
   }
 }
 
-std::shared_ptr<Job> Worker::submit(Op op, std::function<void(Hooks&)> work, std::string site) {
+std::shared_ptr<CollectiveWork> Worker::submit(Op op, std::function<void(Hooks&)> body, std::string site) {
   board_.require_usable(op);
-  auto job = std::make_shared<Job>(board_, *this, op, std::move(work), std::move(site));
+  auto work = std::make_shared<CollectiveWork>(board_, *this, op, std::move(body), std::move(site));
   {
     std::lock_guard lock(mutex_);
     if (stopping_) board_.require_usable(op);
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
     num_pending_.fetch_add(1, std::memory_order_relaxed);
-    queue_.push_back(job);
+    queue_.push_back(work);
     num_queued_.store(static_cast<int>(queue_.size()), std::memory_order_relaxed);
   }
   queued_.notify_one();
-  return job;
+  return work;
 }
 
-bool Worker::wait(const std::shared_ptr<Job>& job, Hooks& hooks, double timeout_s) {
-  if (job->done()) return true;
-  job->require_reachable();
-  // The native thread is hardly awake yet, and waking it costs more than most operations. A bounded wait leaves the job
+bool Worker::wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, double timeout_s) {
+  if (work->done()) return true;
+  work->require_reachable();
+  // The native thread is hardly awake yet, and waking it costs more than most operations. A bounded wait leaves it
   // to that thread, since an operation that has begun has to be finished.
-  if (timeout_s <= 0 && run_if_next(job, hooks)) return true;
+  if (timeout_s <= 0 && run_if_next(work, hooks)) return true;
   if (board_.spins() &&
-      spin(Clock::now() + from_seconds(board_.config().spin_us * 1e-6), [&] { return job->done(); }, [] { return false; }))
+      spin(Clock::now() + from_seconds(board_.config().spin_us * 1e-6), [&] { return work->done(); }, [] { return false; }))
     return true;
-  return await(*job, hooks, timeout_s);
+  return await(*work, hooks, timeout_s);
 }
 
-bool Worker::await(const Job& job, Hooks& hooks, double timeout_s) {
+bool Worker::await(const CollectiveWork& work, Hooks& hooks, double timeout_s) {
   const auto end = Clock::now() + from_seconds(timeout_s);
   std::unique_lock lock(mutex_);
-  waiting_.emplace_back(pthread_self(), &job);
+  waiting_.emplace_back(pthread_self(), &work);
   struct Leave {
     Worker& worker;
     std::unique_lock<std::mutex>& lock;
@@ -155,7 +155,7 @@ bool Worker::await(const Job& job, Hooks& hooks, double timeout_s) {
       std::erase_if(worker.waiting_, [](const auto& one) { return one.first == pthread_self(); });
     }
   } leave{*this, lock};
-  while (!finished_.wait_for(lock, kLook, [&] { return job.done(); })) {
+  while (!finished_.wait_for(lock, kLook, [&] { return work.done(); })) {
     if (timeout_s > 0 && Clock::now() >= end) return false;
     lock.unlock();
     hooks.tick();
@@ -164,29 +164,29 @@ bool Worker::await(const Job& job, Hooks& hooks, double timeout_s) {
   return true;
 }
 
-bool Worker::run_if_next(const std::shared_ptr<Job>& job, Hooks& hooks) {
+bool Worker::run_if_next(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks) {
   if (!turn_.try_take()) return false;
   TurnHolder holder(turn_);
-  if (take_next(job.get()) == nullptr) return false;
-  JobHooks job_hooks(job->site_, &hooks);
-  execute(*job, job_hooks);
+  if (take_next(work.get()) == nullptr) return false;
+  WorkHooks work_hooks(work->site_, &hooks);
+  execute(*work, work_hooks);
   return true;
 }
 
-/// Run a job that was taken from the queue in its turn.
-void Worker::execute(Job& job, Hooks& hooks) {
+/// Run an operation that was taken from the queue in its turn.
+void Worker::execute(CollectiveWork& work, Hooks& hooks) {
   std::exception_ptr error;
   try {
-    run_queued(job.work_, hooks);
+    run_queued(work.body_, hooks);
   } catch (...) {
     error = std::current_exception();
   }
-  finish(job, error);
+  finish(work, error);
 }
 
-void Worker::finish(Job& job, std::exception_ptr error) {
-  job.work_ = nullptr;
-  job.finish(error);
+void Worker::finish(CollectiveWork& work, std::exception_ptr error) {
+  work.body_ = nullptr;
+  work.finish(error);
   {
     std::lock_guard lock(mutex_);
     num_pending_.fetch_sub(1, std::memory_order_release);
@@ -208,14 +208,14 @@ void Worker::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-/// Take the job that is next from the queue; none if there is none, or another than `wanted`.
-std::shared_ptr<Job> Worker::take_next(const Job* wanted) {
+/// Take the operation that is next from the queue; none if there is none, or another than `wanted`.
+std::shared_ptr<CollectiveWork> Worker::take_next(const CollectiveWork* wanted) {
   std::lock_guard lock(mutex_);
   if (queue_.empty() || (wanted != nullptr && queue_.front().get() != wanted)) return nullptr;
-  std::shared_ptr<Job> job = std::move(queue_.front());
+  std::shared_ptr<CollectiveWork> work = std::move(queue_.front());
   queue_.pop_front();
   num_queued_.store(static_cast<int>(queue_.size()), std::memory_order_relaxed);
-  return job;
+  return work;
 }
 
 void Worker::run() {
@@ -230,16 +230,16 @@ void Worker::run() {
     const auto futile = [&] { return num_queued_.load(std::memory_order_relaxed) == 0; };
     bool has_turn = false;
     while (!has_turn && !futile() && !board_.ended()) has_turn = turn_.take_within(kLook, futile);
-    const std::shared_ptr<Job> job = take_next();
+    const std::shared_ptr<CollectiveWork> work = take_next();
     if (has_turn) {
       TurnHolder holder(turn_);
-      if (job == nullptr) continue;  // a waiter was faster
-      JobHooks hooks(job->site_);
-      execute(*job, hooks);
-    } else if (job != nullptr) {
+      if (work == nullptr) continue;  // a waiter was faster
+      WorkHooks hooks(work->site_);
+      execute(*work, hooks);
+    } else if (work != nullptr) {
       const auto cause = board_.ended_by();
-      finish(*job, std::make_exception_ptr(
-                       cause ? *cause : board_.failure(FailureKind::kDestroyed, job->op_, job->site_)));
+      finish(*work, std::make_exception_ptr(
+                       cause ? *cause : board_.failure(FailureKind::kDestroyed, work->op_, work->site_)));
     }
   }
 }

@@ -1,4 +1,4 @@
-/* Collectives::all_reduce_chunks(): stage chunk c + 1, reduce c, collect c - 1, with SLOTS slots of each kind.
+/* Collectives::Pipeline: stage chunk c + 1, reduce c, collect c - 1, with SLOTS slots of each kind.
  * Two all_reduces follow each other, with the muster between them, so that the second begins in mid-ring. */
 #include "memory.pml"
 

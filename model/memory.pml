@@ -63,12 +63,10 @@ end:
 #define RINGS(all)  (all)
 #endif
 
-/* Collectives::publish() and the first half of muster(): store the flag, then look for sleepers. `all` is true if the
+/* Collectives::publish(): store the flag, then look for sleepers. `all` is true if the
  * rank finds that everybody has published as much as it did. A condition that has come true stays true, so reading the
  * flags one by one, as the code does, sees what reading them in the one step of the last read sees. */
-#define PUBLISH(index, value, all) \
-  d_step { DRAINED -> buffered_at[me] = index + 1; buffered[me] = value }; \
-  FENCE; \
+#define RING_SLEEPERS(all) \
   if \
   :: sleepers != 0 -> \
      if \
@@ -77,6 +75,10 @@ end:
      fi \
   :: else \
   fi
+#define PUBLISH(index, value, all) \
+  d_step { DRAINED -> buffered_at[me] = index + 1; buffered[me] = value }; \
+  FENCE; \
+  RING_SLEEPERS(all)
 
 /* Board::await() with sleep_on(), whose sleep ends by the bell alone: a wake-up that is lost is a deadlock here. */
 #define AWAIT(all) \
@@ -93,8 +95,18 @@ end:
   od
 #endif
 
-/* Collectives::muster() */
+/* Collectives::muster(): like PUBLISH, with a look at the others between the store and the fence. Who finds all here in
+ * that look rings if there are sleepers, and waits for nobody. */
 #define HERE(r)  (seen(LINE(r, seq)) == seq)
+#ifdef SPINNING
 #define MUSTER \
   PUBLISH(LINE(me, seq), seq, EVERY(HERE)); \
   AWAIT(EVERY(HERE))
+#else
+#define MUSTER \
+  d_step { DRAINED -> buffered_at[me] = LINE(me, seq) + 1; buffered[me] = seq }; \
+  if \
+  :: EVERY(HERE) -> FENCE; RING_SLEEPERS(true) \
+  :: else -> FENCE; RING_SLEEPERS(EVERY(HERE)); AWAIT(EVERY(HERE)) \
+  fi
+#endif

@@ -29,17 +29,17 @@ class Gate {
   bool open_ = false;
 };
 
-/// The sum over the ranks of `count` values `first`, `first` + 1, ..., as a job of its own.
-struct SumJob {
+/// The sum over the ranks of `count` values `first`, `first` + 1, ..., as an operation of its own.
+struct SumWork {
   std::vector<std::int64_t> data;
-  std::shared_ptr<Job> job;
+  std::shared_ptr<CollectiveWork> work;
 
-  SumJob(Rank& self, std::size_t count, std::int64_t first) : data(count) {
+  SumWork(Rank& self, std::size_t count, std::int64_t first) : data(count) {
     std::iota(data.begin(), data.end(), first);
-    job = self.group->worker().submit(Op::kAllReduce, [&self, this](Hooks& hooks) { run(self.collectives(), hooks); }, "async.py:7");
+    work = self.group->worker().submit(Op::kAllReduce, [&self, this](Hooks& hooks) { run(self.collectives(), hooks); }, "async.py:7");
   }
-  SumJob(const SumJob&) = delete;
-  SumJob& operator=(const SumJob&) = delete;
+  SumWork(const SumWork&) = delete;
+  SumWork& operator=(const SumWork&) = delete;
   void run(Collectives& collectives, Hooks& hooks) {
     collectives.all_reduce(Context{&hooks}, data.data(), data.data(),
                            Items{static_cast<std::uint8_t>(Dtype::kInt64), 8, data.size()},
@@ -54,12 +54,12 @@ struct SumJob {
 CASE(jobs_run_in_the_order_of_their_calls_and_blocking_calls_behind_them) {
   for (const int n : {1, 2, 3})
     run_ranks(n, [](Rank& self) {
-      std::vector<std::unique_ptr<SumJob>> jobs;
+      std::vector<std::unique_ptr<SumWork>> works;
       std::vector<int> finished;
       std::mutex mutex;
       for (int i = 0; i < 20; ++i) {
-        jobs.push_back(std::make_unique<SumJob>(self, i % 4 == 3 ? 12'000 : 3, i));
-        jobs.back()->job->notify([&, i] {
+        works.push_back(std::make_unique<SumWork>(self, i % 4 == 3 ? 12'000 : 3, i));
+        works.back()->work->notify([&, i] {
           std::lock_guard lock(mutex);
           finished.push_back(i);
         });
@@ -68,11 +68,11 @@ CASE(jobs_run_in_the_order_of_their_calls_and_blocking_calls_behind_them) {
       // All ranks call the same in the same order, so the barrier came last: everything before it is done.
       CHECK(self.group->worker().drain(60));
       std::lock_guard lock(mutex);
-      CHECK_EQ(finished.size(), jobs.size());
+      CHECK_EQ(finished.size(), works.size());
       for (int i = 0; i < 20; ++i) {
         CHECK_EQ(finished[static_cast<std::size_t>(i)], i);
-        CHECK(jobs[static_cast<std::size_t>(i)]->job->done() && !jobs[static_cast<std::size_t>(i)]->job->error());
-        jobs[static_cast<std::size_t>(i)]->check(self.size, i);
+        CHECK(works[static_cast<std::size_t>(i)]->work->done() && !works[static_cast<std::size_t>(i)]->work->error());
+        works[static_cast<std::size_t>(i)]->check(self.size, i);
       }
     });
 }
@@ -80,8 +80,8 @@ CASE(jobs_run_in_the_order_of_their_calls_and_blocking_calls_behind_them) {
 CASE(waiting_for_a_job_runs_it_or_waits_until_it_has_run) {
   run_ranks(2, [](Rank& self) {
     for (int i = 0; i < 200; ++i) {
-      SumJob sum(self, 4, i);
-      CHECK(self.group->worker().wait(sum.job, self.hooks, 0));
+      SumWork sum(self, 4, i);
+      CHECK(self.group->worker().wait(sum.work, self.hooks, 0));
       sum.check(2, i);
     }
   });
@@ -91,17 +91,17 @@ CASE(waiting_for_a_job_gives_up_at_its_limit) {
   Gate late;
   run_ranks(2, [&](Rank& self) {
     if (self.rank == 0) {
-      SumJob sum(self, 4, 0);
-      SumJob next(self, 4, 0);  // the second waits in the queue: nobody but the native thread may run it
-      CHECK(!self.group->worker().wait(next.job, self.hooks, 0.05));
+      SumWork sum(self, 4, 0);
+      SumWork next(self, 4, 0);  // the second waits in the queue: nobody but the native thread may run it
+      CHECK(!self.group->worker().wait(next.work, self.hooks, 0.05));
       late.open();
-      CHECK(self.group->worker().wait(next.job, self.hooks, 0));
+      CHECK(self.group->worker().wait(next.work, self.hooks, 0));
       sum.check(2, 0);
     } else {
       CHECK(late.wait());
       for (int i = 0; i < 2; ++i) {
-        SumJob sum(self, 4, 0);
-        CHECK(self.group->worker().wait(sum.job, self.hooks, 0));
+        SumWork sum(self, 4, 0);
+        CHECK(self.group->worker().wait(sum.work, self.hooks, 0));
       }
     }
   });
@@ -109,16 +109,16 @@ CASE(waiting_for_a_job_gives_up_at_its_limit) {
 
 CASE(a_failed_job_keeps_its_failure_and_those_behind_it_fail_of_the_same) {
   run_ranks(2, [](Rank& self) {
-    SumJob wrong(self, self.rank == 0 ? 3 : 4, 0);
-    SumJob behind(self, 3, 0);
-    for (const auto& job : {wrong.job, behind.job}) {
-      CHECK(self.group->worker().wait(job, self.hooks, 0));
-      CHECK(job->error() != nullptr);
+    SumWork wrong(self, self.rank == 0 ? 3 : 4, 0);
+    SumWork behind(self, 3, 0);
+    for (const auto& work : {wrong.work, behind.work}) {
+      CHECK(self.group->worker().wait(work, self.hooks, 0));
+      CHECK(work->error() != nullptr);
     }
-    const Failure first = failure_of([&] { std::rethrow_exception(wrong.job->error()); });
+    const Failure first = failure_of([&] { std::rethrow_exception(wrong.work->error()); });
     CHECK_EQ(static_cast<int>(first.kind), static_cast<int>(FailureKind::kCallsDiffer));
     CHECK_EQ(first.site, "async.py:7");
-    const Failure second = failure_of([&] { std::rethrow_exception(behind.job->error()); });
+    const Failure second = failure_of([&] { std::rethrow_exception(behind.work->error()); });
     CHECK_EQ(static_cast<int>(second.kind), static_cast<int>(FailureKind::kCallsDiffer));
   });
 }
@@ -145,12 +145,12 @@ CASE(a_call_inside_a_call_is_refused_and_the_outer_one_goes_on) {
       for (int i = 0; i < 2; ++i) worker.run(Op::kBarrier, 0, self.hooks, barrier);
       return;
     }
-    std::shared_ptr<Job> job;
+    std::shared_ptr<CollectiveWork> work;
     Signalled hooks([&] {
-      job = worker.submit(Op::kBarrier, barrier, "handler.py:9");
+      work = worker.submit(Op::kBarrier, barrier, "handler.py:9");
       for (const auto& call : {std::function<void()>([&] { worker.run(Op::kBarrier, 0, self.hooks, barrier); }),
-                               std::function<void()>([&] { worker.wait(job, self.hooks, 0); }),
-                               std::function<void()>([&] { job->require_reachable(); })}) {
+                               std::function<void()>([&] { worker.wait(work, self.hooks, 0); }),
+                               std::function<void()>([&] { work->require_reachable(); })}) {
         const Failure failure = failure_of(call);
         CHECK(failure.kind == FailureKind::kNested || failure.kind == FailureKind::kNestedWait);
         CHECK_CONTAINS(failure.detail, "barrier #1 of group 'world'");
@@ -158,7 +158,7 @@ CASE(a_call_inside_a_call_is_refused_and_the_outer_one_goes_on) {
       late.open();
     });
     worker.run(Op::kBarrier, 0, hooks, barrier);
-    CHECK(worker.wait(job, self.hooks, 0) && !job->error());
+    CHECK(worker.wait(work, self.hooks, 0) && !work->error());
   });
 }
 
@@ -199,12 +199,12 @@ CASE(waiting_for_the_turn_of_another_thread_looks_at_signals_and_at_the_clock) {
 
 CASE(everybody_who_asks_is_told_of_the_end) {
   run_ranks(2, [](Rank& self) {
-    SumJob sum(self, 4, 0);
+    SumWork sum(self, 4, 0);
     std::atomic<int> num_told{0};
-    for (int i = 0; i < 3; ++i) sum.job->notify([&] { ++num_told; });
-    CHECK(self.group->worker().wait(sum.job, self.hooks, 0));
+    for (int i = 0; i < 3; ++i) sum.work->notify([&] { ++num_told; });
+    CHECK(self.group->worker().wait(sum.work, self.hooks, 0));
     CHECK_EQ(num_told.load(), 3);
-    sum.job->notify([&] { ++num_told; });
+    sum.work->notify([&] { ++num_told; });
     CHECK_EQ(num_told.load(), 4);
   });
 }
@@ -212,9 +212,9 @@ CASE(everybody_who_asks_is_told_of_the_end) {
 CASE(leaving_with_a_job_that_cannot_finish_ends_it) {
   run_ranks(2, [](Rank& self) {
     if (self.rank == 1) return;  // leaves
-    SumJob sum(self, 4, 0);
+    SumWork sum(self, 4, 0);
     self.group->leave();
-    CHECK(sum.job->done() && sum.job->error() != nullptr);
+    CHECK(sum.work->done() && sum.work->error() != nullptr);
   });
 }
 

@@ -160,14 +160,28 @@ CASE(collectives_are_right_around_the_size_of_a_chunk) {
   run_sizes({chunk, 2 * chunk + 63, 5}, {});
 }
 
+CASE(collectives_are_right_where_peers_may_not_read_each_others_memory) {
+  Options options;
+  options.tuning.direct_bytes = SIZE_MAX;
+  run_sizes({kStageBytes + 1, 2 * kStageBytes + 63, 5}, options);
+}
+
+CASE(collectives_are_right_where_even_small_blocks_are_read_where_they_lie) {
+  Options options;
+  options.tuning.direct_bytes = 1;
+  run_sizes({1, 48, 1001, 0, kStageBytes, kStageBytes + 1}, options);
+}
+
 CASE(collectives_of_many_chunks_go_around_the_rings) {
   Options options;
+  options.tuning.direct_bytes = SIZE_MAX;
   options.tuning.chunk_bytes = 4096;  // 33 chunks and more
   run_sizes({132'013, 0, 70'001}, options);
 }
 
 CASE(collectives_are_right_without_spinning) {
   Options options;
+  options.tuning.direct_bytes = SIZE_MAX;
   options.spin_us = 0;
   options.tuning.chunk_bytes = 16'384;
   run_sizes({1, 49, 70'001}, options);

@@ -22,8 +22,8 @@ from phalanx.backend._core_failures import from_core, report_core_stall
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
+from phalanx.backend._members import Ranks
 from phalanx.backend._ops import Operations
-from phalanx.backend._place import Ranks
 from phalanx.backend._work import call_site
 
 __all__ = ["PhalanxGroup"]

@@ -10,13 +10,13 @@ import torch
 
 from phalanx import _core
 from phalanx._tensors import is_dense, is_stored, unusual_keys
-from phalanx.backend._memory import NotPlain, Operands, Tensors
+from phalanx.backend._memory import Buffers, NotPlain, Tensors
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, SUM_CODES, RedOpType, is_inexact, premul_factor
 
 _core.set_tensor_types([torch.Tensor, torch.nn.Parameter], torch.strided)
 
 
-class Arguments(Operands):
+class Arguments(Buffers):
     """The arguments of one call of a group, and the memory on which the core works."""
 
     _factor: float | torch.Tensor | None = None

@@ -22,8 +22,8 @@ from phalanx.backend._channels import Channel, Handle
 from phalanx.backend._core_failures import forget_bridged, note_bridged
 from phalanx.backend._deadlines import END_S, LOOK_S, TELL_S
 from phalanx.backend._failures import Failures
+from phalanx.backend._members import Members
 from phalanx.backend._messages import Messages
-from phalanx.backend._place import Place
 from phalanx.backend._steps import Steps
 from phalanx.backend._tasks import Task, Tasks, Watch
 from phalanx.backend._work import call_site
@@ -38,7 +38,7 @@ class BridgedGroup:
     Args:
         core: Core group of this host's ranks.
         hosts: Ranks of the group by host, each in ascending order.
-        place: Identity of this rank.
+        members: Identity of this rank.
         rail: Channel to the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
         everyone: Channel to all ranks of the group.
         failures: Handler of failures, which ends the group on all hosts.
@@ -50,27 +50,27 @@ class BridgedGroup:
         self,
         core: _core.Group,
         hosts: list[list[int]],
-        place: Place,
+        members: Members,
         rail: Channel | None,
         everyone: Channel,
         failures: Failures,
         timeout_s: float,
         stall_s: float,
     ) -> None:
-        self._core, self._place = core, place
+        self._core, self._members = core, members
         self._failures = failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
-        self._steps = Steps(core, hosts, place.rank, rail, everyone, failures, self._wait, self._land)
+        self._steps = Steps(core, hosts, members.rank, rail, everyone, failures, self._wait, self._land)
         self._seq = 0
         self._tasks = Tasks("phalanx-bridge", self._check_reach)
         self._landings = Tasks("phalanx-landing", self._check_reach)
         self._watch = Watch(self._look_unless_ended)
         self._current: Running | None = None
-        self._messages = Messages(core, self._steps.here, place, everyone, failures, timeout_s)
+        self._messages = Messages(core, self._steps.here, members, everyone, failures, timeout_s)
         self.send, self.recv, self.wait_request = self._messages.send, self._messages.recv, self._messages.wait
         channels = [channel for channel in (rail, everyone) if channel is not None]
         failures.watch(core, channels, self._messages.end)
-        note_bridged(place)
+        note_bridged(members)
 
     # ---- what surrounds a collective -------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class BridgedGroup:
     def send_plain(self, *args: object) -> None:
         """Return None: there is no shortcut for messages either."""
 
-    recv_plain = send_plain
+    recv_plain = send_now = recv_now = send_plain
 
     def run(self, call: _core.Call, ins: list[int], outs: list[int], timeout: timedelta, site: str | None) -> Any:
         """Run a collective in this thread; if it has a site, start it on the group's thread and return its task."""
@@ -128,7 +128,7 @@ class BridgedGroup:
                 finally:
                     self._tasks.end_here()
             task = self._submit(running, work)
-            self.wait_job(task, 0)
+            self.wait_collective(task, 0)
             return task.value
         finally:
             running.caller = None  # a frame keeps its callers' tensors alive
@@ -159,11 +159,11 @@ class BridgedGroup:
 
     def _explain(self, error: BaseException, running: Running) -> BaseException:
         """End the group on all hosts and return the error that says why."""
-        place, site = self._place, self._site(running)
+        members, site = self._members, self._site(running)
         found = getattr(error, "failure", None)
         if found is not None and found.kind == "rank_missing":  # perhaps the core's, of one step and this host alone
             error = self._timed_out(running, found)
-        made = running.made(place.peer(place.rank), place.global_ranks, site)
+        made = running.made(members.peer(members.rank), members.global_ranks, site)
         return self._failures.end(error, running.op, running.seq, site, made)
 
     def _timed_out(self, running: Running, found: Failure | None = None) -> PhalanxError:
@@ -180,7 +180,7 @@ class BridgedGroup:
             return
         self._failures.refuse_nested(op, call_site(), self._current)
 
-    def wait_job(self, task: Task, timeout_s: float) -> bool:
+    def wait_collective(self, task: Task, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for a task (0: until it is over); raise its error."""
         task.require_reachable()
         try:
@@ -269,7 +269,7 @@ class BridgedGroup:
     def leave(self, why: str = "") -> None:
         if why and not self._failures.ended:
             self._failures.declare("rank_fell", why)
-        forget_bridged(self._place)
+        forget_bridged(self._members)
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would hang
             _keep_for_ever(self)
             self._failures.leave()

@@ -26,7 +26,7 @@ from phalanx.backend._failures import Failures
 from phalanx.backend._links import watch_store
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import Meeting
-from phalanx.backend._place import Place
+from phalanx.backend._members import Members
 
 _MOST_LINES = 8
 _ADVICE = "Run phalanx doctor on them: it tests names, ports and interfaces."
@@ -45,7 +45,7 @@ def bridge(
     Raises:
         PhalanxError: The hosts can't reach each other, or the engine can't be used here.
     """
-    place = Place(
+    members = Members(
         group=meeting.name,
         rank=meeting.rank,
         global_ranks=tuple(meeting.global_ranks),
@@ -56,7 +56,7 @@ def bridge(
     if settings.bridge == "mpi":
         engine = _Mpi(meeting, hellos)
     else:
-        engine = _Gloo(meeting, place, _own_address(meeting, hellos, place), settings.silence_s)
+        engine = _Gloo(meeting, members, _own_address(meeting, hellos, members), settings.silence_s)
     mine = next(ranks for ranks in hosts if meeting.rank in ranks).index(meeting.rank)
     rail = [ranks[mine] for ranks in hosts] if mine < min(map(len, hosts)) else None
     try:
@@ -64,12 +64,11 @@ def bridge(
         everyone = engine.connect(list(range(meeting.size)), "everyone")
     except RuntimeError as error:
         engine.close()
-        raise meeting.refusal(
-            f"{settings.bridge} could not connect the hosts {', '.join(dict.fromkeys(place.hosts))}: {error}\n{_ADVICE}"
-        ) from error
-    failures = Failures(meeting.store.raw, place, engine.mailbox, engine.boxes)
+        names = ", ".join(dict.fromkeys(members.hosts))
+        raise meeting.refusal(f"{settings.bridge} could not connect the hosts {names}: {error}\n{_ADVICE}") from error
+    failures = Failures(meeting.store.raw, members, engine.mailbox, engine.boxes)
     watch_store(_master(meeting.store.raw)[1], settings.silence_s)
-    return BridgedGroup(core, hosts, place, own_rail, everyone, failures, meeting.timeout_s, settings.stall_s)
+    return BridgedGroup(core, hosts, members, own_rail, everyone, failures, meeting.timeout_s, settings.stall_s)
 
 
 class _Mpi:
@@ -103,26 +102,26 @@ class _Gloo:
     Gloo must not fail to connect: it would free pairs that a late connection still finds, and crash the process.
     """
 
-    def __init__(self, meeting: Meeting, place: Place, address: str, silence_s: float) -> None:
+    def __init__(self, meeting: Meeting, members: Members, address: str, silence_s: float) -> None:
         self._meeting, self._address, self._silence_s = meeting, address, silence_s
         self.mailbox = Mailbox(address)
         try:
             boxes = enumerate(meeting.share("mailbox", self.mailbox.name))
             self.boxes = {r: box for r, box in boxes if r != meeting.rank}
-            self._reach(place)
+            self._reach(members)
         except PhalanxError:
             self.close()
             raise
 
-    def _reach(self, place: Place) -> None:
+    def _reach(self, members: Members) -> None:
         """Check that every rank reaches every rank of the other hosts; if not, all raise the same error."""
         meeting = self._meeting
-        others = [r for r in self.boxes if place.hosts[r] != place.hosts[place.rank]]
+        others = [r for r in self.boxes if members.hosts[r] != members.hosts[members.rank]]
         names = [self.boxes[r] for r in others]
-        failed = post(names, {"reached by": place.rank}, min(meeting.left_s / 2, CONNECT_S))
-        me = place.describe(place.rank)
+        failed = post(names, {"reached by": members.rank}, min(meeting.left_s / 2, CONNECT_S))
+        me = members.describe(members.rank)
         lines = [
-            f"{me} does not reach {place.describe(others[i])} at {names[i][0]}, port {names[i][1]}: {why}"
+            f"{me} does not reach {members.describe(others[i])} at {names[i][0]}, port {names[i][1]}: {why}"
             for i, why in failed.items()
         ]
         lines = [line for told in meeting.share("unreached", lines) for line in told]
@@ -153,7 +152,7 @@ def _names(hellos: list[dict[str, Any]], hosts: list[list[int]]) -> tuple[str, .
     return tuple(names)
 
 
-def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], place: Place) -> str:
+def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], members: Members) -> str:
     """Return the address at which other hosts reach this rank: that of the interface towards the master.
 
     Raises:
@@ -170,13 +169,13 @@ def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], place: Place) -
             address = "127.0.0.1" if is_one_network else outside_address()
     except NetworkError as error:
         raise meeting.refusal(
-            f"host {place.hosts[meeting.rank]} has no way to the other hosts: {error}. Set MASTER_ADDR to an address "
+            f"host {members.hosts[meeting.rank]} has no way to the other hosts: {error}. Set MASTER_ADDR to an address "
             "that every host reaches, or GLOO_SOCKET_IFNAME to the interface."
         ) from error
     if is_loopback(address) and not is_one_network:
         raise meeting.refusal(
-            f"host {place.hosts[meeting.rank]} would listen on its loopback ({address}), which the hosts "
-            f"{', '.join(sorted(set(place.hosts)))} can't reach from each other. Set MASTER_ADDR to rank 0's address "
+            f"host {members.hosts[meeting.rank]} would listen on its loopback ({address}), which the hosts "
+            f"{', '.join(sorted(set(members.hosts)))} can't reach from each other. Set MASTER_ADDR to rank 0's address "
             "in the network, or GLOO_SOCKET_IFNAME to the interface."
         )
     return address

@@ -21,8 +21,8 @@ from phalanx import _core
 from phalanx._torch import is_profiling
 from phalanx.backend._arguments import Arguments, codes_of, different_counts, offsets, steps
 from phalanx.backend._flight import Flight, Joined, profiled
+from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, plain
-from phalanx.backend._place import Ranks
 from phalanx.backend._sparse import sum_sparse
 from phalanx.backend._types import RedOpType
 from phalanx.backend._work import PhalanxWork, call_site, finished
@@ -34,11 +34,11 @@ Options = Any
 UNSET = timedelta(milliseconds=-1)  # torch's value for the group's own timeout
 _SUM = ReduceOp(RedOpType.SUM)
 
-BROADCAST, ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL = map(
-    Call, ("broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
+BARRIER, BROADCAST, ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL = map(
+    Call,
+    ("barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
 )
-"""Kinds of calls for `run_plain`."""
-_BARRIER = Call("barrier")
+"""Kinds of calls, for `run_plain`."""
 
 
 class Blocking:
@@ -110,8 +110,10 @@ class Collectives:
             if settle is not None:
                 settle()
             return None
-        job = self._core.run(call, *at, timeout, call_site())
-        return self._flight.track(PhalanxWork(job, self._core.wait_job, result, settle, keep, self._flight.let_go))
+        work = self._core.run(call, *at, timeout, call_site())
+        return self._flight.track(
+            PhalanxWork(work, self._core.wait_collective, result, settle, keep, self._flight.let_go)
+        )
 
     def _done(self, opts: Options, result: Tensors) -> PhalanxWork | None:
         return finished(result) if opts.asyncOp else None
@@ -317,4 +319,6 @@ class Collectives:
         return self._run(call, at, opts, [output], given.settle, keep, [source])
 
     def barrier(self, opts: Options) -> PhalanxWork | None:
-        return self._run(_BARRIER, ([], []), opts, [], None)
+        if self._goes_plainly(BARRIER, (), (), opts):
+            return None
+        return self._run(BARRIER, ([], []), opts, [], None)

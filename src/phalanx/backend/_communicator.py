@@ -12,7 +12,15 @@ from torch.distributed import ProcessGroup, ReduceOp
 from phalanx._torch import is_profiling
 from phalanx.backend._adapters import PhalanxGroup
 from phalanx.backend._arguments import codes_of
-from phalanx.backend._collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, Blocking
+from phalanx.backend._collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    REDUCE_SCATTER,
+    Blocking,
+)
 from phalanx.backend._dispatch import direct
 from phalanx.backend._ops import Operations
 from phalanx.backend._types import SUM_CODES
@@ -20,6 +28,7 @@ from phalanx.backend._types import SUM_CODES
 Tensor = torch.Tensor
 _SUM = ReduceOp.SUM
 _GROUPS_OWN_S = 0.0  # stands for the group's own timeout
+_NO_ROOT = _ANY_SOURCE = -1
 
 
 class Communicator:
@@ -43,18 +52,21 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, op: Any = _SUM) -> None:
         """Reduce a tensor over all ranks, in place on every rank."""
-        if not self._is_over(ALL_REDUCE, tensor, tensor, op=op):
+        kernel, code = SUM_CODES if op is _SUM else codes_of(_reduce_op(op))
+        if not self._run_plain(ALL_REDUCE, tensor, tensor, _NO_ROOT, kernel, code):
             self._run(Operations.allreduce, [tensor], Blocking(reduce_op=_reduce_op(op)))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy the tensor of `src` to every rank, in place."""
-        root = self._rank_of("broadcast", "src", src)
-        if not self._is_over(BROADCAST, tensor, tensor, root):
+        root = self._ranks.get(src)
+        if root is None:
+            raise self._no_peer("broadcast", "src", src)
+        if not self._run_plain(BROADCAST, tensor, tensor, root):
             self._run(Operations.broadcast, [tensor], Blocking(root=root))
 
     def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
         """Gather the inputs of all ranks on every rank, in rank order, into one tensor or a list with one per rank."""
-        if self._is_over(ALL_GATHER, input, output):
+        if self._run_plain(ALL_GATHER, input, output):
             return
         if isinstance(output, Tensor):
             self._run(Operations.all_gather_single, output, input, Blocking())
@@ -63,7 +75,8 @@ class Communicator:
 
     def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor], op: Any = _SUM) -> None:
         """Reduce the inputs of all ranks, which hold or list one block per rank; each rank receives its block."""
-        if self._is_over(REDUCE_SCATTER, input, output, op=op):
+        kernel, code = SUM_CODES if op is _SUM else codes_of(_reduce_op(op))
+        if self._run_plain(REDUCE_SCATTER, input, output, _NO_ROOT, kernel, code):
             return
         options = Blocking(reduce_op=_reduce_op(op))
         if isinstance(input, Tensor):
@@ -83,41 +96,41 @@ class Communicator:
         Sizes are rows of dimension 0 for each rank; None: an even division.
         """
         is_even = output_split_sizes is None and input_split_sizes is None
-        if is_even and self._is_over(ALL_TO_ALL, input, output):
+        if is_even and self._run_plain(ALL_TO_ALL, input, output):
             return
         sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
         self._run(Operations.all_to_all_single, output, input, *sizes, Blocking())
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
-        self._operations.barrier(Blocking())
+        if not self._run_plain(BARRIER, (), ()):
+            self._operations.barrier(Blocking())
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send a tensor to `dst`, which must receive it with the same tag."""
-        core, peer = self._operations._core, self._peer_of("send", "dst", dst)
-        request = None if is_profiling() else core.send_plain(tensor, peer, tag)
-        if request is None:
+        peer = self._ranks.get(dst)
+        if peer is None or peer == self.rank:
+            raise self._no_peer("send", "dst", dst)
+        if is_profiling() or self._operations._core.send_now(tensor, peer, tag) is None:
             self._run(Operations.send, [tensor], peer, tag).wait()
-        else:
-            core.wait_request(request, _GROUPS_OWN_S)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receive into a tensor from `src`, or from any rank if it is None; return the sender."""
-        core, peer = self._operations._core, -1 if src is None else self._peer_of("recv", "src", src)
-        request = None if is_profiling() else core.recv_plain(tensor, peer, tag)
-        if request is not None:
-            core.wait_request(request, _GROUPS_OWN_S)
-            source = request.source
-        else:
+        peer = _ANY_SOURCE if src is None else self._ranks.get(src)
+        if peer is None or peer == self.rank:
+            raise self._no_peer("recv", "src", src)
+        source = None if is_profiling() else self._operations._core.recv_now(tensor, peer, tag)
+        if source is None:
             method, given = (Operations.recv_anysource, ()) if src is None else (Operations.recv, (peer,))
             work = self._run(method, [tensor], *given, tag)
             work.wait()
             source = work.source_rank()
         return self._operations.ranks.global_ranks[source]
 
-    def _is_over(self, kind: Any, ins: object, outs: object, root: int = -1, op: Any = None) -> bool:
+    def _run_plain(
+        self, kind: Any, ins: object, outs: object, root: int = _NO_ROOT, kernel: int = 0, code: int = -1
+    ) -> bool:
         """Run a collective if the core finds nothing unusual in it; return whether it ran."""
-        kernel, code = (0, -1) if op is None else SUM_CODES if op is _SUM else codes_of(_reduce_op(op))
         if is_profiling():
             return False
         return self._operations._core.run_plain(kind, ins, outs, root, kernel, code, _GROUPS_OWN_S)
@@ -126,20 +139,13 @@ class Communicator:
         """Run an operation with all checks, which explain mistakes."""
         return direct(method, self._operations, args)
 
-    def _rank_of(self, op: str, name: str, number: int) -> int:
-        rank = self._ranks.get(number)
-        if rank is None:
-            members = ", ".join(map(str, self._ranks))
-            where = self._operations.arguments(op).where()
-            raise ValueError(f"{where}: {name} must be a rank of the group ({members}), got {number}")
-        return rank
-
-    def _peer_of(self, op: str, name: str, number: int) -> int:
-        rank = self._rank_of(op, name, number)
-        if rank == self.rank:
-            where = self._operations.arguments(op).where()
-            raise ValueError(f"{where}: {name} must be another rank, got {number}; copy the tensor instead")
-        return rank
+    def _no_peer(self, op: str, name: str, number: Any) -> ValueError:
+        """Return what is wrong with a rank that is no other rank of the group."""
+        where = self._operations.arguments(op).where()
+        if number in self._ranks and op in ("send", "recv"):
+            return ValueError(f"{where}: {name} must be another rank, got {number}; copy the tensor instead")
+        members = ", ".join(map(str, self._ranks))
+        return ValueError(f"{where}: {name} must be a rank of the group ({members}), got {number}")
 
 
 def communicator(group: ProcessGroup | None = None) -> Communicator:

@@ -8,25 +8,25 @@ import weakref
 from typing import Any
 
 from phalanx._errors import Failure, MadeCall, Peer, PhalanxError, SizeDispute, Standing
-from phalanx.backend._place import Place
+from phalanx.backend._members import Members
 from phalanx.backend._types import DTYPE_NAMES, ITEM_BYTES, REDUCE_NAMES
 from phalanx.backend._wording import error_of, report_stall
 
 _COLLECTIVE = re.compile(r"\w+ #\d+(?= of group '(.*?)')")
 
-_bridged: weakref.WeakValueDictionary[tuple[int, str], Place] = weakref.WeakValueDictionary()
+_bridged: weakref.WeakValueDictionary[tuple[int, str], Members] = weakref.WeakValueDictionary()
 """Groups on several hosts, by process (a forked child may have others) and name; the core knows one host of each."""
 
 
-def note_bridged(place: Place) -> None:
+def note_bridged(members: Members) -> None:
     """Report the core's messages in a group on several hosts with hosts, and leave its collectives to the group."""
-    _bridged[os.getpid(), place.group] = place
+    _bridged[os.getpid(), members.group] = members
 
 
-def forget_bridged(place: Place) -> None:
+def forget_bridged(members: Members) -> None:
     """Undo `note_bridged`, unless a later group has the same name."""
-    if _bridged.get((os.getpid(), place.group)) is place:
-        del _bridged[os.getpid(), place.group]
+    if _bridged.get((os.getpid(), members.group)) is members:
+        del _bridged[os.getpid(), members.group]
 
 
 def from_core(facts: dict[str, Any]) -> PhalanxError:
@@ -37,10 +37,10 @@ def from_core(facts: dict[str, Any]) -> PhalanxError:
 def report_core_stall(facts: dict[str, Any], waited_s: float) -> None:
     """Print which ranks an operation of the core has waited for."""
     failure = _failure_of_core(facts)
-    if (place := _bridged.get((os.getpid(), failure.group))) is not None:
+    if (members := _bridged.get((os.getpid(), failure.group))) is not None:
         if failure.seq:  # a step of a call that the user knows by another name and number, and that reports itself
             return
-        failure = place.locate(failure)
+        failure = members.locate(failure)
     report_stall(failure, waited_s)
 
 

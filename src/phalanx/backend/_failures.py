@@ -24,8 +24,8 @@ from phalanx.backend._calls import Running
 from phalanx.backend._channels import Channel
 from phalanx.backend._deadlines import GRACE_S, POLL_S
 from phalanx.backend._mailbox import Mailbox
+from phalanx.backend._members import Members
 from phalanx.backend._notices import Notices
-from phalanx.backend._place import Place
 from phalanx.backend._watcher import Watcher
 from phalanx.backend._wording import error_of, report_stall, words
 
@@ -35,7 +35,7 @@ class Failures:
 
     Args:
         store: Store of this group alone.
-        place: Identity of this rank.
+        members: Identity of the ranks.
         mailbox: Mailbox in which other ranks leave a verdict once the store is gone; None: there is none.
         boxes: Names of the other ranks' mailboxes, by rank.
     """
@@ -43,12 +43,12 @@ class Failures:
     def __init__(
         self,
         store: Store,
-        place: Place,
+        members: Members,
         mailbox: Mailbox | None = None,
         boxes: Mapping[int, Sequence[Any]] | None = None,
     ) -> None:
-        self._notices = Notices(store, place, mailbox, boxes or {})
-        self._place = place
+        self._notices = Notices(store, members, mailbox, boxes or {})
+        self._members = members
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave the group while its thread does
         self._verdict: Failure | None = None
@@ -110,8 +110,8 @@ class Failures:
     def refuse_nested(self, op: str, site: str, interrupted: Running | None) -> None:
         """Raise GroupUnusable in a signal handler that interrupted a call; None: the call has not begun."""
         call = "a call" if interrupted is None else f"{interrupted.op} #{interrupted.seq}"
-        detail = f"{call} of group '{self._place.group}'"
-        culprits = self._place.peers([self._place.rank])
+        detail = f"{call} of group '{self._members.group}'"
+        culprits = self._members.peers([self._members.rank])
         raise error_of(self._failure("nested", op, site=site, detail=detail, culprits=culprits))
 
     def _unusable(self, op: str) -> PhalanxError:
@@ -119,11 +119,11 @@ class Failures:
 
     def _failure(self, kind: str, op: str = "", seq: int = 0, **facts: Any) -> Failure:
         """Return a failure met by this rank."""
-        return Failure(kind=kind, rank=self._place.global_rank, group=self._place.group, op=op, seq=seq, **facts)
+        return Failure(kind=kind, rank=self._members.global_rank, group=self._members.group, op=op, seq=seq, **facts)
 
     def declare(self, kind: str, why: str) -> None:
         """End the group on all hosts by this rank's own decision."""
-        me = self._place.peer(self._place.rank)
+        me = self._members.peer(self._members.rank)
         self._end(lambda: self._failure(kind, culprits=(me,), detail=why), is_patient=False)
 
     def end(self, error: BaseException, op: str, seq: int, site: str, call: MadeCall | None) -> BaseException:
@@ -146,10 +146,10 @@ class Failures:
             return self._unusable(op)
         if not isinstance(error, RuntimeError):
             return error  # this rank's own, such as Ctrl-C
-        me = self._place.global_rank
-        by = verdict.by or self._place.named(verdict.rank)
+        me = self._members.global_rank
+        by = verdict.by or self._members.named(verdict.rank)
         by_another = by if by.rank != me else None
-        group = self._place.group
+        group = self._members.group
         return error_of(replace(verdict, rank=me, group=group, op=op, seq=seq, site=site, by=by_another))
 
     def _end(self, judge: Callable[[], Failure], *, is_patient: bool) -> Failure | None:
@@ -170,7 +170,7 @@ class Failures:
         if self._verdict is not None:
             return
         silent = self._unreachable = self._silent()
-        if silent or any(self._place.global_ranks[rank] == 0 for rank in self._lost()):
+        if silent or any(self._members.global_ranks[rank] == 0 for rank in self._lost()):
             self._notices.expect_no_store()
         found = self._notices.verdict(is_patient=is_patient and not silent)  # a silent host has told nobody
         self._verdict = found or self._notices.settle(judge(), self._cut_off())
@@ -185,9 +185,9 @@ class Failures:
 
         Every thread that has met the failure waits, because any of them may end the process.
         """
-        num_ranks = len(self._place.pids) - len(self._unreachable)
+        num_ranks = len(self._members.pids) - len(self._unreachable)
         deadline = time.monotonic() + GRACE_S
-        while self._place.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
+        while self._members.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
             if self._notices.are_told(num_ranks):
                 break
             time.sleep(POLL_S)
@@ -200,17 +200,19 @@ class Failures:
         if found is not None and found.kind == "calls_differ" and call is not None:
             return self._tabulate(op, seq, call)
         if found is not None:
-            return replace(self._place.locate(found), op=op, seq=seq, site=site)
+            return replace(self._members.locate(found), op=op, seq=seq, site=site)
         if isinstance(error, RuntimeError) and not isinstance(error, PhalanxError):
             return replace(self._judge_lost(str(error)), op=op, seq=seq, site=site)
         if isinstance(error, PhalanxError) and not isinstance(error, GroupAborted):
             return self._failure("refused", op, seq, site=site, detail=str(error))
         why = str(error) if isinstance(error, GroupAborted) else f"{type(error).__name__}: {error}".rstrip(": ")
-        return self._failure("aborted", op, seq, site=site, culprits=self._place.peers([self._place.rank]), detail=why)
+        return self._failure(
+            "aborted", op, seq, site=site, culprits=self._members.peers([self._members.rank]), detail=why
+        )
 
     def _judge_lost(self, why: str) -> Failure:
         """Return a failure that blames the ranks whose connections have ended, unless there is a verdict."""
-        place = self._place
+        members = self._members
         lost = self._lost()
         found = self._notices.verdict(
             is_patient=False
@@ -220,8 +222,8 @@ class Failures:
         if not lost:
             return self._failure("refused", detail=f"the bridge between hosts failed: {why}")
         if left := [rank for rank in lost if self.has_left(rank)]:
-            return self._failure("rank_left", culprits=place.peers(left))
-        return self._failure("rank_lost", culprits=place.peers(lost), hosts=place.whole_hosts(lost))
+            return self._failure("rank_left", culprits=members.peers(left))
+        return self._failure("rank_lost", culprits=members.peers(lost), hosts=members.whole_hosts(lost))
 
     def _lost(self) -> list[int]:
         """Return the ranks to which a connection has ended."""
@@ -242,11 +244,11 @@ class Failures:
 
     def _tabulate(self, op: str, seq: int, call: MadeCall) -> Failure:
         """Return the failure with the calls of all ranks that report theirs in time."""
-        place = self._place
+        members = self._members
         calls = self._notices.calls(seq, call)
         differ = [rank for rank, one in enumerate(calls) if one.op and one.asked != call.asked]
         return self._failure(
-            "calls_differ", op, seq, site=call.site, calls=calls, culprits=place.peers(differ)
+            "calls_differ", op, seq, site=call.site, calls=calls, culprits=members.peers(differ)
         )  # fmt: skip
 
     def mismatch(self, op: str, seq: int) -> PhalanxError:
@@ -255,13 +257,13 @@ class Failures:
 
     def wrong_split(self, op: str, seq: int, rank: int, sent: int, expected: int) -> PhalanxError:
         """Return the error for an all_to_all whose sizes do not match."""
-        one, me = self._place.peers([rank, self._place.rank])
+        one, me = self._members.peers([rank, self._members.rank])
         sizes = SizeDispute(one=one, count=sent, other=me, other_count=expected)
         return error_of(self._failure("sizes_differ", op, seq, sizes=sizes, culprits=(one,)))
 
     def wrong_message(self, expected: MadeCall, sent: MadeCall) -> PhalanxError:
         """Return the error for a receive that does not match the message."""
-        culprit = self._place.named(sent.rank)
+        culprit = self._members.named(sent.rank)
         return error_of(self._failure("message_differs", "recv", calls=(expected, sent), culprits=(culprit,)))
 
     # ---- missing ranks ---------------------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ class Failures:
         Args:
             suspects: Ranks of the world to blame if every rank has said that it waits in this call.
         """
-        ranks = self._place.global_ranks
+        ranks = self._members.global_ranks
         absent = self._absent(seq) or [ranks.index(rank) for rank in suspects if rank in ranks]
         return self.too_late(op, seq, timeout_s, absent, "other ranks")
 
@@ -291,7 +293,7 @@ class Failures:
         return error_of(self._missing(op, seq, timeout_s, absent, others))
 
     def _missing(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> Failure:
-        culprits = self._place.peers(absent)
+        culprits = self._members.peers(absent)
         standings = tuple(Standing(**vars(peer)) for peer in culprits)
         return self._failure(
             "rank_missing", op, seq, timeout_s=timeout_s, culprits=culprits, standings=standings, detail=others
@@ -299,7 +301,7 @@ class Failures:
 
     def _absent(self, seq: int) -> list[int]:
         """Return the other ranks that have not said that they wait in this call or a later one."""
-        others = (rank for rank in range(len(self._place.pids)) if rank != self._place.rank)
+        others = (rank for rank in range(len(self._members.pids)) if rank != self._members.rank)
         return [rank for rank in others if self._notices.waits_in(rank) < seq]
 
     def is_told(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from phalanx import _core
 from phalanx._tensors import is_expanded, span_bytes
-from phalanx.backend._place import Ranks
+from phalanx.backend._members import Ranks
 from phalanx.backend._work import call_site
 
 Tensors = list[torch.Tensor]
@@ -43,7 +43,7 @@ def do_overlap(writes: Tensors, reads: Tensors) -> bool:
     return _core.overlap(addresses_of(writes), sizes[0], addresses_of(reads), sizes[1])
 
 
-class Operands:
+class Buffers:
     """The memory on which the core works in one call: its tensors, or stand-ins that are copied back at the end.
 
     Args:

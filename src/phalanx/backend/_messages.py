@@ -22,7 +22,7 @@ from phalanx._errors import MadeCall, PhalanxError
 from phalanx.backend._channels import FOR_EVER, Channel
 from phalanx.backend._deadlines import END_S, LOOK_S
 from phalanx.backend._failures import Failures
-from phalanx.backend._place import Place
+from phalanx.backend._members import Members
 from phalanx.backend._rails import Span
 from phalanx.backend._tasks import Task
 from phalanx.backend._types import DTYPE_NAMES
@@ -80,11 +80,17 @@ class Messages:
     """The messages of one group, for this rank."""
 
     def __init__(
-        self, core: _core.Group, here: list[int], place: Place, everyone: Channel, failures: Failures, timeout_s: float
+        self,
+        core: _core.Group,
+        here: list[int],
+        members: Members,
+        everyone: Channel,
+        failures: Failures,
+        timeout_s: float,
     ) -> None:
         self.timeout_s = timeout_s
-        rank = place.rank
-        self._core, self._here, self._rank, self._place = core, here, rank, place
+        rank = members.rank
+        self._core, self._here, self._rank, self._members = core, here, rank, members
         self._everyone, self._failures = everyone, failures
         self._changed = threading.Condition()
         self._posted: list[_Message] = []
@@ -117,7 +123,7 @@ class Messages:
         if peer in self._here:
             return self._post_here("recv", self._core.recv, data, dtype, item, count, peer, tag, site)
         message = _Message(self._check_process, Span(data, count * item).tensor(), dtype, count, peer, tag, site)
-        sources = [peer] if peer >= 0 else [r for r in range(len(self._place.pids)) if r not in self._here]
+        sources = [peer] if peer >= 0 else [r for r in range(len(self._members.pids)) if r not in self._here]
         with self._changed:
             new = [source for source in sources if source not in self._receiving]
             self._receiving.update(new)
@@ -290,12 +296,12 @@ class Messages:
     def _fits(self, message: _Message, peer: int, dtype: int, count: int) -> bool:
         if (dtype, count) == (message.dtype, message.count):
             return True
-        ranks = self._place.global_ranks
+        ranks = self._members.global_ranks
         expected = MadeCall(
             rank=ranks[self._rank], op="recv", dtype=DTYPE_NAMES[message.dtype], count=message.count, root=ranks[peer],
             tag=message.tag,
         )  # fmt: skip
-        sent = MadeCall(**vars(self._place.peer(peer)), op="send", dtype=DTYPE_NAMES[dtype], count=count)
+        sent = MadeCall(**vars(self._members.peer(peer)), op="send", dtype=DTYPE_NAMES[dtype], count=count)
         self._fail(message, self._failures.wrong_message(expected, sent))
         return False
 

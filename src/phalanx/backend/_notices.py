@@ -16,7 +16,7 @@ from phalanx._errors import Failure, MadeCall
 from phalanx._store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, fits, understand
 from phalanx.backend._deadlines import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, TABLE_S
 from phalanx.backend._mailbox import Mailbox, post
-from phalanx.backend._place import Place
+from phalanx.backend._members import Members
 
 
 class Notices:
@@ -28,13 +28,15 @@ class Notices:
         boxes: Names of the other ranks' mailboxes, by rank.
     """
 
-    def __init__(self, store: Store, place: Place, mailbox: Mailbox | None, boxes: Mapping[int, Sequence[Any]]) -> None:
+    def __init__(
+        self, store: Store, members: Members, mailbox: Mailbox | None, boxes: Mapping[int, Sequence[Any]]
+    ) -> None:
         clone = getattr(store, "clone", None)
         with contextlib.suppress(RuntimeError):  # this kind of store has none
             store = clone() if clone else store  # a connection of its own: another thread may be waiting in the store
         self._store = JsonStore(store)
         self._mailbox, self._boxes = mailbox, boxes
-        self._place = place
+        self._members = members
         self._departed: set[int] = set()
         self._opening = threading.RLock()  # the watcher and a thread that meets a failure both open the mailbox
         self._mail: Failure | None = None  # a verdict that came by mail
@@ -78,9 +80,9 @@ class Notices:
     def tell_leaving(self, lost: set[int]) -> None:
         """Say that this rank leaves in order."""
         if self._mailbox is None:
-            self._write(f"left/{self._place.rank}", "")
+            self._write(f"left/{self._members.rank}", "")
         else:  # the store may have gone already, in order
-            self._post({"left": self._place.rank}, lost)
+            self._post({"left": self._members.rank}, lost)
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it leaves in order."""
@@ -113,20 +115,20 @@ class Notices:
 
     def calls(self, seq: int, call: MadeCall) -> tuple[MadeCall, ...]:
         """Write this rank's call, and return the calls of all ranks that write theirs in time."""
-        self._write(f"call/{seq}/{self._place.rank}", call.to_facts())
-        keys = [f"call/{seq}/{rank}" for rank in range(len(self._place.pids))]
+        self._write(f"call/{seq}/{self._members.rank}", call.to_facts())
+        keys = [f"call/{seq}/{rank}" for rank in range(len(self._members.pids))]
         deadline = time.monotonic() + TABLE_S
         while time.monotonic() < deadline and not self._ask(lambda store: store.check(keys), True):
             time.sleep(POLL_S)
         return tuple(self._call_of(rank, self._read(key, MadeCall.from_facts)) for rank, key in enumerate(keys))
 
     def _call_of(self, rank: int, told: MadeCall | None) -> MadeCall:
-        who = vars(self._place.peer(rank))
+        who = vars(self._members.peer(rank))
         return MadeCall(**who) if told is None else replace(told, **who)
 
     def tell_wait(self, seq: int) -> None:
         """Say that this rank waits in a call."""
-        self._write(f"waits/{self._place.rank}", seq)
+        self._write(f"waits/{self._members.rank}", seq)
 
     def waits_in(self, rank: int) -> int:
         """Return the number of the last call in which a rank has said that it waits; 0 if there is none."""

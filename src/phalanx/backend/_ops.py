@@ -21,8 +21,8 @@ from phalanx._torch import is_profiling  # by name: finding it costs half of wha
 from phalanx.backend._arguments import Arguments
 from phalanx.backend._collectives import UNSET, Call, Collectives, Options, Settle
 from phalanx.backend._flight import Joined, profiled
+from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, addresses_of, do_overlap
-from phalanx.backend._place import Ranks
 from phalanx.backend._types import DTYPE_CODES, RedOpType
 from phalanx.backend._work import Over, PhalanxWork, call_site
 
@@ -208,10 +208,10 @@ class Operations(Collectives):
         return self._started(request, tensors, settle, buffer)
 
     def _started(
-        self, request: _core.Request, tensors: Tensors, settle: Settle | None = None, keep: object = None
+        self, request: _core.Request | int, tensors: Tensors, settle: Settle | None = None, keep: object = None
     ) -> PhalanxWork:
-        if settle is None and request.done and request.error() is None:  # true of most small messages
-            return PhalanxWork(Over(None, request.source), None, tensors)
+        if type(request) is int:  # over already, as most small messages: the peer's rank
+            return PhalanxWork(Over(None, request), None, tensors)
         work = PhalanxWork(request, self._core.wait_request, tensors, settle, keep, self._flight.let_go)
         return self._flight.track(work)
 
@@ -262,6 +262,8 @@ class _Destroyed:
 
     def recv_plain(self, *args: object) -> None:
         self._refuse("recv")
+
+    send_now, recv_now = send_plain, recv_plain
 
     def __getattr__(self, op: str) -> object:
         self._refuse(op)

@@ -29,7 +29,9 @@ _MOMENT_S = 0.001
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
-_shown: dict[CodeType, str] = {}  # file of a function as shown to users; "" for code that is skipped
+# How the file of a function is shown, "" for those that are passed over. By identity, since the hash of a code object
+# costs as much as the rest of the call together; each entry keeps its function, so that no other takes the number.
+_shown: dict[int, tuple[str, CodeType]] = {}
 
 
 def _show(code: CodeType) -> str:
@@ -54,11 +56,11 @@ def call_site(frame: FrameType | None = None) -> str:
     frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        shown = _shown.get(code)
-        if shown is None:
-            shown = _shown[code] = _show(code)
-        if shown:
-            return f"{shown}:{frame.f_lineno}"
+        known = _shown.get(id(code))
+        if known is None:
+            known = _shown[id(code)] = _show(code), code
+        if known[0]:
+            return f"{known[0]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
@@ -81,7 +83,7 @@ class Completer:
         self._num_idle = 0
         self._lock = threading.Lock()
 
-    def expect(self, work: PhalanxWork, handle: _core.Pending) -> None:
+    def expect(self, work: PhalanxWork, handle: _core.Work) -> None:
         """Fulfil `work` once `handle` is done."""
         number = next(self._numbers)
         self._works[number] = work
@@ -193,11 +195,14 @@ class PhalanxWork(Work):
 
     # Set on first request: the future of the operation's end, until it is fulfilled, and the future of the result.
     _futures: tuple[list[torch.futures.Future], torch.futures.Future]
+    _settle: Callable[[], None] | None = None
+    _lock: threading.RLock | None = None
+    _num_forks: int
 
     def __init__(
         self,
         handle: Any,
-        wait: Callable[[_core.Pending, float], bool] | None,
+        wait: Callable[[_core.Work, float], bool] | None,
         result: list[torch.Tensor],
         settle: Callable[[], None] | None = None,
         keep: object = None,
@@ -207,13 +212,14 @@ class PhalanxWork(Work):
         self._handle = handle
         self._wait = wait
         self._result = result
-        self._settle = settle
         self._keep = keep
         self._release = release
-        # One lock per work, because a signal handler that interrupts its holder may wait for another work; reentrant,
-        # because the handler may finish this one.
-        self._lock = None if settle is None else threading.RLock()
-        self._num_forks = _num_forks
+        if settle is not None:
+            self._settle = settle
+            # One lock per work, because a signal handler that interrupts its holder may wait for another work;
+            # reentrant, because the handler may finish this one.
+            self._lock = threading.RLock()
+            self._num_forks = _num_forks
 
     def _finish(self) -> None:
         if self._settle is not None and self._lock is not None:

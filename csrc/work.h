@@ -11,12 +11,12 @@
 namespace phalanx {
 
 /// Takes no lock: a fork in another thread could leave one held in the child for ever.
-class Pending {
+class Work {
  public:
-  Pending(Board& board, Op op) : board_(board), op_(op) {}
-  Pending(const Pending&) = delete;
-  Pending& operator=(const Pending&) = delete;
-  virtual ~Pending() {
+  Work(Board& board, Op op) : board_(board), op_(op) {}
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+  virtual ~Work() {
     for (Listener* one = listeners_.load(std::memory_order_acquire); one != nullptr && one != &over_;)
       delete std::exchange(one, one->next);
   }

@@ -21,8 +21,8 @@ class Ranks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
-    """This rank's place in a group on several hosts.
+class Members:
+    """The ranks of a group on several hosts, seen from one of them.
 
     Attributes:
         group: Name of the group in messages.

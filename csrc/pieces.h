@@ -1,0 +1,58 @@
+// A message that lies in several places.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace phalanx {
+
+/// Elements in memory: `count` of `item_bytes` each.
+struct Items {
+  std::uint8_t dtype;
+  std::size_t item_bytes;
+  std::size_t count;
+  std::size_t bytes() const { return item_bytes * count; }
+};
+
+struct Piece {
+  const void* in;
+  void* out;  // may be `in`
+  std::size_t count;
+  bool squared = true;  // counts in the sum of squares
+};
+
+/// The pieces of a message, which is their elements one piece after the other.
+class Pieces {
+ public:
+  void assign(std::span<const Piece> pieces, std::size_t item_bytes) {
+    pieces_ = pieces;
+    item_bytes_ = item_bytes;
+    ends_.clear();
+    for (const Piece& piece : pieces) ends_.push_back(piece.count + (ends_.empty() ? 0 : ends_.back()));
+  }
+
+  /// Call `visit(piece, offset, done, count)` for each piece that overlaps the elements [first, first + count) of the
+  /// message: `count` elements from byte `offset` of the piece on, which come after `done` elements of the range.
+  template <class Visit>
+  void visit(std::size_t first, std::size_t count, Visit&& visit) const {
+    auto p = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), first) - ends_.begin());
+    for (std::size_t done = 0; done < count; ++p) {
+      const Piece& piece = pieces_[p];
+      const std::size_t begin = first + done - (ends_[p] - piece.count);
+      const std::size_t here = std::min(piece.count - begin, count - done);
+      if (here == 0) continue;
+      visit(piece, begin * item_bytes_, done, here);
+      done += here;
+    }
+  }
+
+ private:
+  std::span<const Piece> pieces_;
+  std::size_t item_bytes_ = 1;
+  std::vector<std::size_t> ends_;  // of each piece, in elements of the message
+};
+
+}  // namespace phalanx
