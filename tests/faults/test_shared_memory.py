@@ -78,7 +78,7 @@ def make_a_group_without_memory(rank, world_size, folder):
 
 NEEDS_MEMORY = {
     "large all_reduce": lambda rank: dist.all_reduce(torch.ones(1 << 20)),
-    "large all_gather": lambda rank: dist.all_gather(list(torch.empty(3, 1 << 18)), torch.ones(1 << 18)),
+    "large reduce_scatter": lambda rank: dist.reduce_scatter_tensor(torch.empty(1 << 18), torch.ones(3 << 18)),
     "async": lambda rank: dist.all_reduce(torch.ones(1 << 20), async_op=True).wait(),
     "new_group": lambda rank: dist.new_group([0, 1, 2]),
     "message": lambda rank: dist.send(torch.ones(4), dst=1) if rank == 0 else dist.recv(torch.empty(4), src=0),
