@@ -138,6 +138,7 @@ bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle o
   const bool by_rows = op == Op::kAllToAll;
   if (!ins.read(inputs, num_ins, by_rows)) return false;
   if (inputs.is(outputs)) {
+    if (num_ins != num_outs) return false;
     outs.blocks = ins.blocks;
   } else {
     if (!outs.read(outputs, num_outs, by_rows)) return false;

@@ -188,6 +188,23 @@ def refuse_as_torch_does(rank, world_size):
     return different
 
 
+def give_and_get_in_one_tensor(rank, world_size):
+    comm = phalanx.communicator()
+    tensor = torch.arange(4.0) + 10 * rank
+    for call in (
+        lambda: comm.all_gather(tensor, tensor),
+        lambda: dist.all_gather_into_tensor(tensor, tensor),
+        lambda: comm.reduce_scatter(tensor, tensor),
+        lambda: dist.reduce_scatter_tensor(tensor, tensor),
+    ):
+        with pytest.raises(ValueError, match=r"must hold|elements"):
+            call()
+    assert torch.equal(tensor, torch.arange(4.0) + 10 * rank)
+    comm.all_to_all(tensor, tensor)
+    half = torch.arange(2.0) + 2 * rank
+    assert torch.equal(tensor, torch.cat([half + 10 * r for r in range(2)]))
+
+
 def fail_as_torch_does(rank, world_size):
     comm = phalanx.communicator()
     with pytest.raises(
@@ -235,6 +252,10 @@ def test_it_does_what_torch_distributed_does(run_ranks, world_size):
 def test_it_refuses_what_torch_distributed_refuses_in_the_same_words(run_ranks):
     for [different] in run_ranks(run_all, 2, [refuse_as_torch_does]):
         assert different == []
+
+
+def test_one_tensor_may_be_both_sides_only_where_they_are_of_one_size(run_ranks):
+    run_ranks(give_and_get_in_one_tensor, 2)
 
 
 def test_it_needs_a_group_of_the_backend(run_ranks):

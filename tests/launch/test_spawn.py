@@ -222,6 +222,17 @@ def test_the_other_ranks_are_ended_and_may_clean_up(tmp_path):
     assert (tmp_path / "cleaned").exists()
 
 
+def end_at_once(rank):
+    if rank == 1:
+        os._exit(0)
+    return rank
+
+
+def test_a_rank_that_hands_over_no_result_is_a_failure():
+    with pytest.raises(phalanx.RankError, match=r"rank 1 .*ended without a result: by os\._exit\(0\)"):
+        phalanx.spawn(end_at_once, nprocs=2)
+
+
 def test_an_exit_code_is_a_failure_unless_it_is_zero():
     assert phalanx.spawn(exit_with, (0,), nprocs=2) == [None, None]
     with pytest.raises(phalanx.RankError) as caught:

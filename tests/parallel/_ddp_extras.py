@@ -219,3 +219,26 @@ def join_can_end_all_ranks_early(rank, world_size):
     assert num_steps == 2
     train_step(model, rank)
     assert_grads(model.module, mean_grads(world_size, 0))
+
+
+@behaviour
+def a_hook_that_returns_something_else_is_an_error(rank, world_size):
+    def done(value):
+        future = torch.futures.Future()
+        future.set_result(value)
+        return future
+
+    for returned, message in (
+        (lambda bucket: None, "the communication hook returned None"),
+        (lambda bucket: bucket.buffer(), "returned a tensor of shape"),
+        (lambda bucket: done(None), "holds None"),
+        (lambda bucket: done(bucket.buffer()[:1]), r"made a tensor of shape \[1\]"),
+    ):
+        model = wrap(Net())
+        model.register_comm_hook(returned, lambda state, bucket: state(bucket))
+        with pytest.raises((TypeError, ValueError), match=message):
+            model(batch(rank)).sum().backward()
+    model = wrap(Net())
+    model.register_comm_hook(None, lambda state, bucket: done(torch.ones(1, bucket.buffer().numel())))
+    model(batch(rank)).sum().backward()
+    assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)

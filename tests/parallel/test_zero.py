@@ -280,6 +280,33 @@ def test_ranks_that_cannot_share_say_so_on_every_rank(run_ranks):
         assert f"rank {rank}: parameters cannot be shared: rank 1: cannot map the memory of rank 0" in text
 
 
+def take_other_memory(rank, world_size, share_parameters):
+    models = [build_model(), build_model()]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = torch.optim.SGD(models[0].parameters(), lr=0.5)
+    ours = phalanx.ZeroRedundancyOptimizer(
+        models[1].parameters(), torch.optim.SGD, lr=0.5, share_parameters=share_parameters
+    )
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
+            parameter.grad = torch.ones_like(parameter)
+    plain.step()
+    if share_parameters:
+        with pytest.raises(ValueError, match="was given memory of its own"):
+            ours.step()
+        return
+    for _ in range(2):
+        ours.step()
+    plain.step()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize("share_parameters", [False, True])
+def test_parameters_that_were_given_other_memory_are_stepped(run_ranks, share_parameters):
+    run_ranks(take_other_memory, 2, share_parameters)
+
+
 def test_no_process_group_is_an_error_that_shows_the_call():
     with pytest.raises(ValueError, match=r"phalanx\.init\(\)"):
         phalanx.ZeroRedundancyOptimizer(nn.Linear(1, 1).parameters(), optim.SGD, lr=1.0)

@@ -64,6 +64,12 @@ def test_a_class_or_a_name_instead_of_an_object_is_a_type_error_with_the_right_c
         Arguments().check(**wrong)
 
 
+def test_an_optimizer_that_calls_the_model_itself_is_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match="LBFGS computes the loss several times in a step"):
+        phalanx.Trainer(model, torch.optim.LBFGS(model.parameters()), mean_squares, max_epochs=1)
+
+
 def test_a_loss_without_a_mean_and_an_optimizer_or_schedule_of_another_model_are_refused():
     others = torch.optim.SGD(make_model().parameters(), lr=0.1)
     for wrong, message in (
@@ -230,6 +236,9 @@ def make_mistakes(rank, world_size, folder):
         "none": fit(folder, data="data/train"),
         "not held back": fit(folder, validation=8),
         "few": fit(folder, data=make_data(1)),
+        "clipped on one rank": fit(folder, clip_norm=1.0 if rank else None),
+        "longer on one rank": fit(folder, max_epochs=2 + rank),
+        "judged on one rank": fit(folder, validation=make_data(8) if rank else None),
     }
 
 
@@ -270,6 +279,9 @@ EXPECTED = {
         "validation_data must be a dataset with __getitem__ and __len__, or a loader, got 8; ",
     ),
     "few": ("ValueError", "the dataset has 1 sample, fewer than the 2 ranks, each of which needs at least one"),
+    "clipped on one rank": ("ValueError", "rank 0 and rank 1 would train in different ways: clip_norm None and 1: "),
+    "longer on one rank": ("ValueError", "rank 0 and rank 1 would train in different ways: max_epochs 2 and 3: "),
+    "judged on one rank": ("ValueError", "different ways: validation_data not given and given: make the same"),
 }
 
 

@@ -8,6 +8,8 @@ written, and outputs are written in the order of their list. Gloo does the same 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from phalanx import _core
@@ -71,11 +73,11 @@ class Buffers:
 
     def update(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the memory in which a tensor is read and written."""
-        return tensor if self.are_simple or is_plain(tensor) else self._stand_in(tensor, plain(tensor))
+        return tensor if self.are_simple or is_plain(tensor) else self._stand_in(tensor, plain)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor that is copied back at the end."""
-        return self._stand_in(tensor, plain(tensor).clone())
+        return self._stand_in(tensor, lambda tensor: plain(tensor).clone())
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the memory in which a tensor is written."""
@@ -114,15 +116,16 @@ class Buffers:
             reads = [t.clone() if t is sources[i] and i != stays else t for i, t in enumerate(reads)]
         return (reads, writes), addresses_of(reads), addresses_of(writes)
 
-    def _stand_in(self, tensor: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+    def _stand_in(
+        self, tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         if is_expanded(tensor):
             raise ValueError(
                 f"{self.where()} can't write to a tensor of shape {list(tensor.shape)} and strides "
                 f"{list(tensor.stride())}: more than one of its elements refers to a single memory location; "
                 "pass tensor.clone()"
             )
-        if buffer is None:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype) if copy is None else copy(tensor)
         self._copies.append((tensor, buffer))
         return buffer
 

@@ -192,6 +192,7 @@ class Handle:
         self.points: dict[str, Any] = {}
         self.ended: bool = False
         self.process = process
+        self._has_returned = False
         self._pipe = pipe
         self._stacks = os.path.join(folder, f"stacks_{rank}")
         try:
@@ -231,6 +232,9 @@ class Handle:
             os.killpg(self.outcome.pid, signal.SIGKILL)
         self.outcome.exitcode = self.process.exitcode
         self.outcome.when_s = self.outcome.when_s or time.monotonic()
+        if self.outcome.ok and not self._has_returned:
+            error = RuntimeError("it ended without a result: by os._exit(0), or its descriptors were closed")
+            self.outcome.error, self.outcome.last_words = error, LastWords.of_error(error)
         if not self.outcome.last_words.lines:
             with contextlib.suppress(OSError), open(self._stacks, "rb") as stacks:
                 self.outcome.last_words = read_stderr(stacks.read())
@@ -245,7 +249,7 @@ class Handle:
         if message[0] == "reached":
             self.points[message[1]] = message[2]
         elif message[0] == "returned":
-            self.outcome.value = message[1]
+            self.outcome.value, self._has_returned = message[1], True
         else:
             _, self.outcome.error, self.outcome.last_words, self.outcome.when_s = message
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.grad_bucket import CommHook, GradBucket, tensor_of
+from phalanx.parallel.grad_bucket import CommHook, GradBucket, check_future, tensor_of
 from phalanx.parallel.hosts import HostGroups, share_out
 from phalanx.parallel.layout import num_reals
 
@@ -65,6 +65,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
         future = None
         if groups.across is not None:
             future = hook(hook_state, parts[groups.rail])  # called for an empty part too: hooks count buckets
+            check_future(future)
         crossing.append(
             _Crossing(buffer, [part.buffer() for part in parts], groups.rail, future, _Late(finish, buffer.device))
         )
@@ -104,7 +105,7 @@ class _Crossing:
     def finish(self, groups: HostGroups) -> None:
         """Wait for this rail's part, share all parts on the host, and complete the future."""
         if self._future is not None:
-            mean = tensor_of(self._future)
+            mean = tensor_of(self._future, self._parts[self._rail])
             if mean.data_ptr() != self._parts[self._rail].data_ptr():
                 self._parts[self._rail].copy_(mean)
         share_out(self._parts, groups)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx._tensors import is_one_range
 from phalanx._torch import foreach_mul_
-from phalanx.parallel.grad_bucket import GradBucket, tensor_of
+from phalanx.parallel.grad_bucket import GradBucket, check_future, tensor_of
 from phalanx.parallel.layout import flat, num_reals, shaped, views_of
 
 BoundHook: TypeAlias = Callable[[Any], torch.futures.Future[Any]]
@@ -51,6 +51,7 @@ class Bucket(abc.ABC):
         self._group = group
         self._work: dist.Work | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._hooked: Tensor | None = None  # what the communication hook was given
 
     def _mark(self, marks: Tensor) -> None:
         """Fill `marks`, one element for each parameter: 1 if this rank has a gradient for it, else 0."""
@@ -61,7 +62,9 @@ class Bucket(abc.ABC):
                     marks[i] = 0
 
     def _call(self, hook: BoundHook, buffer: Tensor, gradients: list[Tensor]) -> None:
-        self._future = hook(GradBucket(self.index, buffer, gradients, self.parameters, self.is_last))
+        future = hook(GradBucket(self.index, buffer, gradients, self.parameters, self.is_last))
+        check_future(future)
+        self._future, self._hooked = future, buffer
 
     def _finish(self) -> Tensor | None:
         """Wait for whatever `start` began, and return what a communication hook made of it; None without a hook."""
@@ -69,7 +72,8 @@ class Bucket(abc.ABC):
         self._work, self._future, self.started = None, None, False
         if work is not None:
             work.wait()
-        return None if future is None else tensor_of(future)
+        buffer, self._hooked = self._hooked, None
+        return None if future is None or buffer is None else tensor_of(future, buffer)
 
     @abc.abstractmethod
     def load(self) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 CommHook: TypeAlias = Callable[[Any, Any], torch.futures.Future[Any]]
 """Communication hook, called as ``hook(state, bucket)``."""
+_WHERE = "DistributedDataParallel"
+_RIGHT = "right: a torch.futures.Future of the averaged bucket.buffer(), with as many elements"
 
 
 class GradBucket:
@@ -49,7 +51,40 @@ class GradBucket:
         return self._is_last
 
 
-def tensor_of(future: torch.futures.Future[Any]) -> Tensor:
-    """Wait for a hook's future, and return the tensor that it holds, by itself or in a list."""
+def tensor_of(future: torch.futures.Future[Any], buffer: Tensor) -> Tensor:
+    """Wait for a hook's future, and return the tensor that it holds, by itself or in a list, in the buffer's shape.
+
+    Raises:
+        TypeError: It holds no tensor.
+        ValueError: The tensor has another number of elements than the buffer.
+    """
     value = future.wait()
-    return value[0] if isinstance(value, list | tuple) else value
+    tensor = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{_WHERE}: the future of the communication hook holds {_described(tensor)}; {_RIGHT}")
+    if tensor.is_sparse or buffer.is_sparse:
+        fits = tensor.is_sparse == buffer.is_sparse and tensor.shape == buffer.shape
+    else:
+        fits = tensor.numel() == buffer.numel()
+    if not fits:
+        raise ValueError(
+            f"{_WHERE}: the communication hook made {_described(tensor)} of a buffer of shape {list(buffer.shape)}; "
+            f"{_RIGHT}"
+        )
+    return tensor if tensor.is_sparse else tensor.view_as(buffer)
+
+
+def check_future(returned: Any) -> None:
+    """Refuse what a hook returned if it is no future.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not callable(getattr(returned, "wait", None)):  # torch's own are of another class in C++
+        raise TypeError(f"{_WHERE}: the communication hook returned {_described(returned)}; {_RIGHT}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {'sparse ' * value.is_sparse}tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -66,7 +66,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     Raises:
         RuntimeError: Parameters are to be shared, and the ranks are not on one host.
         TypeError: `optimizer_class` is not a class.
-        ValueError: A parameter to be shared is not on the CPU; or `overlap_with_ddp` is set.
+        ValueError: A parameter to be shared is not on the CPU; `overlap_with_ddp` is set; or the optimizer is LBFGS.
 
     Source: Rajbhandari et al. 2020 (ZeRO).
     """
@@ -92,6 +92,11 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
                 "ZeroRedundancyOptimizer: overlap_with_ddp is not supported; leave it out and call step() after "
                 "backward(), or use torch.distributed.optim.ZeroRedundancyOptimizer, which runs on phalanx too"
             )
+        if issubclass(optimizer_class, optim.LBFGS):
+            raise ValueError(
+                "ZeroRedundancyOptimizer: LBFGS looks at all parameters together, and a rank steps only its shard: use "
+                "torch.optim.LBFGS(model.parameters()) itself"
+            )
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = group_or_world(process_group, "ZeroRedundancyOptimizer")
         group = self.process_group
@@ -105,6 +110,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self._index_of = {p: index for index, p in enumerate(parameters)}  # in the plain optimizer's state
         self._ranges: list[list[Tensor]] = []  # of each buffer, by rank
         self._pieces: list[Piece] = []  # of all ranks, in the same order on each
+        self._homes: list[tuple[nn.Parameter, Tensor]] = []  # each parameter, and its part of a buffer
         self._lay_out(CUT_ELEMS if optimizer_class in _ELEMENTWISE else 0)
         own = [piece for piece in self._pieces if piece.owner == self._rank]  # at most one of each parameter
         self._own = {piece: nn.Parameter(piece.of(piece.parameter)) for piece in own}
@@ -129,6 +135,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
                 )
         for members in by_kind(self._index_of):
             buffer, begins = move_into_buffer(members, group, share=share)
+            self._homes += [(parameter, parameter.detach()) for parameter in members]
             bounds = [0, *cuts(begins, [p.numel() for p in members], self._size, cut), buffer.numel()]
             self._ranges.append([buffer[lo:hi] for lo, hi in itertools.pairwise(bounds)])
             self._pieces += cut_into_pieces(members, begins, bounds)
@@ -154,7 +161,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             The result of `closure`; None without one.
 
         Raises:
-            ValueError: A parameter that is cut has a sparse gradient.
+            ValueError: A parameter that is cut has a sparse gradient; or one that the ranks share was given other
+                memory.
         """
         Join.notify_join_context(self)
         self._consolidated = None
@@ -162,6 +170,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_home()
         self._pass_settings_on()
         for piece, shard in self._own.items():
             shard.grad = piece.gradient()
@@ -172,6 +181,24 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             shard.grad = None
         self._gather()
         return loss
+
+    def _take_home(self) -> None:
+        """Take back parameters that were given other memory, as by ``parameter.data = ...``, with their values.
+
+        Raises:
+            ValueError: The ranks share their memory.
+        """
+        for parameter, home in self._homes:
+            if parameter.data_ptr() == home.data_ptr():
+                continue
+            if self._shared:
+                raise ValueError(
+                    f"rank {dist.get_rank()}: ZeroRedundancyOptimizer.step: a parameter of shape "
+                    f"{list(parameter.shape)} was given memory of its own, and all ranks share one: write into it "
+                    "instead, with parameter.copy_(values) under torch.no_grad()"
+                )
+            home.copy_(parameter)
+            parameter.data = home
 
     def _gather(self) -> None:
         if self._shared:

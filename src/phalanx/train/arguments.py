@@ -30,6 +30,11 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
     _refuse_class("optimizer", optimizer, "{}(model.parameters(), lr=0.1)")
     if not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
         raise _wrong("optimizer", "an optimizer", optimizer, _OPTIMIZER)
+    if isinstance(optimizer, torch.optim.LBFGS) or isinstance(getattr(optimizer, "optim", None), torch.optim.LBFGS):
+        raise ValueError(
+            "Trainer: LBFGS computes the loss several times in a step, and the Trainer once: write the loop yourself, "
+            "with phalanx.DistributedDataParallel and optimizer.step(closure)"
+        )
     _refuse_class("scheduler", scheduler, "{}(optimizer, ...)")
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise _wrong("scheduler", "a schedule", scheduler, "torch.optim.lr_scheduler.LambdaLR(optimizer, function)")

@@ -8,6 +8,7 @@ the next are no facts: how long to train, the number of ranks, how a batch is cu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -59,6 +60,8 @@ _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _MAX_ITEMS = 16  # of a list: a longer one is told by its hash
 _MAX_DEPTH = 4
 _MAX_LINES = 12
+_MAX_NAMED = 4  # differences between ranks
+_MAY_DIFFER = ("folder", "num_workers")  # between ranks: rank 0's folder is everyone's
 
 
 def facts_of(
@@ -95,6 +98,31 @@ def facts_of(
     facts |= {_TORCH: torch.__version__, **_facts_of_modules(module)}
     state = module.state_dict()
     return facts | {f"{_MODEL}{name}": _form_of(value) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def refuse_differences(facts: Facts, settings: Settings, *, evaluates: bool, ranks: RankGroup) -> None:
+    """Refuse ranks that would train in different ways; each compares itself with the others.
+
+    What a script may well do in another way on each rank, such as its training step, is not looked at.
+
+    Raises:
+        ValueError: On every rank.
+    """
+    own = {name: text for name, text in facts.items() if name.startswith(("optimizer", "scheduler"))}
+    own |= {name: _text_of(value) for name, value in dataclasses.asdict(settings).items() if name not in _MAY_DIFFER}
+    own["validation_data"] = "given" if evaluates else "not given"
+    every = ranks.gather(own)
+    rank = next((rank for rank, other in enumerate(every) if other != every[0]), 0)
+    if rank == 0:
+        return
+    first, other = every[0], every[rank]
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    shown = [f"{name} {first.get(name, 'not there')} and {other.get(name, 'not there')}" for name in names[:_MAX_NAMED]]
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    raise ValueError(
+        f"Trainer.fit: rank 0 and rank {rank} would train in different ways: {', '.join(shown)}{more}: make the same "
+        "Trainer, and give it the same kinds of data, on every rank"
+    )
 
 
 def with_data(facts: Facts, data: Any, settings: Settings, ranks: RankGroup) -> Facts:

@@ -24,7 +24,7 @@ from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part
 from phalanx.train.folder_lock import FolderLock
 from phalanx.train.foresight import foresee, refuse_unwritable
-from phalanx.train.identity import Identity, facts_of, with_data
+from phalanx.train.identity import Identity, facts_of, refuse_differences, with_data
 from phalanx.train.judge import Judge
 from phalanx.train.loggers import Logger, Loggers
 from phalanx.train.objective import Objective
@@ -189,6 +189,7 @@ class Trainer:
 
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         s = self.settings
+        refuse_differences(self._facts, s, evaluates=validation_data is not None, ranks=self._ranks)
         check_fit(data, validation_data, s, self._given, is_plateau=self._is_plateau)
         self._feed = open_feed(
             data, s, self._batch_size(), self._ranks, given=self._given,
