@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         PhalanxError,
         RankFailed,
     )
+    from phalanx._memory import tune_process
     from phalanx._plugin import install_as_default
     from phalanx.backend._communicator import Communicator, communicator
     from phalanx.data import (
@@ -93,6 +94,7 @@ __all__ = [
     "spawn",
     "testing",
     "train",
+    "tune_process",
 ]
 
 _PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
@@ -133,6 +135,7 @@ _EXPORTS = {
     "Communicator": "phalanx.backend._communicator",
     "communicator": "phalanx.backend._communicator",
     "install_as_default": "phalanx._plugin",
+    "tune_process": "phalanx._memory",
 }
 
 

@@ -29,8 +29,14 @@ def install_as_default() -> None:
 
 
 def autoload() -> None:
-    """Register at ``import torch``; a failure is told and forgotten, since it must not break the import."""
+    """Register at ``import torch``; a failure is told and forgotten, since it must not break the import.
+
+    A rank that was executed, and not forked, also learns here what to do about freed memory.
+    """
+    from phalanx._memory import obey_launcher
+
     try:
+        obey_launcher()
         register()
     except Exception as error:
         import warnings
