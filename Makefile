@@ -4,6 +4,7 @@
 # make slow   the tests of the benchmarks, the exam, the model; random faults; the core's own tests, sanitized
 # make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
 # make bench-ddp  what data parallel training costs over a step without communication
+# make bench-step  what a step takes under plain python, torchrun and phalanx run
 # make bench-trainer  what the Trainer adds to a step of a loop by hand
 # make bench-checkpoint  what saving and snapshots cost the training, against memcpy and torch.save
 # make bench-hosts  collectives between hosts, which are namespaces of this machine; as root
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
 
-.PHONY: demo test cluster slow check lint bench bench-ddp bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: demo test cluster slow check lint bench bench-ddp bench-step bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -51,6 +52,9 @@ bench: $(VENV)/built
 
 bench-ddp: $(VENV)/built
 	$(BIN)/python -m bench.ddp
+
+bench-step: $(VENV)/built
+	$(BIN)/python -m bench.step
 
 bench-trainer: $(VENV)/built
 	$(BIN)/python -m bench.trainer

@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -15,7 +16,9 @@
 #include <system_error>
 #include <utility>
 
+#include "blocks.h"
 #include "digest.h"
+#include "keeper.h"
 #include "python.h"
 #include "python_failures.h"
 #include "tensors.h"
@@ -201,6 +204,31 @@ void bind_group(nb::module_& m) {
   });
 }
 
+void bind_memory(nb::module_& m) {
+  // Addresses stand for blocks: for tests, a process has one pool of its own.
+  nb::class_<Blocks>(m, "Blocks")
+      .def(nb::init<std::size_t, bool>(), nb::arg("reach"), nb::arg("huge_pages"))
+      .def("take", [](Blocks& self, std::size_t bytes) { return reinterpret_cast<Address>(self.take(bytes)); })
+      .def("put", [](Blocks& self, Address block) { self.put(pointer(block)); })
+      .def("growth", &Blocks::growth)
+      .def("next_window", &Blocks::next_window)
+      .def("trim", &Blocks::trim)
+      .def_prop_ro("resident", &Blocks::resident)
+      .def_prop_ro("kept", &Blocks::kept);
+  // Each limit: its bytes, the file that says what is used, the file of statistics, the line with the cache.
+  using Limits = std::vector<std::tuple<std::uint64_t, std::string, std::string, std::string>>;
+  m.def("keep_blocks", [](std::uint64_t reach, bool huge_pages, const Limits& limits) {
+    std::vector<Limit> known;
+    for (const auto& [bytes, used, stat, cache] : limits) known.push_back({bytes, used, stat, cache});
+    return keep_blocks(reach, huge_pages, std::move(known));
+  }, nb::arg("reach"), nb::arg("huge_pages"), nb::arg("limits"));
+  m.def("kept", [] {
+    const Kept found = kept();
+    return nb::make_tuple(found.keeps, found.why, found.resident, found.unused);
+  }, "Whether blocks are kept, why no longer, the resident bytes of the pool, and those of them that nobody uses.");
+  m.def("trim_kept", &trim_kept, nb::call_guard<nb::gil_scoped_release>());
+}
+
 }  // namespace
 }  // namespace phalanx
 
@@ -252,6 +280,7 @@ NB_MODULE(_core, m) {
     }
     return nb::bytes(found.data(), found.size() * sizeof(Digest));
   }, nb::arg("pieces"), nb::arg("sizes"), nb::arg("num_threads"), "16 bytes of each piece, one after the other.");
+  bind_memory(m);
   bind_segment(m);
   bind_handles(m);
   bind_group(m);

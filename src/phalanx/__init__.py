@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         PhalanxError,
         RankFailed,
     )
+    from phalanx._memory import tune_process
     from phalanx._plugin import install_as_default
     from phalanx.backend._communicator import Communicator, communicator
     from phalanx.data import (
@@ -93,6 +94,7 @@ __all__ = [
     "spawn",
     "testing",
     "train",
+    "tune_process",
 ]
 
 _PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
@@ -111,6 +113,7 @@ _EXPORTS = {
         "train.trainer": "Trainer",
         "backend._communicator": "Communicator communicator",
         "_plugin": "install_as_default",
+        "_memory": "tune_process",
     }.items()
     for name in names.split()
 }

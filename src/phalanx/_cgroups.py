@@ -69,19 +69,39 @@ def host_memory(root: str = "/") -> Memory:
     return Memory(total, total - sizes.get("MemAvailable", sizes.get("MemFree", 0)))
 
 
-def cgroup_memory(root: str = "/") -> list[Memory]:
-    """Return the memory of each cgroup above us that has a limit."""
+class Gauge(NamedTuple):
+    """Where the kernel says how much memory a cgroup uses; its limit was read once."""
+
+    limit_bytes: int
+    folder: str
+    used_name: str
+    cache_name: str
+
+    def read(self) -> Memory:
+        used = _number(self.folder, self.used_name) or 0
+        cache = read_numbers(self.folder, "memory.stat").get(self.cache_name, 0)
+        return Memory(self.limit_bytes, max(used - cache, 0))
+
+
+def memory_gauges(root: str = "/") -> list[Gauge]:
+    """Return the gauge of each cgroup above us that has a limit."""
     found = []
     for folder in folders("memory", root):
         for limit_name, used_name, cache_name in _MEMORY_FILES:
-            fields = read_numbers(folder, "memory.stat")
             # Version 1 also reports limits further up than we can see.
-            limits = [_number(folder, limit_name), fields.get("hierarchical_memory_limit")]
+            limits = [
+                _number(folder, limit_name),
+                read_numbers(folder, "memory.stat").get("hierarchical_memory_limit"),
+            ]
             limit = min((number for number in limits if number is not None), default=_NO_LIMIT_BYTES)
-            used = _number(folder, used_name)
-            if limit < _NO_LIMIT_BYTES and used is not None:
-                found.append(Memory(limit, max(used - fields.get(cache_name, 0), 0)))
+            if limit < _NO_LIMIT_BYTES and _number(folder, used_name) is not None:
+                found.append(Gauge(limit, folder, used_name, cache_name))
     return found
+
+
+def cgroup_memory(root: str = "/") -> list[Memory]:
+    """Return the memory of each cgroup above us that has a limit."""
+    return [gauge.read() for gauge in memory_gauges(root)]
 
 
 def count_oom_kills(root: str = "/") -> int:

@@ -106,20 +106,30 @@ def seconds(name: str, timeout: timedelta | float) -> float:
 
 # The flags of ``phalanx run``, which reads these variables itself.
 _FLAGS = """
-    DRY_RUN LOCAL_ADDR LOCAL_RANKS_FILTER LOG_DIR MASTER_ADDR MASTER_PORT MAX_RESTARTS MODULE MONITOR_INTERVAL NNODES
-    NODE_RANK NO_PIN NO_PRELOAD NO_PYTHON NO_USE_ENV NPROC_PER_NODE RDZV_BACKEND RDZV_CONF RDZV_ENDPOINT RDZV_ID
+    DRY_RUN LOCAL_ADDR LOCAL_RANKS_FILTER LOG_DIR MASTER_ADDR MASTER_PORT MAX_RESTARTS MEMORY MODULE MONITOR_INTERVAL
+    NNODES NODE_RANK NO_PIN NO_PRELOAD NO_PYTHON NO_USE_ENV NPROC_PER_NODE RDZV_BACKEND RDZV_CONF RDZV_ENDPOINT RDZV_ID
     REDIRECTS REGROW_AFTER ROLE SHUTDOWN_TIMEOUT SIGNALS_TO_HANDLE STANDALONE START_METHOD TEE USE_ENV
 """
 SNAPSHOT_VARIABLE = "PHALANX_SNAPSHOTS"
 """Set by ``phalanx run`` for its ranks: the file in which they keep snapshots of their state."""
 LAUNCH_VARIABLE = "PHALANX_LAUNCH"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the facts of the launch, see `_launched`."""
+MEMORY_VARIABLE = "PHALANX_MEMORY"
+"""What `phalanx.spawn` reads of the flags of ``phalanx run``: whether ranks keep the memory that they free."""
+ALLOCATION_VARIABLE = "PHALANX_ALLOCATION"
+"""Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they are to do about freed memory."""
 FOLDER_VARIABLE = "PHALANX_RUN_FOLDER"
 """Folder in which a `Trainer` keeps its run, in place of the one that it was given."""
 PREEMPTED_CODE = 75
 """Exit code of a rank that saved its state after it was preempted: EX_TEMPFAIL, try again later."""
 LAUNCH_VARIABLES = frozenset(
-    (SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, FOLDER_VARIABLE, *(f"PHALANX_{flag}" for flag in _FLAGS.split()))
+    (
+        SNAPSHOT_VARIABLE,
+        LAUNCH_VARIABLE,
+        ALLOCATION_VARIABLE,
+        FOLDER_VARIABLE,
+        *(f"PHALANX_{flag}" for flag in _FLAGS.split()),
+    )
 )
 
 

@@ -29,9 +29,15 @@ def install_as_default() -> None:
 
 
 def autoload() -> None:
-    """Register at ``import torch``; a failure becomes a warning, because it must not break the import."""
+    """Register at ``import torch``; a failure becomes a warning, because it must not break the import.
+
+    A rank that was executed, and not forked, also learns here what to do about freed memory.
+    """
     try:
+        from phalanx._memory import obey_launcher
+
         register()
+        obey_launcher()
     except Exception as error:
         import warnings
 

@@ -39,7 +39,9 @@ def test_one_host_alone_is_examined_with_every_engine():
     topics = {finding["topic"]: finding for finding in told["findings"]}
     problems = [finding for finding in told["findings"] if finding["level"] == "problem"]
     assert done.returncode == told["exit_code"] == int(bool(problems)), problems
-    assert {"memory", "limits", "shared memory", "/dev/shm", "CPUs", "NUMA", "threads", "GPU"} <= set(topics)
+    assert {"memory", "freed memory", "limits", "shared memory", "/dev/shm", "CPUs", "NUMA", "threads", "GPU"} <= set(
+        topics
+    )
     assert {"network", "own name", "versions"} <= set(topics)
     engines = {f["facts"]["engine"]: f["facts"] for f in told["findings"] if f["topic"] == "all_reduce"}
     assert {"phalanx", "gloo"} <= set(engines)

@@ -88,6 +88,22 @@ def test_a_limit_of_cgroup_v1_counts_and_its_largest_number_is_none(lay_out, lim
     assert level_of(limits.examine_memory(1, root)) == level
 
 
+@pytest.mark.parametrize(
+    ("mode", "environ", "level", "said"),
+    [
+        ("always [madvise] never", {}, "ok", "kept, huge pages"),
+        ("always madvise [never]", {}, "note", "huge pages are never"),
+        ("always [madvise] never", {"MALLOC_ARENA_MAX": "1"}, "note", "MALLOC_ARENA_MAX is set"),
+    ],
+)
+def test_what_becomes_of_freed_memory_is_told(lay_out, mode, environ, level, said):
+    root = lay_out(proc__meminfo=meminfo(16 * GIB, 8 * GIB), sys__kernel__mm__transparent_hugepage__enabled=mode)
+    (finding,) = limits.examine_freed_memory(2, environ, root)
+    assert finding.level == level
+    assert said in finding.found
+    assert bool(finding.todo) == (level == "note")
+
+
 # ---------------------------------------------------------------- limits
 
 

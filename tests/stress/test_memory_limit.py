@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
 import sys
 import textwrap
-import time
-from pathlib import Path
 
-import pytest
+from tests.limited import run_limited
 
 LIMIT_BYTES = 1536 << 20
 LIMIT_S = 120
@@ -40,39 +35,10 @@ dist.barrier()
 """
 
 
-@contextlib.contextmanager
-def limited_cgroup():
-    """Make a cgroup of version 2 or 1 with a limit, or skip; yield its folder."""
-    v2, v1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
-    controllers = v2 / "cgroup.subtree_control"
-    has_v2 = controllers.exists() and "memory" in controllers.read_text().split()
-    folder = (v2 if has_v2 else v1) / f"phalanx-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-        limit = folder / ("memory.max" if has_v2 else "memory.limit_in_bytes")
-        limit.write_text(str(LIMIT_BYTES))
-    except OSError as error:
-        pytest.skip(f"no cgroup with a limit of memory can be made here: {error}")
-    try:
-        yield folder
-    finally:
-        deadline = time.monotonic() + 10
-        while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        folder.rmdir()
-
-
 def test_a_job_that_its_cgroup_kills_goes_on_without_snapshots(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
     command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", "3", "train.py"]
-    with limited_cgroup() as folder:
-        done = subprocess.run(
-            ["sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$@"', "sh", *command],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+    done = run_limited(command, LIMIT_BYTES, tmp_path, LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no more snapshots in memory are taken") == 1
     assert "restart 1 of 3" in done.stderr

@@ -140,6 +140,7 @@ def _examine_host(role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
     machine = read_machine()
     tests: dict[str, Callable[[], list[Finding]]] = {
         "memory": lambda: limits.examine_memory(num_ranks),
+        "freed memory": lambda: limits.examine_freed_memory(num_ranks, environ),
         "limits": lambda: limits.examine_limits(
             num_ranks, world_size, limits.read_limits(), num_threads=limits.count_threads()
         ),

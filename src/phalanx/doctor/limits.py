@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx import _cgroups
+from phalanx._memory import choose, huge_pages
 from phalanx._text import in_units
 from phalanx.doctor.finding import Finding, note, ok, problem, warning
 
@@ -61,6 +62,19 @@ def examine_memory(num_ranks: int, root: str = "/") -> list[Finding]:
     if available < _RANK_BYTES * num_ranks:
         return [warning("memory", f"{found}: little for {num_ranks} ranks", todo, **facts)]
     return [ok("memory", found, **facts)]
+
+
+def examine_freed_memory(num_ranks: int, environ: Mapping[str, str], root: str = "/") -> list[Finding]:
+    """Say whether ranks would keep the memory that they free, and in huge pages."""
+    policy = choose(environ, num_ranks=num_ranks, root=root)
+    facts = {"keeps": policy.keeps, "huge_pages": policy.huge_pages}
+    if policy.huge_pages:
+        return [ok("freed memory", str(policy), **facts)]
+    if policy.keeps:
+        todo = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; steps may then be faster"
+        mode = huge_pages(root) or "not there"
+        return [note("freed memory", f"kept, in small pages: the kernel's huge pages are {mode}", todo, **facts)]
+    return [note("freed memory", str(policy), "steps are slower without; see --memory in phalanx run --help", **facts)]
 
 
 def examine_limits(

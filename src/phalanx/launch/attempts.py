@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from phalanx._cgroups import count_oom_kills
+from phalanx._memory import MemoryPolicy
 from phalanx._snapshots import announce_restart, common_heads, forbid
 from phalanx._text import counted
 from phalanx.launch.causes import is_victim
@@ -65,7 +66,11 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
         say_failure(ranks, culprit)
         if count_oom_kills() > num_oom_kills:
             forbid(ranks.snapshots_fd)
-            ranks.say("the kernel has killed for want of memory: no more snapshots in memory are taken")
+            ranks.memory = MemoryPolicy(why="the kernel has killed for want of memory")
+            ranks.say(
+                "the kernel has killed for want of memory: no more snapshots in memory are taken, and freed memory is "
+                "not kept"
+            )
         for step in steps:
             ranks.say(step)
 

@@ -25,6 +25,8 @@ def shared_environment(inherited: Mapping[str, str], *, num_threads: int) -> dic
     code leaves the stacks of Python's threads.
     """
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    # Of a launch around this one; this one tells each rank.
+    inherited = {name: value for name, value in inherited.items() if name != _env.ALLOCATION_VARIABLE}
     return {**defaults, **thread_environment(inherited, num_threads=num_threads)}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import is_service_link
+from phalanx._memory import CHOICES
 
 RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"
 _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # nobody can handle them
@@ -230,6 +231,14 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Beyond torchrun": (
         Flag("no-preload", "import torch in each rank, instead of once for all", _switch),
         Flag("no-pin", "let ranks run on any CPU", _switch),
+        Flag(
+            "memory",
+            "what becomes of memory that a rank frees. auto: kept for the next step, in huge pages, while memory is "
+            "plentiful; default: as the C library does it",
+            _choice(*CHOICES),
+            "auto|default",
+            "auto",
+        ),
         Flag(
             "regrow-after",
             "seconds with fewer than MAX ranks after which the job restarts with MAX, at the next snapshot; 0: never",

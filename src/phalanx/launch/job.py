@@ -6,6 +6,7 @@ import dataclasses
 import signal
 from collections.abc import Callable, Mapping
 
+from phalanx._memory import MemoryPolicy
 from phalanx.launch.cpus import Division
 
 
@@ -18,6 +19,7 @@ class Job:
         preload: Whether ranks are forked from one process that has imported torch; otherwise each is started anew.
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
         divide: Function that divides threads and CPUs among a number of local ranks.
+        memory: What ranks do about memory that they free.
         num_local_ranks: Number of ranks on this node.
         min_local_ranks: Smallest number of ranks to go on with when some can't be restarted.
         regrow_after_s: Seconds with fewer ranks after which all are tried again; 0: never.
@@ -44,6 +46,7 @@ class Job:
 
     command: tuple[str, ...]
     divide: Callable[[int], Division]
+    memory: MemoryPolicy = dataclasses.field(default_factory=MemoryPolicy)
     preload: bool = True
     local_rank_argument: bool = False
     num_local_ranks: int = 1
@@ -79,8 +82,8 @@ class Job:
 
     @property
     def note(self) -> str:
-        """One line that says how many ranks there are, and how threads and CPUs were divided."""
-        note = self.divide(self.num_local_ranks).note
+        """One line that says how many ranks there are, how threads and CPUs were divided, and memory is treated."""
+        note = f"{self.divide(self.num_local_ranks).note}; memory {self.memory}"
         if self.min_local_ranks == self.num_local_ranks:
             return note
         return f"{note}; {self.min_local_ranks} at least{'' if self.max_restarts else ', but --max-restarts is 0'}"

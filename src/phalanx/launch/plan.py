@@ -13,6 +13,7 @@ from typing import Any
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import did_you_mean
+from phalanx._memory import choose
 from phalanx._text import counted, format_ranges
 from phalanx.launch.cpus import Machine, count_gpus, divide, has_module, read_machine, torch_uses_gpus
 from phalanx.launch.flags import Flag, Setting, read_flags
@@ -81,6 +82,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         divide=functools.partial(
             divide, machine=machine, pin=not value["no-pin"], omp_num_threads=environ.get("OMP_NUM_THREADS", "")
         ),
+        memory=choose(environ, wanted=value["memory"], num_ranks=num_ranks),
         role=value["role"],
         local_addr=value["local-addr"],
         max_restarts=value["max-restarts"],

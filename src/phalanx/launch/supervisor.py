@@ -15,6 +15,7 @@ from functools import partial
 
 from phalanx import _env
 from phalanx._launched import Notes
+from phalanx._memory import of_rank
 from phalanx._text import counted
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
@@ -45,6 +46,7 @@ class Supervisor:
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._job = job
         self._folder = folder
+        self.memory = job.memory  # what the ranks of the next attempt do about freed memory
         self._out, self._err = (Screen(fd, self._is_ending, self._lose_reader) for fd in (_STDOUT, _STDERR))
         if self._out.is_terminal and self._err.is_terminal:
             self._err = self._out  # one cursor, so one account of where it stands
@@ -168,7 +170,7 @@ class Supervisor:
         for local_rank, rank in enumerate(self._ranks):
             error_file = os.path.abspath(os.path.join(rank.folder, "error.json"))
             environ = rank_environment(attempt, local_rank, error_file)
-            environ |= attempt.launch("phalanx run", self._notes.path, local_rank)
+            environ |= attempt.launch("phalanx run", self._notes.path, local_rank) | of_rank(self.memory)
             self._start_rank(rank, local_rank, environ, shares[local_rank])
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
         self.began_s = time.monotonic()

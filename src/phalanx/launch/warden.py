@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
+from phalanx._memory import obey_launcher
 from phalanx.launch.packets import MAX_PACKET_BYTES
 
 FD_VARIABLE = "PHALANX_WARDEN_FD"
@@ -296,6 +297,8 @@ def _hides_modules_of_the_script(loaded_before: Collection[str]) -> bool:
 
 def _go_on(packet: Mapping[str, Any]) -> None:
     """Undo what a rank shares with its siblings only because it was forked."""
+    if "torch" in sys.modules:
+        obey_launcher()
     # The script's namespace must not be among what the collector passes by: it holds all that the script holds.
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)

@@ -19,6 +19,7 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._last_words import LastWords
+from phalanx._memory import MemoryPolicy, obey_launcher, of_rank
 from phalanx.launch.environment import Attempt, rank_environment
 from phalanx.launch.warden import die_with_parent
 
@@ -33,6 +34,7 @@ class Assignment:
         folder: Private to the group.
         notes: File in which the parent notes the ranks that have ended.
         environ: Environment of every rank, beside the variables from `attempt`.
+        memory: What ranks do about memory that they free.
         start_method: Start method for processes of a rank, such as a data loader's workers: that of the parent.
     """
 
@@ -41,6 +43,7 @@ class Assignment:
     attempt: Attempt
     notes: str
     environ: dict[str, str]
+    memory: MemoryPolicy
     cpus: set[int]
     num_threads: int
     start_method: str
@@ -187,7 +190,8 @@ def _settle(rank: int, assignment: Assignment) -> None:
     faulthandler.enable(stacks, all_threads=True)
     own = rank_environment(assignment.attempt, rank, os.path.join(assignment.folder, f"error_{rank}.json"))
     launch = assignment.attempt.launch("phalanx.spawn", assignment.notes, rank)
-    _env.replace_all({**assignment.environ, **own, **launch})
+    _env.replace_all({**assignment.environ, **own, **launch, **of_rank(assignment.memory)})
+    obey_launcher()
     # Not the server's own, whose children import all.
     multiprocessing.set_start_method(assignment.start_method, force=True)
     for stream in (sys.stdout, sys.stderr):

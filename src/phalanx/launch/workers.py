@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver
 from typing import Any
 
+from phalanx import _env
 from phalanx._last_words import LastWords
 from phalanx._launched import Notes
+from phalanx._memory import choose
 from phalanx._sockets import keep_paths_short
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import Attempt
@@ -86,6 +88,7 @@ class Workers:
             attempt=Attempt(world_size=num_ranks, num_local_ranks=num_ranks, master_port=self._port.port),
             notes=self._notes.path,
             environ=dict(environ),
+            memory=choose(environ, wanted=environ.get(_env.MEMORY_VARIABLE, "auto"), num_ranks=num_ranks),
             cpus=os.sched_getaffinity(0),
             num_threads=num_threads,
             start_method=multiprocessing.get_start_method(allow_none=True)

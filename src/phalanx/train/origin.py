@@ -17,6 +17,7 @@ from torch import nn
 
 import phalanx
 from phalanx import _env, checkpoint
+from phalanx._memory import in_force
 from phalanx._rank_group import RankGroup
 from phalanx.launch.notes import run_logs
 
@@ -41,6 +42,7 @@ def describe_origin(
         "optimizer": _describe(optimizer),
         "hosts": ", ".join(hosts),
         "versions": f"phalanx {phalanx.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "freed memory": str(in_force()),
         "logs": os.path.relpath(logs, folder) if (logs := run_logs()) else "",
     }
     return {name: value for name, value in origin.items() if value}

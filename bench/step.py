@@ -1,0 +1,168 @@
+"""``python -m bench.step``: what a training step takes under plain python, torchrun and ``phalanx run``.
+
+One rank with one thread and without communication, then two ranks: torchrun with torch's DistributedDataParallel on
+Gloo, torchrun and ``phalanx run`` with phalanx's on phalanx. Each turn is a process of its own, since what differs is
+how the process treats its memory; the launchers take turns, so that whatever else the machine does meets all of them.
+Beside the times stands the most memory that a rank has had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.report import machine_facts
+from bench.step_models import CASES
+
+_OURS = "phalanx run"
+_FASTER = ("MLP of 17 M", "large CNN", "small GPT")  # where page faults are a large part of the step
+_LEAST_ANYWHERE, _MOST_MEMORY = 0.99, 1.15
+_STEP_LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to start ranks that train."""
+
+    name: str
+    launcher: Sequence[str]
+    options: Sequence[str] = ()
+    least: float = 1.0  # how many times as long as ours a step of the cases in `_FASTER` is to take
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One turn: the median time of a step on the slowest rank, and the most memory of a rank."""
+
+    step_s: float
+    peak_mib: float
+
+
+def _variants(num_ranks: int) -> list[Variant]:
+    number = ("--nproc-per-node", str(num_ranks))
+    beside = os.path.join(os.path.dirname(sys.executable), "torchrun")
+    torchrun = (beside if os.path.exists(beside) else shutil.which("torchrun") or beside, "--standalone", *number)
+    ours = (sys.executable, "-m", "phalanx", "run", *number)
+    if num_ranks == 1:
+        return [
+            Variant("python", (sys.executable,), least=1.3),
+            Variant("torchrun", torchrun, least=1.3),
+            Variant(_OURS, ours),
+        ]
+    on_phalanx = ("--backend", "phalanx", "--ddp", "phalanx")
+    return [
+        Variant("torchrun, torch DDP on Gloo", torchrun, ("--backend", "gloo", "--ddp", "torch"), 1.3),
+        Variant("torchrun, phalanx DDP on phalanx", torchrun, on_phalanx, 1.15),
+        Variant(_OURS, ours, on_phalanx),
+    ]
+
+
+def _turn(variant: Variant, case: str, num_steps: int) -> Sample:
+    """Run a job and return what its ranks have left."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
+        module = ("-m", "bench.step_worker", "--case", case, "--steps", str(num_steps), "--out", folder)
+        command = [*variant.launcher, *module, *variant.options]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PHALANX_LOG_DIR": folder}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_STEP_LIMIT_S, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("rank_*.json")]
+    return Sample(
+        max(statistics.median(rank["seconds"]) for rank in ranks), max(float(rank["peak_mib"]) for rank in ranks)
+    )
+
+
+def measure(case: str, num_ranks: int, rounds: int, scale: float) -> dict[str, list[Sample]]:
+    """Return the samples of every variant; every second round goes backwards, which cancels a steady drift."""
+    variants = _variants(num_ranks)
+    num_steps = max(2, round(CASES[case].num_steps * scale))
+    samples: dict[str, list[Sample]] = {variant.name: [] for variant in variants}
+    for number in range(rounds):
+        for variant in variants[:: -1 if number % 2 else 1]:
+            samples[variant.name].append(_turn(variant, case, num_steps))
+    return samples
+
+
+def speedup(samples: dict[str, list[Sample]], over: str) -> float:
+    """Return the median over the rounds of the other's time in ours."""
+    pairs = zip(samples[over], samples[_OURS], strict=True)
+    return statistics.median(theirs.step_s / ours.step_s for theirs, ours in pairs)
+
+
+def _memory(samples: Sequence[Sample]) -> float:
+    return statistics.median(sample.peak_mib for sample in samples)
+
+
+def verdicts(case: str, num_ranks: int, samples: dict[str, list[Sample]]) -> list[tuple[bool, str]]:
+    """Return for each target whether it was reached, and what was measured."""
+    found = []
+    for variant in _variants(num_ranks):
+        if variant.name == _OURS:
+            continue
+        least = variant.least if case in _FASTER else _LEAST_ANYWHERE
+        if num_ranks == 1 or case in _FASTER:
+            ratio = speedup(samples, variant.name)
+            found.append((ratio >= least, f"{case}, {num_ranks}: {ratio:.2f}x {variant.name} (at least {least})"))
+    # The last of the others differs from ours in the launcher alone.
+    like = _variants(num_ranks)[-2].name
+    memory = _memory(samples[_OURS]) / _memory(samples[like])
+    text = f"{case}, {num_ranks}: {memory:.2f} of the memory of {like} (at most {_MOST_MEMORY})"
+    return [*found, (memory <= _MOST_MEMORY, text)]
+
+
+def _print_samples(console: Console, case: str, num_ranks: int, samples: dict[str, list[Sample]]) -> None:
+    title = f"{case}, {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    table = Table("", "step", "spread", "phalanx run is", "peak memory", title=title, title_justify="left")
+    for name, turns in samples.items():
+        times = [sample.step_s * 1e3 for sample in turns]
+        ratio = f"{speedup(samples, name):.2f}x" if name != _OURS else ""
+        spread = f"{min(times):.1f} to {max(times):.1f}"
+        table.add_row(name, f"{statistics.median(times):.1f} ms", spread, ratio, f"{_memory(turns):.0f} MiB")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each launcher (default 5)")
+    parser.add_argument("--only", default=",".join(CASES), help="models to measure, separated by commas")
+    parser.add_argument("--ranks", default="1,2", help="numbers of ranks (default 1,2)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of steps in a turn")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for step.json")
+    given = parser.parse_args()
+    names = [name.strip() for name in given.only.split(",")]
+    for name in names:
+        if name not in CASES:
+            parser.error(f"--only takes {', '.join(CASES)}; got {name}")
+    console = Console(width=110, highlight=False)
+    found, judged = {}, []
+    for name in names:
+        for num_ranks in map(int, given.ranks.split(",")):
+            if num_ranks > 1 and CASES[name].optimizer is None:
+                continue  # nothing to average
+            samples = measure(name, num_ranks, given.rounds, given.scale)
+            _print_samples(console, name, num_ranks, samples)
+            found[f"{name}, {num_ranks}"] = {
+                variant: [vars(sample) for sample in turns] for variant, turns in samples.items()
+            }
+            judged += verdicts(name, num_ranks, samples)
+    for reached, text in judged:
+        print(f"{'reached' if reached else 'missed ':8} {text}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    record = {"facts": machine_facts(""), "samples": found, "verdicts": judged}
+    (given.out / "step.json").write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Whether this process keeps the large blocks that torch frees: decided once, told in a few words.
+
+The core does it (``csrc/keeper.h``): a block of a tensor comes from a pool and goes back to it, so the next step finds
+its pages there. The pool gives back what has lain unused, and everything once a limit of memory comes near.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+
+from phalanx import _env
+from phalanx._cgroups import cgroup_memory, host_memory, memory_gauges, read
+from phalanx._text import in_units
+
+CHOICES = ("auto", "default")
+_LEAST_BYTES = 1 << 30  # of each rank: with less, what is kept would be given back all the time
+_LEAST_SHARE = 8  # less than this part of a limit is too near it, see Room in csrc/keeper.cpp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPolicy:
+    """What becomes of the large blocks of memory that torch frees in a process.
+
+    Attributes:
+        keeps: Whether they are kept and reused while memory is plentiful; otherwise they go back to the system.
+        huge_pages: Whether they lie in huge pages.
+        why: Reason for whatever is not done; empty if all is.
+    """
+
+    keeps: bool = False
+    huge_pages: bool = False
+    why: str = ""
+
+    def __str__(self) -> str:
+        if not self.keeps:
+            return f"not kept ({self.why})" if self.why else "not kept"
+        return "kept, huge pages" if self.huge_pages else f"kept ({self.why})"
+
+
+_in_force: MemoryPolicy | None = None  # as this process began; the core may have ended it
+
+
+def choose(environ: Mapping[str, str], *, wanted: str = "auto", num_ranks: int = 1, root: str = "/") -> MemoryPolicy:
+    """Return the policy for `num_ranks` ranks on this host.
+
+    Args:
+        environ: Environment of the ranks.
+        wanted: One of `CHOICES`.
+    """
+    if wanted == "default":
+        return MemoryPolicy(why="--memory default")
+    if other := _foreign_allocator():
+        return MemoryPolicy(why=f"{other} is left alone")
+    if name := _set_by_user(environ):
+        return MemoryPolicy(why=f"{name} is set")
+    limits = [memory for memory in (host_memory(root), *cgroup_memory(root)) if memory.limit_bytes]
+    for memory in limits:
+        if memory.left_bytes < memory.limit_bytes // _LEAST_SHARE:
+            return MemoryPolicy(why=f"{in_units(memory.left_bytes)} of {in_units(memory.limit_bytes)} left")
+    least = min((memory.left_bytes // num_ranks for memory in limits), default=_LEAST_BYTES)
+    if least < _LEAST_BYTES:
+        return MemoryPolicy(why=f"{in_units(least)} left{' for each rank' if num_ranks > 1 else ''}")
+    if huge_pages(root) not in ("madvise", "always"):
+        return MemoryPolicy(keeps=True, why="huge pages are off")
+    return MemoryPolicy(keeps=True, huge_pages=True)
+
+
+def huge_pages(root: str = "/") -> str:
+    """Return the kernel's setting of transparent huge pages: ``always``, ``madvise``, ``never``, or nothing."""
+    words = read(root, "sys/kernel/mm/transparent_hugepage/enabled").split()
+    return next((word.strip("[]") for word in words if word.startswith("[")), "")
+
+
+def _set_by_user(environ: Mapping[str, str]) -> str:
+    """Return the name of a variable by which the user has arranged the allocator; empty if there is none."""
+    names = [name for name in ("GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE") if environ.get(name)]
+    names += sorted(name for name, value in environ.items() if value and name.startswith("MALLOC_"))
+    return names[0] if names else ""
+
+
+def _foreign_allocator() -> str:
+    """Return the name of what this process allocates with, if that is not glibc's malloc; empty if it is."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return "a C library other than glibc"
+    malloc, glibc = (_file_of(getattr(libc, name)) for name in ("malloc", "gnu_get_libc_version"))
+    return "" if malloc == glibc else os.path.basename(malloc)
+
+
+def _file_of(function: object) -> str:
+    """Return the file in which a native function of this process lies."""
+    address = ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+    for line in read("/proc/self", "maps").splitlines():
+        bounds, _, rest = line.partition(" ")
+        begin, end = (int(bound, 16) for bound in bounds.split("-"))
+        if begin <= address < end:
+            return rest.rpartition(" ")[2]
+    return ""
+
+
+def _apply(policy: MemoryPolicy) -> MemoryPolicy:
+    """Put `policy` into force in this process, and return what could be."""
+    global _in_force
+    if policy.keeps:
+        from phalanx import _core  # not for the supervisor, which only chooses
+
+        limits = [
+            (gauge.limit_bytes, *(os.path.join(gauge.folder, name) for name in (gauge.used_name, "memory.stat")),
+             gauge.cache_name)
+            for gauge in memory_gauges()
+        ]  # fmt: skip
+        try:
+            # Addresses alone, and twice as many as there can be memory: free spans lie between blocks.
+            done = _core.keep_blocks(2 * host_memory().limit_bytes, policy.huge_pages, limits)
+            why = "" if done else "this torch allocates otherwise"
+        except OSError:
+            why = "the address space is limited"
+        policy = MemoryPolicy(why=why) if why else policy
+    _in_force = policy
+    return policy
+
+
+def in_force() -> MemoryPolicy:
+    """Return what holds for this process now."""
+    if _in_force is None or not _in_force.keeps:
+        return _in_force or MemoryPolicy()
+    from phalanx import _core
+
+    keeps, why, _, _ = _core.kept()
+    return _in_force if keeps else MemoryPolicy(why=why)
+
+
+def tune_process() -> MemoryPolicy:
+    """Keep the memory that torch frees in this process, as ranks of ``phalanx run`` do; for torchrun and plain python.
+
+    A training step frees its activations and gradients, and the next one allocates them again. glibc gives large blocks
+    back to the kernel each time, which then has to clear new pages. From this call on, blocks of CPU tensors of 1 MiB
+    and more are kept and reused, in huge pages where the kernel offers them. At most 1/8 more is resident than tensors
+    needed at once; what lies unused for 20 s is given back, and everything, for good, when a limit of the host or of a
+    cgroup comes near.
+
+    Call it first thing in the script, before other threads run. Tensors from before stay where they are. With another
+    C library or allocator, with ``GLIBC_TUNABLES``, ``MALLOC_*`` or ``THP_MEM_ALLOC_ENABLE`` in the environment, or
+    where less than 1 GiB is left, nothing is done, and the result says why. Ranks of ``phalanx run`` and
+    `phalanx.spawn` need no call, and a second call does nothing.
+
+    Returns:
+        What is in force now; its ``str`` says it in a few words.
+    """
+    import torch  # noqa: F401  what is tuned has to be there
+
+    return in_force() if _in_force is not None else _apply(choose(_env.environment()))
+
+
+def of_rank(policy: MemoryPolicy) -> dict[str, str]:
+    """Return the variable that tells a rank which policy its launcher has chosen."""
+    return {_env.ALLOCATION_VARIABLE: json.dumps(dataclasses.asdict(policy))}
+
+
+def obey_launcher() -> None:
+    """Put into force what the launcher of this rank has chosen, if there is one and nothing is in force yet.
+
+    torch must have been imported, or be about to end its import.
+    """
+    text = _env.environment().get(_env.ALLOCATION_VARIABLE)
+    if text and _in_force is None:
+        with contextlib.suppress(ValueError, TypeError):  # not what a launcher of this version writes
+            _apply(MemoryPolicy(**json.loads(text)))
