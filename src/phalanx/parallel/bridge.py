@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.grad_bucket import CommHook, GradBucket, check_future, tensor_of
+from phalanx.parallel.grad_bucket import CommHook, GradBucket, checked_future, tensor_of
 from phalanx.parallel.hosts import HostGroups, share_out
 from phalanx.parallel.layout import num_reals
 
@@ -64,8 +64,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
         parts = _parts_of(bucket, groups.num_rails)
         future = None
         if groups.across is not None:
-            future = hook(hook_state, parts[groups.rail])  # called for an empty part too: hooks count buckets
-            check_future(future)
+            future = checked_future(hook(hook_state, parts[groups.rail]))  # for an empty part too: hooks count buckets
         crossing.append(
             _Crossing(buffer, [part.buffer() for part in parts], groups.rail, future, _Late(finish, buffer.device))
         )

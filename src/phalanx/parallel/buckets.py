@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx._tensors import is_one_range
 from phalanx._torch import foreach_mul_
-from phalanx.parallel.grad_bucket import GradBucket, check_future, tensor_of
+from phalanx.parallel.grad_bucket import GradBucket, checked_future, tensor_of
 from phalanx.parallel.layout import flat, num_reals, shaped, views_of
 
 BoundHook: TypeAlias = Callable[[Any], torch.futures.Future[Any]]
@@ -62,9 +62,8 @@ class Bucket(abc.ABC):
                     marks[i] = 0
 
     def _call(self, hook: BoundHook, buffer: Tensor, gradients: list[Tensor]) -> None:
-        future = hook(GradBucket(self.index, buffer, gradients, self.parameters, self.is_last))
-        check_future(future)
-        self._future, self._hooked = future, buffer
+        self._future = checked_future(hook(GradBucket(self.index, buffer, gradients, self.parameters, self.is_last)))
+        self._hooked = buffer
 
     def _finish(self) -> Tensor | None:
         """Wait for whatever `start` began, and return what a communication hook made of it; None without a hook."""

@@ -74,14 +74,15 @@ def tensor_of(future: torch.futures.Future[Any], buffer: Tensor) -> Tensor:
     return tensor if tensor.is_sparse else tensor.view_as(buffer)
 
 
-def check_future(returned: Any) -> None:
-    """Refuse what a hook returned if it is no future.
+def checked_future(returned: Any) -> torch.futures.Future[Any]:
+    """Return what a hook has returned, which must be a future.
 
     Raises:
         TypeError: It is not.
     """
     if not callable(getattr(returned, "wait", None)):  # torch's own are of another class in C++
         raise TypeError(f"{_WHERE}: the communication hook returned {_described(returned)}; {_RIGHT}")
+    return returned
 
 
 def _described(value: Any) -> str:
