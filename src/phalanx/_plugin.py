@@ -34,10 +34,13 @@ def autoload() -> None:
     A rank that was executed, and not forked, also learns here what to do about freed memory.
     """
     try:
-        from phalanx._memory import obey_launcher
-
         register()
-        obey_launcher()
+        from phalanx import _env
+
+        if _env.ALLOCATION_VARIABLE in _env.environment():
+            from phalanx._memory import obey_launcher
+
+            obey_launcher()
     except Exception as error:
         import warnings
 
