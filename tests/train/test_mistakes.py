@@ -110,6 +110,25 @@ def test_a_setting_of_another_type_is_a_type_error_that_names_it(settings, messa
         Settings(**({"max_epochs": 1} | settings))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("metric", "metrics"), ("callback", "callbacks"), ("schedulers", "scheduler"), ("losss", "loss"),
+        ("trainingstep", "training_step"), ("logger", "loggers"), ("lr_scheduler", "scheduler"), ("max_epoch", "max_epochs"),
+        ("epochs", "max_epochs"), ("colate_fn", "collate_fn"), ("eval_step", "evaluation_step"),
+    ],
+)  # fmt: skip
+def test_a_misspelled_argument_is_named_with_the_one_that_is_meant_among_all_of_them(wrong, meant):
+    arguments = Arguments().right
+    with pytest.raises(TypeError, match=f"Trainer: there is no argument {wrong}, did you mean {meant}\\?") as caught:
+        phalanx.Trainer(arguments["model"], arguments["optimizer"], **{wrong: 1, "max_epochs": 1})
+    listed = str(caught.value).partition("It takes ")[2].split(", ")
+    assert listed[:4] == ["model", "optimizer", "loss", "training_step"]
+    assert {"metrics", "callbacks", "scheduler", "max_epochs", "virtual_shards"} <= {*listed}
+    assert "self" not in listed
+    assert "settings" not in listed
+
+
 def test_a_whole_number_of_another_type_and_a_path_are_taken(tmp_path):
     settings = Settings(max_steps=1e4, max_epochs=torch.ones(2, dtype=torch.int64).numpy()[0], folder=tmp_path)
     assert (type(settings.max_steps), type(settings.max_epochs), settings.folder) == (int, int, str(tmp_path))

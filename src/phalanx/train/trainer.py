@@ -113,7 +113,7 @@ class Trainer:
         loggers: str | Logger | Sequence[str | Logger] = (),
         **settings: Any,
     ) -> None:
-        self.settings: Settings = Settings.of(settings)
+        self.settings: Settings = Settings.of(settings, Trainer.__init__)
         s, self._given = self.settings, frozenset(settings)
         check_arguments(
             model, optimizer, scheduler, callbacks,
