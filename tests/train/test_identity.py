@@ -83,6 +83,7 @@ def refuse_others(rank, world_size, folder):
         with pytest.raises(phalanx.CheckpointError) as caught:
             run(folder, **(FIRST | changed))
         said[name] = str(caught.value)
+        assert caught.value.__cause__ is None, "it would be printed twice"
     assert rank > 0 or Path(folder, "metrics.jsonl").read_bytes() == before
     return said
 
