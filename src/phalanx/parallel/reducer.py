@@ -239,8 +239,8 @@ class Reducer:
         self._warns_of_unused = False
         some = ", ".join(self._names[p] for p in parameters[:8])
         more = f" and {len(parameters) - 8} more" if len(parameters) > 8 else ""
-        warnings.warn(
-            f"rank {dist.get_rank()}: DistributedDataParallel: no gradient reached {some}{more} in this backward pass. "
+        warnings.warn(  # in the same words on every rank, which the launcher shows once
+            f"DistributedDataParallel: no gradient reached {some}{more} in this backward pass. "
             "They count as zeros where another rank has a gradient, and stay as they are where none has. "
             "If that is meant, pass find_unused_parameters=True; if not, look for an output that the loss leaves out",
             stacklevel=2,
