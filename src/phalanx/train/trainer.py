@@ -194,8 +194,8 @@ class Trainer:
             data, s, self._batch_size(), self._ranks, given=self._given,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
         )  # fmt: skip
-        if s.resume == "never" and self._lock.is_first:
-            restarts.set_aside(self.folder, self._ranks)
+        begins_anew = s.resume == "never" and self._lock.is_first
+        self._set_aside = restarts.set_aside(self.folder, self._ranks) if begins_anew else ""
         loaded = self._take_up(data)
         if not self._is_over():
             refuse_unwritable(self.checkpoints, self._ranks)
@@ -355,7 +355,7 @@ class Trainer:
         run_log.begin(self.session, s, loaded, origin)
         lines = [
             f"{self._feed.describe(num_steps)}; run folder {self.folder}", processes_of(self._ranks),
-            self._lock.problem, self._identity.news, of_schedule, self._guard.what_is_meant(),
+            self._lock.problem, self._set_aside, self._identity.news, of_schedule, self._guard.what_is_meant(),
             restarts.words_of_another(self, self.folder, loaded is not None),
             words_of_resumption(loaded, self.step, self.epoch, self.folder, is_over=self._is_over()),
         ]  # fmt: skip
