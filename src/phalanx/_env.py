@@ -114,13 +114,14 @@ SNAPSHOT_VARIABLE = "PHALANX_SNAPSHOTS"
 """Set by ``phalanx run`` for its ranks: the file in which they keep snapshots of their state."""
 LAUNCH_VARIABLE = "PHALANX_LAUNCH"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the facts of the launch, see `_launched`."""
+COMMAND_VARIABLE = "PHALANX_COMMAND"
+"""Set by ``phalanx run`` for its ranks: its own command line, for a run's report."""
 FOLDER_VARIABLE = "PHALANX_RUN_FOLDER"
 """Folder in which a `Trainer` keeps its run, in place of the one that it was given."""
 PREEMPTED_CODE = 75
 """Exit code of a rank that saved its state after it was preempted: EX_TEMPFAIL, try again later."""
-LAUNCH_VARIABLES = frozenset(
-    (SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, FOLDER_VARIABLE, *(f"PHALANX_{flag}" for flag in _FLAGS.split()))
-)
+_OF_LAUNCHES = frozenset((SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE))
+LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}
 
 
 def environment() -> dict[str, str]:

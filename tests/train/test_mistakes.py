@@ -115,7 +115,8 @@ def test_a_setting_of_another_type_is_a_type_error_that_names_it(settings, messa
     [
         ("metric", "metrics"), ("callback", "callbacks"), ("schedulers", "scheduler"), ("losss", "loss"),
         ("trainingstep", "training_step"), ("logger", "loggers"), ("lr_scheduler", "scheduler"),
-        ("max_epoch", "max_epochs"), ("epochs", "max_epochs"), ("colate_fn", "collate_fn"), ("eval_step", "evaluation_step"),
+        ("max_epoch", "max_epochs"), ("epochs", "max_epochs"), ("colate_fn", "collate_fn"),
+        ("eval_step", "evaluation_step"),
     ],
 )  # fmt: skip
 def test_a_misspelled_argument_is_named_with_the_one_that_is_meant_among_all_of_them(wrong, meant):
