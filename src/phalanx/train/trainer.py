@@ -89,7 +89,7 @@ class Trainer:
         folder: Folder of the run.
         checkpoints: Folder of the run's checkpoints.
         step: Number of optimizer steps done.
-        epoch: Number of the current epoch, from 0.
+        epoch: Number of the current epoch, from 0, as in metrics.jsonl; the screen and the report count from 1.
         evaluation: Values of the last evaluation in `fit`, by name.
 
     Raises:
