@@ -23,7 +23,7 @@ from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
-from phalanx.launch.notes import has_made_room
+from phalanx.launch.notes import has_made_room, words_of_checkpoints
 from phalanx.launch.outcome import Outcome, find_culprit, read_stderr
 from phalanx.launch.output import Screen, prefix, printable
 from phalanx.launch.ranks import Output, Rank
@@ -391,6 +391,7 @@ class Supervisor:
         if living and self._ending_by != signal.SIGKILL:
             has_saved = any(has_made_room(rank.folder) for rank in self._ranks)
             saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
+            saved = next(filter(None, (words_of_checkpoints(rank.folder) for rank in self._ranks)), saved)
             again = " again" if sig == self.received else ""
             self.say(f"{signal.Signals(sig).name}{again}: killing {counted(len(living), 'rank')} at once; {saved}")
 

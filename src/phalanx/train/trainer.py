@@ -199,7 +199,7 @@ class Trainer:
         loaded = self._take_up(data)
         if not self._is_over():
             refuse_unwritable(self.checkpoints, self._ranks)
-        with self._begin(loaded) as self._run_log, Preemption(speaks=self.session.is_main) as self._preemption:
+        with self._begin(loaded) as self._run_log, self._until_signal() as self._preemption:
             if validation_data is not None and not self._is_over():
                 self._evaluator.rehearse(validation_data, s.monitor)
             self._call("on_fit_start")
@@ -363,6 +363,9 @@ class Trainer:
             run_log.say(line)
         return run_log
 
+    def _until_signal(self) -> Preemption:
+        return Preemption(speaks=self.session.is_main, checkpoints=self.checkpoints)
+
     def _may_keep(self) -> bool:
         return self._guard.may_keep(self.step, max(0, self.epoch - self._feed.is_at_start))  # the last step's epoch
 
@@ -378,7 +381,9 @@ class Trainer:
             raise SystemExit(PREEMPTED_CODE)
         if self._run_log.has_news:
             self._log()
-        leave(self._run_log, number, self.step, is_saved=self._save(wait=True), ranks=self._ranks)
+        begins_anew = self.settings.resume == "never"
+        is_saved = self._save(wait=True)
+        leave(self._run_log, number, self.step, is_saved=is_saved, ranks=self._ranks, begins_anew=begins_anew)
 
     def _end(self) -> None:
         self._call("on_fit_end")
