@@ -252,7 +252,9 @@ def test_every_dtype_is_exported_or_refused(ckpt, tmp_path):
         (["diff", "SAVED", "10", "7"], "has no checkpoint of step 7"),
         (["export", "SAVED", "m.bin"], "m.bin must end in .safetensors or .pt"),
         (["export", "SAVED", "m.pt", "--key", "net"], "the checkpoint has no 'net', but 'model', 'optimizer'"),
-        (["export", "SAVED", "none/m.pt"], "none"),
+        (["export", "SAVED", "none/m.pt"], "there is no folder none to write to; make it first: mkdir -p none"),
+        (["export", "SAVED", "/dev/full/m.pt"], "there is no folder /dev/full to write to"),
+        (["export", "SAVED", "/proc/m.pt"], "can't write /proc/m.pt: No such file or directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_one_in_the_call_shows_the_usage(saved, ckpt, tmp_path, monkeypatch, args, said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -192,7 +193,14 @@ def _export(given: argparse.Namespace) -> int:
     key = given.key
     if key is None:
         key = "model" if any(name.startswith("model.") for name, _ in rows_of(checkpoint, rank or 0)) else ""
-    num_tensors = export(read(checkpoint, key, rank), given.out)
+    folder = os.path.dirname(given.out) or os.curdir
+    if not os.path.isdir(folder):
+        raise _Mistake(f"there is no folder {folder} to write to; make it first: mkdir -p {shlex.quote(folder)}")
+    value = read(checkpoint, key, rank)
+    try:
+        num_tensors = export(value, given.out)
+    except OSError as error:  # which names a file of its own
+        raise _Mistake(f"can't write {given.out}: {error.strerror}") from None
     _say(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {in_units(os.path.getsize(given.out))}")
     return 0
 

@@ -64,7 +64,10 @@ def read_role(args: Sequence[str], environ: Mapping[str, str]) -> tuple[HostRole
     Raises:
         UsageError: An argument is wrong, or arguments contradict each other.
     """
-    settings, _, found = read_command(args, environ, parser=make_parser(), also=FLAGS)
+    parser = make_parser()
+    settings, rest, found = read_command(args, environ, parser=parser, also=FLAGS)
+    if rest:
+        raise parser.unknown(rest[0], args)
     if found is not None and found.local_rank > 0:
         return None, False
     check_nodes(settings, found)
