@@ -250,6 +250,8 @@ def make_mistakes(rank, world_size, folder):
         "none": fit(folder, data="data/train"),
         "not held back": fit(folder, validation=8),
         "few": fit(folder, data=make_data(1)),
+        "small batch": fit(folder, global_batch_size=1),
+        "few parts": fit(folder, deterministic="world", virtual_shards=1),
     }
 
 
@@ -290,6 +292,11 @@ EXPECTED = {
         "validation_data must be a dataset with __getitem__ and __len__, or a loader, got 8; ",
     ),
     "few": ("ValueError", "the dataset has 1 sample, fewer than the 2 ranks, each of which needs at least one"),
+    "small batch": (
+        "ValueError",
+        "global_batch_size=1 is too small for 2 ranks, each of which takes a part of a batch: ",
+    ),
+    "few parts": ("ValueError", "in virtual_shards=1 parts, which 2 ranks can't share alike: start 1, 2, 4 or another"),
 }
 
 
