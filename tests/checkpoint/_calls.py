@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import traceback
+import warnings
 
 import pytest
 import torch
@@ -250,6 +251,24 @@ def nothing_whole_is_an_error_and_changes_nothing(rank, world_size, folder):
     with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*was altered"):
         ckpt.load(folder, state)
     assert state["x"].eq(0).all()
+
+
+@behaviour
+def a_file_that_several_ranks_fail_to_read_has_one_reason(rank, world_size, folder):
+    for number in (1, 2):
+        save(folder, {"x": torch.full((50_000,), float(number))}, number)
+    torn = pathlib.Path(folder) / "step-00000002" / f"rank_{world_size - 1:05}.safetensors"
+    if rank == 0:
+        torn.write_bytes(torn.read_bytes()[:1000])
+    if world_size > 1:
+        dist.barrier()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert ckpt.load(folder, {"x": None}) == ckpt.Loaded(1, "disk")
+    assert len(seen) == (rank == 0)
+    for one in seen:
+        assert str(one.message).startswith(f"{torn} has 1000 bytes instead of ")
+        assert str(one.message).count("step-00000002") == 1
 
 
 def screen_of(error):
