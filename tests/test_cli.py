@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -58,12 +59,23 @@ def refused(args, said, right, **options):
         (["ckpt", "verfy", "x"], "unknown command 'verfy', did you mean verify?", "phalanx ckpt verify x"),
         (["ckpt", "verify", "x", "--al"], "unknown flag --al, did you mean --all?", "phalanx ckpt verify x --all"),
         (["doctor", "--jsn"], "unknown flag --jsn, did you mean --json?", "phalanx doctor --json"),
+        (["doctor", "now"], "unexpected argument 'now'", "phalanx doctor --nnodes 2 --node-rank 0 --master-addr HOST"),
+        (["run", "--nproc-per-node", "2", "--version"], "--version stands alone", "phalanx --version"),
+        (["ckpt", "ls", "x", "--version"], "--version stands alone", "phalanx --version"),
         (["verify-resume"], "no script given", "phalanx verify-resume --nproc-per-node 2 train.py [args]"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_shows_the_usage_and_the_right_call_for_it(args, said, right):
     refused(args, said, right)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_tells_the_version(capsys, name):
+    for args in (["--version"], [name, "--version"]):
+        with contextlib.suppress(SystemExit):
+            assert main(args) == 0
+        assert capsys.readouterr() == (f"phalanx {phalanx.__version__}\n", "")
 
 
 def test_ctrl_c_while_the_command_itself_is_imported_leaves_no_traceback(tmp_path):

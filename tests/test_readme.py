@@ -58,3 +58,30 @@ def test_every_launch_that_is_shown_is_understood():
 
 def test_both_languages_show_the_same_code():
     assert without_comments(_CHINESE) == without_comments(_ENGLISH)
+
+
+def outline(text):
+    """Return headings, code blocks, rows of tables and items of lists, each as its kind, in their order."""
+    prose = re.sub(r"^```.*?^```$", "```", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"^(#+ |```|\||- )", prose, re.MULTILINE)
+
+
+def test_both_languages_have_the_same_sections_lists_and_tables():
+    assert outline(_CHINESE) == outline(_ENGLISH)
+
+
+def test_rows_of_tables_name_the_same_code_in_both_languages():
+    def codes(text):
+        rows = re.findall(r"^\|.*", text, re.MULTILINE)
+        return [
+            [code for code in re.findall("`[^`]+`", row) if "<" not in code] for row in rows
+        ]  # <flag> is translated
+
+    assert codes(_CHINESE) == codes(_ENGLISH)
+
+
+@pytest.mark.parametrize("text", [_ENGLISH, _CHINESE], ids=["English", "Chinese"])
+def test_what_ends_in_a_colon_is_followed_by_what_it_announces(text):
+    announced = re.findall(r"^(?!- |  |\|).*[:\uff1a]\n\n(.*)$", text, re.MULTILINE)
+    assert len(announced) > 10
+    assert all(line.startswith(("```", "|", "-")) for line in announced), announced

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.testing import RankError, await_release, kill_rank, reached, spawn_ranks
+import phalanx
+from phalanx.testing import RankError, await_release, kill_rank, reached, run_ranks, spawn_ranks
 
 
 def sum_of_ranks(rank, world_size, num_elems):
@@ -234,3 +235,28 @@ def test_a_killed_parent_takes_its_ranks_along(tmp_path):
     for pidfd in pidfds:
         assert select.select([pidfd], [], [], 10)[0], "the rank outlived its parent"
         os.close(pidfd)
+
+
+def takes_nothing():
+    pass
+
+
+def calls_wrongly(rank, *_):
+    takes_nothing(rank)
+
+
+def test_a_function_that_takes_other_arguments_is_told_with_what_it_is_called_with():
+    takes = r"takes_nothing\(\) takes 0 positional arguments but {} were given; it is called as takes_nothing\({}\)"
+    called = takes.format(2, r"rank, world_size, \*args") + r", here takes_nothing\(\d, 2\)"
+    with pytest.raises(RankError, match=f"TypeError: {called}"):
+        run_ranks(takes_nothing, 2, init=False)
+    called = takes.format(3, r"rank, \*args") + r", here takes_nothing\(\d, 10, 'a+\.\.\.a+'\)"
+    with pytest.raises(RankError, match=f"TypeError: {called}"):
+        phalanx.spawn(takes_nothing, (10, "a" * 300), nprocs=2)
+
+
+def test_a_wrong_call_within_the_function_is_its_own():
+    with pytest.raises(RankError, match="takes_nothing") as caught:
+        phalanx.spawn(calls_wrongly, nprocs=1)
+    assert "takes_nothing(rank)" in str(caught.value)
+    assert "it is called as" not in str(caught.value)

@@ -62,6 +62,8 @@ class Parser(argparse.ArgumentParser):
         """Return the error for a word of `args` that the command does not accept."""
         if not word.startswith("-"):
             return UsageError(f"unexpected argument {word!r}")
+        if word == "--version":
+            return UsageError("--version stands alone", "phalanx --version")
         name = word.partition("=")[0]
         known = [option for option in self._option_string_actions if option.startswith("--") and "_" not in option]
         near = nearest(name, known, cutoff=0.75)  # higher, because all flags share their dashes

@@ -118,19 +118,14 @@ MEMORY_VARIABLE = "PHALANX_MEMORY"
 """What `phalanx.spawn` reads of the flags of ``phalanx run``: whether ranks keep the memory that they free."""
 ALLOCATION_VARIABLE = "PHALANX_ALLOCATION"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they are to do about freed memory."""
+COMMAND_VARIABLE = "PHALANX_COMMAND"
+"""Set by ``phalanx run`` for its ranks: its own command line, for a run's report."""
 FOLDER_VARIABLE = "PHALANX_RUN_FOLDER"
 """Folder in which a `Trainer` keeps its run, in place of the one that it was given."""
 PREEMPTED_CODE = 75
 """Exit code of a rank that saved its state after it was preempted: EX_TEMPFAIL, try again later."""
-LAUNCH_VARIABLES = frozenset(
-    (
-        SNAPSHOT_VARIABLE,
-        LAUNCH_VARIABLE,
-        ALLOCATION_VARIABLE,
-        FOLDER_VARIABLE,
-        *(f"PHALANX_{flag}" for flag in _FLAGS.split()),
-    )
-)
+_OF_LAUNCHES = frozenset((SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, ALLOCATION_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE))
+LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}
 
 
 def environment() -> dict[str, str]:

@@ -7,8 +7,10 @@ because they cross processes.
 from __future__ import annotations
 
 import collections
+import sys
 import types
 import typing
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
@@ -368,6 +370,14 @@ def origins(error: BaseException) -> Iterator[BaseException]:
             text = str(one)
             yield from (given for given in _handed_over if str(given) in text)
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the innermost line outside torch and phalanx: the user's own, and not one of ours."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "phalanx"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 for _kind in (*KINDS.values(), CheckpointError, NonFinite):

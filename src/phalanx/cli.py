@@ -68,6 +68,8 @@ def _drop_output_without_reader() -> bool:
 
 def _command(args: list[str]) -> int:
     name, rest = (args[0], args[1:]) if args else ("", [])
+    if name in _COMMANDS and rest == ["--version"]:
+        return _no_command(rest)
     if name == "help":
         return _command([*rest, "--help"])
     if name == "run":

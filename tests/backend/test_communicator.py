@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -182,6 +183,11 @@ def refuse_as_torch_does(rank, world_size):
     ):
         with pytest.raises(TypeError, match=r"takes tensors, got (NoneType|list|float)"):
             wrong()
+    for call in (comm.all_reduce, functools.partial(comm.reduce_scatter, torch.empty(2))):
+        for op, meant in (("sum", "SUM"), ("max", "MAX"), ("mean", "AVG"), (None, "SUM"), (0, "SUM")):
+            told = rf"rank {rank}: (all_reduce|reduce_scatter) at \S*test_communicator.py:\d+: op must be a reduce "
+            with pytest.raises(TypeError, match=rf"{told}.* got {op!r} .*; pass dist\.ReduceOp\.{meant}"):
+                call(four, op)
     for wrong in (lambda: comm.broadcast(four, 7), lambda: comm.send(four, 7), lambda: comm.recv(four, rank)):
         with pytest.raises(ValueError, match=rf"rank {rank}: (broadcast|send|recv) at \S*test_communicator.py:\d+: "):
             wrong()

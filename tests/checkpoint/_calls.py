@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
+import traceback
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn, optim
 
 import phalanx.checkpoint as ckpt
 from phalanx import CheckpointError
@@ -248,3 +251,63 @@ def nothing_whole_is_an_error_and_changes_nothing(rank, world_size, folder):
     with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*was altered"):
         ckpt.load(folder, state)
     assert state["x"].eq(0).all()
+
+
+@behaviour
+def a_file_that_several_ranks_fail_to_read_has_one_reason(rank, world_size, folder):
+    for number in (1, 2):
+        save(folder, {"x": torch.full((50_000,), float(number))}, number)
+    torn = pathlib.Path(folder) / "step-00000002" / f"rank_{world_size - 1:05}.safetensors"
+    if rank == 0:
+        torn.write_bytes(torn.read_bytes()[:1000])
+    if world_size > 1:
+        dist.barrier()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert ckpt.load(folder, {"x": None}) == ckpt.Loaded(1, "disk")
+    assert len(seen) == (rank == 0)
+    for one in seen:
+        assert str(one.message).startswith(f"{torn} has 1000 bytes instead of ")
+        assert str(one.message).count("step-00000002") == 1
+
+
+def screen_of(error):
+    """Return what Python prints of an error that nobody catches."""
+    return "".join(traceback.format_exception(error))
+
+
+@behaviour
+def an_error_says_its_reason_once(rank, world_size, folder):
+    save(folder, {"model": nn.Linear(3, 3), "optimizer": optim.SGD(nn.Linear(3, 3).parameters()), "epoch": 3})
+    others = nn.Linear(3, 4), optim.SGD([nn.Parameter(torch.ones(1))])
+    for wrong, words in (
+        ({"schedule": 1}, "the checkpoint has no 'schedule'"),
+        ({"model": others[0]}, "of another shape"),
+        ({"optimizer": others[1]}, "make the same groups again"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            ckpt.load(folder, wrong)
+        shown = screen_of(caught.value)
+        assert shown.count(words) == 1, shown
+        assert "direct cause" not in shown
+    with pytest.raises(CheckpointError) as caught:
+        save(folder, {"loss": lambda: 0}, 4)
+    assert "direct cause" not in screen_of(caught.value)
+
+
+class Fails:
+    """An object of the user's that can't take its state back."""
+
+    def state_dict(self):
+        return {"a": 1}
+
+    def load_state_dict(self, state):
+        return state["b"]
+
+
+@behaviour
+def an_error_of_the_users_own_code_comes_with_its_line(rank, world_size, folder):
+    save(folder, {"own": Fails()})
+    with pytest.raises(CheckpointError) as caught:
+        ckpt.load(folder, {"own": Fails()})
+    assert 'return state["b"]' in screen_of(caught.value)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
+import struct
 import subprocess
 import sys
+import termios
 
 import numpy
 import pytest
@@ -78,8 +81,8 @@ def test_ls_has_a_line_for_each(saved, ckpt):
     assert (code, err) == (0, "")
     assert lines[0].split() == ["step", "saved", "size", "ranks", "metric", "state"]
     assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30"]
-    assert lines[1].split()[-3:] == ["2", "0.5", "whole"]
-    assert lines[2].split()[-2:] == ["2", "whole"]
+    assert lines[1].split()[-3:] == ["2", "0.5", "complete"]
+    assert lines[2].split()[-2:] == ["2", "complete"]
 
 
 def test_the_folder_of_a_run_stands_for_its_checkpoints(saved, ckpt, tmp_path):
@@ -103,8 +106,20 @@ def test_ls_names_damage_that_the_manifest_tells(damaged, ckpt):
     (damaged / "step-00000010" / "rank_00000.safetensors").write_bytes(b"short")
     code, lines, _ = ckpt("ls", damaged)
     assert code == 0
-    assert lines[1].endswith("damaged: rank_00000.safetensors")
-    assert lines[3].endswith("manifest.json was altered")
+    assert " damaged: rank_00000.safetensors has 5 bytes instead of " in lines[1]
+    assert lines[3].endswith(" damaged: manifest.json was altered")
+    (damaged / "step-00000010" / "rank_00000.safetensors").unlink()
+    assert ckpt("ls", damaged)[1][1].endswith("damaged: rank_00000.safetensors: No such file or directory")
+
+
+def test_ls_claims_no_more_than_it_has_looked_at(damaged, ckpt, capsys):
+    [_, _, altered, _] = ckpt("ls", damaged)[1]
+    assert altered.endswith("complete"), "its sizes are right"
+    assert ckpt("verify", damaged, "--step", 20)[0] == 1
+    with contextlib.suppress(SystemExit):
+        cli.main(["ckpt", "ls", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "complete: every file has its size (verify compares the bytes)" in said
 
 
 def test_show_has_names_dtypes_shapes_and_values(saved, ckpt):
@@ -237,7 +252,9 @@ def test_every_dtype_is_exported_or_refused(ckpt, tmp_path):
         (["diff", "SAVED", "10", "7"], "has no checkpoint of step 7"),
         (["export", "SAVED", "m.bin"], "m.bin must end in .safetensors or .pt"),
         (["export", "SAVED", "m.pt", "--key", "net"], "the checkpoint has no 'net', but 'model', 'optimizer'"),
-        (["export", "SAVED", "none/m.pt"], "none"),
+        (["export", "SAVED", "none/m.pt"], "there is no folder none to write to; make it first: mkdir -p none"),
+        (["export", "SAVED", "/dev/full/m.pt"], "there is no folder /dev/full to write to"),
+        (["export", "SAVED", "/proc/m.pt"], "can't write /proc/m.pt: No such file or directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_one_in_the_call_shows_the_usage(saved, ckpt, tmp_path, monkeypatch, args, said):
@@ -297,10 +314,26 @@ def test_help_is_no_mistake(capsys, args):
 
 def test_a_terminal_gets_a_table(saved):
     command = [sys.executable, "-m", "phalanx", "ckpt", "ls", str(saved[0])]
+    shown = on_terminal(command)
+    assert "│ 10 " in shown
+    assert "│ complete" in shown
+
+
+def on_terminal(command, num_columns=80):
+    """Return what a command shows on a terminal of that width."""
     ours, theirs = os.openpty()
-    subprocess.run(command, stdout=theirs, check=True, timeout=60)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, num_columns, 0, 0))
+    subprocess.run(command, stdout=theirs, stdin=theirs, check=True, timeout=60)
     shown = os.read(ours, 10_000).decode()
     os.close(ours)
     os.close(theirs)
-    assert "│ 10 " in shown
-    assert "│ whole" in shown
+    return shown
+
+
+def test_a_narrow_terminal_cuts_no_reason_off(damaged):
+    file = damaged / "step-00000010" / "rank_00000.safetensors"
+    file.write_bytes(b"short")
+    shown = on_terminal([sys.executable, "-m", "phalanx", "ckpt", "ls", str(damaged)])
+    assert "…" not in shown
+    last_column = "".join(line.rstrip().rstrip("│").rpartition("│")[2].strip() for line in shown.splitlines())
+    assert "damaged:rank_00000.safetensorshas5bytesinsteadof" in last_column.replace(" ", "")

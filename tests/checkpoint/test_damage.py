@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import phalanx
 import phalanx.checkpoint as ckpt
 from phalanx import CheckpointError
 from phalanx.checkpoint import folder
@@ -324,3 +325,20 @@ def test_what_is_no_checkpoint_is_left_alone(whole, tmp_path):
     assert {"step-9", "step-000000009", "step-٠٠٠٠٠٠٠٣", "step-00000003.bak", "notes"} <= {
         path.name for path in folder.iterdir()
     }
+
+
+def test_a_trainer_that_goes_on_from_the_one_before_warns_at_the_line_of_the_script(tmp_path):
+    def trainer(max_steps):
+        layer = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+        options = {"max_steps": max_steps, "save_every": 2, "global_batch_size": 4, "folder": str(tmp_path)}
+        return phalanx.Trainer(layer, optimizer, torch.nn.functional.mse_loss, **options)
+
+    data = torch.utils.data.TensorDataset(torch.ones(16, 2), torch.ones(16, 1))
+    with phalanx.init():
+        trainer(4).fit(data)
+        flip_bit(tmp_path / "checkpoints" / "step-00000004" / FILES[0], 8 * 2000)
+        again = trainer(6)
+        with pytest.warns(UserWarning, match=r"step-00000004.*The checkpoint of step 2 is loaded instead") as seen:
+            again.fit(data)
+    assert [one.filename for one in seen] == [__file__]

@@ -118,6 +118,13 @@ def test_the_flags_of_the_job_say_where_this_host_stands():
     assert (role.master_addr, role.master_port, role.num_local_ranks) == ("10.0.0.1", 29500, 3)
 
 
+@pytest.mark.parametrize("job", [["train.py", "--lr", "1"], ["-m", "package.train"], ["--no-python", "tool"]])
+def test_the_line_of_the_job_may_end_in_its_script_but_in_no_other_word(job):
+    assert read_role(job, {})[0].num_hosts == 1
+    with pytest.raises(UsageError, match="unexpected argument 'now'"):
+        read_role(["--timeout", "3", "now"], {})
+
+
 def test_a_scheduler_says_where_this_host_stands():
     slurm = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
     slurm |= {"SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "5"}

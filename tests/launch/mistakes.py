@@ -130,6 +130,10 @@ def use_nccl():
     init("nccl")
 
 
+def name_an_unknown_backend():
+    init("foo")
+
+
 def set_a_gpu():
     torch.cuda.set_device(RANK)
 

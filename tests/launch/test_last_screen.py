@@ -107,6 +107,7 @@ HINTS = [
     ("name_device_ids_to_ours", "leave it out on a CPU"),
     ("use_torchs_syncbatchnorm", "phalanx.convert_sync_batchnorm(model)"),
     ("use_nccl", 'on a CPU: init_process_group("phalanx")'),
+    ("name_an_unknown_backend", 'torch knows no backend of that name: init_process_group("phalanx"), or "gloo"'),
     ("set_a_gpu", "torch finds no GPU here"),
     ("move_to_a_gpu", "torch finds no GPU here"),
     ("have_fewer_batches", "give every rank equally many batches"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.parallel import _ddp_tools
 from tests.parallel._ddp_tools import (
     Net,
     assert_grads,
@@ -263,9 +264,10 @@ def unused_parameters_are_named_once(rank, world_size):
         for number in range(3):
             train_step(model, rank, number)
     assert len(warned) == 1
-    assert f"rank {rank}" in str(warned[0].message)
+    assert_same_on_all_ranks(torch.tensor(list(str(warned[0].message).encode()), dtype=torch.uint8))
     assert "spare.weight" in str(warned[0].message)
     assert "find_unused_parameters=True" in str(warned[0].message)
+    assert warned[0].filename == _ddp_tools.__file__, "the line that calls backward()"
     assert "first" not in str(warned[0].message)
     assert_grads(model.module, mean_grads(world_size, 2, spare=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -341,6 +342,25 @@ def test_the_backend_follows_the_devices(gpus, monkeypatch):
     assert session_module._choose_backend() == ("cpu:phalanx,cuda:nccl", "")
     monkeypatch.setattr(session_module.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError("x")))
     assert session_module._choose_backend() == ("cpu:gloo,cuda:nccl", "phalanx can't be loaded here: x")
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("phalnx", "there is no backend 'phalnx', did you mean phalanx? It takes gloo, mpi, nccl, phalanx, "),
+        ("foo", "there is no backend 'foo'. It takes gloo, mpi, nccl, phalanx, "),
+        ("cpu:phalanx,cuda:ncl", "there is no backend 'ncl', did you mean nccl? It takes "),
+    ],
+)
+def test_an_unknown_backend_is_named_with_those_there_are(backend, said):
+    with pytest.raises(ValueError, match=re.escape(f"phalanx.init: {said}")):
+        phalanx.init(backend=backend)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "PHALANX", "cpu:gloo,cuda:nccl"])
+def test_a_backend_that_torch_knows_is_taken(backend):
+    assert session_module._known(backend) == backend
 
 
 def test_each_local_rank_has_its_own_gpu_if_there_are_enough(gpus):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
@@ -41,7 +42,7 @@ def test_ctrl_c_saves_and_says_so(terminal, tmp_path, command, code):
     screen.type("\x03")
     assert screen.finish() == code, screen.shown
     assert screen.shown.count("Ctrl-C: saving after this step; once more to end at once") == 1
-    assert "asked to make room by SIGINT: saved after step" in screen.shown
+    assert re.search(r"stopped by Ctrl-C: saved after step \d+; start again to go on\r", screen.shown), screen.shown
     assert "Traceback" not in screen.shown
     assert "restart" not in screen.shown
     folder = tmp_path / "runs" / "_small"
@@ -53,7 +54,7 @@ def test_ctrl_c_saves_and_says_so(terminal, tmp_path, command, code):
 
 
 @pytest.mark.parametrize(("command", "code"), [(ALONE, -signal.SIGINT), (LAUNCHED, 130)], ids=["alone", "launched"])
-def test_a_second_ctrl_c_ends_at_once(terminal, command, code):
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_on_disk(terminal, tmp_path, command, code):
     screen = terminal(command, "--never-saved")
     screen.read_until("step 5 done")
     screen.type("\x03")
@@ -63,6 +64,8 @@ def test_a_second_ctrl_c_ends_at_once(terminal, command, code):
     assert screen.finish() == code, screen.shown
     assert "Traceback" not in screen.shown
     assert "restart" not in screen.shown
+    [saved] = checkpoint.list_checkpoints(tmp_path / "runs" / "_small")
+    assert f"; the newest checkpoint on disk is that of step {saved.step}\r\n" in screen.shown, screen.shown
     assert screen.shown.rfind("\x1b[?25l") <= screen.shown.rfind("\x1b[?25h")  # the cursor is back
 
 

@@ -180,7 +180,12 @@ def test_a_job_that_begins_anew_does_so_although_its_first_attempt_fails_before_
     assert "already finished" not in printed
     [start] = records_of(tmp_path / "run", "start")
     assert start["resumed_from"] is None
-    assert len([*(tmp_path / "run").glob("checkpoints.before-*")]) == 1
+    [before] = (tmp_path / "run").glob("checkpoints.before-*")
+    assert (
+        f'resume="never": the run that was in run is kept there as {before.name} and metrics.jsonl.before-' in printed
+    )
+    wanted = "phalanx run --nproc-per-node 2 --max-restarts 1 failing.py 'before it trains' 1"
+    assert start["origin"]["command"] == wanted, "what was typed, not what each rank runs"
 
 
 def test_an_epoch_whose_steps_were_all_trained_before_a_restart_has_no_mean_loss_of_its_own(tmp_path):

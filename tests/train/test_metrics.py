@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from phalanx.train import metrics
 from phalanx.train.metrics import MetricsLog, is_being_written, read_metrics, without_undone, write_csv
 from tests.train import hostile
 from tests.train.runs import FakeRun
@@ -145,10 +147,17 @@ def test_csv_has_a_row_for_each_step_and_the_union_of_columns(tmp_path):
     with write_csv(tmp_path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["1", "2", "3"]
+    assert {row["epoch"] for row in rows} == {"0"}, "as in metrics.jsonl and in Trainer.epoch"
     assert rows[0]["backward_s"] == "0.04"
     assert float(rows[0]["slowest_s"]) > float(rows[0]["fastest_s"])
     assert (rows[2]["loss"], rows[2]["extra"], rows[2]["lr"], rows[0]["extra"]) == ("0.25", "a,b", "", "")
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["metrics.csv", "metrics.jsonl"]
+
+
+def test_it_is_documented_where_epochs_count_from_0_and_where_from_1():
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    assert "The first epoch is number 0 in the metrics and for loggers, as in `trainer.epoch`, and epoch 1 on" in readme
+    assert "``epoch`` counts from 0 here, in the CSV and for loggers" in (metrics.__doc__ or "")
 
 
 def test_csv_has_an_evaluation_in_the_row_of_its_step(tmp_path):

@@ -116,6 +116,26 @@ def test_a_setting_of_another_type_is_a_type_error_that_names_it(settings, messa
         Settings(**({"max_epochs": 1} | settings))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("metric", "metrics"), ("callback", "callbacks"), ("schedulers", "scheduler"), ("losss", "loss"),
+        ("trainingstep", "training_step"), ("logger", "loggers"), ("lr_scheduler", "scheduler"),
+        ("max_epoch", "max_epochs"), ("epochs", "max_epochs"), ("colate_fn", "collate_fn"),
+        ("eval_step", "evaluation_step"),
+    ],
+)  # fmt: skip
+def test_a_misspelled_argument_is_named_with_the_one_that_is_meant_among_all_of_them(wrong, meant):
+    arguments = Arguments().right
+    with pytest.raises(TypeError, match=f"Trainer: there is no argument {wrong}, did you mean {meant}\\?") as caught:
+        phalanx.Trainer(arguments["model"], arguments["optimizer"], **{wrong: 1, "max_epochs": 1})
+    listed = str(caught.value).partition("It takes ")[2].split(", ")
+    assert listed[:4] == ["model", "optimizer", "loss", "training_step"]
+    assert {"metrics", "callbacks", "scheduler", "max_epochs", "virtual_shards"} <= {*listed}
+    assert "self" not in listed
+    assert "settings" not in listed
+
+
 def test_a_whole_number_of_another_type_and_a_path_are_taken(tmp_path):
     settings = Settings(max_steps=1e4, max_epochs=torch.ones(2, dtype=torch.int64).numpy()[0], folder=tmp_path)
     assert (type(settings.max_steps), type(settings.max_epochs), settings.folder) == (int, int, str(tmp_path))
@@ -239,6 +259,8 @@ def make_mistakes(rank, world_size, folder):
         "clipped on one rank": fit(folder, clip_norm=1.0 if rank else None),
         "longer on one rank": fit(folder, max_epochs=2 + rank),
         "judged on one rank": fit(folder, validation=make_data(8) if rank else None),
+        "small batch": fit(folder, global_batch_size=1),
+        "few parts": fit(folder, deterministic="world", virtual_shards=1),
     }
 
 
@@ -282,6 +304,11 @@ EXPECTED = {
     "clipped on one rank": ("ValueError", "rank 0 and rank 1 would train in different ways: clip_norm None and 1: "),
     "longer on one rank": ("ValueError", "rank 0 and rank 1 would train in different ways: max_epochs 2 and 3: "),
     "judged on one rank": ("ValueError", "different ways: validation_data not given and given: make the same"),
+    "small batch": (
+        "ValueError",
+        "global_batch_size=1 is too small for 2 ranks, each of which takes a part of a batch: ",
+    ),
+    "few parts": ("ValueError", "in virtual_shards=1 parts, which 2 ranks can't share alike: start 1, 2, 4 or another"),
 }
 
 

@@ -23,10 +23,11 @@ from phalanx.backend._collectives import (
 )
 from phalanx.backend._dispatch import direct
 from phalanx.backend._ops import Operations
-from phalanx.backend._types import SUM_CODES
+from phalanx.backend._types import REDUCE_NAMES, SUM_CODES
 
 Tensor = torch.Tensor
 _SUM = ReduceOp.SUM
+_OTHER_NAMES = {"mean": "AVG", "average": "AVG", "prod": "PRODUCT", "minimum": "MIN", "maximum": "MAX"}
 _GROUPS_OWN_S = 0.0  # stands for the group's own timeout
 _NO_ROOT = _ANY_SOURCE = -1
 
@@ -52,9 +53,9 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, op: Any = _SUM) -> None:
         """Reduce a tensor over all ranks, in place on every rank."""
-        kernel, code = SUM_CODES if op is _SUM else codes_of(_reduce_op(op))
+        kernel, code = SUM_CODES if op is _SUM else codes_of(self._reduce_op("all_reduce", op))
         if not self._run_plain(ALL_REDUCE, tensor, tensor, _NO_ROOT, kernel, code):
-            self._run(Operations.allreduce, [tensor], Blocking(reduce_op=_reduce_op(op)))
+            self._run(Operations.allreduce, [tensor], Blocking(reduce_op=self._reduce_op("all_reduce", op)))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy the tensor of `src` to every rank, in place."""
@@ -75,10 +76,10 @@ class Communicator:
 
     def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor], op: Any = _SUM) -> None:
         """Reduce the inputs of all ranks, which hold or list one block per rank; each rank receives its block."""
-        kernel, code = SUM_CODES if op is _SUM else codes_of(_reduce_op(op))
+        kernel, code = SUM_CODES if op is _SUM else codes_of(self._reduce_op("reduce_scatter", op))
         if self._run_plain(REDUCE_SCATTER, input, output, _NO_ROOT, kernel, code):
             return
-        options = Blocking(reduce_op=_reduce_op(op))
+        options = Blocking(reduce_op=self._reduce_op("reduce_scatter", op))
         if isinstance(input, Tensor):
             self._run(Operations.reduce_scatter_single, output, input, options)
         else:
@@ -139,6 +140,23 @@ class Communicator:
         """Run an operation with all checks, which explain mistakes."""
         return direct(method, self._operations, args)
 
+    def _reduce_op(self, name: str, op: Any) -> ReduceOp:
+        """Return the reduce operation that was passed to the operation `name`.
+
+        Raises:
+            TypeError: It is something else, such as its name.
+        """
+        if type(op) is ReduceOp.RedOpType:
+            return ReduceOp(op)
+        if isinstance(op, ReduceOp):
+            return op
+        name_given = _OTHER_NAMES.get(str(op).lower(), str(op).upper())
+        meant = name_given if name_given in REDUCE_NAMES else "SUM"
+        raise TypeError(
+            f"{self._operations.arguments(name).where()}: op must be a reduce operation of torch, got {op!r} "
+            f"({type(op).__name__}); pass dist.ReduceOp.{meant}"
+        )
+
     def _no_peer(self, op: str, name: str, number: Any) -> ValueError:
         """Return what is wrong with a rank that is no other rank of the group."""
         where = self._operations.arguments(op).where()
@@ -168,7 +186,3 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
             'new_group(backend="phalanx")'
         )
     return Communicator(found)
-
-
-def _reduce_op(op: Any) -> ReduceOp:
-    return ReduceOp(op) if type(op) is ReduceOp.RedOpType else op

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def gather(op: str, message: Any) -> list[Any]:
 def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None, about: str = "") -> None:
     """Raise on every rank what any rank has found wrong, each rank's in a line; once if all say the same.
 
-    Words `about` step and folder follow the operation's name.
+    Words `about` step and folder follow the operation's name. The `cause` is shown only if it tells more than these.
     """
     found = {rank: printable(problem, keep="\n\t") for rank, problem in enumerate(problems) if problem}
     if found:
@@ -54,4 +55,24 @@ def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = N
         elif len(found) == len(problems) and len({*found.values()}) == 1:
             lines = f" ranks 0 to {len(found) - 1}: {found[0]}"
         about = printable(f" {about}" if about else "")
-        raise CheckpointError(f"checkpoint.{op}{about}:{lines}", op=op, ranks=tuple(found)) from cause
+        raise CheckpointError(f"checkpoint.{op}{about}:{lines}", op=op, ranks=tuple(found)) from (
+            cause if _tells_more(cause) else None
+        )
+
+
+def _tells_more(cause: BaseException | None) -> bool:
+    """Return whether a cause's traceback tells what its words do not, as that of a ``load_state_dict()`` of the user's.
+
+    What we have raised ourselves, or the system in a call of ours, would stand on the screen twice.
+    """
+    if cause is None:
+        return False
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    where = cause.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    if where is None or not str(where.tb_frame.f_globals.get("__name__")).startswith("phalanx."):
+        return True
+    line = linecache.getline(where.tb_frame.f_code.co_filename, where.tb_lineno)
+    return not isinstance(cause, OSError) and not line.lstrip().startswith("raise ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,9 +35,9 @@ _RIGHT = {
     "export": "phalanx ckpt export runs/train model.safetensors",
 }
 _HELP = {
-    "ls": "list the checkpoints in a folder",
+    "ls": "list the checkpoints in a folder; complete: every file has its size (verify compares the bytes)",
     "show": "list the names, dtypes, shapes and values in a checkpoint",
-    "verify": "check that every bit is as it was saved; exit code 1 if not",
+    "verify": "check by SHA-256 that every bit is as it was saved; exit code 1 if not",
     "diff": "compare two checkpoints; exit code 1 if they differ",
     "export": "write the whole model, saved by any number of ranks, as one file",
 }
@@ -77,7 +78,7 @@ def _parser(name: str) -> Parser:
         parser = Parser("phalanx ckpt", f"phalanx ckpt {'|'.join(_CALLS)} FOLDER", about, _RIGHT["ls"])
         parser.add_commands({call: _HELP[name] for name, call in _CALLS.items()})
         return parser
-    parser = Parser(f"phalanx ckpt {name}", _CALLS[name], f"{_HELP[name].capitalize()}.", _RIGHT[name])
+    parser = Parser(f"phalanx ckpt {name}", _CALLS[name], f"{_HELP[name][0].upper()}{_HELP[name][1:]}.", _RIGHT[name])
     parser.add_argument("folder", metavar="FOLDER", help="folder of a run, of its checkpoints, or of one checkpoint")
     if name == "diff":
         parser.add_argument("others", nargs="+", metavar="STEP", help="two steps, or another folder")
@@ -137,12 +138,12 @@ def _ls(given: argparse.Namespace) -> int:
         try:
             checkpoint = folders.read_manifest(folder, step)
         except Damaged as error:
-            rows.append([str(step), "", "", "", "", f"damaged: {error}"])
+            rows.append([str(step), "", "", "", "", _say_damaged(folder, step, [str(error)])])
             continue
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.saved_at))
         metric = "" if checkpoint.metric is None else f"{checkpoint.metric:.4g}"
-        wrong = [name for name in checkpoint.files if _size(checkpoint, name) != checkpoint.files[name]["size_bytes"]]
-        state = f"damaged: {', '.join(wrong)}" if wrong else "whole"
+        wrong = filter(None, (folders.check_file(checkpoint, name, reads=False) for name in checkpoint.files))
+        state = _say_damaged(folder, step, list(wrong)) or "complete"
         rows.append([str(step), when, in_units(checkpoint.size_bytes), str(checkpoint.world_size), metric, state])
     _print_table(["step", "saved", "size", "ranks", "metric", "state"], rows)
     return 0
@@ -192,7 +193,14 @@ def _export(given: argparse.Namespace) -> int:
     key = given.key
     if key is None:
         key = "model" if any(name.startswith("model.") for name, _ in rows_of(checkpoint, rank or 0)) else ""
-    num_tensors = export(read(checkpoint, key, rank), given.out)
+    folder = os.path.dirname(given.out) or os.curdir
+    if not os.path.isdir(folder):
+        raise _Mistake(f"there is no folder {folder} to write to; make it first: mkdir -p {shlex.quote(folder)}")
+    value = read(checkpoint, key, rank)
+    try:
+        num_tensors = export(value, given.out)
+    except OSError as error:  # which names a file of its own
+        raise _Mistake(f"can't write {given.out}: {error.strerror}") from None
     _say(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {in_units(os.path.getsize(given.out))}")
     return 0
 
@@ -202,9 +210,10 @@ _COMMANDS: dict[str, Callable[[Any], int]] = {
 }  # fmt: skip
 
 
-def _size(checkpoint: Checkpoint, name: str) -> int:
-    path = os.path.join(checkpoint.path, name)
-    return os.path.getsize(path) if os.path.exists(path) else -1
+def _say_damaged(folder: str, step: int, problems: list[str]) -> str:
+    """Return the problems of a checkpoint in a row that names its step; empty if there are none."""
+    own = os.path.join(folders.path_of(folder, step), "")
+    return f"damaged: {'; '.join(problem.removeprefix(own) for problem in problems)}" if problems else ""
 
 
 def _say(text: str, file: TextIO | None = None) -> None:
@@ -218,12 +227,12 @@ def _print_table(heads: list[str], rows: list[list[str]]) -> None:
     if sys.stdout.isatty():
         try:
             from rich.console import Console
-            from rich.table import Table
+            from rich.table import Column, Table
             from rich.text import Text
         except ImportError:
             pass
         else:
-            table = Table(*heads)
+            table = Table(*(Column(head, overflow="fold") for head in heads))  # a long name is not cut off
             for row in rows:
                 table.add_row(*map(Text, row))
             Console(highlight=False).print(table)

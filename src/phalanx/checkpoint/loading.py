@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import os
 import sys
-import warnings
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, Literal
 
-from phalanx._errors import CheckpointError, printable
+from phalanx._errors import CheckpointError, printable, warn_caller
 from phalanx._rank_group import RankGroup
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
@@ -80,7 +79,7 @@ def load(
             continue
         _restore(images, state, ranks, strict, f"of step {number} from {path}")
         if damage and ranks.rank == 0:
-            warnings.warn(f"{_joined(damage)}. The checkpoint of step {number} is loaded instead", stacklevel=2)
+            warn_caller(f"{_joined(damage)}. The checkpoint of step {number} is loaded instead")
         return Loaded(number, source)
     raise CheckpointError(
         f"rank {ranks.rank}: checkpoint.load: no whole checkpoint in {printable(path)}: {_joined(damage)}. "
@@ -139,8 +138,8 @@ def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, 
 
 
 def _check(path: str, source: str, step: int, ranks: RankGroup) -> tuple[list[Image], list[str]]:
-    """Return the checkpoint's images, and the problems that any rank found with them."""
-    problem = ""
+    """Return the checkpoint's images, and the problems that any rank found with them: one for each damaged file."""
+    problem, is_seen = "", False
     images: list[Image] = []
     try:
         if source == "memory":
@@ -150,6 +149,7 @@ def _check(path: str, source: str, step: int, ranks: RankGroup) -> tuple[list[Im
             found = folders.read_manifest(path, step)
             mine = sorted(found.files)[ranks.rank :: ranks.world_size]
             problem = "; ".join(filter(None, (folders.check_file(found, name) for name in mine)))
+            is_seen = bool(problem)
             images = images_of(found, [_own(found.world_size, ranks)]) if not problem else []
     except Damaged as error:
         problem = str(error)
@@ -157,7 +157,9 @@ def _check(path: str, source: str, step: int, ranks: RankGroup) -> tuple[list[Im
         problem = (
             f"the checkpoint of step {step} {'on' if source == 'disk' else 'in'} {source} can't be read: {error!r}"
         )
-    return images, list(dict.fromkeys(filter(None, gather("load", problem))))
+    said = gather("load", (is_seen, problem))
+    seen = [one for is_seen, one in said if is_seen]  # by their hashes; others only fail to read the same files
+    return images, list(dict.fromkeys(seen or [one for _, one in said if one]))
 
 
 def _own(num_saved: int, ranks: RankGroup) -> int:

@@ -61,14 +61,16 @@ def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:
             with torch.inference_mode(any(isinstance(t, Tensor) and t.is_inference() for t in own.values())):
                 module.load_state_dict(value, strict=strict)
         except RuntimeError as error:
-            raise ValueError(_why_no_fit(own, value) or str(error)) from error
+            why = _why_no_fit(own, value)
+            raise ValueError(why or str(error)) from (None if why else error)
         return target
     if isinstance(target, torch.optim.Optimizer):
         value = unpack(node, read, _sharded_state_like(target, node))
         try:
             target.load_state_dict(value)
         except ValueError as error:
-            raise ValueError(_why_no_group_fits(target, value) or str(error)) from error
+            why = _why_no_group_fits(target, value)
+            raise ValueError(why or str(error)) from (None if why else error)
         return target
     if hasattr(target, "state_dict") and hasattr(target, "load_state_dict"):
         target.load_state_dict(unpack(node, read))

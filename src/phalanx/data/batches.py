@@ -49,9 +49,15 @@ class GlobalBatches:
     ) -> None:
         self._rank, self._world_size = rank_and_size()
         if batch_size < self._world_size:
-            raise ValueError(f"a global batch of {batch_size} is too small for {self._world_size} ranks")
+            raise ValueError(
+                f"rank {self._rank}: a global batch of {batch_size} is too small for {self._world_size} ranks, each of "
+                f"which takes a part of it: make it at least {self._world_size}, or start fewer ranks"
+            )
         if num_parts is not None and num_parts % self._world_size:
-            raise ValueError(f"{num_parts} parts of a batch can't be divided among {self._world_size} ranks")
+            raise ValueError(
+                f"rank {self._rank}: {num_parts} parts of a batch can't be divided among {self._world_size} ranks: "
+                "make their number a multiple of the ranks"
+            )
         self.length = length
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,13 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import distributed as torch_distributed
 
-
-def warn_caller(message: str) -> None:
-    """Warn at the innermost line outside torch and phalanx, which is the loop over the batches."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "phalanx"):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+from phalanx._errors import warn_caller
 
 
 class RepeatedOrders:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils import data as torch_data
 
+from phalanx._errors import warn_caller
 from phalanx._sockets import keep_paths_short
 from phalanx.data.partition import Partition
 from phalanx.data.replica import rank_and_size
@@ -146,10 +146,9 @@ def _part_of_stream(
     if is_own_part or num_replicas == 1 or isinstance(stream, Shard):
         return stream
     if is_own_part is None and rank == 0:
-        warnings.warn(
+        warn_caller(
             f"phalanx.DataLoader: {num_replicas} ranks take turns at this {type(stream).__name__}. Pass is_own_part="
-            "True if it divides itself among them, or False to keep it so",
-            stacklevel=3,
+            "True if it divides itself among them, or False to keep it so"
         )
     return Shard(stream, rank, num_replicas, over_workers=False)
 

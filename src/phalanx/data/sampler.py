@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data import distributed as torch_distributed
 
-from phalanx.data.epochs import warn_caller
+from phalanx._errors import warn_caller
 from phalanx.data.replica import rank_and_size
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,11 @@ def read_role(args: Sequence[str], environ: Mapping[str, str]) -> tuple[HostRole
     Raises:
         UsageError: An argument is wrong, or arguments contradict each other.
     """
-    settings, _, found = read_command(args, environ, parser=make_parser(), also=FLAGS)
+    parser = make_parser()
+    settings, rest, found = read_command(args, environ, parser=parser, also=FLAGS)
+    takes_any = settings["module"].value or settings["no-python"].value
+    if rest and not (takes_any or rest[0].endswith(".py") or os.path.exists(rest[0])):  # a job's script may follow
+        raise parser.unknown(rest[0], args)
     if found is not None and found.local_rank > 0:
         return None, False
     check_nodes(settings, found)

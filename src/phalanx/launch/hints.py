@@ -84,6 +84,10 @@ _HINTS = (
         "the timeout of init_process_group must be more than 0 s", "torch 2.15",
     ),
     Hint(
+        "(Assertion|Value)Error", r"Unknown (?:c10d )?backend type",
+        'torch knows no backend of that name: init_process_group("phalanx"), or "gloo", "nccl", "mpi"', "torch 2.15",
+    ),
+    Hint(
         r"\w+", r"Default process group has not been initialized",
         "call phalanx.init() or torch.distributed.init_process_group() first", "torch 2.15",
     ),

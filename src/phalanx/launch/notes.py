@@ -13,6 +13,7 @@ from phalanx._files import write_whole
 
 _MODULES = "modules.json"
 _ROOM_MADE = "made_room"
+_CHECKPOINTS = "checkpoints"
 
 
 def modules_file(rank_folder: str) -> str:
@@ -31,6 +32,28 @@ def note_room_made() -> None:
     if folder:
         with contextlib.suppress(OSError), open(os.path.join(folder, _ROOM_MADE), "w"):
             pass
+
+
+def note_checkpoints(folder: str) -> None:
+    """Tell the supervisor where this job saves its checkpoints."""
+    own = _own_folder()
+    if own and _env.environment().get("LOCAL_RANK") == "0":
+        with contextlib.suppress(OSError):
+            write_whole(os.path.join(own, _CHECKPOINTS), os.path.abspath(folder))
+
+
+def words_of_checkpoints(rank_folder: str) -> str:
+    """Return what is on disk of what the rank of that folder saves; empty if it has not told where that is."""
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(os.path.join(rank_folder, _CHECKPOINTS)) as file:
+        return words_on_disk(file.read())
+    return ""
+
+
+def words_on_disk(checkpoints: str) -> str:
+    """Return which checkpoint of a folder is the newest."""
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(checkpoints, "latest")) as file:
+        return f"the newest checkpoint on disk is that of step {int(file.read().rpartition('-')[2])}"
+    return "no checkpoint is on disk"
 
 
 def note_modules() -> None:

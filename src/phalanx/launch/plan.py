@@ -74,6 +74,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
     _check(settings, place, num_ranks, environ)
     job = Job(
         command=_command(target, module=value["module"], no_python=value["no-python"]),
+        typed=shlex.join(["phalanx", "run", *argv]),
         preload=not (value["no-python"] or value["no-preload"]),
         local_rank_argument=value["no-use-env"],
         num_local_ranks=num_ranks,

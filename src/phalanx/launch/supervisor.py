@@ -24,7 +24,7 @@ from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
-from phalanx.launch.notes import has_made_room
+from phalanx.launch.notes import has_made_room, words_of_checkpoints
 from phalanx.launch.outcome import Outcome, find_culprit, read_stderr
 from phalanx.launch.output import Screen, prefix, printable
 from phalanx.launch.ranks import Output, Rank
@@ -78,6 +78,7 @@ class Supervisor:
     def _warden_environment(self, shares: Sequence[Share]) -> dict[str, str]:
         """Return what the ranks have in common; torch is imported with their number of threads."""
         environ = shared_environment(_env.environment(), num_threads=min(share.num_threads for share in shares))
+        environ[_env.COMMAND_VARIABLE] = self._job.typed
         if not self._job.max_restarts:  # nobody would read them
             return environ
         return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self.snapshots_fd}"}
@@ -392,6 +393,7 @@ class Supervisor:
         if living and self._ending_by != signal.SIGKILL:
             has_saved = any(has_made_room(rank.folder) for rank in self._ranks)
             saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
+            saved = next(filter(None, (words_of_checkpoints(rank.folder) for rank in self._ranks)), saved)
             again = " again" if sig == self.received else ""
             self.say(f"{signal.Signals(sig).name}{again}: killing {counted(len(living), 'rank')} at once; {saved}")
 

@@ -11,6 +11,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import reprlib
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 from phalanx import _env
 from phalanx._last_words import LastWords
 from phalanx._memory import MemoryPolicy, obey_launcher, of_rank
+from phalanx._text import shortened
 from phalanx.launch.environment import Attempt, rank_environment
 from phalanx.launch.warden import die_with_parent
 
@@ -171,9 +173,25 @@ def worker_main(
     # multiprocessing now ends this process as any other, with its finalizers.
 
 
+def call(fn: Callable[..., Any], form: str, *args: Any) -> Any:
+    """Return what the user's function returns.
+
+    Args:
+        form: Arguments as the user knows them, such as ``rank, *args``, for the error if the function takes others.
+    """
+    try:
+        return fn(*args)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from within the function
+            raise
+        name = getattr(fn, "__name__", type(fn).__name__)
+        given = ", ".join(shortened(reprlib.repr(arg)) for arg in args)
+        raise TypeError(f"{error}; it is called as {name}({form}), here {name}({given})") from None
+
+
 def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Any:
     try:
-        return fn(rank, *args)
+        return call(fn, "rank, *args", rank, *args)
     except SystemExit as end:
         if end.code in (None, 0):
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from phalanx import _torch
+from phalanx._errors import warn_caller
 from phalanx._nested import to_device
 from phalanx._rank_group import group_or_world
 from phalanx._torch import disable_dynamo
@@ -133,7 +133,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if dist.get_rank() == 0:
             repeated_orders.watch(self)
         if find_unused_parameters and static_graph:
-            warnings.warn("find_unused_parameters and static_graph are both unneeded here", stacklevel=2)
+            warn_caller("find_unused_parameters and static_graph are both unneeded here")
 
     def _set_devices(self, device_ids: Any, output_device: Any) -> None:
         parameters = [p for _, p in self._replica.parameters()]

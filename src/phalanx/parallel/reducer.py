@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-import warnings
 import weakref
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx import _torch
+from phalanx._errors import warn_caller
 from phalanx._nested import tensors_in
 from phalanx._torch import current_graph_task_id, queue_callback
 from phalanx.data.epochs import repeated_orders
@@ -239,11 +239,10 @@ class Reducer:
         self._warns_of_unused = False
         some = ", ".join(self._names[p] for p in parameters[:8])
         more = f" and {len(parameters) - 8} more" if len(parameters) > 8 else ""
-        warnings.warn(
-            f"rank {dist.get_rank()}: DistributedDataParallel: no gradient reached {some}{more} in this backward pass. "
+        warn_caller(  # in the same words on every rank, which the launcher shows once
+            f"DistributedDataParallel: no gradient reached {some}{more} in this backward pass. "
             "They count as zeros where another rank has a gradient, and stay as they are where none has. "
-            "If that is meant, pass find_unused_parameters=True; if not, look for an output that the loss leaves out",
-            stacklevel=2,
+            "If that is meant, pass find_unused_parameters=True; if not, look for an output that the loss leaves out"
         )
 
     # ---- what else it is asked for ---------------------------------------------------------------------------------

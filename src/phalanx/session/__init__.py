@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
@@ -118,7 +119,8 @@ def init(
         world_size: Number of ranks, together with `rank`; default: the launcher's.
 
     Raises:
-        ValueError: The environment or the arguments contradict themselves, or `timeout` is not positive.
+        ValueError: The environment or the arguments contradict themselves, torch knows no such backend, or `timeout` is
+            not positive.
         RuntimeError: This host has fewer GPUs than ranks, or a session with other arguments exists.
     """
     global _current
@@ -161,7 +163,7 @@ def _create_group(
     init_method: str | None,
 ) -> tuple[Session, tuple[str, ...]]:
     """Create the process group; return its session and the names of the variables set for it."""
-    chosen, reason = (backend, "") if backend else _choose_backend()
+    chosen, reason = (_known(backend), "") if backend else _choose_backend()
     store = meet(place, init_method, timeout, chosen)
     place = place if place.knows_hosts else place_by_hosts(place, store)
     session = _session(place, _choose_device(device, chosen, place), chosen, reason)
@@ -206,6 +208,25 @@ def _end(error: BaseException | None) -> None:
         _torch.abort_process_group()  # its peers may never come: destroying would wait for them
     else:
         dist.destroy_process_group()
+
+
+def _known(backend: str) -> str:
+    """Return the backend that the script asked for, if torch knows it.
+
+    Raises:
+        ValueError: It does not; names the one that is meant, and all of them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that it does not know what devices an unknown one is for
+        by_device = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    backends = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    for name in by_device.values():
+        if name not in dist.Backend.backend_list:
+            raise ValueError(
+                f"phalanx.init: there is no backend {name!r}{_env.did_you_mean(name, backends) or '.'} It takes "
+                f'{", ".join(sorted(backends))}, or one for each kind of device, such as "cpu:phalanx,cuda:nccl"'
+            )
+    return backend
 
 
 def _choose_backend() -> tuple[str, str]:

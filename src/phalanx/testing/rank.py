@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from phalanx import _env
-from phalanx.launch.worker import Function, channel_to_parent, load_function
+from phalanx.launch.worker import Function, call, channel_to_parent, load_function
 
 
 def reached(point: str, payload: Any = None) -> None:
@@ -97,7 +97,7 @@ def run_in_group(rank: int, group: Group, function: Function | Callable[..., Any
     group.take_host(rank)
     if group.backend is not None:
         group.init(rank)
-    value = fn(rank, group.world_size, *args)
+    value = call(fn, "rank, world_size, *args", rank, group.world_size, *args)
     if dist.is_initialized():
         dist.destroy_process_group()
     return value

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils import data as torch_data
 
+from phalanx._errors import warn_caller
 from phalanx._nested import num_collated, tensors_in
 from phalanx._ranges import share
 from phalanx._rank_group import RankGroup
@@ -110,11 +110,10 @@ def _warn_of_padding(sampler: Any) -> None:
     if isinstance(sampler, torch_data.DistributedSampler) and getattr(sampler, "pad", True):
         num_twice = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
         if num_twice > 0:
-            warnings.warn(
+            warn_caller(
                 f"Trainer.evaluate: the loader's sampler pads, so {counted(num_twice, 'sample')} would be counted "
                 "twice. Pass the dataset itself, or a loader with "
-                "sampler=phalanx.DistributedSampler(dataset, shuffle=False, pad=False)",
-                stacklevel=2,
+                "sampler=phalanx.DistributedSampler(dataset, shuffle=False, pad=False)"
             )
 
 

@@ -12,6 +12,7 @@ Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from
 - ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``
 - ``not_finite``: ``step``, ``epoch``, ``ranks`` that saw it first, ``message``
 
+``epoch`` counts from 0 here, in the CSV and for loggers, as `Trainer.epoch` does; screen and report count from 1.
 Numbers that are not finite are written as Python writes them: ``NaN``, ``Infinity``. Imports no torch.
 """
 

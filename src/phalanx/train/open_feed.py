@@ -77,6 +77,7 @@ def _open_dataset(
             "which needs at least one: train on fewer ranks or on more samples"
         )
     num_parts = s.virtual_shards if s.deterministic else None
+    _check_number_of_ranks(batch_size if batch_sampler is None else None, num_parts, ranks.world_size)
     sizes: dict[str, Any] = {"micro_batch_size": s.micro_batch_size, "num_parts": num_parts, "seed": s.seed}
     without_effect: list[str] = []
     if batch_sampler is None:
@@ -94,6 +95,24 @@ def _open_dataset(
         dataset, batches, s.num_workers, s.seed,
         collate_fn=collate_fn, seeds_samples=s.deterministic is not None, without_effect=without_effect,
     )  # fmt: skip
+
+
+def _check_number_of_ranks(batch_size: int | None, num_parts: int | None, world_size: int) -> None:
+    """Refuse batches, or parts of them, that can't be divided among so many ranks.
+
+    Raises:
+        ValueError: There are too many ranks, or the parts are no multiple of them.
+    """
+    if batch_size is not None and batch_size < world_size:
+        raise ValueError(
+            f"Trainer: global_batch_size={batch_size} is too small for {world_size} ranks, each of which takes a part "
+            f"of a batch: pass global_batch_size={world_size} or more, or start fewer ranks"
+        )
+    if num_parts is not None and num_parts % world_size:
+        raise ValueError(
+            f'Trainer: deterministic="world" computes a batch in virtual_shards={num_parts} parts, which {world_size} '
+            "ranks can't share alike: start 1, 2, 4 or another power of two, with virtual_shards at least as large"
+        )
 
 
 def _without_effect(loader: Any, s: Settings, ranks: RankGroup, given: Collection[str]) -> list[str]:

@@ -36,7 +36,7 @@ def describe_origin(
     wrapper = "" if module is model else f" in {type(model).__name__}"
     hosts = dict.fromkeys(ranks.gather(_env.read_settings().host or socket.gethostname()))
     origin = {
-        "command": shlex.join([os.path.basename(sys.executable or "python"), *_arguments()]),
+        "command": _command(),
         "git commit": git_commit(os.path.dirname(os.path.abspath(sys.argv[0]))),
         "model": f"{type(module).__name__}{wrapper}, {size:,} parameters{frozen}",
         "optimizer": _describe(optimizer),
@@ -79,6 +79,12 @@ def _resolve(git: Path, head: str) -> str:
         if packed == name and _COMMIT.fullmatch(commit):
             return commit
     return ""
+
+
+def _command() -> str:
+    """Return what the user typed: the launcher's command where ``phalanx run`` has started this rank."""
+    own = shlex.join([os.path.basename(sys.executable or "python"), *_arguments()])
+    return _env.environment().get(_env.COMMAND_VARIABLE) or own
 
 
 def _arguments() -> list[str]:

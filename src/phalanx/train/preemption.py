@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from phalanx import _env
 from phalanx._rank_group import RankGroup
-from phalanx.launch.notes import note_room_made
+from phalanx.launch.notes import note_room_made, words_on_disk
 from phalanx.train.run_log import RunLog
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -30,14 +30,16 @@ class Preemption:
 
     Args:
         speaks: Whether to say what a Ctrl-C does; one rank is enough.
+        checkpoints: Folder of the checkpoints, for what to say of a second one.
 
     Attributes:
         signal: Number of the first signal that came, or 0.
     """
 
-    def __init__(self, *, speaks: bool = False) -> None:
+    def __init__(self, *, speaks: bool = False, checkpoints: str = "") -> None:
         self.signal: int = 0
         self._speaks = speaks
+        self._checkpoints = checkpoints
         self._noted_s = 0.0
         self._previous: dict[int, object] = {}
 
@@ -56,13 +58,19 @@ class Preemption:
         now_s = time.monotonic()
         if self.signal and now_s - self._noted_s > _AGAIN_S.get(number, math.inf):
             _show_cursor()
+            if number == signal.SIGINT:
+                self._say(f"\nCtrl-C again: ended at once; {words_on_disk(self._checkpoints)}\n")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self.signal:
             self.signal, self._noted_s = number, now_s
-            if number == signal.SIGINT and self._speaks:
-                with contextlib.suppress(OSError):  # not by print(), which this may have interrupted
-                    os.write(2, b"\nCtrl-C: saving after this step; once more to end at once\n")
+            if number == signal.SIGINT:
+                self._say("\nCtrl-C: saving after this step; once more to end at once\n")
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            with contextlib.suppress(OSError):  # not by print(), which the signal may have interrupted
+                os.write(2, text.encode())
 
 
 def _keeps_interrupts() -> bool:
@@ -77,13 +85,23 @@ def _show_cursor() -> None:
             os.write(1, b"\x1b[?25h\n")
 
 
-def leave(run_log: RunLog, number: int, step: int, *, is_saved: bool, ranks: RankGroup) -> NoReturn:
-    """End this rank, which has made room after a step because of a signal, with the code that says so."""
+def leave(
+    run_log: RunLog, number: int, step: int, *, is_saved: bool, ranks: RankGroup, begins_anew: bool = False
+) -> NoReturn:
+    """End this rank, which has made room after a step because of a signal, with the code that says so.
+
+    Args:
+        is_saved: Whether the state of that step is on disk.
+        begins_anew: Whether the script would not go on from there.
+    """
     run_log.record("preempted", step=step, signal=number)
     saved = "saved" if is_saved else "weights that are not finite were not saved"
     note = _requeue() if ranks.rank == 0 and number != signal.SIGINT else ""
-    who = signal.Signals(number).name
-    run_log.say(f"asked to make room by {who}: {saved} after step {step}{note and f'; {note}'}")
+    why = f"asked to make room by {signal.Signals(number).name}"
+    if number == signal.SIGINT:
+        why = "stopped by Ctrl-C"
+        note = 'start again with resume="auto" to go on' if begins_anew else "start again to go on"
+    run_log.say(f"{why}: {saved} after step {step}{note and f'; {note}'}")
     run_log.report()
     note_room_made()
     raise SystemExit(_exit_code(number))

@@ -53,19 +53,29 @@ def leave_if_restarted() -> None:
         os._exit(1)
 
 
-def set_aside(folder: str, ranks: RankGroup) -> None:
-    """Rename what an earlier run has left in the folder, to names that nothing has yet; every rank calls it."""
+def set_aside(folder: str, ranks: RankGroup) -> str:
+    """Rename what an earlier run has left in the folder, to names that nothing has yet; every rank calls it.
+
+    Returns:
+        A line about it; empty if there was nothing, and on other ranks than 0.
+    """
+    moved = []
     if ranks.rank == 0:
-        _set_aside([os.path.join(folder, name) for name in ("checkpoints", "metrics.jsonl", IDS)])
+        moved = _set_aside([os.path.join(folder, name) for name in ("checkpoints", "metrics.jsonl", IDS)])
     ranks.gather(None)
+    names = " and ".join(map(os.path.basename, moved))
+    return f'resume="never": the run that was in {folder} is kept there as {names}' if moved else ""
 
 
-def _set_aside(paths: Sequence[str]) -> None:
+def _set_aside(paths: Sequence[str]) -> list[str]:
+    """Rename those that exist and return their new paths."""
     stamp = f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     numbered = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
     suffix = next(one for one in numbered if not any(os.path.lexists(f"{path}.{one}") for path in paths))
-    for path in filter(os.path.exists, paths):
+    found = [*filter(os.path.exists, paths)]
+    for path in found:
         os.rename(path, f"{path}.{suffix}")
+    return [f"{path}.{suffix}" for path in found]
 
 
 def _number(name: str) -> int:

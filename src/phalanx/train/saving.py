@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx import checkpoint
 from phalanx._text import counted
+from phalanx.launch.notes import note_checkpoints
 from phalanx.train.judge import Judge
 from phalanx.train.run_log import RunLog
 from phalanx.train.settings import Settings, is_minimized
@@ -29,6 +30,7 @@ class RunSaver:
         may_keep: Callable[[], bool],
         loaded: checkpoint.Loaded | None,
     ) -> None:
+        note_checkpoints(folder)
         self._folder = folder
         self._settings = settings
         self._judge = judge

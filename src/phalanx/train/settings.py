@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from phalanx._env import unknown_argument
@@ -93,16 +94,20 @@ class Settings:
     virtual_shards: int = 8
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Settings:
+    def of(cls, given: Mapping[str, Any], call: Callable[..., Any]) -> Settings:
         """Return the settings of these arguments of `Trainer`.
 
+        Args:
+            call: Constructor, whose own arguments an unknown one may stand for as well.
+
         Raises:
-            TypeError: There is no such setting; names the one that is meant, and all of them.
+            TypeError: There is no such argument; names the one that is meant, and all of them.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         for name in given:
             if name not in known:
-                raise unknown_argument("Trainer", name, known, _OTHER_NAMES.get(name))
+                _, *own, _ = inspect.signature(call).parameters  # between self and the settings
+                raise unknown_argument("Trainer", name, [*own, *known], _OTHER_NAMES.get(name))
         return cls(**given)
 
     def __post_init__(self) -> None:

@@ -89,7 +89,7 @@ class Trainer:
         folder: Folder of the run.
         checkpoints: Folder of the run's checkpoints.
         step: Number of optimizer steps done.
-        epoch: Number of the current epoch, from 0.
+        epoch: Number of the current epoch, from 0, as in metrics.jsonl; the screen and the report count from 1.
         evaluation: Values of the last evaluation in `fit`, by name.
 
     Raises:
@@ -113,7 +113,7 @@ class Trainer:
         loggers: str | Logger | Sequence[str | Logger] = (),
         **settings: Any,
     ) -> None:
-        self.settings: Settings = Settings.of(settings)
+        self.settings: Settings = Settings.of(settings, Trainer.__init__)
         s, self._given = self.settings, frozenset(settings)
         check_arguments(
             model, optimizer, scheduler, callbacks,
@@ -195,12 +195,12 @@ class Trainer:
             data, s, self._batch_size(), self._ranks, given=self._given,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
         )  # fmt: skip
-        if s.resume == "never" and self._lock.is_first:
-            restarts.set_aside(self.folder, self._ranks)
+        begins_anew = s.resume == "never" and self._lock.is_first
+        self._set_aside = restarts.set_aside(self.folder, self._ranks) if begins_anew else ""
         loaded = self._take_up(data)
         if not self._is_over():
             refuse_unwritable(self.checkpoints, self._ranks)
-        with self._begin(loaded) as self._run_log, Preemption(speaks=self.session.is_main) as self._preemption:
+        with self._begin(loaded) as self._run_log, self._until_signal() as self._preemption:
             if validation_data is not None and not self._is_over():
                 self._evaluator.rehearse(validation_data, s.monitor)
             self._call("on_fit_start")
@@ -356,13 +356,16 @@ class Trainer:
         run_log.begin(self.session, s, loaded, origin)
         lines = [
             f"{self._feed.describe(num_steps)}; run folder {self.folder}", processes_of(self._ranks),
-            self._lock.problem, self._identity.news, of_schedule, self._guard.what_is_meant(),
+            self._lock.problem, self._set_aside, self._identity.news, of_schedule, self._guard.what_is_meant(),
             restarts.words_of_another(self, self.folder, loaded is not None),
             words_of_resumption(loaded, self.step, self.epoch, self.folder, is_over=self._is_over()),
         ]  # fmt: skip
         for line in filter(None, lines):
             run_log.say(line)
         return run_log
+
+    def _until_signal(self) -> Preemption:
+        return Preemption(speaks=self.session.is_main, checkpoints=self.checkpoints)
 
     def _may_keep(self) -> bool:
         return self._guard.may_keep(self.step, max(0, self.epoch - self._feed.is_at_start))  # the last step's epoch
@@ -379,7 +382,9 @@ class Trainer:
             raise SystemExit(PREEMPTED_CODE)
         if self._run_log.has_news:
             self._log()
-        leave(self._run_log, number, self.step, is_saved=self._save(wait=True), ranks=self._ranks)
+        begins_anew = self.settings.resume == "never"
+        is_saved = self._save(wait=True)
+        leave(self._run_log, number, self.step, is_saved=is_saved, ranks=self._ranks, begins_anew=begins_anew)
 
     def _end(self) -> None:
         self._call("on_fit_end")
