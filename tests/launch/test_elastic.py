@@ -11,6 +11,7 @@ import subprocess
 
 import pytest
 
+from phalanx._memory import choose
 from phalanx._snapshots import MAGIC, Head, region_offset
 from phalanx.launch.attempts import Course
 from phalanx.launch.cpus import divide, read_machine
@@ -195,7 +196,7 @@ def test_a_dry_run_shows_the_range_its_origin_and_what_the_least_has(tmp_path):
     assert ["nproc-per-node", "1:3", "PHALANX_NPROC_PER_NODE"] in rows
     assert ["regrow-after", "60.0", "default"] in rows
     assert shown.splitlines()[-2:] == [
-        f"phalanx run: {shares_note(3)}; 1 at least",
+        f"phalanx run: {shares_note(3)}; memory {choose(os.environ, num_ranks=3)}; 1 at least",
         f"phalanx run: with the least: {shares_note(1)}",
     ]
 

@@ -60,7 +60,8 @@ def outcomes_of(run_ranks, *calls, by_hand=False, **options):
 
 def errors_of(run_ranks, *calls, **options):
     """Return the error of each rank as text, empty for one that did not raise; each names its rank and the line."""
-    errors = [str(outcome.error or "") for outcome in outcomes_of(run_ranks, *calls, **options)]
+    outcomes = outcomes_of(run_ranks, *calls, **options)
+    errors = ["" if outcome.exitcode == 0 else str(outcome.error or "") for outcome in outcomes]
     for error in filter(None, errors):
         assert "test_first_contact.py:" in error
     return errors

@@ -129,6 +129,8 @@ class Outcome:
             return f"was killed by {signal_name(-self.exitcode)}"
         if self.raised and message:
             return f"raised {self.raised}: {self.last_words.message}"
+        if self.exitcode == 0:
+            return "ended without a result: by os._exit(0), or its descriptors were closed"
         by = f"raised {self.raised} and " if self.raised else ""
         return f"{by}exited with code {self.exitcode}"
 
