@@ -37,6 +37,9 @@ def meet(rank, world_size, calls, by_hand):
     if "host" in call:
         roll.host_identity = partial(str, call.pop("host"))
     time.sleep(call.pop("after_s", 0))
+    if "arrives_after_s" in call:  # between serving the store and saying so in it
+        arrive, pause_s = roll.RollCall._arrive, call.pop("arrives_after_s")
+        roll.RollCall._arrive = lambda roll_call: (time.sleep(pause_s), arrive(roll_call))
     if "exit" in call:
         os._exit(call["exit"])
     if "raise" in call:
@@ -104,6 +107,13 @@ def test_two_processes_of_the_same_rank_are_named(run_ranks, rank, by_hand):
     for outcome in outcomes:
         assert f"two processes claim rank {rank}: pid " in str(outcome.error)
         assert "port" not in str(outcome.error).lower()
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["launched", "by hand"])
+def test_a_second_rank_0_waits_until_the_first_has_said_who_it_is(run_ranks, by_hand):
+    calls = [numbers(0, 2, arrives_after_s=0.3), numbers(0, 2, after_s=0.2)]
+    for outcome in outcomes_of(run_ranks, *calls, by_hand=by_hand):
+        assert "two processes claim rank 0: pid " in str(outcome.error)
 
 
 def test_a_launch_without_rank_0_is_named(run_ranks):

@@ -179,11 +179,11 @@ def test_autocast_and_scaler_are_torchs_and_nothing_for_fp32(results):
         (lambda: phalanx.init(nprocs=3), r"phalanx.init: .*nprocs, did you mean world_size\?"),
         (
             lambda: phalanx.Trainer(None, None, epochs=3),
-            r"Trainer: .*epochs, did you mean max_epochs\? It takes max_ep",
+            r"Trainer: .*epochs, did you mean max_epochs\? It takes model, optimizer, loss, ",
         ),
         (lambda: phalanx.Trainer(None, None, batch_size=3), r"did you mean global_batch_size\?"),
         (lambda: phalanx.Trainer(None, None, snapshot_evry=3), r"did you mean snapshot_every\?"),
-        (lambda: phalanx.Trainer(None, None, lambda: 0, xyz=3), r"no argument xyz. It takes max_epochs, max_steps"),
+        (lambda: phalanx.Trainer(None, None, lambda: 0, xyz=3), r"no argument xyz. It takes model, optimizer, loss, "),
     ],
 )
 def test_an_unknown_argument_is_named_with_the_one_that_is_meant(call, message):

@@ -126,10 +126,12 @@ class RollCall:
 
     def raise_rival(self) -> None:
         """Raise if the rank 0 that serves this store is alive; it is not this process."""
+        deadline = min(self._patience.deadline, time.monotonic() + NOTE_S)
         with contextlib.suppress(StoreGoneError, StoreSilentError):  # the store is going away
-            server = self._read("server", _RECORD)
+            # The rival listens a moment before it writes this.
+            server = wait_until(lambda: self._read("server", _RECORD), deadline)
             if server is not None and not _has_ended(server):
-                self._fail(_two_of(server, self._mine), (0,))
+                self._fail(_two_of(server, self._mine), (0,), also=server)
 
     # ---- what lies in the store ------------------------------------------------------------------------------------
 
