@@ -26,7 +26,7 @@ from rich.table import Table
 import phalanx
 import phalanx.checkpoint as ckpt
 from bench.ddp import _large_mlp
-from bench.report import machine_facts
+from bench.report import machine_facts, median_ratio
 
 _BATCH = 64
 _MOST_BLOCKED = 1.5  # of a memcpy of the state
@@ -137,8 +137,7 @@ def _slowest_rank(results: list[Samples]) -> Samples:
 
 
 def _ratio(samples: Samples, name: str, to: str) -> float:
-    """Return the median over the rounds of one time in the other's."""
-    return statistics.median(a / b for a, b in zip(samples[name], samples[to], strict=True))
+    return median_ratio(samples[name], samples[to])
 
 
 def _verdict(is_reached: bool, text: str) -> str:

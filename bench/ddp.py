@@ -8,7 +8,6 @@ shared memory. Also measured: an epoch of 10,000 images on one rank and on two, 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -27,7 +26,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from bench.report import machine_facts
+from bench.plan import parse_names
+from bench.report import machine_facts, median_ratio
+from bench.step_models import mlp
 
 _BATCH = 64
 _NONE = "no communication"
@@ -47,13 +48,6 @@ class Case:
     most: dict[str, float]
 
 
-def _mlp(*widths: int) -> nn.Module:
-    layers: list[nn.Module] = [nn.Flatten()]
-    for inputs, outputs in itertools.pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
 def _cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(),
@@ -63,11 +57,11 @@ def _cnn() -> nn.Module:
 
 
 def _large_mlp() -> nn.Module:
-    return _mlp(784, 4096, 3360, 10)
+    return mlp(784, 4096, 3360, 10)
 
 
 CASES = {
-    "MLP 784-1024-10": Case(lambda: _mlp(784, 1024, 10), torch.optim.SGD, 50, {_OURS: 1.10, _TORCH: 1.25}),
+    "MLP 784-1024-10": Case(lambda: mlp(784, 1024, 10), torch.optim.SGD, 50, {_OURS: 1.10, _TORCH: 1.25}),
     "MNIST CNN": Case(_cnn, torch.optim.SGD, 30, {_OURS: 1.05, _TORCH: 1.10}),
     "MLP of 17 M": Case(_large_mlp, torch.optim.SGD, 3, {_OURS: 1.10, _TORCH: 1.25, _SHARDED: 0.95}),
     "MLP of 17 M with Adam": Case(_large_mlp, torch.optim.Adam, 2, {_SHARDED: 0.95}),
@@ -200,8 +194,7 @@ def _mean_of_ranks(results: list[dict[str, list[float]]]) -> dict[str, list[floa
 
 
 def _ratio(samples: dict[str, list[float]], name: str, to: str) -> float:
-    """Return the median over the rounds of one variant's time in the other's."""
-    return statistics.median(a / b for a, b in zip(samples[name], samples[to], strict=True))
+    return median_ratio(samples[name], samples[to])
 
 
 def _print_case(console: Console, name: str, samples: dict[str, list[float]]) -> list[str]:
@@ -248,10 +241,7 @@ def main() -> None:
     given = parser.parse_args()
     console = Console(width=100, highlight=False)
     steps, verdicts = {}, []
-    names = [name.strip() for name in given.only.split(",")]
-    for name in names:
-        if name not in CASES:
-            parser.error(f"--only takes {', '.join(CASES)}; got {name}")
+    names = parse_names(given.only, CASES, parser)
     for name in names:
         steps[name] = _mean_of_ranks(phalanx.spawn(measure_steps, (name, given.rounds), nprocs=2))
         verdicts += _print_case(console, name, steps[name])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 KiB, MiB = 1024, 1024 * 1024
@@ -179,6 +180,15 @@ def size_text(size_bytes: int) -> str:
         if size_bytes >= factor:
             return f"{size_bytes / factor:g} {unit}"
     return f"{size_bytes} B"
+
+
+def parse_names(only: str, known: Collection[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return the names that ``--only`` gives, separated by commas; the parser refuses unknown ones."""
+    names = [name.strip() for name in only.split(",")]
+    for name in names:
+        if name not in known:
+            parser.error(f"--only takes {', '.join(known)}; got {name}")
+    return names
 
 
 def parse_size(text: str) -> int:

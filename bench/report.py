@@ -17,6 +17,11 @@ _COLORS = {"phalanx": "#d62728", "core": "#ff9896", "gloo": "#1f77b4", "mpi": "#
 _LINES = {2: "-", 4: "--", 8: ":"}
 
 
+def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    """Return the median over the rounds of one time in the other's."""
+    return statistics.median(a / b for a, b in zip(of, to, strict=True))
+
+
 @dataclass(frozen=True)
 class Result:
     """All measurements of a point: engine -> seconds of one operation, by round."""
@@ -31,8 +36,7 @@ class Result:
     def ratio(self, slow: str, fast: str) -> float:
         """Return how many times faster `fast` is: by medians, or round by round where a hundredth counts."""
         if "core_unchecked" in self.samples:
-            pairs = zip(self.samples[slow], self.samples[fast], strict=True)
-            return statistics.median(a / b for a, b in pairs)
+            return median_ratio(self.samples[slow], self.samples[fast])
         return self.median(slow) / self.median(fast)
 
     def value(self, target: Target) -> float | None:

@@ -23,7 +23,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.report import machine_facts
+from bench.plan import parse_names
+from bench.report import machine_facts, median_ratio
 from bench.step_models import CASES
 
 _OURS = "phalanx run"
@@ -97,8 +98,7 @@ def measure(case: str, num_ranks: int, rounds: int, scale: float) -> dict[str, l
 
 def speedup(samples: dict[str, list[Sample]], over: str) -> float:
     """Return the median over the rounds of the other's time in ours."""
-    pairs = zip(samples[over], samples[_OURS], strict=True)
-    return statistics.median(theirs.step_s / ours.step_s for theirs, ours in pairs)
+    return median_ratio(*([sample.step_s for sample in samples[name]] for name in (over, _OURS)))
 
 
 def _memory(samples: Sequence[Sample]) -> float:
@@ -141,10 +141,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of steps in a turn")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for step.json")
     given = parser.parse_args()
-    names = [name.strip() for name in given.only.split(",")]
-    for name in names:
-        if name not in CASES:
-            parser.error(f"--only takes {', '.join(CASES)}; got {name}")
+    names = parse_names(given.only, CASES, parser)
     console = Console(width=110, highlight=False)
     found, judged = {}, []
     for name in names:

@@ -40,7 +40,8 @@ def _text(num: int, length: int, vocabulary: int) -> Callable[[], tuple[torch.Te
     return batch
 
 
-def _mlp(*widths: int) -> nn.Module:
+def mlp(*widths: int) -> nn.Module:
+    """Linear layers with ReLU between them."""
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -110,7 +111,7 @@ class _Recommender(nn.Module):
     def __init__(self, num_tables: int = 8, num_rows: int = 50_000, width: int = 16) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(num_rows, width) for _ in range(num_tables))
-        self.top = _mlp(num_tables * width, 256, 128, 10)
+        self.top = mlp(num_tables * width, 256, 128, 10)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.top(torch.cat([table(column) for table, column in zip(self.tables, ids.unbind(1), strict=True)], 1))
@@ -152,9 +153,9 @@ class _GPT(nn.Module):
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
 CASES = {
-    "MLP of 17 M": Case(lambda: _mlp(784, 4096, 3360, 10), _images(64, 1, 28), Adam, 12),
+    "MLP of 17 M": Case(lambda: mlp(784, 4096, 3360, 10), _images(64, 1, 28), Adam, 12),
     "large CNN": Case(_large_cnn, _images(32, 3, 96), SGD, 6),
-    "MLP 784-1024-10": Case(lambda: _mlp(784, 1024, 10), _images(64, 1, 28), SGD, 600),
+    "MLP 784-1024-10": Case(lambda: mlp(784, 1024, 10), _images(64, 1, 28), SGD, 600),
     "ResNet-18": Case(_resnet18, _images(16, 3, 32), SGD, 6),
     "LSTM": Case(_LSTM, _text(32, 64, 2000), Adam, 6),
     "recommender": Case(

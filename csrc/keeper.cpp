@@ -34,23 +34,32 @@ constexpr std::uint64_t kFastest = 20ull << 30;       // bytes a second: more th
 constexpr std::uint64_t kInOneLook = 512 << 20;       // what they can fill in the shortest pause
 const char* const kThread = "rank-memory";
 
-/// A number behind `name`, or the first of the file without one; nothing if it can't be read.
-std::optional<std::uint64_t> read_number(const char* path, std::string_view name = {}) {
-  std::array<char, 8192> text;
-  const int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return {};
-  const ssize_t length = read(fd, text.data(), text.size() - 1);
-  close(fd);
-  if (length <= 0) return {};
-  text[static_cast<std::size_t>(length)] = 0;
-  const char* at = text.data();
-  while (!name.empty() && std::strncmp(at, name.data(), name.size()) != 0) {
-    at = std::strchr(at, '\n');
-    if (!at) return {};
-    ++at;
+/// The beginning of a file of numbers as it is now; empty if it can't be read.
+class Text {
+ public:
+  explicit Text(const char* path) {
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return;
+    length_ = std::max<ssize_t>(read(fd, text_.data(), text_.size() - 1), 0);
+    close(fd);
   }
-  return std::strtoull(at + name.size(), nullptr, 10);
-}
+
+  /// The number behind `name`, or the first one without a name; nothing if it is not there.
+  std::optional<std::uint64_t> number(std::string_view name = {}) const {
+    if (length_ == 0) return {};
+    const char* at = text_.data();
+    while (!name.empty() && std::strncmp(at, name.data(), name.size()) != 0) {
+      at = std::strchr(at, '\n');
+      if (!at) return {};
+      ++at;
+    }
+    return std::strtoull(at + name.size(), nullptr, 10);
+  }
+
+ private:
+  std::array<char, 8192> text_{};  // ends with 0
+  ssize_t length_ = 0;
+};
 
 struct Room {
   std::uint64_t limit = 0, left = 0;
@@ -60,15 +69,16 @@ struct Room {
 
 Room room_of(const Limit& limit) {
   Room room{limit.bytes, limit.bytes};
-  const std::uint64_t used = read_number(limit.used.c_str()).value_or(0);
+  const std::uint64_t used = Text(limit.used.c_str()).number().value_or(0);
   room.left -= std::min(used, room.left);
   if (room.left < limit.bytes / 4)  // near enough to ask how much of that is cache
-    room.left += std::min(read_number(limit.stat.c_str(), limit.cache + " ").value_or(0), used);
+    room.left += std::min(Text(limit.stat.c_str()).number(limit.cache + " ").value_or(0), used);
   return room;
 }
 
 Room room_of_host() {
-  const auto total = read_number("/proc/meminfo", "MemTotal:"), left = read_number("/proc/meminfo", "MemAvailable:");
+  const Text memory("/proc/meminfo");
+  const auto total = memory.number("MemTotal:"), left = memory.number("MemAvailable:");
   return total && left ? Room{*total << 10, *left << 10} : Room{};
 }
 

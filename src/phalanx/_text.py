@@ -34,9 +34,13 @@ def named(noun: str, numbers: Sequence[int]) -> str:
 
 def enumerated(noun: str, numbers: Sequence[int], most: int = sys.maxsize) -> str:
     """Return ``rank 3``, ``ranks 1, 2``, or ``ranks 1, 2 and 6 more`` for a `most` of 2."""
-    shown = ", ".join(map(str, numbers[:most]))
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return f"{plural(len(numbers), noun)} {shown}{more}"
+    return f"{plural(len(numbers), noun)} {listed(numbers, most)}"
+
+
+def listed(items: Sequence[object], most: int = sys.maxsize) -> str:
+    """Return ``a, b``, or ``a, b and 6 more`` for a `most` of 2."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return f"{', '.join(map(str, items[:most]))}{more}"
 
 
 def in_units(size_bytes: float) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._errors import CheckpointError
+from phalanx._text import listed
 from phalanx.checkpoint.tree import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack, unwrap
 
 _MAX_NAMES = 5  # in a message
@@ -44,10 +45,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return the first few of the names, and how many more there are."""
-    names = [*names]
-    left = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {left} more" if left > 0 else "")
+    return listed([*names], _MAX_NAMES)
 
 
 def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:

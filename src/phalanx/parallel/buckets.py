@@ -50,8 +50,7 @@ class Bucket(abc.ABC):
         self.started = False
         self._group = group
         self._work: dist.Work | None = None
-        self._future: torch.futures.Future[Any] | None = None
-        self._hooked: Tensor | None = None  # what the communication hook was given
+        self._hooked: tuple[torch.futures.Future[Any], Tensor] | None = None  # a communication hook's, and its buffer
 
     def _mark(self, marks: Tensor) -> None:
         """Fill `marks`, one element for each parameter: 1 if this rank has a gradient for it, else 0."""
@@ -62,17 +61,16 @@ class Bucket(abc.ABC):
                     marks[i] = 0
 
     def _call(self, hook: BoundHook, buffer: Tensor, gradients: list[Tensor]) -> None:
-        self._future = checked_future(hook(GradBucket(self.index, buffer, gradients, self.parameters, self.is_last)))
-        self._hooked = buffer
+        future = hook(GradBucket(self.index, buffer, gradients, self.parameters, self.is_last))
+        self._hooked = checked_future(future), buffer
 
     def _finish(self) -> Tensor | None:
         """Wait for whatever `start` began, and return what a communication hook made of it; None without a hook."""
-        work, future = self._work, self._future
-        self._work, self._future, self.started = None, None, False
+        work, hooked = self._work, self._hooked
+        self._work, self._hooked, self.started = None, None, False
         if work is not None:
             work.wait()
-        buffer, self._hooked = self._hooked, None
-        return None if future is None or buffer is None else tensor_of(future, buffer)
+        return None if hooked is None else tensor_of(*hooked)
 
     @abc.abstractmethod
     def load(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phalanx import _torch
 from phalanx._errors import warn_caller
 from phalanx._nested import tensors_in
+from phalanx._text import listed
 from phalanx._torch import current_graph_task_id, queue_callback
 from phalanx.data.epochs import repeated_orders
 from phalanx.parallel.buckets import BoundHook, Bucket, make_buckets
@@ -237,10 +238,9 @@ class Reducer:
 
     def _warn_of_unused(self, parameters: list[nn.Parameter]) -> None:
         self._warns_of_unused = False
-        some = ", ".join(self._names[p] for p in parameters[:8])
-        more = f" and {len(parameters) - 8} more" if len(parameters) > 8 else ""
+        some = listed([self._names[p] for p in parameters], 8)
         warn_caller(  # in the same words on every rank, which the launcher shows once
-            f"DistributedDataParallel: no gradient reached {some}{more} in this backward pass. "
+            f"DistributedDataParallel: no gradient reached {some} in this backward pass. "
             "They count as zeros where another rank has a gradient, and stay as they are where none has. "
             "If that is meant, pass find_unused_parameters=True; if not, look for an output that the loss leaves out"
         )

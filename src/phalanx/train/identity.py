@@ -30,7 +30,7 @@ from torch.utils import data as torch_data
 
 from phalanx._errors import CheckpointError, printable
 from phalanx._rank_group import RankGroup
-from phalanx._text import counted, shortened
+from phalanx._text import counted, listed, shortened
 from phalanx._torch import SCHEDULER_COUNTERS
 from phalanx.checkpoint.tree import form_of
 from phalanx.train.settings import Settings
@@ -117,11 +117,10 @@ def refuse_differences(facts: Facts, settings: Settings, *, evaluates: bool, ran
         return
     first, other = every[0], every[rank]
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    shown = [f"{name} {first.get(name, 'not there')} and {other.get(name, 'not there')}" for name in names[:_MAX_NAMED]]
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    differ = [f"{name} {first.get(name, 'not there')} and {other.get(name, 'not there')}" for name in names]
     raise ValueError(
-        f"Trainer.fit: rank 0 and rank {rank} would train in different ways: {', '.join(shown)}{more}: make the same "
-        "Trainer, and give it the same kinds of data, on every rank"
+        f"Trainer.fit: rank 0 and rank {rank} would train in different ways: {listed(differ, _MAX_NAMED)}: make the "
+        "same Trainer, and give it the same kinds of data, on every rank"
     )
 
 
