@@ -5,6 +5,7 @@
 # make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
 # make bench-ddp  what data parallel training costs over a step without communication
 # make bench-step  what a step takes under plain python, torchrun and phalanx run
+# make bench-tune  whether phalanx tune finds what an exhaustive search finds
 # make bench-trainer  what the Trainer adds to a step of a loop by hand
 # make bench-checkpoint  what saving and snapshots cost the training, against memcpy and torch.save
 # make bench-hosts  collectives between hosts, which are namespaces of this machine; as root
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
 
-.PHONY: demo test cluster slow check lint bench bench-ddp bench-step bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: demo test cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -55,6 +56,9 @@ bench-ddp: $(VENV)/built
 
 bench-step: $(VENV)/built
 	$(BIN)/python -m bench.step
+
+bench-tune: $(VENV)/built
+	$(BIN)/python -m bench.tune
 
 bench-trainer: $(VENV)/built
 	$(BIN)/python -m bench.trainer

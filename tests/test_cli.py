@@ -25,7 +25,7 @@ def run_phalanx(*args, **options):
 
 
 RIGHT = "phalanx run --nproc-per-node 2 train.py [args]"
-COMMANDS = ("run", "doctor", "report", "ckpt", "verify-resume")
+COMMANDS = ("run", "tune", "doctor", "report", "ckpt", "verify-resume")
 
 
 def refused(args, said, right, **options):
@@ -62,6 +62,8 @@ def refused(args, said, right, **options):
         (["doctor", "now"], "unexpected argument 'now'", "phalanx doctor --nnodes 2 --node-rank 0 --master-addr HOST"),
         (["run", "--nproc-per-node", "2", "--version"], "--version stands alone", "phalanx --version"),
         (["ckpt", "ls", "x", "--version"], "--version stands alone", "phalanx --version"),
+        (["tune"], "no script given", "phalanx tune [flags] train.py [args]"),
+        (["tune", "missing.py"], "no script 'missing.py'", "phalanx tune [flags] train.py [args]"),
         (["verify-resume"], "no script given", "phalanx verify-resume --nproc-per-node 2 train.py [args]"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
@@ -202,6 +204,7 @@ _COMMANDS = [
     ["run", "--dry-run", "--nproc-per-node", "2", "train.py"],
     ["report", "run"],
     ["verify-resume", "--help"],
+    ["tune", "--help"],
     ["doctor", "--help"],
     ["doctor", "--no-engines"],
     ["ckpt", "--help"],

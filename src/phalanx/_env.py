@@ -122,9 +122,13 @@ COMMAND_VARIABLE = "PHALANX_COMMAND"
 """Set by ``phalanx run`` for its ranks: its own command line, for a run's report."""
 FOLDER_VARIABLE = "PHALANX_RUN_FOLDER"
 """Folder in which a `Trainer` keeps its run, in place of the one that it was given."""
+TRIAL_VARIABLE = "PHALANX_TRIAL"
+"""Set by ``phalanx tune`` for the ranks of its trials, see `_trial`."""
 PREEMPTED_CODE = 75
 """Exit code of a rank that saved its state after it was preempted: EX_TEMPFAIL, try again later."""
-_OF_LAUNCHES = frozenset((SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, ALLOCATION_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE))
+_OF_LAUNCHES = frozenset(
+    (SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, ALLOCATION_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE, TRIAL_VARIABLE)
+)
 LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}
 
 

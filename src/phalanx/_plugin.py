@@ -41,6 +41,10 @@ def autoload() -> None:
             from phalanx._memory import obey_launcher
 
             obey_launcher()
+        if _env.TRIAL_VARIABLE in _env.environment():
+            from phalanx import _trial
+
+            _trial.begin()
     except Exception as error:
         import warnings
 

@@ -23,6 +23,7 @@ from phalanx.launch.run import run
 
 _COMMANDS = {
     "run": (RIGHT_CALL, "start a script on several ranks, with torchrun's flags"),
+    "tune": ("phalanx tune train.py [args]", "measure which settings make a script the fastest on this machine"),
     "doctor": ("phalanx doctor [flags]", "check that this machine can train, and that hosts reach each other"),
     "report": ("phalanx report FOLDER", "write the report of a run, finished or not"),
     "ckpt": ("phalanx ckpt ls|show|verify|diff|export FOLDER", "list, verify, compare and export checkpoints"),
@@ -84,6 +85,10 @@ def _command(args: list[str]) -> int:
         from phalanx.doctor.command import main as doctor  # not where a job is started
 
         return doctor(rest)
+    if name == "tune":
+        from phalanx.tune.command import main as tune
+
+        return tune(rest)
     if name == "verify-resume":
         return _verify_resume(rest)
     return _no_command(args)

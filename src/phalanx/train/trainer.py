@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx import checkpoint, session
+from phalanx import _trial, checkpoint, session
 from phalanx._env import PREEMPTED_CODE
 from phalanx._errors import NonFinite, RankFailed
 from phalanx._rank_group import RankGroup
@@ -113,8 +113,10 @@ class Trainer:
         loggers: str | Logger | Sequence[str | Logger] = (),
         **settings: Any,
     ) -> None:
-        self.settings: Settings = Settings.of(settings, Trainer.__init__)
-        s, self._given = self.settings, frozenset(settings)
+        self._given = frozenset(settings)
+        if _trial.is_on():
+            settings, scheduler, loggers = _trial.settings_of_trainer(settings), None, ()
+        s = self.settings = Settings.of(settings, Trainer.__init__)
         check_arguments(
             model, optimizer, scheduler, callbacks,
             loss=loss, training_step=training_step, evaluation_step=evaluation_step, collate_fn=collate_fn,

@@ -1,0 +1,230 @@
+"""The side of a rank in ``phalanx tune``: it takes the optimizer steps that it is asked for, and waits in between.
+
+The jobs of a trial live side by side and take turns, so that whatever else the machine does meets all of them. Asked
+and told is in files of a folder, because a script may have any process group, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from phalanx import _env
+from phalanx._files import write_whole
+
+WARM_UP_STEPS = 3
+"""Number of steps before a rank's first word: they allocate, and choose kernels."""
+_PAUSE_S = 0.002
+_WITH_FUSED_FORM = ("SGD", "Adam", "AdamW", "Adagrad")  # on a CPU
+_ENDLESS = 10**9
+
+_current: Trial | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What a rank is asked for.
+
+    Attributes:
+        serial: Number of the turn, from 1.
+        steps: Number of steps to measure.
+        skip: Number of steps before them.
+        threads: Number of threads of an operation.
+        fused: Whether the optimizer steps in its fused form.
+    """
+
+    serial: int
+    steps: int
+    skip: int = 1
+    threads: int = 1
+    fused: bool = False
+
+
+def asked_file(folder: str) -> str:
+    """Return the file in which the ranks of a job find their next turn."""
+    return os.path.join(folder, "asked.json")
+
+
+def told_file(folder: str, serial: int, rank: int) -> str:
+    """Return the file in which a rank tells how a turn went; turn 0 is what it is, before the first."""
+    return os.path.join(folder, f"told_{serial}_{rank}.json")
+
+
+def variables(folder: str, trainer: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that make ranks part of a trial.
+
+    Args:
+        folder: Folder for what is asked and told.
+        trainer: Settings of a Trainer to try.
+    """
+    return {_env.TRIAL_VARIABLE: json.dumps({"folder": folder, "tuner": os.getpid(), "trainer": {**trainer}})}
+
+
+def begin() -> None:
+    """Become part of a trial if this rank was started for one. torch must have been imported."""
+    global _current
+    text = _env.environment().get(_env.TRIAL_VARIABLE)
+    if text and _current is None:
+        _current = Trial(**json.loads(text))
+        _current.watch()
+
+
+def settings_of_trainer(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with which a Trainer trains in this trial, in place of those that it was given."""
+    assert _current is not None
+    return _current.settings_over(given)
+
+
+def is_on() -> bool:
+    """Return whether this rank is part of a trial."""
+    return _current is not None
+
+
+class Trial:
+    """This rank's part in a trial."""
+
+    def __init__(self, folder: str, tuner: int, trainer: Mapping[str, Any]) -> None:
+        self._folder, self._tuner, self._trainer = folder, tuner, trainer
+        self._given: dict[str, Any] | None = None  # to a Trainer
+        self._optimizer: Any = None  # the first that steps, of a script that may have several
+        self._can_fuse = False
+        self._num_steps = 0
+        self._turn: Turn | None = None
+        self._to_skip = 0
+        self._steps: list[tuple[float, int, float]] = []  # seconds, samples, and seconds for loading them
+        self._began_s = 0.0
+        self._num_samples, self._loading_s = 0, 0.0
+
+    def settings_over(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings to try, and no end: the job is ended once it has been measured."""
+        self._given = {**given}
+        endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
+        unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
+        return {**given, **endless, **unsaved, **self._trainer}
+
+    def watch(self) -> None:
+        """Time every step of the first optimizer, and count the samples that loaders hand out for it."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.utils.data import DataLoader
+
+        register_optimizer_step_post_hook(self._after_step)
+        begin_epoch = DataLoader.__iter__
+        trial = self
+
+        def iterate(loader: Any) -> Any:
+            batches = begin_epoch(loader)
+            return _Counted(batches, trial)
+
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+
+    def count(self, batch: Any, loading_s: float) -> None:
+        """Count the samples of a batch: the first dimension of its first tensor."""
+        from phalanx._nested import tensors_in
+
+        first = next(tensors_in(batch), None)
+        self._num_samples += len(first[1]) if first is not None and first[1].dim() else 0
+        self._loading_s += loading_s
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is not self._optimizer:
+            return
+        now = time.perf_counter()
+        self._num_steps += 1
+        if self._turn is None:
+            if self._num_steps >= WARM_UP_STEPS:
+                self._can_fuse = _can_fuse(self._optimizer)
+                self._tell(0, self._facts())
+                self._take_turn(1)
+            return
+        if self._to_skip:
+            self._to_skip -= 1
+        else:
+            self._steps.append((now - self._began_s, self._num_samples, self._loading_s))
+            if len(self._steps) == self._turn.steps:
+                self._tell(self._turn.serial, {"steps": self._steps})
+                self._take_turn(self._turn.serial + 1)
+        self._num_samples, self._loading_s = 0, 0.0
+        self._began_s = time.perf_counter()
+
+    def _tell(self, serial: int, what: Mapping[str, Any]) -> None:
+        rank = int(_env.environment().get("RANK", "0"))  # only now: torch may have been imported before a fork
+        write_whole(told_file(self._folder, serial, rank), json.dumps(what))
+
+    def _take_turn(self, serial: int) -> None:
+        """Wait until the turn comes, and set what it asks for."""
+        import torch
+
+        asked = asked_file(self._folder)
+        while True:
+            with contextlib.suppress(FileNotFoundError), open(asked) as file:
+                turn = Turn(**json.load(file))
+                if turn.serial == serial:
+                    break
+            if not os.path.exists(f"/proc/{self._tuner}"):
+                os._exit(1)  # it was killed, and nobody will ever ask again
+            time.sleep(_PAUSE_S)
+        self._turn, self._to_skip, self._steps = turn, turn.skip, []
+        torch.set_num_threads(turn.threads)
+        if self._can_fuse:
+            for group in self._optimizer.param_groups:
+                group["fused"] = turn.fused or None
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what decides which settings can be tried with this script."""
+        import torch.distributed as dist
+
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return {
+            "pid": os.getpid(),
+            "optimizer": type(self._optimizer).__name__,
+            "can_fuse": self._can_fuse,
+            "device": str(parameters[0].device) if parameters else "cpu",
+            "has_group": dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1,
+            "has_convolutions": any(p.dim() == 4 for p in parameters),
+            "counts_samples": self._num_samples > 0,
+            "trainer": None if self._given is None else [*self._given],
+        }
+
+
+class _Counted:
+    """The iterator of a loader, whose batches are counted; for everything else that iterator itself."""
+
+    def __init__(self, batches: Iterator[Any], trial: Trial) -> None:
+        self._batches, self._trial = batches, trial
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Any:
+        began_s = time.perf_counter()
+        batch = next(self._batches)
+        self._trial.count(batch, time.perf_counter() - began_s)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def _can_fuse(optimizer: Any) -> bool:
+    """Return whether torch has a fused form of this optimizer for its parameters, and the script left the form open."""
+    import torch
+
+    kind = type(optimizer)
+    if kind.__name__ not in _WITH_FUSED_FORM or kind is not getattr(torch.optim, kind.__name__):
+        return False
+    return all(
+        group.get("fused", False) is None
+        and not group.get("foreach")
+        and not group.get("differentiable")
+        and all(p.dtype == torch.float32 and p.device.type == "cpu" and not p.is_sparse for p in group["params"])
+        for group in optimizer.param_groups
+    )

@@ -1,0 +1,57 @@
+"""What ``phalanx tune`` has found for a script, in ``runs/<script>/tuned.json``: what ``auto`` then means for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+
+from phalanx._files import write_whole
+from phalanx.launch.cpus import Machine
+from phalanx.launch.run_folder import name_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The fastest way to train that was found.
+
+    Attributes:
+        command: The script with its arguments, without the interpreter.
+        machine: What it was measured on, in words.
+        ranks: Number of ranks.
+        threads: Number of threads of each.
+        memory: The flag ``--memory``.
+    """
+
+    command: list[str]
+    machine: str
+    ranks: int
+    threads: int
+    memory: str
+
+
+def remember(tuned: Tuned, log_dir: str, command: Sequence[str]) -> str:
+    """Keep what was found, and return the file; empty if it can't be written."""
+    file = _file(log_dir, command)
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        write_whole(file, json.dumps(dataclasses.asdict(tuned), indent=1) + "\n")
+        return file
+    return ""
+
+
+def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | None:
+    """Return what was found for just this command on such a machine; None if nothing was."""
+    with contextlib.suppress(OSError, ValueError, TypeError), open(_file(log_dir, command)) as file:
+        tuned = Tuned(**json.load(file))
+        numbers = tuned.ranks, tuned.threads
+        is_sound = all(isinstance(number, int) and 1 <= number <= machine.num_cpus for number in numbers)
+        if is_sound and (tuned.command, tuned.machine) == (list(command[1:]), machine.describe()):
+            return tuned
+    return None
+
+
+def _file(log_dir: str, command: Sequence[str]) -> str:
+    return os.path.join(log_dir or os.path.join("runs", name_of(command)), "tuned.json")

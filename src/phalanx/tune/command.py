@@ -1,0 +1,193 @@
+"""``phalanx tune train.py``: which flags and settings make this script the fastest on this machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from phalanx import _env
+from phalanx._command_line import Parser, UsageError
+from phalanx._memory import choose
+from phalanx._text import columns
+from phalanx.launch.cpus import read_machine
+from phalanx.launch.flags import Flag, Setting, add_flags
+from phalanx.launch.plan import count_local_ranks, make_plan, read_command
+from phalanx.tune.search import Limits, Search, Step, default_ranks
+from phalanx.tune.trials import Failed, Setup, Trials
+
+RIGHT_CALL = "phalanx tune [flags] train.py [args]"
+_TAIL_LINES, _WIDTH = 20, 80
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 5 <= value <= 86400:
+        raise ValueError("must be seconds from 5 to 86400")
+    return value
+
+
+OWN_FLAGS = (
+    Flag("seconds", "time to search for, of which some goes to starting the script", _seconds, "SECONDS", "60"),
+    Flag("json", "file to write the table to, as JSON", str, "FILE"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``phalanx tune`` with these arguments, and return its exit code."""
+    parser = Parser(
+        "phalanx tune",
+        RIGHT_CALL,
+        "Run a script for some seconds in each of a handful of settings, in turns, and show which are the fastest "
+        "here: ranks x threads, memory, the optimizer's fused form, and settings of a Trainer. The script must take "
+        "optimizer steps on the CPU. It runs as it is, in a run folder of its own, and is ended once it has been "
+        "measured. Every flag of phalanx run is accepted; what --nproc-per-node and --memory say is not searched.",
+        RIGHT_CALL,
+    )
+    add_flags(parser, {"Search": OWN_FLAGS})
+    try:
+        settings, target, _ = read_command(argv, _env.environment(), parser=parser, also=OWN_FLAGS)
+        if settings["nnodes"].value != (1, 1):
+            raise UsageError("--nnodes: phalanx tune measures on one machine", RIGHT_CALL)
+        words = _without_searched(argv, target)
+        make_plan(words, _env.environment(), parser)  # refuses what could not be started
+        limits = _limits(settings)
+    except UsageError as error:
+        return parser.refuse(error)
+    return _search(words, target, limits, settings)
+
+
+def _limits(settings: Mapping[str, Setting]) -> Limits:
+    machine, environ = read_machine(), _env.environment()
+    asked = settings["nproc-per-node"]
+    ranks = [count_local_ranks(asked, machine, environ)[1]] if asked.is_given else default_ranks(machine)
+    memory = settings["memory"]
+    keeps = choose(environ, num_ranks=max(ranks)).keeps
+    memories = [memory.value] if memory.is_given or not keeps else ["auto", "default"]
+    deadline = time.monotonic() + settings["seconds"].value
+    said = environ.get("OMP_NUM_THREADS", "")
+    threads = int(said) if said.isdigit() else 0
+    return Limits(ranks=ranks, memories=memories, machine=machine, threads=threads, deadline=deadline)
+
+
+def _without_searched(argv: Sequence[str], target: Sequence[str]) -> list[str]:
+    """Return the flags for the jobs: those that were given, without what the search sets, and without ours."""
+    flags = list(argv[: len(argv) - len(target)])
+    kept: list[str] = []
+    while flags:
+        word = flags.pop(0)
+        name, has_value, _ = word.replace("_", "-").partition("=")
+        if name in ("--seconds", "--json", "--nproc-per-node", "--memory", "--shutdown-timeout"):
+            if not has_value:
+                flags.pop(0)
+            continue
+        kept.append(word)
+    return [*kept, *target]
+
+
+def _search(words: Sequence[str], target: Sequence[str], limits: Limits, settings: Mapping[str, Setting]) -> int:
+    signal.signal(signal.SIGTERM, _leave)
+    began_s = time.monotonic()
+    script = shlex.join(target)
+    policy = choose(_env.environment(), wanted=settings["memory"].value, num_ranks=max(limits.ranks))
+    _say(f"{script} on {limits.machine.describe()}; memory {policy}")
+    with tempfile.TemporaryDirectory(prefix="phalanx-tune-") as folder, Trials(words, folder) as trials:
+        search = Search(trials, limits, _say)
+        try:
+            search.run()
+        except Failed as failure:
+            return _refuse(script, failure)
+    for line in _table(search):
+        print(line)
+    print(f"best: {_command(search, words, target)}")
+    for line in _advice(search, target):
+        print(f"  {line}")
+    print(f"measured in {time.monotonic() - began_s:.0f} s")
+    if settings["json"].value:
+        _write_json(settings["json"].value, search, _command(search, words, target))
+    return 0
+
+
+def _leave(number: int, _: Any) -> NoReturn:
+    raise SystemExit(128 + number)  # by way of all that ends jobs and removes folders
+
+
+def _say(text: str) -> None:
+    print(f"phalanx tune: {text}", flush=True)
+
+
+def _refuse(script: str, failure: Failed) -> int:
+    if failure.printed:
+        print("\n".join(failure.printed.rstrip().splitlines()[-_TAIL_LINES:]), file=sys.stderr)
+    print(f"phalanx tune: {script} {failure}; nothing was measured", file=sys.stderr)
+    return failure.code or 1
+
+
+def _table(search: Search) -> list[str]:
+    rows = [("", f"{search.unit}/s", "speed", "")]
+    for step in search.steps:
+        if not step.why:
+            rate = f"{step.rate:,.0f}" if step.rate >= 100 else f"{step.rate:.3g}"
+            rows.append((step.name, rate, *_said(step)))
+    lines = columns(rows)
+    for step in search.steps:
+        if step.why:
+            lines += textwrap.wrap(f"not measured: {step.name}: {step.why}", _WIDTH, subsequent_indent="  ")
+    return lines
+
+
+def _said(step: Step) -> tuple[str, str]:
+    if step.gain is None:
+        return "", ""
+    gain = step.gain
+    noise = f"+- {gain.noise:.0%}" if gain.noise < 1 else "all noise"
+    verdict = "taken" if step.is_taken else "" if abs(gain.ratio - 1) > gain.noise else "within the noise"
+    return f"{gain.ratio:.2f}x", f"{noise}{verdict and ', '}{verdict}"
+
+
+def _command(search: Search, words: Sequence[str], target: Sequence[str]) -> str:
+    best: Setup = search.best
+    share = max(1, search.limits.machine.num_cores // best.ranks)
+    environ = f"OMP_NUM_THREADS={best.threads} " if best.threads != share or search.limits.threads else ""
+    flags = ["--nproc-per-node", str(best.ranks), *(["--memory", best.memory] if best.memory != "auto" else [])]
+    return environ + shlex.join(["phalanx", "run", *flags, *words[: len(words) - len(target)], *target])
+
+
+def _advice(search: Search, target: Sequence[str]) -> list[str]:
+    best, lines = search.best, []
+    facts: Mapping[str, Any] = search.facts
+    if best.fused:
+        lines.append(f"and in {target[0]}: torch.optim.{facts['optimizer']}(..., fused=True)")
+    if best.trainer:
+        lines.append(
+            f"and in {target[0]}: Trainer(..., {', '.join(f'{name}={value!r}' for name, value in best.trainer)})"
+        )
+    if not any(step.is_taken and step.gain is not None and step.gain.is_certain for step in search.steps):
+        lines.append("nothing here was faster than plain python by more than the noise")
+    if best.ranks > 1 and facts["trainer"] is None:
+        lines.append(
+            f"with {best.ranks} ranks a step has {best.ranks} times the samples, if the loaders' batch size stays"
+        )
+    return lines
+
+
+def _write_json(path: str, search: Search, command: str) -> None:
+    steps = [
+        {
+            "name": step.name, "rate": step.rate, "why": step.why, "taken": step.is_taken,
+            "ratio": step.gain.ratio if step.gain else None, "noise": step.gain.noise if step.gain else None,
+        }
+        for step in search.steps
+    ]  # fmt: skip
+    best = {name: getattr(search.best, name) for name in ("ranks", "threads", "memory", "fused", "trainer")}
+    with open(path, "w") as file:
+        json.dump({"unit": search.unit, "steps": steps, "best": best, "command": command}, file, indent=1)

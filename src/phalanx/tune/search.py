@@ -1,0 +1,290 @@
+"""The search of ``phalanx tune``: which setup is the fastest, as far as turns can tell it from noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from phalanx.launch.cpus import Machine
+from phalanx.tune.trials import Setup, Trials
+
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
+_LEAST_GAIN = 0.01  # less is not worth a word in a command
+_HOPELESS = 0.85  # of the fastest, in every round so far
+_LEAST_LOADING = 0.05  # share of a step that waits for the loader, from which on more workers are tried
+_STARTS_WITHIN = 0.4  # of the time, for the jobs of one stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """How much faster one setup was than another.
+
+    Attributes:
+        ratio: Its speed in that of the other; the median over the rounds.
+        noise: Twice the standard error of `ratio`.
+    """
+
+    ratio: float
+    noise: float
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is faster by more than the noise, and by enough to care."""
+        return self.ratio - 1 > max(self.noise, _LEAST_GAIN)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One line of the table: a setup, and what it brought over another.
+
+    Attributes:
+        name: What was changed.
+        rate: Speed, in samples or steps a second.
+        gain: What it brought; None for what the others are compared with.
+        is_taken: Whether it is part of the best command.
+        why: Reason why it could not be measured; empty if it was.
+    """
+
+    name: str
+    rate: float = 0.0
+    gain: Gain | None = None
+    is_taken: bool = False
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What is searched: numbers of ranks, kinds of memory, and when to end.
+
+    Attributes:
+        ranks: Numbers of ranks to try.
+        memories: Values of ``--memory`` to try.
+        machine: What there is to divide.
+        threads: Number of threads that the user has set for each rank; 0: as many as are the fastest.
+        deadline: Time on the monotonic clock at which the search ends with what it knows.
+    """
+
+    ranks: Sequence[int]
+    memories: Sequence[str]
+    machine: Machine
+    threads: int
+    deadline: float
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def race(
+    setups: Sequence[Setup], rate: Callable[[Setup], float], deadline: float, *, drops: bool = True
+) -> dict[Setup, list[float]]:
+    """Return the speeds of setups that take turns, until their differences are clear or within the noise.
+
+    Every second round goes backwards, which cancels a steady drift. Setups that are far behind take no more turns.
+
+    Args:
+        rate: Function that measures a setup once.
+        deadline: Time on the monotonic clock after which no round begins, unless there were too few.
+        drops: Whether the race ends early; otherwise all take part in every round.
+    """
+    found: dict[Setup, list[float]] = {setup: [] for setup in setups}
+    racing = [*setups]
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and (time.monotonic() > deadline or len(racing) < 2):
+            break
+        for setup in racing[:: -1 if number % 2 else 1]:
+            found[setup].append(rate(setup))
+        if number + 1 < _LEAST_ROUNDS or not drops:
+            continue
+        best = fastest(found)
+        racing = [one for one in racing if max(gains(found[one], found[best])) > _HOPELESS]
+        if all(_is_settled(compare(found[one], found[best])) for one in racing if one != best):
+            break
+    return found
+
+
+def gains(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the ratio of speeds in each round that both took part in."""
+    return [speed / other for speed, other in zip(speeds, others, strict=False)]
+
+
+def compare(speeds: Sequence[float], others: Sequence[float]) -> Gain:
+    """Return how much faster the first were, round by round."""
+    ratios = gains(speeds, others)
+    spread = statistics.stdev(ratios) if len(ratios) > 1 else math.inf
+    return Gain(statistics.median(ratios), 2 * 1.25 * spread / math.sqrt(len(ratios)))  # the median's standard error
+
+
+def fastest(found: Mapping[Setup, Sequence[float]]) -> Setup:
+    """Return the setup with the highest median speed."""
+    return max(found, key=lambda setup: statistics.median(found[setup]))
+
+
+def _is_settled(gain: Gain) -> bool:
+    """Whether more rounds would change nothing: clearly slower, or as fast within less than is worth a word."""
+    return abs(gain.ratio - 1) > 2 * gain.noise or gain.noise < _LEAST_GAIN
+
+
+class Search:
+    """Finds the best setup of a script, one decision after another.
+
+    Args:
+        trials: Jobs of the script.
+        limits: What is searched.
+        tell: Function that is told what is tried now.
+
+    Attributes:
+        best: Fastest setup so far.
+        steps: What was tried, in the order of the table.
+        unit: What the speeds count.
+        facts: What the ranks have told of the script.
+        limits: What was searched.
+    """
+
+    def __init__(self, trials: Trials, limits: Limits, tell: Callable[[str], None]) -> None:
+        self._trials, self.limits, self._tell = trials, limits, tell
+        self.steps: list[Step] = []
+        self.unit = "samples"
+        self.best: Setup
+        self.facts: Mapping[str, Any] = {}
+        self.plain = Setup(ranks=1, threads=limits.threads or limits.machine.num_cores, memory="default")
+
+    def run(self) -> None:
+        """Search.
+
+        Raises:
+            Failed: The script can't be measured with any number of ranks.
+        """
+        self._choose_ranks()
+        self._improve()
+
+    def _rate(self, setup: Setup) -> float:
+        return self._trials.of(setup).rate(setup)
+
+    def _choose_ranks(self) -> None:
+        limits = self.limits
+        setups = [
+            Setup(ranks=ranks, threads=threads, memory=limits.memories[0])
+            for ranks in limits.ranks
+            for threads in ([limits.threads] if limits.threads else threads_to_try(limits.machine, ranks))
+        ]
+        wanted = [self.plain, *setups] if 1 in limits.ranks else setups
+        self._tell(f"starting the script with {_words([*limits.ranks], 'rank')}")
+        failed = self._trials.start(wanted, max(60.0, limits.left_s()))
+        there = [setup for setup in wanted if setup not in failed]
+        if not [setup for setup in setups if setup in there]:
+            raise next(iter(failed.values()))
+        self._tell(f"taking turns: {len(there)} ways to divide {limits.machine.describe()} among ranks and threads")
+        found = race(there, self._rate, time.monotonic() + limits.left_s() * _STARTS_WITHIN)
+        self.facts = self._trials.of(there[-1]).facts
+        self.unit = "samples" if self.facts["counts_samples"] else "steps of a rank"
+        ours = {setup: speeds for setup, speeds in found.items() if setup != self.plain}
+        self.best = fastest(ours)
+        first = self.plain if self.plain in found else min(ours, key=lambda one: (one.ranks, one.threads))
+        for setup in there:
+            gain = None if setup == first else compare(found[setup], found[first])
+            is_taken = setup == self.best
+            self.steps.append(
+                Step(_divided(setup, is_plain=setup == self.plain), statistics.median(found[setup]), gain, is_taken)
+            )
+        self.steps += [Step(_divided(setup), why=str(failure)) for setup, failure in failed.items()]
+
+    def _improve(self) -> None:
+        """Try what can be added to the best so far, and take what brings something for certain."""
+        base = self.best
+        offers = self._offers(base)
+        if self.limits.left_s() <= 0:
+            self.steps += [Step(name, why="no time was left; --seconds gives it more") for name in offers]
+            return
+        if not offers:
+            return
+        self._tell(f"trying {', '.join(offers)}")
+        failed = self._trials.start([*offers.values()], max(20.0, self.limits.left_s() * _STARTS_WITHIN))
+        there = {name: setup for name, setup in offers.items() if setup not in failed}
+        found = race([base, *there.values()], self._rate, self.limits.deadline)
+        taken = {}
+        for name, setup in there.items():
+            gain = compare(found[setup], found[base])
+            self.steps.append(Step(name, statistics.median(found[setup]), gain, gain.is_certain))
+            if gain.is_certain:
+                taken[name] = setup
+        self.steps += [Step(name, why=str(failed[setup])) for name, setup in offers.items() if setup in failed]
+        if len(taken) == 1:
+            (self.best,) = taken.values()
+        elif taken:
+            self._combine(base, taken)
+
+    def _combine(self, base: Setup, taken: Mapping[str, Setup]) -> None:
+        """Take all that brought something together, if together they are the fastest."""
+        changes: dict[str, Any] = {}
+        for setup in taken.values():
+            changes |= {
+                field.name: getattr(setup, field.name)
+                for field in dataclasses.fields(setup)
+                if field.name != "trainer" and getattr(setup, field.name) != getattr(base, field.name)
+            }
+        trainer = tuple(pair for setup in taken.values() for pair in setup.trainer)
+        together = dataclasses.replace(base, **changes, trainer=trainer)
+        failed = self._trials.start([together], max(20.0, self.limits.left_s()))
+        setups = [base, *taken.values(), *([] if failed else [together])]
+        found = race(setups, self._rate, self.limits.deadline)
+        self.best = fastest(found)
+        if not failed:
+            gain = compare(found[together], found[base])
+            self.steps.append(Step("all of these", statistics.median(found[together]), gain, self.best == together))
+
+    def _offers(self, base: Setup) -> dict[str, Setup]:
+        """Return what can be added to a setup of this script on this machine, by name."""
+        trial = self._trials.of(base)
+        facts = trial.facts
+        offers = {
+            f"--memory {memory}": dataclasses.replace(base, memory=memory)
+            for memory in self.limits.memories
+            if memory != base.memory
+        }
+        if facts["can_fuse"]:
+            offers[f"{facts['optimizer']}(fused=True)"] = dataclasses.replace(base, fused=True)
+        given = facts["trainer"]
+        if given is None:
+            return offers
+        tried: dict[str, Any] = {}
+        if trial.loading_share > _LEAST_LOADING:
+            tried["num_workers"] = _workers(trial.loading_share, self.limits.machine.num_cores // base.ranks)
+        if facts["has_convolutions"]:
+            tried["channels_last"] = True
+        for name, value in tried.items():
+            if name not in given:
+                offers[f"Trainer({name}={value!r})"] = dataclasses.replace(base, trainer=((name, value),))
+        return offers
+
+
+def threads_to_try(machine: Machine, ranks: int) -> list[int]:
+    """Return the numbers of threads to try for each of so many ranks: one, half of a rank's cores, and all."""
+    share = machine.num_cores // ranks
+    return sorted({1, max(1, share // 2), max(1, share)})
+
+
+def _workers(loading_share: float, cores: int) -> int:
+    """Return how many workers load as fast as a rank trains, up to two for each of its cores."""
+    return min(2 * max(1, cores), max(1, math.ceil(loading_share / max(1e-3, 1 - loading_share))))
+
+
+def _divided(setup: Setup, *, is_plain: bool = False) -> str:
+    ranks = f"{setup.ranks} rank{'s' if setup.ranks > 1 else ''}"
+    threads = f"{setup.threads} thread{'s' if setup.threads > 1 else ''}"
+    return f"plain python: {ranks} x {threads}" if is_plain else f"{ranks} x {threads}"
+
+
+def _words(numbers: Sequence[int], noun: str) -> str:
+    *most, last = map(str, numbers)
+    said = f"{', '.join(most)} and {last}" if most else last
+    return f"{said} {noun}{'' if last == '1' else 's'}"
+
+
+def default_ranks(machine: Machine) -> list[int]:
+    """Return the numbers of ranks to try on a machine: 1, 2, 4 and so on, and one for each core."""
+    cores = machine.num_cores
+    return sorted({1, cores, *(2**power for power in range(1, 12) if 2**power <= cores)})

@@ -1,0 +1,247 @@
+"""The jobs of ``phalanx tune``: each is the user's script under ``phalanx run``, and steps when it is asked to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from phalanx import _env, _trial
+from phalanx._files import write_whole
+
+_PAUSE_S = 0.002
+_TURN_S = 0.3
+_LEAST_STEPS = 3
+_LIMIT_OF_TURN_S = 600.0
+_OUTLIERS = 0.1  # share of the steps that do not count: those with an evaluation, or a new epoch, before them
+_MOST_RESTARTS = 20
+
+
+class Failed(Exception):
+    """A job can't be measured.
+
+    Attributes:
+        printed: What it has printed.
+        code: Its exit code.
+    """
+
+    def __init__(self, message: str, printed: str = "", code: int = 1) -> None:
+        super().__init__(message)
+        self.printed, self.code = printed, code
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One way to train.
+
+    Attributes:
+        ranks: Number of ranks.
+        threads: Number of threads of each rank.
+        memory: The flag ``--memory``.
+        fused: Whether the optimizer steps in its fused form.
+        trainer: Settings of the Trainer that differ from the script's, as pairs.
+    """
+
+    ranks: int
+    threads: int
+    memory: str = "auto"
+    fused: bool = False
+    trainer: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def job(self) -> tuple[int, str, tuple[tuple[str, Any], ...]]:
+        """What can't be changed in a running job."""
+        return self.ranks, self.memory, self.trainer
+
+
+class Trial:
+    """A job that takes turns.
+
+    Args:
+        setup: How it trains; threads and the optimizer's form are set anew in each turn.
+        words: Flags, script and arguments for ``phalanx run``.
+        folder: Folder of its own, for what it writes.
+    """
+
+    def __init__(self, setup: Setup, words: Sequence[str], folder: str) -> None:
+        self._setup, self._words, self._folder = setup, words, folder
+        self._num_restarts = 0
+        self._step_s: dict[int, float] = {}  # by threads
+        self._most_steps = 2000
+        self.facts: Mapping[str, Any] = {}
+        self._start()
+
+    def _start(self) -> None:
+        setup = self._setup
+        self._serial = 0
+        self._room = os.path.join(self._folder, f"start_{self._num_restarts}")
+        os.makedirs(self._room)
+        environ = {**_env.environment(), **_trial.variables(self._room, dict(setup.trainer))}
+        environ[_env.FOLDER_VARIABLE] = os.path.join(self._room, "run")
+        environ["PHALANX_LOG_DIR"] = os.path.join(self._room, "logs")
+        environ.pop("OMP_NUM_THREADS", None)  # each turn says how many
+        flags = ("--nproc-per-node", str(setup.ranks), "--memory", setup.memory, "--shutdown-timeout", "0")
+        command = [sys.executable, "-m", "phalanx", "run", *flags, *self._words]
+        with open(self._output, "wb") as output:
+            self._process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for us, and then we end it
+            )  # fmt: skip
+
+    @property
+    def _output(self) -> str:
+        return os.path.join(self._folder, "output.txt")
+
+    @property
+    def printed(self) -> str:
+        """What the job has printed."""
+        with open(self._output, errors="replace") as output:
+            return output.read()
+
+    def meet(self, deadline: float) -> None:
+        """Wait until every rank has taken its first steps, and learn what it is.
+
+        Raises:
+            Failed: The job has ended, or takes too long.
+        """
+        told = self._await(0, deadline)
+        if told is None:
+            raise Failed("ended before its optimizer had taken three steps", self.printed, self._process.returncode)
+        self.facts = told[0]
+        if not self.facts["device"].startswith("cpu"):
+            raise Failed(f"trains on {self.facts['device']}, and phalanx tune measures training on a CPU")
+        if self._setup.ranks > 1 and not self.facts["has_group"]:
+            raise Failed("makes no process group, so each rank would train all by itself")
+
+    def rate(self, setup: Setup) -> float:
+        """Take a turn, and return the speed in samples a second over all ranks; in steps, if no samples are counted.
+
+        Raises:
+            Failed: The script has failed, or is over too soon again and again.
+        """
+        step_s = self._step_s.get(setup.threads)
+        if step_s is None:
+            self._take(setup, _LEAST_STEPS)
+            step_s = self._step_s[setup.threads]
+        told = self._take(setup, round(_TURN_S / step_s))
+        return sum(_rate(rank["steps"], self.facts["counts_samples"]) for rank in told)
+
+    @property
+    def loading_share(self) -> float:
+        """The part of the last turn for which rank 0 waited for its loader."""
+        return self._loading_share
+
+    def _take(self, setup: Setup, steps: int) -> list[Any]:
+        while True:
+            self._serial += 1
+            steps = max(_LEAST_STEPS, min(steps, self._most_steps))
+            turn = _trial.Turn(serial=self._serial, steps=steps, threads=setup.threads, fused=setup.fused)
+            write_whole(_trial.asked_file(self._room), json.dumps(dataclasses.asdict(turn)))
+            told = self._await(self._serial, time.monotonic() + _LIMIT_OF_TURN_S)
+            if told is not None:
+                break
+            self._most_steps = min(self._most_steps, max(_LEAST_STEPS, steps // 2))
+            self._begin_again()
+        every = told[0]["steps"]
+        seconds = sum(step[0] for step in every)
+        self._loading_share = sum(step[2] for step in every) / seconds
+        self._step_s[setup.threads] = max(seconds / len(every), 1e-6)
+        return told
+
+    def _begin_again(self) -> None:
+        """Start a script anew whose training is over."""
+        code = self._process.returncode
+        if code:
+            raise Failed(f"has ended with code {code}", self.printed, code)
+        self._num_restarts += 1
+        if self._num_restarts > _MOST_RESTARTS:
+            raise Failed("is over too soon to be measured: let it train for longer", self.printed)
+        self._start()
+        self.meet(time.monotonic() + _LIMIT_OF_TURN_S)
+
+    def _await(self, serial: int, deadline: float) -> list[Any] | None:
+        """Return what each rank has told, in their order; None if the job has ended."""
+        told: list[Any] = []
+        while len(told) < self._setup.ranks:
+            has_ended = self._process.poll() is not None  # asked first, for what was told before the end
+            with contextlib.suppress(FileNotFoundError), open(_trial.told_file(self._room, serial, len(told))) as file:
+                told.append(json.load(file))
+                continue
+            if has_ended:
+                return None
+            if time.monotonic() > deadline:
+                raise Failed("has not taken its steps in time", self.printed)
+            time.sleep(_PAUSE_S)
+        return told
+
+    def end(self) -> None:
+        """End the job, and wait until it is gone."""
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _rate(steps: Sequence[tuple[float, int, float]], counts_samples: bool) -> float:
+    kept = sorted(steps)[: max(1, round(len(steps) * (1 - _OUTLIERS)))]
+    return sum(step[1] if counts_samples else 1 for step in kept) / sum(step[0] for step in kept)
+
+
+class Trials:
+    """All jobs of a search, which live side by side; a context that ends them.
+
+    Args:
+        words: Flags, script and arguments for ``phalanx run``.
+        folder: Folder for what the jobs write.
+    """
+
+    def __init__(self, words: Sequence[str], folder: str) -> None:
+        self._words, self._folder = words, folder
+        self._trials: dict[Any, Trial] = {}
+        self._failures: dict[Any, Failed] = {}
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for trial in self._trials.values():
+            trial._process.terminate()  # all at once; `end` waits
+        for trial in self._trials.values():
+            trial.end()
+
+    def start(self, setups: Sequence[Setup], limit_s: float) -> dict[Setup, Failed]:
+        """Start the jobs that these setups need, side by side, and return those that can't be measured."""
+        for setup in setups:
+            if setup.job not in self._trials and setup.job not in self._failures:
+                folder = os.path.join(self._folder, str(len(self._trials) + len(self._failures)))
+                self._trials[setup.job] = Trial(setup, self._words, folder)
+        deadline = time.monotonic() + limit_s
+        failed = {}
+        for setup in setups:
+            try:
+                if setup.job in self._trials and not self.of(setup).facts:
+                    self.of(setup).meet(deadline)
+            except Failed as failure:
+                self._drop(setup, failure)
+            if setup.job in self._failures:
+                failed[setup] = self._failures[setup.job]
+        return failed
+
+    def _drop(self, setup: Setup, failure: Failed) -> None:
+        self._failures[setup.job] = failure
+        self._trials.pop(setup.job).end()
+
+    def of(self, setup: Setup) -> Trial:
+        """Return the job in which a setup is measured."""
+        return self._trials[setup.job]

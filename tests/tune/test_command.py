@@ -1,0 +1,220 @@
+"""``phalanx tune`` as a user calls it: real scripts, real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+TUNE = (sys.executable, "-m", "phalanx", "tune")
+LIMIT_S = 120
+PLAIN = """
+    import sys, time, torch, torch.distributed as dist
+    from torch.utils.data import DataLoader, TensorDataset
+    {begin}
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(400, 4)), batch_size=8)
+    for _ in range({epochs}):
+        for (x,) in loader:
+            model(x).sum().backward()
+            time.sleep(0.004)
+            {average}
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+GROUP = {"begin": "dist.init_process_group('phalanx')", "average": "dist.all_reduce(model.weight.grad)"}
+ALONE = {"begin": "pass", "average": "pass"}
+
+
+def write(folder: Path, text: str, **parts: object) -> None:
+    (folder / "train.py").write_text(textwrap.dedent(text).format(**{"epochs": 10**6, **parts}))
+
+
+def tune(folder: Path, *words: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    words = words or ("--seconds", "10", "--json", "found.json", "train.py")
+    return subprocess.run(
+        [*TUNE, *words], cwd=folder, env={**os.environ, **(environ or {})}, capture_output=True, text=True,
+        timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+
+
+def found(folder: Path) -> dict:
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_ranks_that_divide_the_work_are_the_best_command(tmp_path):
+    write(tmp_path, PLAIN, **GROUP)
+    done = tune(tmp_path, "--seconds", "10", "--json", "found.json", "--max-restarts", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    table = found(tmp_path)
+    assert table["unit"] == "samples"
+    assert (table["best"]["ranks"], table["best"]["threads"]) == (2, 1)
+    taken = next(step for step in table["steps"] if step["name"] == "2 ranks x 1 thread")
+    assert taken["taken"]
+    assert 1.6 < taken["ratio"] < 2.2  # what a step costs is a sleep
+    assert "best: phalanx run --nproc-per-node 2 --max-restarts 2 train.py\n" in done.stdout
+    assert "a step of 2 ranks has 2 times the samples" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_without_a_process_group_are_no_choice(tmp_path):
+    write(tmp_path, PLAIN, **ALONE)
+    done = tune(tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = found(tmp_path)
+    assert table["best"]["ranks"] == 1
+    assert {step["why"] for step in table["steps"] if step["name"].startswith("2 ranks")} == {
+        "makes no process group, so each rank would train all by itself"
+    }
+
+
+def test_a_script_that_is_over_soon_is_started_again(tmp_path):
+    write(tmp_path, PLAIN, **GROUP | {"epochs": 1})  # 50 steps
+    done = tune(tmp_path, "--seconds", "5", "--json", "found.json", "--nproc-per-node", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    table = found(tmp_path)
+    assert next(step["name"] for step in table["steps"] if step["rate"]) == "2 ranks x 1 thread"
+    assert table["steps"][0]["rate"] > 100
+
+
+@pytest.mark.parametrize(
+    ("begin", "epochs", "said", "code"),
+    [
+        ("raise ValueError('no such data')", 1, ["ValueError: no such data", "nothing was measured"], 1),
+        ("sys.exit(0)", 1, ["ended before its optimizer had taken three steps"], 1),
+        ("sys.exit(7)", 1, ["ended before its optimizer had taken three steps"], 7),
+        ("pass", 0, ["ended before its optimizer had taken three steps"], 1),
+    ],
+)
+def test_a_script_that_can_not_be_measured_says_why(tmp_path, begin, epochs, said, code):
+    write(tmp_path, PLAIN, begin=begin, average="pass", epochs=epochs)
+    done = tune(tmp_path)
+    assert done.returncode == code
+    for words in said:
+        assert words in done.stderr
+    assert "best:" not in done.stdout
+    assert "Traceback" not in done.stderr.partition("phalanx tune:")[2]
+
+
+def test_what_fails_with_one_number_of_ranks_is_a_line_of_the_table(tmp_path):
+    write(tmp_path, PLAIN, **GROUP | {"begin": GROUP["begin"] + "; assert dist.get_world_size() == 2"})
+    done = tune(tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = found(tmp_path)
+    assert table["best"]["ranks"] == 2
+    assert {step["why"] for step in table["steps"] if step["name"].startswith("1 rank ")} == {
+        "ended before its optimizer had taken three steps"
+    }
+
+
+TRAINER = """
+    import time, torch, phalanx
+    from torch import nn
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+        def __getitem__(self, index):
+            time.sleep(0.01)
+            return torch.randn(1, 8, 8), index % 2
+
+    if __name__ == "__main__":
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=16)
+        trainer = phalanx.Trainer(model, optimizer, nn.functional.cross_entropy, scheduler=schedule,
+                                  max_epochs={epochs}, global_batch_size=4, loggers="csv")
+        trainer.fit(Slow())
+"""
+
+
+def test_a_trainer_is_measured_for_as_long_as_it_takes_and_offers_its_settings(tmp_path):
+    write(tmp_path, TRAINER, epochs=1)
+    done = tune(tmp_path, "--seconds", "15", "--json", "found.json", "--nproc-per-node", "1", "train.py")
+    assert done.returncode == 0, done.stderr
+    table = found(tmp_path)
+    steps = {step["name"]: step for step in table["steps"]}
+    assert steps["Trainer(num_workers=4)"]["taken"]  # what a step costs is loading
+    assert "Adam(fused=True)" in steps
+    assert ["num_workers", 4] in table["best"]["trainer"]
+    assert "and in train.py: Trainer(..., num_workers=4" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_threads_that_the_user_has_set_are_not_searched(tmp_path):
+    write(tmp_path, PLAIN, **GROUP)
+    done = tune(
+        tmp_path, "--seconds", "5", "--json", "found.json", "--nproc-per-node", "1", "train.py",
+        environ={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [step["name"] for step in found(tmp_path)["steps"]][:2] == [
+        "plain python: 1 rank x 1 thread",
+        "1 rank x 1 thread",
+    ]
+    assert "best: OMP_NUM_THREADS=1 phalanx run --nproc-per-node 1" in done.stdout
+
+
+def test_tunables_of_the_user_leave_memory_alone(tmp_path):
+    write(tmp_path, PLAIN, **GROUP)
+    done = tune(
+        tmp_path, "--seconds", "5", "--json", "found.json", "--nproc-per-node", "1", "train.py",
+        environ={"MALLOC_ARENA_MAX": "2"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "memory not kept (MALLOC_ARENA_MAX is set)" in done.stdout
+    assert not any("--memory" in step["name"] for step in found(tmp_path)["steps"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--seconds", "1", "train.py"), "--seconds must be seconds from 5 to 86400, got '1'"),
+        (("--nnodes", "2", "train.py"), "phalanx tune measures on one machine"),
+        ((), "no script given"),
+        (("--secnds", "9", "train.py"), "did you mean --seconds?"),
+    ],
+)
+def test_mistakes_in_the_command_line_are_named(tmp_path, words, said):
+    done = subprocess.run([*TUNE, *words], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "usage: phalanx tune" in done.stderr
+
+
+def processes_in(folder: Path) -> set[str]:
+    """Return the processes whose current folder this is."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "cwd") == str(folder):
+                found.add(process.name)
+    return found
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_end_in_the_middle_leaves_no_process(tmp_path, kind):
+    write(tmp_path, PLAIN, **GROUP | {"begin": f"open(r'{tmp_path}/begun', 'a').close(); " + GROUP["begin"]})
+    with subprocess.Popen(
+        [*TUNE, "--seconds", "60", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        deadline = time.monotonic() + LIMIT_S
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(processes_in(tmp_path)) > 3
+        process.send_signal(kind)
+        code = process.wait(LIMIT_S)
+    assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}[kind]
+    while processes_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not processes_in(tmp_path)

@@ -1,0 +1,57 @@
+"""What `phalanx.tune.search` concludes from speeds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from phalanx.launch.cpus import Machine
+from phalanx.tune.search import compare, default_ranks, race
+from phalanx.tune.trials import Setup
+
+ONE, TWO, THREE = (Setup(ranks=ranks, threads=1) for ranks in (1, 2, 3))
+
+
+def test_a_race_ends_once_the_difference_is_clear():
+    speeds = {ONE: itertools.cycle([100, 101, 99]), TWO: itertools.cycle([110, 111, 109])}
+    found = race([ONE, TWO], lambda setup: next(speeds[setup]), math.inf)
+    assert len(found[ONE]) == 3
+    gain = compare(found[TWO], found[ONE])
+    assert gain.is_certain
+    assert gain.ratio == pytest.approx(1.1, rel=0.01)
+
+
+def test_turns_go_backwards_every_second_round():
+    order = []
+    race([ONE, TWO], lambda setup: order.append(setup) or 100.0, math.inf)
+    assert order == [ONE, TWO, TWO, ONE, ONE, TWO]
+
+
+def test_the_hopeless_take_no_more_turns():
+    drawn = random.Random(0)
+    means = {ONE: 100, TWO: 103, THREE: 50}
+    found = race([ONE, TWO, THREE], lambda setup: drawn.gauss(means[setup], 10), math.inf)
+    assert len(found[THREE]) == 3
+    assert len(found[ONE]) == len(found[TWO]) > 3
+
+
+def test_a_difference_within_the_noise_is_no_gain():
+    drawn = random.Random(1)
+    found = race([ONE, TWO], lambda _: drawn.gauss(100, 10), math.inf)
+    assert not compare(found[TWO], found[ONE]).is_certain
+    assert not compare([100.4, 100.5, 100.4], [100, 100, 100]).is_certain  # certain, and not worth a word
+
+
+def test_a_race_ends_at_its_deadline():
+    drawn = random.Random(2)
+    found = race([ONE, TWO], lambda _: drawn.gauss(100, 30), 0.0)
+    assert len(found[ONE]) == 3
+
+
+@pytest.mark.parametrize(("cores", "ranks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_ranks_to_try_reach_from_one_to_one_for_each_core(cores, ranks):
+    machine = Machine(cores=tuple((cpu,) for cpu in range(cores)), numa_nodes=(0,) * cores)
+    assert default_ranks(machine) == ranks
