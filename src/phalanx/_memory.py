@@ -33,7 +33,7 @@ class MemoryPolicy:
         keeps: Whether they are kept and reused while memory is plentiful; otherwise they go back to the system.
         huge_pages: Whether they lie in huge pages.
         why: Reason for whatever is not done; empty if all is.
-        todo: What would have it done; empty if nothing would.
+        todo: Advice on how to have it done; empty if there is none.
     """
 
     keeps: bool = False

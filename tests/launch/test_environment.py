@@ -42,3 +42,26 @@ def test_ranks_of_phalanx_run_are_told(tmp_path, monkeypatch, num_threads, polic
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f"WAIT {policy}" in done.stdout
+
+
+SPAWNS = """
+import os, phalanx
+
+def policies(rank):
+    server = open(f"/proc/{os.getppid()}/environ").read().split("\\0")  # it has imported torch, which has read them
+    return [os.environ.get("OMP_WAIT_POLICY"), "OMP_WAIT_POLICY=PASSIVE" in server]
+
+if __name__ == "__main__":
+    print("WAIT", *phalanx.spawn(policies, nprocs=1), "OMP_WAIT_POLICY" in os.environ)
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "told"), [("512", "WAIT ['PASSIVE', True] False"), ("1", "WAIT [None, False] False")]
+)
+def test_the_server_that_ranks_are_spawned_from_is_told_too(tmp_path, monkeypatch, num_threads, told):
+    monkeypatch.setenv("OMP_NUM_THREADS", num_threads)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    done = subprocess.run([sys.executable, tmp_path / "spawns.py"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{told}\n", done.stderr
