@@ -3,7 +3,8 @@
 One rank with one thread and without communication, then two ranks: torchrun with torch's DistributedDataParallel on
 Gloo, torchrun and ``phalanx run`` with phalanx's on phalanx. Each turn is a process of its own, since what differs is
 how the process treats its memory; the launchers take turns, so that whatever else the machine does meets all of them.
-Beside the times stands the most memory that a rank has had.
+Beside the times stands the most memory that a rank has had. ``--allocators`` adds turns of one rank under plain python
+with another library for malloc, which are shown and not judged.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -41,6 +42,7 @@ class Variant:
     launcher: Sequence[str]
     options: Sequence[str] = ()
     least: float = 1.0  # how many times as long as ours a step of the cases in `_FASTER` is to take
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,21 @@ def _variants(num_ranks: int) -> list[Variant]:
     ]
 
 
+def with_allocators(num_ranks: int, libraries: Sequence[str]) -> list[Variant]:
+    """Return the variants of a comparison; with one rank also plain python with each of these libraries preloaded."""
+    preloaded = [
+        Variant(f"python, {os.path.basename(library)}", (sys.executable,), environ={"LD_PRELOAD": library})
+        for library in (libraries if num_ranks == 1 else ())
+    ]
+    return [*preloaded, *_variants(num_ranks)]
+
+
 def _turn(variant: Variant, case: str, num_steps: int) -> Sample:
     """Run a job and return what its ranks have left."""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
         module = ("-m", "bench.step_worker", "--case", case, "--steps", str(num_steps), "--out", folder)
         command = [*variant.launcher, *module, *variant.options]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PHALANX_LOG_DIR": folder}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PHALANX_LOG_DIR": folder, **variant.environ}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_STEP_LIMIT_S, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -85,9 +96,8 @@ def _turn(variant: Variant, case: str, num_steps: int) -> Sample:
     )
 
 
-def measure(case: str, num_ranks: int, rounds: int, scale: float) -> dict[str, list[Sample]]:
+def measure(case: str, variants: Sequence[Variant], rounds: int, scale: float) -> dict[str, list[Sample]]:
     """Return the samples of every variant; every second round goes backwards, which cancels a steady drift."""
-    variants = _variants(num_ranks)
     num_steps = max(2, round(CASES[case].num_steps * scale))
     samples: dict[str, list[Sample]] = {variant.name: [] for variant in variants}
     for number in range(rounds):
@@ -139,16 +149,21 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CASES), help="models to measure, separated by commas")
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks (default 1,2)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of steps in a turn")
+    parser.add_argument("--allocators", default="", metavar="PATH,...", help="libraries for malloc to compare with")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for step.json")
     given = parser.parse_args()
     names = parse_names(given.only, CASES, parser)
+    libraries = [path for path in given.allocators.split(",") if path]
+    for path in libraries:
+        if not os.path.isfile(path):  # the loader would only warn, and plain python would be measured
+            parser.error(f"--allocators: there is no file {path!r}")
     console = Console(width=110, highlight=False)
     found, judged = {}, []
     for name in names:
         for num_ranks in map(int, given.ranks.split(",")):
             if num_ranks > 1 and CASES[name].optimizer is None:
                 continue  # nothing to average
-            samples = measure(name, num_ranks, given.rounds, given.scale)
+            samples = measure(name, with_allocators(num_ranks, libraries), given.rounds, given.scale)
             _print_samples(console, name, num_ranks, samples)
             found[f"{name}, {num_ranks}"] = {
                 variant: [vars(sample) for sample in turns] for variant, turns in samples.items()

@@ -52,6 +52,7 @@ std::uint64_t Board::create(Segment& segment, int size) {
   auto* header = reinterpret_cast<GroupHeader*>(map.data());  // fresh memory is zero, the initial state of all else
   header->magic = kMagic;
   header->num_ranks = static_cast<std::uint32_t>(size);
+  header->node = current_node();  // of the pages that segment.allocate() has just taken
   header->region_bytes = o.total;
   return offset;
 }
@@ -75,6 +76,9 @@ Board::Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig
   stages_ = base + o.stages;
   if (header_->magic != kMagic || header_->num_ranks != static_cast<std::uint32_t>(config_.size))
     throw std::runtime_error("the ranks disagree about the size of group '" + config_.name + "'");
+  // No peer looks at this rank's stages before its first arrival.
+  const std::size_t stages = 2 * kStageBytes;
+  segment_->bring_near(offset_ + o.stages + static_cast<std::size_t>(config_.rank) * stages, stages, header_->node);
   Member& self = members_[config_.rank];
   describe_self(self);
   header_->attached.fetch_add(1, std::memory_order_relaxed);  // a count, nothing is published by it

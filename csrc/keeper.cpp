@@ -67,19 +67,23 @@ struct Room {
   bool is_short(std::uint64_t kept) const { return left < std::max(limit / 8, std::min(kept, kInOneLook)); }
 };
 
-Room room_of(const Limit& limit) {
-  Room room{limit.bytes, limit.bytes};
-  const std::uint64_t used = Text(limit.used.c_str()).number().value_or(0);
-  room.left -= std::min(used, room.left);
+const char* const kHost = "/proc/meminfo";
+
+// Nothing where the kernel does not tell.
+std::optional<Room> room_of(const Limit& limit) {
+  const auto used = Text(limit.used.c_str()).number();
+  if (!used) return {};
+  Room room{limit.bytes, limit.bytes - std::min(*used, limit.bytes)};
   if (room.left < limit.bytes / 4)  // near enough to ask how much of that is cache
-    room.left += std::min(Text(limit.stat.c_str()).number(limit.cache + " ").value_or(0), used);
+    room.left += std::min(Text(limit.stat.c_str()).number(limit.cache + " ").value_or(0), *used);
   return room;
 }
 
-Room room_of_host() {
-  const Text memory("/proc/meminfo");
+std::optional<Room> room_of_host() {
+  const Text memory(kHost);
   const auto total = memory.number("MemTotal:"), left = memory.number("MemAvailable:");
-  return total && left ? Room{*total << 10, *left << 10} : Room{};
+  if (!total || !left) return {};
+  return Room{*total << 10, *left << 10};
 }
 
 /// One for the process, never destroyed: tensors live until its end.
@@ -130,20 +134,22 @@ class Keeper {
   /// Look at the limits, stop keeping if one is near, and set what may grow before the next look.
   void look() {
     std::uint64_t least = kFastest;
-    const auto judge = [&](const Room& room) {
-      if (!room.limit) return;
-      least = std::min(least, room.left);
-      if (keeps_ && room.is_short(blocks_.kept())) stop(room);
+    const auto judge = [&](const std::optional<Room>& room, const std::string& file) {
+      if (!keeps_) return;
+      if (!room) return stop(file + " can't be read");
+      least = std::min(least, room->left);
+      if (room->is_short(blocks_.kept()))
+        stop(std::to_string(room->left >> 20) + " MiB of " + std::to_string(room->limit >> 20) + " MiB were left");
     };
-    judge(room_of_host());
-    for (const Limit& limit : limits_) judge(room_of(limit));
+    judge(room_of_host(), kHost);
+    for (const Limit& limit : limits_) judge(room_of(limit), limit.used);
     budget_ = least / 8;
     pause_ = std::clamp(milliseconds(least * 1000 / kFastest), kShortest, kLongest);
   }
 
-  void stop(const Room& room) {
+  void stop(std::string why) {
     keeps_ = false;
-    why_ = std::to_string(room.left >> 20) + " MiB of " + std::to_string(room.limit >> 20) + " MiB were left";
+    why_ = std::move(why);
     blocks_.trim();
   }
 

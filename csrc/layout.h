@@ -92,7 +92,7 @@ struct alignas(kCacheLine) Bell {
 struct GroupHeader {
   std::uint64_t magic;
   std::uint32_t num_ranks;
-  std::uint32_t reserved;
+  std::uint32_t node;  // NUMA node whose memory the region was allocated from
   std::uint64_t region_bytes;
   alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset, 0 before it exists, kNoMemory when it cannot
   std::atomic<std::uint32_t> attached;                     // ranks that map the region; the last to leave frees it

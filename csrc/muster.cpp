@@ -102,7 +102,11 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   const std::uint64_t made = offset.load(std::memory_order_acquire);
   if (made == kNoMemory) throw no_memory(why);
   try {
+    const std::size_t own = 2 * kSlots * kSlotBytes;  // rank 0 has allocated them, of its own node
+    board_.segment().bring_near(made + static_cast<std::size_t>(board_.rank()) * own, own, board_.header().node);
     mailboxes_ = board_.segment().map(made, bytes);
+  } catch (const std::bad_alloc&) {
+    throw no_memory(why);
   } catch (const std::system_error& error) {
     throw no_memory(error.what());
   }

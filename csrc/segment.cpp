@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -123,6 +124,11 @@ void reserve(int fd, std::uint64_t offset, std::size_t bytes) {
 
 }  // namespace
 
+std::uint32_t current_node() noexcept {
+  unsigned cpu = 0, node = 0;
+  return syscall(SYS_getcpu, &cpu, &node, nullptr) == 0 ? node : 0;
+}
+
 Fd& Fd::operator=(Fd&& other) noexcept {
   if (this != &other) {
     if (fd_ >= 0) ::close(fd_);
@@ -204,6 +210,12 @@ std::uint64_t Segment::allocate(std::size_t bytes) {
   const std::uint64_t offset = header().next_free.fetch_add(size, std::memory_order_relaxed);
   reserve(fd_.get(), offset, size);
   return offset;
+}
+
+void Segment::bring_near(std::uint64_t offset, std::size_t bytes, std::uint32_t node) {
+  if (node == current_node()) return;
+  free(offset, bytes);
+  reserve(fd_.get(), offset, bytes);
 }
 
 void Segment::free(std::uint64_t offset, std::size_t bytes) noexcept {

@@ -50,6 +50,9 @@ class Mapping {
   std::size_t bytes_ = 0;
 };
 
+/// The NUMA node on which this thread runs, whose memory it is given first; 0 where the system does not tell.
+std::uint32_t current_node() noexcept;
+
 /// The segment: sealed against shrinking, allocated before use (a shortage is std::bad_alloc, never a SIGBUS), without
 /// a name (the kernel frees it with its last descriptor, whatever killed the ranks). It grows by whole allocations.
 class Segment {
@@ -65,6 +68,9 @@ class Segment {
 
   /// Reserve `bytes` of zeroed memory and return their offset. Callable from every process that maps the segment.
   std::uint64_t allocate(std::size_t bytes);
+  /// Replace the pages of a range that nobody has used yet, unless this thread runs on `node`, whose memory they are of:
+  /// whoever writes them is to find them near. Throws std::bad_alloc if there are none.
+  void bring_near(std::uint64_t offset, std::size_t bytes, std::uint32_t node);
   /// Give the memory behind a range back to the system; its offsets are not used again.
   void free(std::uint64_t offset, std::size_t bytes) noexcept;
   Mapping map(std::uint64_t offset, std::size_t bytes) const { return Mapping(fd_.get(), offset, bytes); }

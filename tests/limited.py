@@ -22,6 +22,8 @@ def limited_cgroup(limit_bytes: int) -> Iterator[Path]:
         folder.mkdir()
         limit = folder / ("memory.max" if has_v2 else "memory.limit_in_bytes")
         limit.write_text(str(limit_bytes))
+        if has_v2 and (swap := folder / "memory.swap.max").exists():
+            swap.write_text("0")  # else what exceeds the limit is swapped out, and nothing is killed
     except OSError as error:
         pytest.skip(f"no cgroup with a limit of memory can be made here: {error}")
     try:

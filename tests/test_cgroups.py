@@ -47,6 +47,12 @@ def test_every_limit_on_the_way_up_counts(lay_out):
     assert _cgroups.cgroup_memory(root)[0].left_bytes == 200
 
 
+def test_a_limit_at_which_processes_are_stopped_counts_like_one_at_which_they_are_killed(lay_out):
+    mounts = V2.format(top="/", point="/sys/fs/cgroup")
+    root = lay_out("0::/a\n", mounts, {"sys/fs/cgroup/a": {**of_v2(500, 100), "memory.high": 300}})
+    assert _cgroups.cgroup_memory(root) == [Memory(300, 100)]
+
+
 def test_a_container_sees_the_branch_that_is_mounted(lay_out):
     mounts = V1.format(top="/docker/0a", point="/sys/fs/cgroup/memory")
     folders = {"sys/fs/cgroup/memory": of_v1(900, 10), "sys/fs/cgroup/memory/job": of_v1(NO_LIMIT, 5)}

@@ -128,6 +128,36 @@ def test_a_limit_too_small_for_all_ranks_is_said(lay_out):
     assert not choose({}, root=lay_out(available_mib=500)).keeps
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "proc/meminfo",
+        "proc/self/cgroup",
+        "sys/fs/cgroup/job/memory.max",
+        "sys/fs/cgroup/job/memory.current",
+        "sys/fs/cgroup/job/memory.stat",
+    ],
+)
+def test_nothing_is_kept_where_nobody_can_tell_what_is_left(lay_out, name):
+    root = lay_out(limit_mib=3000)
+    assert choose({}, root=root).keeps
+    path = Path(root, name)
+    path.unlink(missing_ok=True)
+    path.mkdir()  # root may read any file, but no folder as one
+    policy = choose({}, root=root)
+    assert str(policy) == f"not kept ({path} can't be read)"
+    assert policy.todo
+
+
+def test_nothing_is_kept_without_proc(tmp_path):
+    assert str(choose({}, root=str(tmp_path))) == "not kept (no /proc/meminfo tells what is left)"
+
+
+def test_another_c_library_is_left_alone(lay_out, monkeypatch):
+    monkeypatch.setattr("phalanx._memory.ctypes.CDLL", lambda _: object())
+    assert str(choose({}, root=lay_out())) == "not kept (a C library other than glibc is left alone)"
+
+
 # ---------------------------------------------------------------- processes
 
 # Prints what holds, and the page faults of a block of 64 MiB that is had again and again.
@@ -202,8 +232,9 @@ def test_plain_python_is_left_alone_until_it_asks():
     assert faults < 20
 
 
-def test_another_allocator_is_left_alone_and_named(tmp_path):
-    source, library = tmp_path / "other.c", tmp_path / "libother_alloc.so"
+def build_allocator(folder):
+    """Return a library that replaces glibc's malloc, or skip."""
+    source, library = folder / "other.c", folder / "libother_alloc.so"
     source.write_text(
         "extern void *__libc_malloc(unsigned long);\nvoid *malloc(unsigned long n) { return __libc_malloc(n); }\n"
     )
@@ -211,9 +242,20 @@ def test_another_allocator_is_left_alone_and_named(tmp_path):
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     except FileNotFoundError:
         pytest.skip("needs a C compiler")
+    return library
+
+
+def test_another_allocator_is_left_alone_and_named(tmp_path):
+    library = build_allocator(tmp_path)
     done, found = probe(RUN, LD_PRELOAD=str(library))
     assert [policy for policy, _ in found] == ["not kept (libother_alloc.so is left alone)"] * 2
     assert "; memory not kept (libother_alloc.so is left alone); " in done.stderr.splitlines()[0]
+
+
+def test_an_allocator_that_only_the_rank_has_is_left_alone(tmp_path):
+    library = build_allocator(tmp_path)
+    _, found = probe([*RUN, "--no-python", "env", f"LD_PRELOAD={library}", sys.executable])
+    assert [policy for policy, _ in found] == ["not kept (libother_alloc.so is left alone)"] * 2
 
 
 def of_this_rank(rank, world_size):
@@ -299,3 +341,40 @@ def test_no_rank_is_killed_for_what_another_keeps(tmp_path):
     assert f"HELD {KEPT}" in done.stdout
     assert done.stdout.count("LIVED") == 2
     assert "MiB were left)" in done.stdout
+
+
+# Keeps 512 MiB that it has freed, under a limit of version 2 whose files say what the test wants.
+UNDER_A_LIMIT = """
+import json, os, sys, time, torch
+from phalanx import _core
+def tell(used_mib, cache_mib):
+    texts = {"memory.stat": f"anon 1\\ninactive_file {cache_mib << 20}\\n", "memory.current": f"{used_mib << 20}\\n"}
+    for name, text in texts.items():
+        with open(name + ".new", "w") as file:
+            file.write(text)
+        os.rename(name + ".new", name)
+tell(1000, 0)
+assert _core.keep_blocks(1 << 36, False, [(4000 << 20, "memory.current", "memory.stat", "inactive_file")])
+block = torch.ones(128 << 20)
+del block
+keeps, _, _, unused = _core.kept()
+assert keeps and unused == 512 << 20
+HAPPENS
+deadline = time.monotonic() + 2
+while _core.kept()[0] and time.monotonic() < deadline:
+    time.sleep(0.02)
+print("PROBE " + json.dumps([_core.kept()[1], _core.kept()[3] >> 20]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("happens", "why", "kept_mib"),
+    [
+        ("tell(3700, 0)", "300 MiB of 4000 MiB were left", 0),
+        ("tell(3900, 1500)", "", 512),
+        ("os.unlink('memory.current')", "memory.current can't be read", 0),
+    ],
+    ids=["near", "cache", "gone"],
+)
+def test_what_a_cgroup_of_version_2_says_is_obeyed(happens, why, kept_mib):
+    assert probe([sys.executable], UNDER_A_LIMIT.replace("HAPPENS", happens))[1] == [[why, kept_mib]]

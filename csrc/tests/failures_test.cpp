@@ -1,5 +1,6 @@
 // What ends a collective: disagreement, deadline, abort, a peer that leaves; and the segment's own promises.
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -349,6 +350,40 @@ CASE(ranks_share_one_mapping_so_that_sanitizers_see_their_races) {
   const std::uint64_t offset = segment->allocate(kPage);
   const Mapping one = segment->map(offset, kPage), other = segment->map(offset, kPage);
   CHECK_EQ(one.data(), other.data());
+}
+
+CASE(memory_of_another_node_is_replaced_before_its_rank_uses_it) {
+  const auto segment = Segment::create();
+  const std::uint64_t offset = segment->allocate(2 * kPage);
+  const long blocks = blocks_of(*segment);
+  const Mapping mapping = segment->map(offset, 2 * kPage);
+  const auto fill = [&](int byte) { std::memset(mapping.data(), byte, 2 * kPage); };
+  fill(1);
+  segment->bring_near(offset, kPage, current_node());
+  CHECK_EQ(static_cast<int>(mapping.data()[0]), 1);
+  segment->bring_near(offset, kPage, current_node() + 1);
+  CHECK_EQ(static_cast<int>(mapping.data()[0]), 0);      // new pages, at the same addresses
+  CHECK_EQ(static_cast<int>(mapping.data()[kPage]), 1);  // and no others
+  fill(2);
+  CHECK_EQ(static_cast<int>(segment->map(offset, 2 * kPage).data()[0]), 2);
+  CHECK_EQ(blocks_of(*segment), blocks);
+}
+
+CASE(ranks_whose_memory_was_allocated_on_another_node_compute_as_ever) {
+  const auto segment = Segment::create();
+  const long blocks = blocks_of(*segment);
+  const std::uint64_t offset = Board::create(*segment, 2);
+  reinterpret_cast<GroupHeader*>(segment->map(offset, kPage).data())->node = current_node() + 1;
+  in_threads(2, [&](int r) {
+    Rank self{r, 2, segment, make_group(segment, offset, r, 2, {})};
+    for (const std::size_t count : {1, 5000, 100'000}) {  // in the line, in a stage, in the mailboxes
+      std::vector<float> data(count, static_cast<float>(r + 1));
+      all_reduce(kFloat, data.size(), sum_floats())(self, data.data());
+      CHECK_EQ(data.front(), 3.0f);
+      CHECK_EQ(data.back(), 3.0f);
+    }
+  });
+  CHECK_EQ(blocks_of(*segment), blocks);
 }
 
 CASE(a_segment_is_handed_over_and_proved_by_its_nonce) {

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as a large number
-# For versions 2 and 1: the file with the limit, the file with the usage, and the line of memory.stat with the part of
-# the usage that is cache and can be dropped.
+# For versions 2 and 1: the files with limits, the file with the usage, and the line of memory.stat with the part of the
+# usage that is cache and can be dropped. Above memory.high, processes are stopped again and again, and not killed.
 _MEMORY_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -61,12 +61,15 @@ def _mounts(controller: str, root: str) -> dict[str, list[tuple[str, str]]]:
 
 def host_memory(root: str = "/") -> Memory:
     """Return the host's memory; 0 if ``/proc/meminfo`` can't be read."""
-    sizes = {}
-    for line in read(root, "proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        sizes[name] = int(rest.split()[0]) * 1024
+    sizes = read_sizes(root)
     total = sizes.get("MemTotal", 0)
     return Memory(total, total - sizes.get("MemAvailable", sizes.get("MemFree", 0)))
+
+
+def read_sizes(root: str = "/") -> dict[str, int]:
+    """Return what ``/proc/meminfo`` says, in bytes by name; empty if it can't be read."""
+    found = re.findall(r"^(\S+): +(\d+) kB$", read(root, "proc/meminfo"), re.MULTILINE)
+    return {name: int(size) * 1024 for name, size in found}
 
 
 class Gauge(NamedTuple):
@@ -87,10 +90,10 @@ def memory_gauges(root: str = "/") -> list[Gauge]:
     """Return the gauge of each cgroup above us that has a limit."""
     found = []
     for folder in folders("memory", root):
-        for limit_name, used_name, cache_name in _MEMORY_FILES:
+        for limit_names, used_name, cache_name in _MEMORY_FILES:
             # Version 1 also reports limits further up than we can see.
             limits = [
-                _number(folder, limit_name),
+                *(_number(folder, name) for name in limit_names),
                 read_numbers(folder, "memory.stat").get("hierarchical_memory_limit"),
             ]
             limit = min((number for number in limits if number is not None), default=_NO_LIMIT_BYTES)
@@ -102,6 +105,22 @@ def memory_gauges(root: str = "/") -> list[Gauge]:
 def cgroup_memory(root: str = "/") -> list[Memory]:
     """Return the memory of each cgroup above us that has a limit."""
     return [gauge.read() for gauge in memory_gauges(root)]
+
+
+def unreadable(root: str = "/") -> str:
+    """Return a file that tells what memory is left, is there and can't be read; empty if there is none."""
+    names = {name for limits, used, _ in _MEMORY_FILES for name in (*limits, used, "memory.stat")}
+    paths = [os.path.join(root, "proc", name) for name in ("meminfo", "self/cgroup", "self/mountinfo")]
+    paths += [os.path.join(folder, name) for folder in folders("memory", root) for name in sorted(names)]
+    for path in paths:
+        try:
+            with open(path) as file:
+                file.read(1)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return path
+    return ""
 
 
 def count_oom_kills(root: str = "/") -> int:

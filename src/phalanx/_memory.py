@@ -14,12 +14,15 @@ import os
 from collections.abc import Mapping
 
 from phalanx import _env
-from phalanx._cgroups import cgroup_memory, host_memory, memory_gauges, read
+from phalanx._cgroups import cgroup_memory, host_memory, memory_gauges, read, unreadable
 from phalanx._text import in_units
 
 CHOICES = ("auto", "default")
 _LEAST_BYTES = 1 << 30  # of each rank: with less, what is kept would be given back all the time
 _LEAST_SHARE = 8  # less than this part of a limit is too near it, see Room in csrc/keeper.cpp
+_MORE_MEMORY = "free memory, start fewer ranks, or raise the limit (docker run --memory, srun --mem, limits.memory)"
+_HUGE_PAGES = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; steps may then be faster"
+_ALLOCATING = ("malloc", "posix_memalign", "free")  # whoever replaces one of them replaces all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +33,13 @@ class MemoryPolicy:
         keeps: Whether they are kept and reused while memory is plentiful; otherwise they go back to the system.
         huge_pages: Whether they lie in huge pages.
         why: Reason for whatever is not done; empty if all is.
+        todo: Advice on how to have it done; empty if there is none.
     """
 
     keeps: bool = False
     huge_pages: bool = False
     why: str = ""
+    todo: str = ""
 
     def __str__(self) -> str:
         if not self.keeps:
@@ -55,19 +60,29 @@ def choose(environ: Mapping[str, str], *, wanted: str = "auto", num_ranks: int =
     if wanted == "default":
         return MemoryPolicy(why="--memory default")
     if other := _foreign_allocator():
-        return MemoryPolicy(why=f"{other} is left alone")
+        return _left_alone(other)
     if name := _set_by_user(environ):
-        return MemoryPolicy(why=f"{name} is set")
-    limits = [memory for memory in (host_memory(root), *cgroup_memory(root)) if memory.limit_bytes]
-    for memory in limits:
+        return MemoryPolicy(why=f"{name} is set", todo=f"unset {name} to have it kept; measure which is faster")
+    if path := unreadable(root):
+        return MemoryPolicy(why=f"{path} can't be read", todo="let this user read it, since it tells what is left")
+    host = host_memory(root)
+    if not host.limit_bytes:
+        return MemoryPolicy(why="no /proc/meminfo tells what is left", todo="mount /proc")
+    for memory in (host, *cgroup_memory(root)):
         if memory.left_bytes < memory.limit_bytes // _LEAST_SHARE:
-            return MemoryPolicy(why=f"{in_units(memory.left_bytes)} of {in_units(memory.limit_bytes)} left")
-    least = min((memory.left_bytes // num_ranks for memory in limits), default=_LEAST_BYTES)
-    if least < _LEAST_BYTES:
-        return MemoryPolicy(why=f"{in_units(least)} left{' for each rank' if num_ranks > 1 else ''}")
+            left = f"{in_units(memory.left_bytes)} of {in_units(memory.limit_bytes)} left"
+            return MemoryPolicy(why=left, todo=_MORE_MEMORY)
+        if memory.left_bytes // num_ranks < _LEAST_BYTES:
+            left = f"{in_units(memory.left_bytes // num_ranks)} left{' for each rank' if num_ranks > 1 else ''}"
+            return MemoryPolicy(why=left, todo=_MORE_MEMORY)
     if huge_pages(root) not in ("madvise", "always"):
-        return MemoryPolicy(keeps=True, why="huge pages are off")
+        return MemoryPolicy(keeps=True, why="huge pages are off", todo=_HUGE_PAGES)
     return MemoryPolicy(keeps=True, huge_pages=True)
+
+
+def _left_alone(allocator: str) -> MemoryPolicy:
+    todo = "start without it (LD_PRELOAD) to have freed memory kept; measure which is faster"
+    return MemoryPolicy(why=f"{allocator} is left alone", todo=todo)
 
 
 def huge_pages(root: str = "/") -> str:
@@ -88,24 +103,31 @@ def _foreign_allocator() -> str:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return "a C library other than glibc"
-    malloc, glibc = (_file_of(getattr(libc, name)) for name in ("malloc", "gnu_get_libc_version"))
-    return "" if malloc == glibc else os.path.basename(malloc)
+    glibc = _file_of(libc, "gnu_get_libc_version")
+    files = (_file_of(libc, name) for name in _ALLOCATING)
+    return next((os.path.basename(file) or "an unknown allocator" for file in files if not file or file != glibc), "")
 
 
-def _file_of(function: object) -> str:
-    """Return the file in which a native function of this process lies."""
-    address = ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
-    for line in read("/proc/self", "maps").splitlines():
-        bounds, _, rest = line.partition(" ")
-        begin, end = (int(bound, 16) for bound in bounds.split("-"))
-        if begin <= address < end:
-            return rest.rpartition(" ")[2]
-    return ""
+class _Symbol(ctypes.Structure):
+    """``Dl_info`` of dladdr(3)."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("address", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def _file_of(libc: ctypes.CDLL, name: str) -> str:
+    """Return the file in which a native function of this process lies; the dynamic loader knows it without /proc."""
+    symbol = _Symbol()
+    libc.dladdr(ctypes.cast(getattr(libc, name), ctypes.c_void_p), ctypes.byref(symbol))
+    return os.fsdecode(symbol.file or b"")
 
 
 def _apply(policy: MemoryPolicy) -> MemoryPolicy:
     """Put `policy` into force in this process, and return what could be."""
     global _in_force
+    if policy.keeps and (other := _foreign_allocator()):  # which the launcher did not have
+        policy = _left_alone(other)
     if policy.keeps:
         from phalanx import _core  # not for the supervisor, which only chooses
 
@@ -128,11 +150,11 @@ def _apply(policy: MemoryPolicy) -> MemoryPolicy:
 def in_force() -> MemoryPolicy:
     """Return what holds for this process now."""
     if _in_force is None or not _in_force.keeps:
-        return _in_force or MemoryPolicy()
+        return _in_force or MemoryPolicy(todo="start it with phalanx run, or call phalanx.tune_process()")
     from phalanx import _core
 
     keeps, why, _, _ = _core.kept()
-    return _in_force if keeps else MemoryPolicy(why=why)
+    return _in_force if keeps else MemoryPolicy(why=why, todo=_MORE_MEMORY)
 
 
 def tune_process() -> MemoryPolicy:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+
+import pytest
 
 from bench.step import Sample, speedup, verdicts
 from tests.bench._run import run_bench
@@ -21,6 +25,30 @@ def test_a_short_run_measures_every_launcher_with_one_rank_and_two(tmp_path):
             assert 0 < sample["step_s"] < 10
             assert 50 < sample["peak_mib"] < 10_000
     assert "torchrun, torch DDP on Gloo" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_other_libraries_for_malloc_take_turns_too_under_plain_python(tmp_path):
+    source, library = tmp_path / "other.c", tmp_path / "libother_alloc.so"
+    source.write_text("void phalanx_test_does_nothing(void) {}\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    options = ("--only", "digits CNN", "--rounds", 1, "--scale", 0.02, "--ranks", 1, "--allocators", library)
+    done = run_bench("bench.step", *options, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "step.json").read_text())
+    assert list(record["samples"]["digits CNN, 1"]) == [
+        "python, libother_alloc.so",
+        "python",
+        "torchrun",
+        "phalanx run",
+    ]
+    assert not any("libother" in text for _, text in record["verdicts"])
+
+
+def test_a_library_that_is_not_there_is_refused_by_name():
+    done = run_bench("bench.step", "--allocators", "/no/library.so")
+    assert done.returncode == 2
+    assert "there is no file '/no/library.so'" in done.stderr
 
 
 def test_an_unknown_model_is_refused_by_name():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import resource
@@ -93,7 +94,7 @@ def test_a_limit_of_cgroup_v1_counts_and_its_largest_number_is_none(lay_out, lim
     [
         ("always [madvise] never", {}, "ok", "kept, huge pages"),
         ("always madvise [never]", {}, "note", "huge pages are never"),
-        ("always [madvise] never", {"MALLOC_ARENA_MAX": "1"}, "note", "MALLOC_ARENA_MAX is set"),
+        ("always [madvise] never", {"MALLOC_ARENA_MAX": "1"}, "note", "MALLOC_ARENA_MAX is set): steps are slower"),
     ],
 )
 def test_what_becomes_of_freed_memory_is_told(lay_out, mode, environ, level, said):
@@ -184,9 +185,9 @@ def test_a_small_dev_shm_is_told_with_whom_it_concerns(size, free, level):
 # ---------------------------------------------------------------- processors
 
 
-def machine(num_cores=4, quota=None, nodes=1):
+def machine(num_cores=4, quota=None, nodes=1, threads=1):
     per_node = num_cores // nodes
-    cores = tuple((cpu,) for cpu in range(num_cores))
+    cores = tuple(tuple(range(core, num_cores * threads, num_cores)) for core in range(num_cores))
     return Machine(cores=cores, numa_nodes=tuple(cpu // per_node for cpu in range(num_cores)), quota_cpus=quota)
 
 
@@ -224,10 +225,65 @@ def test_a_quota_that_stops_its_processes_often_is_told(lay_out):
         (machine(), "2", None, "ok"),
         (machine(), "4", None, "warning"),
         (machine(), "many", None, "warning"),
+        (machine(threads=2), "4", None, "note"),
+        (machine(threads=2), "8", None, "warning"),
     ],
 )
 def test_threads_of_all_ranks_are_counted_against_the_cpus(given, omp, torch_threads, level):
     assert level_of(processors.examine_threads(given, 2, omp, torch_threads)) == level
+
+
+@pytest.mark.parametrize(
+    ("governors", "level", "said"),
+    [
+        ([], "ok", "the firmware or the hypervisor sets it"),
+        (["performance"] * 4, "ok", "governor performance"),
+        (["performance", "powersave", "powersave", "performance"], "note", "governor powersave on 2 of 4 CPUs"),
+    ],
+)
+def test_a_clock_that_saves_power_is_told(lay_out, governors, level, said):
+    names = (f"sys__devices__system__cpu__cpu{cpu}__cpufreq__scaling_governor" for cpu in range(4))
+    root = lay_out(**dict(zip(names, governors, strict=False)))
+    (finding,) = processors.examine_places(machine(), root)
+    assert (finding.topic, finding.level) == ("clock", level)
+    assert said in finding.found
+    assert ("cpupower" in finding.todo) == (level == "note")
+
+
+def test_a_governor_that_can_not_be_read_is_told(lay_out):
+    root = lay_out()
+    os.makedirs(os.path.join(root, "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"))
+    (finding,) = processors.examine_places(machine(), root)
+    assert (finding.level, "governor unreadable on 1 of 4 CPUs" in finding.found) == ("note", True)
+
+
+def test_a_quota_with_a_fraction_is_told_with_a_whole_one(lay_out):
+    finding, _ = processors.examine_places(machine(quota=2.5), lay_out())
+    assert (finding.topic, finding.level) == ("quota", "note")
+    assert "2 threads leave part of it unused" in finding.found
+    assert "--cpus 2" in finding.todo
+    assert len(processors.examine_places(machine(quota=2.0), lay_out())) == 1
+
+
+def test_cores_whose_other_thread_is_not_ours_are_told(lay_out):
+    finding, _ = processors.examine_places(dataclasses.replace(machine(), num_split_cores=2), lay_out())
+    assert (finding.topic, finding.level) == ("hyperthreads", "note")
+    assert "of 2 cores one hardware thread is not ours" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "level", "said"),
+    [
+        (0, 0, "ok", "none"),
+        (8 * GIB, 8 * GIB, "ok", "none in use"),
+        (8 * GIB, 5 * GIB, "note", "3 GiB of 8 GiB in use"),
+    ],
+)
+def test_swap_that_is_in_use_is_told(lay_out, total, free, level, said):
+    meminfo = f"MemTotal: 8 kB\nSwapTotal:  {total // 1024} kB\nSwapFree:  {free // 1024} kB\n"
+    (finding,) = limits.examine_swap(lay_out(proc__meminfo=meminfo))
+    assert (finding.level, finding.found.startswith(said)) == (level, True)
+    assert bool(finding.todo) == (level == "note")
 
 
 # ---------------------------------------------------------------- tests that fail themselves

@@ -53,6 +53,40 @@ def test_cores_are_those_of_the_affinity_in_the_order_of_their_numa_nodes(root):
     assert some.cores == ((1, 5), (0,), (2,))
 
 
+def two_sockets(root, *, num_cores=8, usable=None):
+    """Two sockets, two hardware threads a core; Linux numbers the second ones of all cores after the first."""
+    half = num_cores // 2
+    nodes = [
+        f"{n * half}-{(n + 1) * half - 1},{num_cores + n * half}-{num_cores + (n + 1) * half - 1}\n" for n in (0, 1)
+    ]
+    siblings = lambda c: f"{c % num_cores},{c % num_cores + num_cores}\n"  # noqa: E731
+    files = topology(2 * num_cores, siblings=siblings, nodes=nodes)
+    return read_machine(root(files), usable or range(2 * num_cores))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_threads", "where"),
+    [
+        (1, 8, ""),
+        (2, 4, ", pinned to CPUs 0-3,8-11 | 4-7,12-15"),
+        (4, 2, ", pinned to CPUs 0-1,8-9 | 2-3,10-11 | 4-5,12-13 | 6-7,14-15"),
+        (8, 1, ", pinned to CPUs 0,8 | 1,9 | 2,10 | 3,11 | 4,12 | 5,13 | 6,14 | 7,15"),
+        (16, 1, ", not pinned: 8 cores"),
+    ],
+)
+def test_ranks_on_two_sockets_share_neither_cores_nor_sockets(root, num_ranks, num_threads, where):
+    shares, note = divide(num_ranks, two_sockets(root), pin=True)
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    assert note == f"{ranks}, {threads} each{where}"
+    assert not any(share.is_crowded for share in shares)
+
+
+def test_cores_with_a_hardware_thread_of_somebody_else_are_counted(root):
+    assert two_sockets(root).num_split_cores == 0
+    assert two_sockets(root, usable=[0, 8, 1, 2]).num_split_cores == 2
+
+
 def test_a_machine_without_topology_has_a_core_per_cpu(root):
     assert read_machine(root({}), [2, 5]).cores == ((2,), (5,))
 
@@ -186,6 +220,31 @@ def test_what_the_user_has_set_stays():
         "2 ranks, OMP_NUM_THREADS=8 as set, not pinned: more threads than CPUs",
         {()},
     )
+
+
+def test_no_rank_is_pinned_to_fewer_cpus_than_it_has_threads():
+    # Parts of 1, 2 and 2 cores: the first has 2 CPUs.
+    shares, note = divide(3, machine(5, threads=2), pin=True, omp_num_threads="3")
+    assert (note, {share.cpus for share in shares}) == (
+        "3 ranks, OMP_NUM_THREADS=3 as set, not pinned: more threads than CPUs",
+        {()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "on", "omp", "is_crowded"),
+    [
+        (2, machine(2), "", False),
+        (2, machine(4), "2", False),
+        (2, machine(2), "2", True),
+        (3, machine(2), "", True),
+        (2, machine(8, quota=3.0), "2", True),
+        (2, machine(8, quota=4.0), "2", False),
+        (2, machine(2, threads=2), "2", False),
+    ],
+)
+def test_ranks_are_crowded_where_their_threads_are_more_than_can_run(num_ranks, on, omp, is_crowded):
+    assert {share.is_crowded for share in divide(num_ranks, on, pin=True, omp_num_threads=omp).shares} == {is_crowded}
 
 
 def test_ranges_are_written_as_the_kernel_does():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 
@@ -96,6 +97,7 @@ def test_a_run_tells_where_it_comes_from(run):
     assert origin["model"] == "Sequential in DistributedDataParallel, 161 parameters"
     assert origin["optimizer"] == "SGD(lr=0.1)"
     assert origin["freed memory"].startswith(("kept", "not kept"))
+    assert re.fullmatch(r"\d+ in each rank, on CPUs [-0-9,| ]+", origin["threads"])
     assert f"torch {torch.__version__}" in origin["versions"]
     assert os.uname().nodename in origin["hosts"]
     assert origin["command"]

@@ -148,6 +148,8 @@ def _examine_host(role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
         "liveness": limits.try_watching,
         "/dev/shm": lambda: limits.examine_dev_shm(limits.read_dev_shm()),
         "CPUs": lambda: processors.examine_cpus(machine, num_ranks, os.cpu_count()),
+        "places": lambda: processors.examine_places(machine),
+        "swap": limits.examine_swap,
         "network": lambda: network.examine_interfaces(environ, num_hosts),
         "own name": lambda: network.examine_own_name(environ, num_hosts),
     }

@@ -23,6 +23,7 @@ _RANK_BYTES = 512 << 20  # a process that has imported torch, and a small model
 _LEAST_BYTES = 256 << 20  # about what importing torch takes
 _SEGMENT_BYTES = 4 << 20  # enough for the groups of up to four ranks
 _END_MS = 3000  # for a process to end
+_LITTLE_SWAP_BYTES = 64 << 20  # what nobody has touched since the host started
 _DOCKER_SHM_BYTES = 64 << 20  # its /dev/shm unless told otherwise
 
 
@@ -71,10 +72,21 @@ def examine_freed_memory(num_ranks: int, environ: Mapping[str, str], root: str =
     if policy.huge_pages:
         return [ok("freed memory", str(policy), **facts)]
     if policy.keeps:
-        todo = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; steps may then be faster"
         mode = huge_pages(root) or "not there"
-        return [note("freed memory", f"kept, in small pages: the kernel's huge pages are {mode}", todo, **facts)]
-    return [note("freed memory", str(policy), "steps are slower without; see --memory in phalanx run --help", **facts)]
+        found = f"kept, in small pages: the kernel's huge pages are {mode}"
+        return [note("freed memory", found, policy.todo, **facts)]
+    return [note("freed memory", f"{policy}: steps are slower without", policy.todo, **facts)]
+
+
+def examine_swap(root: str = "/") -> list[Finding]:
+    """Tell how much memory is swapped out: a rank that needs it back waits for the disk."""
+    sizes = _cgroups.read_sizes(root)
+    total, in_use = sizes.get("SwapTotal", 0), sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
+    facts = {"swap_bytes": total, "swap_used_bytes": in_use}
+    if in_use < max(_LITTLE_SWAP_BYTES, total // 100):
+        return [ok("swap", "none in use" if total else "none", **facts)]
+    found = f"{in_units(in_use)} of {in_units(total)} in use: whoever needs that memory waits for the disk"
+    return [note("swap", found, "free memory, or start fewer ranks; as root: swapoff -a && swapon -a", **facts)]
 
 
 def examine_limits(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import os
+
 from phalanx import _cgroups
 from phalanx._text import counted
 from phalanx.doctor.finding import Finding, note, ok, warning
 from phalanx.launch.cpus import Machine, divide
 
 _OFTEN_THROTTLED = 0.05
+_FASTEST = "performance"
 
 
 def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root: str = "/") -> list[Finding]:
@@ -69,6 +73,54 @@ def _throttling(root: str) -> tuple[int, int]:
     return 0, 0
 
 
+def examine_places(machine: Machine, root: str = "/") -> list[Finding]:
+    """Tell what slows the CPUs that ranks are given: a quota with a fraction, shared cores, a clock that saves power.
+
+    Args:
+        machine: Usable part of this host.
+        root: Root of the file system.
+    """
+    findings = []
+    if machine.has_short_quota and machine.quota_cpus and machine.quota_cpus % 1:
+        whole = max(1, round(machine.quota_cpus))
+        findings.append(
+            note(
+                "quota",
+                f"{machine.quota_cpus:g} CPUs: {int(machine.quota_cpus)} threads leave part of it unused",
+                f"a whole number, such as {whole} (docker run --cpus {whole}, limits.cpu)",
+                quota_cpus=machine.quota_cpus,
+            )
+        )
+    if machine.num_split_cores:
+        findings.append(
+            note(
+                "hyperthreads",
+                f"of {counted(machine.num_split_cores, 'core')} one hardware thread is not ours: who has it slows ours",
+                "ask for whole cores (Slurm --exclusive; Kubernetes: CPU manager full-pcpus-only), or leave them idle",
+                num_split_cores=machine.num_split_cores,
+            )
+        )
+    return [*findings, _examine_clock(machine, root)]
+
+
+def _examine_clock(machine: Machine, root: str) -> Finding:
+    folder = os.path.join(root, "sys/devices/system/cpu")
+    cpus = [cpu for core in machine.cores for cpu in core]
+    governors = collections.Counter(
+        _cgroups.read(folder, f"cpu{cpu}/cpufreq/scaling_governor").strip()
+        for cpu in cpus
+        if os.path.exists(os.path.join(folder, f"cpu{cpu}/cpufreq"))
+    )
+    facts = {"governors": dict(governors)}
+    if not governors:
+        return ok("clock", "the firmware or the hypervisor sets it", **facts)
+    if set(governors) == {_FASTEST}:
+        return ok("clock", f"governor {_FASTEST}", **facts)
+    slow = ", ".join(f"{name or 'unreadable'} on {num}" for name, num in governors.items() if name != _FASTEST)
+    found = f"governor {slow} of {counted(len(cpus), 'CPU')}: the clock may lag behind short steps"
+    return note("clock", found, f"as root: cpupower frequency-set -g {_FASTEST}", **facts)
+
+
 def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torch_threads: int | None) -> list[Finding]:
     """Compare the threads of all ranks with the CPUs.
 
@@ -90,6 +142,16 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
                 f"OMP_NUM_THREADS={omp_num_threads} in each of {counted(num_ranks, 'rank')}, "
                 f"on {counted(budget, 'CPU')}",
                 f"unset it, and phalanx run divides the cores; or set it to {max(1, machine.num_cores // num_ranks)}",
+                **facts,
+            )
+        ]
+    if omp_num_threads and int(omp_num_threads) * num_ranks > len(machine.cores):
+        return [
+            note(
+                "threads",
+                f"OMP_NUM_THREADS={omp_num_threads} in each of {counted(num_ranks, 'rank')}, "
+                f"on {counted(len(machine.cores), 'physical core')}: threads share a core's arithmetic",
+                f"unset it, or set it to {max(1, machine.num_cores // num_ranks)}; measure which is faster",
                 **facts,
             )
         ]

@@ -30,10 +30,13 @@ class Share:
     Attributes:
         num_threads: For OMP_NUM_THREADS and its like, at least 1.
         cpus: Numbers of the CPUs that the rank is pinned to; empty: not pinned.
+        is_crowded: Whether the threads of all ranks are more than the CPUs: one that spins while it waits then takes
+            the CPU from one that computes.
     """
 
     num_threads: int = 1
     cpus: tuple[int, ...] = ()
+    is_crowded: bool = False
 
 
 class Division(NamedTuple):
@@ -51,11 +54,13 @@ class Machine:
         cores: CPUs of each physical core, in the order of their NUMA nodes.
         numa_nodes: Node of each core.
         quota_cpus: CPUs' worth of time that the cgroups grant; None: no limit.
+        num_split_cores: Number of cores with another hardware thread that is not ours.
     """
 
     cores: tuple[tuple[int, ...], ...]
     numa_nodes: tuple[int, ...]
     quota_cpus: float | None = None
+    num_split_cores: int = 0
 
     @property
     def num_cpus(self) -> int:
@@ -70,6 +75,11 @@ class Machine:
     def num_cores(self) -> int:
         """Physical cores, or as many as the quota pays for, at least 1."""
         return max(1, min(len(self.cores), int(self.quota_cpus or len(self.cores))))
+
+    @property
+    def budget_cpus(self) -> float:
+        """CPUs that can be busy at once."""
+        return min(self.num_cpus, self.quota_cpus or self.num_cpus)
 
     def describe(self) -> str:
         quota = f", quota {self.quota_cpus:g} CPUs" if self.has_short_quota else ""
@@ -88,11 +98,13 @@ def read_machine(root: str = "/", usable: Sequence[int] | None = None) -> Machin
     for cpu in cpus:
         siblings = read(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.setdefault(tuple(_parse_cpus(siblings)) or (cpu,), []).append(cpu)
+    num_split = sum(len(siblings) > len(usable_here) for siblings, usable_here in cores.items())
     ordered = sorted(cores.values(), key=lambda core: (numa_node.get(core[0], 0), core))
     return Machine(
         cores=tuple(map(tuple, ordered)),
         numa_nodes=tuple(numa_node.get(core[0], 0) for core in ordered),
         quota_cpus=_quota_cpus(root),
+        num_split_cores=num_split,
     )
 
 
@@ -175,12 +187,14 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
     """Divide the machine among `num_ranks`.
 
     Every rank has as many threads as the others. Ranks are pinned to whole cores of their own, within one NUMA node
-    where that divides evenly enough, unless there are fewer cores than ranks, or a quota is less than the CPUs: then
-    other processes run on them too, and a pinned rank could not step aside.
+    where that divides evenly enough, unless there are fewer cores than ranks or CPUs than threads, or a quota is less
+    than the CPUs: then other processes run on them too, and a pinned rank could not step aside.
 
     Args:
         omp_num_threads: OMP_NUM_THREADS as the user has set it; it stays.
     """
+    given_threads = int(omp_num_threads) if omp_num_threads.isdigit() else 0
+    parts = _divide_cores(num_ranks, machine)
     why_not = ""
     if num_ranks == 1:
         why_not = ""
@@ -190,12 +204,12 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
         why_not = f", not pinned: {counted(len(machine.cores), 'core')}"
     elif machine.has_short_quota:
         why_not = f", not pinned: quota of {machine.quota_cpus:g} CPUs"
-    elif omp_num_threads.isdigit() and int(omp_num_threads) * num_ranks > machine.num_cpus:
+    elif given_threads > min(sum(map(len, cores)) for cores in parts):
         why_not = ", not pinned: more threads than CPUs"
     is_pinned = num_ranks > 1 and not why_not
-    parts = _divide_cores(num_ranks, machine) if is_pinned else []
     num_threads = min(map(len, parts)) if is_pinned else max(1, machine.num_cores // num_ranks)
-    cpus = [tuple(sorted(cpu for core in cores for cpu in core)) for cores in parts] or [()] * num_ranks
+    cpus = [tuple(sorted(cpu for core in cores for cpu in core)) if is_pinned else () for cores in parts]
+    is_crowded = (given_threads or num_threads) * num_ranks > machine.budget_cpus
     threads = (
         f"OMP_NUM_THREADS={omp_num_threads} as set" if omp_num_threads else counted(num_threads, "thread") + " each"
     )
@@ -203,7 +217,7 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
     if len(shown) > 8:
         shown = [*shown[:3], "...", shown[-1]]
     where = f", pinned to CPUs {' | '.join(shown)}" if is_pinned else why_not
-    shares = tuple(Share(num_threads=num_threads, cpus=of_rank) for of_rank in cpus)
+    shares = tuple(Share(num_threads=num_threads, cpus=of_rank, is_crowded=is_crowded) for of_rank in cpus)
     return Division(shares, f"{counted(num_ranks, 'rank')}, {threads}{where}")
 
 

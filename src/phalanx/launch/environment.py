@@ -7,19 +7,30 @@ from collections.abc import Mapping
 
 from phalanx import _env
 from phalanx._launched import Launch
+from phalanx.launch.cpus import Share
 
 # Read by the pools of OpenMP, MKL, OpenBLAS and numexpr.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# By which a user says how threads of OpenMP wait; the last three are those of GCC's and of LLVM's (Intel's) runtime.
+WAIT_VARIABLES = frozenset(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
 
 
-def thread_environment(inherited: Mapping[str, str], *, num_threads: int) -> dict[str, str]:
-    """Return `inherited` with the sizes of thread pools, unless the user has set OMP_NUM_THREADS or one of them."""
-    threads = {} if "OMP_NUM_THREADS" in inherited else dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
+def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
+    """Return `inherited` with the sizes of thread pools, unless the user has set OMP_NUM_THREADS or one of them.
+
+    Where ranks are crowded, threads of OpenMP sleep while they wait, unless the user has said how they do. By default
+    they spin for milliseconds, since each runtime knows only the threads of its own process.
+    """
+    threads = {} if "OMP_NUM_THREADS" in inherited else dict.fromkeys(_THREAD_VARIABLES, str(share.num_threads))
+    if share.is_crowded and WAIT_VARIABLES.isdisjoint(inherited):
+        threads["OMP_WAIT_POLICY"] = "PASSIVE"
     return {**threads, **inherited}
 
 
-def shared_environment(inherited: Mapping[str, str], *, num_threads: int) -> dict[str, str]:
+def shared_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
     """Return what all ranks of a node have in common; what the user has set is kept.
+
+    Threads are those of `share`, since every rank has as many.
 
     A rank writes into a pipe, so its streams are unbuffered: its last words are not lost with it. A crash in native
     code leaves the stacks of Python's threads.
@@ -27,7 +38,7 @@ def shared_environment(inherited: Mapping[str, str], *, num_threads: int) -> dic
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     # Of a launch around this one; this one tells each rank.
     inherited = {name: value for name, value in inherited.items() if name != _env.ALLOCATION_VARIABLE}
-    return {**defaults, **thread_environment(inherited, num_threads=num_threads)}
+    return {**defaults, **thread_environment(inherited, share)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

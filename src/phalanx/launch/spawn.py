@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx import _env
-from phalanx.launch.cpus import read_machine
+from phalanx.launch.cpus import divide, read_machine
 from phalanx.launch.deadlines import CAUSE_S, GRACE_S, KILL_S
 from phalanx.launch.environment import thread_environment
 from phalanx.launch.failure import first_true_failure
@@ -81,8 +81,9 @@ class SpawnContext:
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, daemon: bool) -> None:
         inherited = _env.environment()
         given = inherited.get("OMP_NUM_THREADS", "")
-        num_threads = int(given) if given.isdigit() and int(given) else max(1, read_machine().num_cores // nprocs)
-        environ = thread_environment(inherited, num_threads=num_threads)
+        share = divide(nprocs, read_machine(), pin=False, omp_num_threads=given).shares[0]
+        num_threads = int(given) if given.isdigit() and int(given) else share.num_threads
+        environ = thread_environment(inherited, share)
         self._workers = Workers(fn, args, nprocs, environ=environ, num_threads=num_threads, daemon=daemon)
         self._is_daemon = daemon
         self._joined = False

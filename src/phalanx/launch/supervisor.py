@@ -77,7 +77,7 @@ class Supervisor:
 
     def _warden_environment(self, shares: Sequence[Share]) -> dict[str, str]:
         """Return what the ranks have in common; torch is imported with their number of threads."""
-        environ = shared_environment(_env.environment(), num_threads=min(share.num_threads for share in shares))
+        environ = shared_environment(_env.environment(), shares[0])
         environ[_env.COMMAND_VARIABLE] = self._job.typed
         if not self._job.max_restarts:  # nobody would read them
             return environ

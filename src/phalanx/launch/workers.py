@@ -25,7 +25,7 @@ from phalanx._launched import Notes
 from phalanx._memory import choose
 from phalanx._sockets import keep_paths_short
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
-from phalanx.launch.environment import Attempt
+from phalanx.launch.environment import WAIT_VARIABLES, Attempt
 from phalanx.launch.outcome import Outcome, read_stderr
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.worker import Assignment, Function, Inherited, dumps, worker_main
@@ -40,12 +40,20 @@ _PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")
 _PRELOAD_LAST = "phalanx.launch.shared_pages"
 
 
-def start_server() -> None:
-    """Start the process that ranks are forked from, unless it runs; it and all below it end with this one."""
+def start_server(environ: Mapping[str, str] | None = None) -> None:
+    """Start the process that ranks are forked from, unless it runs; it and all below it end with this one.
+
+    Args:
+        environ: Environment of its first ranks; how threads wait is read once, when the server imports torch.
+    """
     keep_paths_short()
     loaded = [name for name in sys.modules if _PRELOAD_IF_LOADED.fullmatch(name)]
     forkserver.set_forkserver_preload([*_PRELOAD, *loaded, _PRELOAD_LAST])
-    forkserver.ensure_running()
+    exported = _env.export({name: value for name, value in (environ or {}).items() if name in WAIT_VARIABLES})
+    try:
+        forkserver.ensure_running()
+    finally:
+        _env.withdraw(exported)
 
 
 class Workers:
@@ -101,7 +109,7 @@ class Workers:
             raise
 
     def _start(self, assignment: Assignment, daemon: bool) -> None:
-        start_server()
+        start_server(assignment.environ)
         context = multiprocessing.get_context("forkserver")
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):

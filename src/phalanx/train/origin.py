@@ -19,9 +19,13 @@ import phalanx
 from phalanx import _env, checkpoint
 from phalanx._memory import in_force
 from phalanx._rank_group import RankGroup
+from phalanx._text import format_ranges
+from phalanx.doctor.limits import examine_swap
+from phalanx.doctor.processors import examine_places
+from phalanx.launch.cpus import read_machine
 from phalanx.launch.notes import run_logs
 
-_MAX_PIDS = 16  # in a line
+_MAX_PIDS, _MAX_PLACES = 16, 8  # in a line
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
@@ -42,10 +46,32 @@ def describe_origin(
         "optimizer": _describe(optimizer),
         "hosts": ", ".join(hosts),
         "versions": f"phalanx {phalanx.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "threads": _threads(ranks),
         "freed memory": str(in_force()),
+        **_what_to_tune(),
         "logs": os.path.relpath(logs, folder) if (logs := run_logs()) else "",
     }
     return {name: value for name, value in origin.items() if value}
+
+
+def _threads(ranks: RankGroup) -> str:
+    """Return the threads of each rank and the CPUs that they may use; every rank calls it."""
+    told = ranks.gather((torch.get_num_threads(), format_ranges(sorted(os.sched_getaffinity(0)))))
+    numbers = list(dict.fromkeys(num for num, _ in told))
+    where = list(dict.fromkeys(cpus for _, cpus in told))
+    if len(where) > _MAX_PLACES:
+        where = [*where[: _MAX_PLACES - 1], "...", where[-1]]
+    waiting = ", asleep while they wait" if _env.environment().get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else ""
+    return f"{' or '.join(map(str, numbers))} in each rank{waiting}, on CPUs {' | '.join(where)}"
+
+
+def _what_to_tune() -> dict[str, str]:
+    """Return what this rank's host could still give, each with what to do, as ``phalanx doctor`` finds it."""
+    findings = [*examine_places(read_machine()), *examine_swap()]
+    todo = {finding.topic: f"{finding.found}; {finding.todo}" for finding in findings if finding.level != "ok"}
+    if in_force().todo:
+        todo["freed memory"] = in_force().todo
+    return {f"to tune: {topic}": text for topic, text in todo.items()}
 
 
 def processes_of(ranks: RankGroup) -> str:
