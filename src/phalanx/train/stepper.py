@@ -119,6 +119,7 @@ class Stepper:
         clock.lap("backward")
         if self._ddp is not None:
             clock.move(self._ddp.take_averaging_s(), "backward", "exchange")
+            clock.move(self._ddp.take_waiting_s(), "exchange", "wait")
         return loss
 
     def optimize(self, step: int, epoch: int) -> None:
