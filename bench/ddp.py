@@ -38,6 +38,7 @@ _OURS = "phalanx DDP on phalanx"
 _TORCH = "torch DDP on phalanx"
 _SHARDED = "phalanx DDP, ZeroRedundancyOptimizer"
 _DIVIDED = "phalanx DDP, the step divided"
+_PARTS = ("averaging", "waiting")  # of a step of ours; to wait for the slower rank is a part of averaging
 _VARIANTS = (_NONE, _OURS, _TORCH, _SHARDED, _DIVIDED, "phalanx DDP on Gloo", "torch DDP on Gloo")
 
 
@@ -146,17 +147,21 @@ def _start(rank: int) -> None:
 
 
 def measure_steps(rank: int, case_name: str, rounds: int) -> dict[str, list[float]]:
-    """Return this rank's seconds a step, by variant and round."""
+    """Return this rank's seconds a step, by variant and round, and of our variant's those in each of `_PARTS`."""
     _start(rank)
     gloo = dist.new_group(backend="gloo")
     case = CASES[case_name]
     variants = [variant for variant in _VARIANTS if variant not in (_SHARDED, _DIVIDED) or variant in case.most]
     trainers = {variant: _Trainer(case, variant, gloo) for variant in variants}
-    samples: dict[str, list[float]] = {variant: [] for variant in variants}
+    samples: dict[str, list[float]] = {variant: [] for variant in (*variants, *_PARTS)}
     for number, variant in _turns(variants, rounds):
         seconds = trainers[variant].seconds(case.num_steps) / case.num_steps
+        ours = trainers[_OURS].model
+        parts = [part_s / (case.num_steps + 1) for part_s in (ours.take_averaging_s(), ours.take_waiting_s())]
         if number >= 0:
             samples[variant].append(seconds)
+            for name, part_s in zip(_PARTS, parts, strict=True) if variant == _OURS else ():
+                samples[name].append(part_s)
     dist.destroy_process_group()
     return samples
 
@@ -265,11 +270,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for ddp.json and ddp.png")
     given = parser.parse_args()
     console = Console(width=100, highlight=False)
-    steps, verdicts = {}, []
+    steps, parts, verdicts = {}, {}, []
     names = parse_names(given.only, CASES, parser)
     for name in names:
         steps[name] = _mean_of_ranks(phalanx.spawn(measure_steps, (name, given.rounds), nprocs=2))
+        parts[name] = {part: steps[name].pop(part) for part in _PARTS}
         verdicts += _print_case(console, name, steps[name])
+        averaging_ms, waiting_ms = (statistics.median(times) * 1e3 for times in parts[name].values())
+        console.print(
+            f"averaging takes {averaging_ms:.2f} ms of ours, {waiting_ms:.2f} ms of it until both ranks are there"
+        )
     epochs = {}
     for name, (_, num_images) in EPOCHS.items():
         num_images = given.images or num_images
@@ -291,6 +301,7 @@ def main() -> None:
     record = {
         "machine": machine_facts(""),
         "steps": steps,
+        "parts": parts,
         "epochs": epochs,
         "memory_mib": memory,
         "verdicts": verdicts,

@@ -76,16 +76,21 @@ def test_the_samples_are_the_same_with_any_number_and_slow_ones_get_workers(run_
     assert numbers[0] == numbers[1] > 1
 
 
-def test_loading_without_workers_leaves_the_ranks_own_random_numbers_alone(tmp_path):
+def load_here(rank, world_size, folder):
     torch.manual_seed(1)
+    before = torch.get_rng_state()
     model = nn.Linear(4, 1)
+    after_model = torch.get_rng_state()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = phalanx.Trainer(
-        model, optimizer, mean_squares, max_epochs=1, num_workers="auto", folder=str(tmp_path), snapshot_every=0
+        model, optimizer, mean_squares, max_epochs=1, num_workers="auto", folder=folder, snapshot_every=0
     )
-    before = torch.get_rng_state()
     quietly(trainer.fit, Augmented())
-    assert torch.equal(torch.get_rng_state(), before)
+    return torch.equal(torch.get_rng_state(), after_model), torch.equal(before, after_model)
+
+
+def test_loading_without_workers_leaves_the_ranks_own_random_numbers_alone(run_ranks, tmp_path):
+    assert run_ranks(load_here, 1, str(tmp_path), timeout_s=60) == [(True, False)]
 
 
 def trial(load_s, computing, step_s):

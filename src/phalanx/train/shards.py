@@ -132,11 +132,10 @@ class _Cut:
                 block.data = elements[of]
         if grad.stride() != self._stride:
             grad = torch.empty_like(parameter).copy_(grad)
-        elements = flat(grad)
+        elements, self._has_entered = flat(grad), True
         for block, of, own in zip(self._blocks, self._ranges, self._states, strict=True):
             block.grad = elements[of]
             state[block] = own
-        self._has_entered = True
         return self._blocks
 
     def _take_over(self, values: dict[str, Any]) -> None:
@@ -157,7 +156,7 @@ class _Cut:
             self._has_entered = False
             for block in self._blocks:
                 block.grad = None
-                del state[block]
+                state.pop(block, None)
             state[self.parameter].update({n: value for n, value in self._states[0].items() if n not in self._state})
 
     def let_go(self, values: dict[str, Any]) -> None:
