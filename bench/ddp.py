@@ -1,8 +1,9 @@
 """``python -m bench.ddp``: what data parallel training costs over the same step without any communication.
 
 Two ranks with one thread each train in turns, in one pair of processes: without communication, with phalanx's and with
-torch's DistributedDataParallel on phalanx and on Gloo, and with phalanx.ZeroRedundancyOptimizer and parameters in
-shared memory. Also measured: an epoch of 10,000 images on one rank and on two, and the memory of parameters and state.
+torch's DistributedDataParallel on phalanx and on Gloo, with the optimizer's step divided as a Trainer divides it, and
+with phalanx.ZeroRedundancyOptimizer and parameters in shared memory. Also measured: an epoch of each of two CNNs on one
+rank and on two, and the memory of parameters and state.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ import phalanx
 from bench.plan import parse_names
 from bench.report import machine_facts, median_ratio
 from bench.step_models import mlp
+from phalanx.train.shards import Shards, divisible
 
 _BATCH = 64
 _NONE = "no communication"
 _OURS = "phalanx DDP on phalanx"
 _TORCH = "torch DDP on phalanx"
 _SHARDED = "phalanx DDP, ZeroRedundancyOptimizer"
-_VARIANTS = (_NONE, _OURS, _TORCH, _SHARDED, "phalanx DDP on Gloo", "torch DDP on Gloo")
+_DIVIDED = "phalanx DDP, the step divided"
+_PARTS = ("averaging", "waiting")  # of a step of ours; to wait for the slower rank is a part of averaging
+_VARIANTS = (_NONE, _OURS, _TORCH, _SHARDED, _DIVIDED, "phalanx DDP on Gloo", "torch DDP on Gloo")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Case:
     optimizer: type[torch.optim.Optimizer]
     num_steps: int  # of a turn
     most: dict[str, float]
+    side: int = 28  # of an image, in pixels
 
 
 def _cnn() -> nn.Module:
@@ -56,16 +61,29 @@ def _cnn() -> nn.Module:
     )  # fmt: skip
 
 
+def _digits_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Dropout(0.25), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
 def _large_mlp() -> nn.Module:
     return mlp(784, 4096, 3360, 10)
 
 
 CASES = {
-    "MLP 784-1024-10": Case(lambda: mlp(784, 1024, 10), torch.optim.SGD, 50, {_OURS: 1.10, _TORCH: 1.25}),
-    "MNIST CNN": Case(_cnn, torch.optim.SGD, 30, {_OURS: 1.05, _TORCH: 1.10}),
-    "MLP of 17 M": Case(_large_mlp, torch.optim.SGD, 3, {_OURS: 1.10, _TORCH: 1.25, _SHARDED: 0.95}),
-    "MLP of 17 M with Adam": Case(_large_mlp, torch.optim.Adam, 2, {_SHARDED: 0.95}),
+    "MLP 784-1024-10": Case(lambda: mlp(784, 1024, 10), torch.optim.SGD, 50, {_OURS: 1.12, _TORCH: 1.25}),
+    "MNIST CNN": Case(_cnn, torch.optim.SGD, 30, {_OURS: 1.04, _TORCH: 1.10}),
+    "MLP of 17 M": Case(_large_mlp, torch.optim.SGD, 3, {_OURS: 1.06, _TORCH: 1.25, _SHARDED: 0.95}),
+    "MLP of 17 M with Adam": Case(_large_mlp, torch.optim.Adam, 2, {_SHARDED: 0.85, _DIVIDED: 0.85}),
 }
+EPOCHS = {
+    "MNIST CNN": (CASES["MNIST CNN"], 10_000),
+    "digits CNN": (Case(_digits_cnn, torch.optim.Adam, 30, {}, side=8), 1_797),
+}
+"""Cases and numbers of images."""
 _LEAST_SPEEDUP = 1.9
 
 
@@ -87,13 +105,21 @@ class _Trainer:
             self.model = phalanx.DistributedDataParallel(module, process_group=group)
         elif variant.startswith("torch"):
             self.model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
-        self.images = torch.randn(_BATCH, 1, 28, 28)
+        self.images = torch.randn(_BATCH, 1, case.side, case.side)
         self.labels = torch.randint(10, (_BATCH,))
+        self._divides = variant == _DIVIDED
+        self._shards: Shards | None = None
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
+        if self._shards is not None:
+            self._shards.step(self.optimizer.step)
+            return
         self.optimizer.step()
+        if self._divides:  # now that there is a state
+            parameters = divisible(self.optimizer, [*self.model.parameters()])
+            self._shards = Shards(self.optimizer, parameters, dist.group.WORLD)
 
     def seconds(self, num_steps: int) -> float:
         """Return the time of `num_steps` steps, after one that does not count and a barrier."""
@@ -121,25 +147,29 @@ def _start(rank: int) -> None:
 
 
 def measure_steps(rank: int, case_name: str, rounds: int) -> dict[str, list[float]]:
-    """Return this rank's seconds a step, by variant and round."""
+    """Return this rank's seconds a step, by variant and round, and of our variant's those in each of `_PARTS`."""
     _start(rank)
     gloo = dist.new_group(backend="gloo")
     case = CASES[case_name]
-    variants = [variant for variant in _VARIANTS if variant != _SHARDED or _SHARDED in case.most]
+    variants = [variant for variant in _VARIANTS if variant not in (_SHARDED, _DIVIDED) or variant in case.most]
     trainers = {variant: _Trainer(case, variant, gloo) for variant in variants}
-    samples: dict[str, list[float]] = {variant: [] for variant in variants}
+    samples: dict[str, list[float]] = {variant: [] for variant in (*variants, *_PARTS)}
     for number, variant in _turns(variants, rounds):
         seconds = trainers[variant].seconds(case.num_steps) / case.num_steps
+        ours = trainers[_OURS].model
+        parts = [part_s / (case.num_steps + 1) for part_s in (ours.take_averaging_s(), ours.take_waiting_s())]
         if number >= 0:
             samples[variant].append(seconds)
+            for name, part_s in zip(_PARTS, parts, strict=True) if variant == _OURS else ():
+                samples[name].append(part_s)
     dist.destroy_process_group()
     return samples
 
 
-def measure_epochs(rank: int, rounds: int, num_images: int) -> dict[str, list[float]]:
-    """Return the seconds of an epoch of the CNN on rank 0 alone and on both ranks."""
+def measure_epochs(rank: int, name: str, rounds: int, num_images: int) -> dict[str, list[float]]:
+    """Return the seconds of an epoch of a CNN on rank 0 alone and on both ranks."""
     _start(rank)
-    case = CASES["MNIST CNN"]
+    case, _ = EPOCHS[name]
     trainers = {1: _Trainer(case, _NONE, None), 2: _Trainer(case, _OURS, None)}
     samples: dict[str, list[float]] = {"one rank": [], "two ranks": []}
     for number, name in _turns(list(samples), rounds):
@@ -236,24 +266,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.ddp", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="turns of each variant (default 15)")
     parser.add_argument("--only", default=",".join(CASES), help="cases to measure, separated by commas")
-    parser.add_argument("--images", type=int, default=10_000, help="images of an epoch (default 10000)")
+    parser.add_argument("--images", type=int, help="images of an epoch (default: those of MNIST's test set, or digits)")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for ddp.json and ddp.png")
     given = parser.parse_args()
     console = Console(width=100, highlight=False)
-    steps, verdicts = {}, []
+    steps, parts, verdicts = {}, {}, []
     names = parse_names(given.only, CASES, parser)
     for name in names:
         steps[name] = _mean_of_ranks(phalanx.spawn(measure_steps, (name, given.rounds), nprocs=2))
+        parts[name] = {part: steps[name].pop(part) for part in _PARTS}
         verdicts += _print_case(console, name, steps[name])
-    epochs = _mean_of_ranks(phalanx.spawn(measure_epochs, (max(given.rounds // 3, 1), given.images), nprocs=2))
-    speedup = _ratio(epochs, "one rank", "two ranks")
-    verdicts.append(
-        _verdict(
-            speedup >= _LEAST_SPEEDUP,
-            f"an epoch of {given.images:,} images on two ranks: {speedup:.2f} times as fast as on one (at least "
-            f"{_LEAST_SPEEDUP})",
+        averaging_ms, waiting_ms = (statistics.median(times) * 1e3 for times in parts[name].values())
+        console.print(
+            f"averaging takes {averaging_ms:.2f} ms of ours, {waiting_ms:.2f} ms of it until both ranks are there"
         )
-    )
+    epochs = {}
+    for name, (_, num_images) in EPOCHS.items():
+        num_images = given.images or num_images
+        arguments = (name, max(given.rounds // 3, 1), num_images)
+        epochs[name] = _mean_of_ranks(phalanx.spawn(measure_epochs, arguments, nprocs=2))
+        speedup = _ratio(epochs[name], "one rank", "two ranks")
+        text = f"an epoch of {num_images:,} images of the {name} on two ranks: {speedup:.2f} times as fast as on one"
+        verdicts.append(_verdict(speedup >= _LEAST_SPEEDUP, f"{text} (at least {_LEAST_SPEEDUP})"))
     memory = {how: sum(phalanx.spawn(measure_memory, (how == "sharded",), nprocs=2)) for how in ("plain", "sharded")}
     model_mib = sum(p.numel() for p in _large_mlp().parameters()) * 4 / 2**20
     for line in verdicts:
@@ -267,6 +301,7 @@ def main() -> None:
     record = {
         "machine": machine_facts(""),
         "steps": steps,
+        "parts": parts,
         "epochs": epochs,
         "memory_mib": memory,
         "verdicts": verdicts,

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/chrono.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +11,7 @@
 #include <array>
 #include <memory_resource>
 #include <stdexcept>
+#include <utility>
 
 #include "python.h"
 #include "tensors.h"
@@ -156,18 +158,19 @@ bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle o
 }
 
 /// A message in several pieces, averaged or otherwise reduced where they lie. Returns the sum of squares of the first
-/// `num_squared` pieces of the result.
-double all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
+/// `num_squared` pieces of the result, and how many seconds this rank waited until all had come.
+std::pair<double, double> all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
                          const CountList& counts, std::size_t num_squared, Timeout timeout) {
   std::vector<Piece> pieces;
   for (std::size_t i = 0; i < ins.size(); ++i)
     pieces.push_back(Piece{pointer(ins[i]), pointer(outs[i]), counts[i], i < num_squared});
-  double squares = 0;
+  double squares = 0, waited_s = 0;
   start(g, Op::kAllReduce, std::nullopt, timeout.count(), [&](Collectives& c, const Context& x) {
     squares = c.all_reduce(x, pieces, call.items, call.reduction(),
                            num_squared > 0 ? find_squares(static_cast<Dtype>(call.items.dtype)) : nullptr);
+    waited_s = c.arrival_wait_s();
   });
-  return squares;
+  return {squares, waited_s};
 }
 
 /// The memory of one plain tensor, or of the only one in a list, for a message with `peer`; nothing if that needs a

@@ -38,6 +38,8 @@ class Collectives {
   Tuning tuning;
   bool compares_calls = true;  // false only to measure what the comparison costs; the same on every rank
   std::uint32_t seq() const { return seq_; }
+  /// How long the last collective waited until every rank had come.
+  double arrival_wait_s() const { return arrival_wait_s_; }
 
   void join(const Context& context) { barrier(context, Op::kJoin); }
   void barrier(const Context& context, Op op = Op::kBarrier);
@@ -113,6 +115,7 @@ class Collectives {
 
   Board& board_;
   std::uint32_t seq_ = 0;
+  double arrival_wait_s_ = 0;
   std::uint64_t chunks_ = 0;  // chunks of all pipelined collectives so far: the base of the progress counters
   Mapping mailboxes_;
   std::vector<const void*> sources_;

@@ -1,6 +1,7 @@
 // How the ranks of a collective meet: each publishes its call and waits for everyone's, which checks the calls against
 // each other and tells that the previous collective is over everywhere. And the mailboxes and counters of chunks.
 #include <algorithm>
+#include <chrono>
 #include <new>
 #include <string>
 #include <system_error>
@@ -37,10 +38,13 @@ void Collectives::muster(Wait& wait) {
   // lets at least one rank find that.
   const bool is_last = all_here();
   if (has_sleepers(board_.header().bell) && all_here()) ring(board_.header().bell);
+  arrival_wait_s_ = 0;
   if (!is_last) {
+    const auto begin = std::chrono::steady_clock::now();
     wait.arriving = true;
     board_.await(wait, missing);
     wait.arriving = false;
+    arrival_wait_s_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
   if (compares_calls) compare_calls(wait);
 }

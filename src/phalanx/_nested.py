@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -33,14 +33,19 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return a batch, or a model's arguments, with its tensors on the device; dataclasses stay as they are."""
+    return with_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch, or a model's arguments, with each of its tensors changed; dataclasses stay as they are."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return change(value)
     if isinstance(value, Mapping):
-        moved = copy.copy(value) if isinstance(value, MutableMapping) else {}  # of the same class
-        moved.update({key: to_device(item, device) for key, item in value.items()})
-        return moved
+        changed = copy.copy(value) if isinstance(value, MutableMapping) else {}  # of the same class
+        changed.update({key: with_tensors(item, change) for key, item in value.items()})
+        return changed
     if isinstance(value, tuple | list):
-        items = [to_device(item, device) for item in value]
+        items = [with_tensors(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

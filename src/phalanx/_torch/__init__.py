@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx._torch.names import (
     ATTRIBUTES,
+    HOOKS_OF_OPTIMIZER,
     MARK_IGNORED_BY_DDP,
     MARK_STEPS_IN_BACKWARD,
     MILESTONES_OF_SCHEDULER,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # while torch is imported, it calls our plugin, which needs t
 
 __all__ = [
     "ATTRIBUTES",
+    "HOOKS_OF_OPTIMIZER",
     "MARK_IGNORED_BY_DDP",
     "MARK_STEPS_IN_BACKWARD",
     "MILESTONES_OF_SCHEDULER",

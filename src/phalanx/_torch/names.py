@@ -164,7 +164,19 @@ NAMES = {
     "foreach_mul_": Name(
         "torch._foreach_mul_", "to scale many tensors", "tensors are scaled one by one", _multiply_each
     ),
-    # Modules, data, checkpoints.
+    # Optimizers, modules, data, checkpoints.
+    "global_pre_hooks_of_optimizers": Name(
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "to leave optimizers with hooks undivided",
+        "a hook on all optimizers sees a part of the parameters where a Trainer divides the step",
+        {},
+    ),
+    "global_post_hooks_of_optimizers": Name(
+        "torch.optim.optimizer._global_optimizer_post_hooks",
+        "to leave optimizers with hooks undivided",
+        "a hook on all optimizers sees a part of the parameters where a Trainer divides the step",
+        {},
+    ),
     "BatchNorm": Name("torch.nn.modules.batchnorm._BatchNorm", "as the base of all BatchNorm layers"),
     "check_input_dim": Name("torch.nn.SyncBatchNorm._check_input_dim", "for SyncBatchNorm's errors"),
     "check_non_zero_input_channels": Name(
@@ -192,6 +204,8 @@ MARK_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Names on a module the parameters that DistributedDataParallel leaves alone, in torch as well."""
 MARK_STEPS_IN_BACKWARD = "_in_backward_optimizers"
 """What torch sets on parameters whose optimizer steps within backward; without it, such a model is not refused."""
+HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where an optimizer keeps its hooks; without, a hook sees parts of parameters where a Trainer divides the step."""
 PARTS_OF_SCHEDULER = "_schedulers"
 MILESTONES_OF_SCHEDULER = "_milestones"
 """Where SequentialLR and ChainedScheduler keep their schedules; without, none in them is looked into."""

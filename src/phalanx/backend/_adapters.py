@@ -126,6 +126,11 @@ class PhalanxGroup(_Common, ProcessGroup):
         with _TorchFunctionDisabled():  # gradients may be of a class that overrides torch's functions
             return self._operations.average_coalesced(tensors, marks, self._timeout, with_squares=with_squares)
 
+    @property
+    def average_waited_s(self) -> float:
+        """Seconds that the last `average_coalesced` waited until every rank had come; 0.0 between hosts."""
+        return self._operations.average_waited_s
+
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         opts = c10d.BarrierOptions()
         opts.timeout = self._timeout if timeout is None else timeout

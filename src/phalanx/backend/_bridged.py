@@ -107,9 +107,10 @@ class BridgedGroup:
         counts: list[int],
         num_squared: int,
         timeout: timedelta,
-    ) -> float:
+    ) -> tuple[float, float]:
         pieces = self._steps.all_reduce_pieces
-        return self._run(call, timeout, None, lambda running: pieces(running, ins, outs, counts, num_squared))
+        squares = self._run(call, timeout, None, lambda running: pieces(running, ins, outs, counts, num_squared))
+        return squares, 0.0  # a wait for ranks of other hosts is not told from the rest
 
     def _run(self, call: _core.Call, timeout: timedelta, site: str | None, work: Callable[[Running], Any]) -> Any:
         op = call.op

@@ -127,7 +127,7 @@ class Operations(Collectives):
         """Replace `tensors` and `marks` by their means over the ranks, where they lie; blocks. See PhalanxGroup."""
         close = profiled("average_coalesced", tensors, None) if is_profiling() else None
         given = self.arguments("average_coalesced")
-        squares = 0.0
+        squares = waited_s = 0.0
         by_dtype: dict[torch.dtype, Tensors] = {}
         for tensor in tensors:
             given.check(tensor)
@@ -141,10 +141,12 @@ class Operations(Collectives):
             addresses = addresses_of(buffers)
             counts = [buffer.numel() for buffer in buffers]
             call = Call("all_reduce", *DTYPE_CODES[dtype], sum(counts), **reduction)
-            squares += self._core.all_reduce_pieces(call, addresses, addresses, counts, num_squared, timeout)
+            done = self._core.all_reduce_pieces(call, addresses, addresses, counts, num_squared, timeout)
+            squares, waited_s = squares + done[0], waited_s + done[1]
         given.settle()
         if close is not None:
             close()
+        self.average_waited_s = waited_s
         return squares
 
     def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:

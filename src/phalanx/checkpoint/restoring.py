@@ -63,7 +63,7 @@ def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:
             raise ValueError(why or str(error)) from (None if why else error)
         return target
     if isinstance(target, torch.optim.Optimizer):
-        value = unpack(node, read, _sharded_state_like(target, node))
+        value = unpack(node, read, _state_like(target, node))
         try:
             target.load_state_dict(value)
         except ValueError as error:
@@ -121,17 +121,21 @@ def _holds_objects(value: Any) -> bool:
     return isinstance(value, Tensor) or hasattr(value, "load_state_dict")
 
 
-def _sharded_state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[str, Any]:
-    """Return empty tensors for the state of parameters that are sharded, laid out as these."""
+def _state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[str, Any]:
+    """Return empty tensors for the state of parameters that are sharded or not contiguous, laid out as these.
+
+    In another layout a step would take longer, and round otherwise.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[Any, dict[str, Tensor]] = {}
     for index, values in pairs_of(dict(pairs_of(node))["state"]):
-        if index not in range(len(parameters)) or not hasattr(parameters[index], "device_mesh"):
+        if index not in range(len(parameters)):
             continue  # of another model: load_state_dict() will say so
         parameter = parameters[index]
-        state[index] = {
-            name: torch.empty_like(parameter, dtype=as_dtype(value["dtype"]))
-            for name, value in pairs_of(values)
-            if isinstance(value, dict) and value.get("shape") == list(parameter.shape)
-        }
+        if hasattr(parameter, "device_mesh") or not parameter.is_contiguous():
+            state[index] = {
+                name: torch.empty_like(parameter, dtype=as_dtype(value["dtype"]))
+                for name, value in pairs_of(values)
+                if isinstance(value, dict) and value.get("shape") == list(parameter.shape)
+            }
     return {"state": state}

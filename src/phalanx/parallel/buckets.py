@@ -36,6 +36,7 @@ class Bucket(abc.ABC):
         is_last: Whether this bucket is the last in that order.
         started: Whether the bucket was started and not stored yet.
         overlaps: Whether it may be started while backward runs.
+        waited_s: Seconds of the last `wait` until every rank had come, if that is known.
     """
 
     overlaps = True
@@ -48,6 +49,7 @@ class Bucket(abc.ABC):
         self.index = 0
         self.is_last = True
         self.started = False
+        self.waited_s: float = 0.0
         self._group = group
         self._work: dist.Work | None = None
         self._hooked: tuple[torch.futures.Future[Any], Tensor] | None = None  # a communication hook's, and its buffer
@@ -229,15 +231,15 @@ class SparseBucket(Bucket):
 class CoalescedBucket(Bucket):
     """Gradients on the CPU that a group averages where they lie, in one pass when backward has ended.
 
-    For groups with a method ``average_coalesced(tensors, marks, with_squares)``. On a CPU that beats a buffer, because
-    the cores that compute would have to copy into it whatever autograd makes.
+    For groups with ``average_coalesced(tensors, marks, with_squares)`` and ``average_waited_s``. On a CPU that beats a
+    buffer, because the cores that compute would have to copy into it whatever autograd makes.
     """
 
     overlaps = False
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
         super().__init__(parameters, group)
-        self._average = group.average_coalesced
+        self._averaging: Any = group
         self._tensors: list[Tensor] = []
         self._sizes_bytes = [p.numel() * p.element_size() for p in parameters]
         self._wants_squares = False
@@ -282,7 +284,9 @@ class CoalescedBucket(Bucket):
         pass  # all in one pass, in wait()
 
     def wait(self) -> None:
-        squares = self._average(self._tensors, self._used_anywhere, with_squares=self._wants_squares)
+        average = self._averaging.average_coalesced
+        squares = average(self._tensors, self._used_anywhere, with_squares=self._wants_squares)
+        self.waited_s = self._averaging.average_waited_s
         self._squares = squares * self.scale**2 if self._wants_squares else None
         if self.scale != 1:
             foreach_mul_(self._tensors, self.scale)

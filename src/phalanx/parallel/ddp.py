@@ -233,6 +233,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         return self._reducer.take_averaging_s()
 
+    def take_waiting_s(self) -> float:
+        """Return how much of that time was spent, since the last call, until the slowest rank had come, in seconds.
+
+        It is known where the phalanx backend averages gradients on the CPUs of one host, and 0.0 elsewhere.
+        """
+        return self._reducer.take_waiting_s()
+
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Let ``hook(state, bucket)`` average each bucket.
 

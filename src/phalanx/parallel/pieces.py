@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from phalanx.parallel.layout import flat, shaped
 from phalanx.parallel.shared_memory import shared_tensor
@@ -17,6 +17,20 @@ from phalanx.parallel.shared_memory import shared_tensor
 # vectors end, at any width and element size.
 CUT_ELEMS = 128
 _ALIGN_ELEMS = 64
+ELEMENTWISE = {
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+}
+"""Optimizers that treat every element by itself: a parameter may be cut anywhere."""
 
 
 @dataclass(frozen=True, eq=False)

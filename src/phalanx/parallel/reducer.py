@@ -74,7 +74,7 @@ class Reducer:
         self._as_view = as_view
         self._comm_hook = comm_hook
         self._warns_of_unused = warns_of_unused
-        self._averaging_s = 0.0
+        self._averaging_s = self._waiting_s = 0.0
         self._buckets: list[Bucket] = []
         self._handles: list[Any] = []
         weakref.finalize(self, _remove_all, self._handles).atexit = False
@@ -214,6 +214,7 @@ class Reducer:
                 self._start_next()
             for bucket in self._buckets:
                 bucket.store()
+                self._waiting_s += bucket.waited_s
             self._averaging_s += time.perf_counter() - begin_s
         except Exception as error:
             add_hint(error, "averaging gradients at the end of backward()")
@@ -271,6 +272,11 @@ class Reducer:
     def take_averaging_s(self) -> float:
         """Return the seconds that the ends of backward passes have taken since the last call."""
         taken, self._averaging_s = self._averaging_s, 0.0
+        return taken
+
+    def take_waiting_s(self) -> float:
+        """Return how many of these seconds passed, since the last call, until every rank had come to average."""
+        taken, self._waiting_s = self._waiting_s, 0.0
         return taken
 
 

@@ -14,22 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from phalanx._rank_group import RankGroup, group_or_world
 from phalanx.parallel.broadcasts import broadcast_each
 from phalanx.parallel.layout import by_kind
-from phalanx.parallel.pieces import CUT_ELEMS, Piece, cut_into_pieces, cuts, move_into_buffer
-
-# Optimizers that treat every element by itself: a parameter may be cut anywhere.
-_ELEMENTWISE = {
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.ASGD,
-}
+from phalanx.parallel.pieces import CUT_ELEMS, ELEMENTWISE, Piece, cut_into_pieces, cuts, move_into_buffer
 
 
 class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
@@ -111,7 +96,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self._ranges: list[list[Tensor]] = []  # of each buffer, by rank
         self._pieces: list[Piece] = []  # of all ranks, in the same order on each
         self._homes: list[tuple[nn.Parameter, Tensor]] = []  # each parameter, and its part of a buffer
-        self._lay_out(CUT_ELEMS if optimizer_class in _ELEMENTWISE else 0)
+        self._lay_out(CUT_ELEMS if optimizer_class in ELEMENTWISE else 0)
         own = [piece for piece in self._pieces if piece.owner == self._rank]  # at most one of each parameter
         self._own = {piece: nn.Parameter(piece.of(piece.parameter)) for piece in own}
         shard_of = {piece.parameter: shard for piece, shard in self._own.items()}

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.utils import data as torch_data
 
-from phalanx._text import counted
+from phalanx._errors import warn_caller
+from phalanx._rank_group import RankGroup
+from phalanx._text import counted, one_line
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.feed import Collate, Part, whatever
 from phalanx.train.worker_init import WorkerInit
+from phalanx.train.worker_trial import AsInWorkers, WorkerTrial
 
 
 class DatasetFeed:
@@ -27,14 +31,14 @@ class DatasetFeed:
         self,
         dataset: torch_data.Dataset[Any],
         batches: GlobalBatches,
-        num_workers: int,
+        num_workers: int | Literal["auto"],
         seed: int,
         *,
+        ranks: RankGroup | None = None,
         collate_fn: Collate | None = None,
         seeds_samples: bool = False,
         without_effect: Sequence[str] = (),
     ) -> None:
-        seeds_samples = seeds_samples or num_workers > 0
         self._dataset = dataset
         self._batches = batches
         self._seed = seed
@@ -42,16 +46,39 @@ class DatasetFeed:
         self._filler: Any = None
         self._collate = collate_fn or torch_data.default_collate
         self._generator = torch.Generator()  # of the loader alone: resuming draws no number more than going on
-        self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
-            _SeededSamples(dataset, seed) if seeds_samples else dataset,
-            batch_sampler=_FilledParts(batches, with_epoch=seeds_samples),
+        self._seeded = _SeededSamples(dataset, seed) if seeds_samples or num_workers != 0 else None
+        self._trial = WorkerTrial(ranks or RankGroup()) if num_workers == "auto" else None
+        self.num_workers: int = 0 if num_workers == "auto" else num_workers
+        self._loader: Iterable[Any] = self._without_workers() if self._trial else self._with_workers(self.num_workers)
+
+    def _with_workers(self, num_workers: int) -> torch_data.DataLoader[Any]:
+        return torch_data.DataLoader(
+            self._dataset if self._seeded is None else self._seeded,
+            batch_sampler=_FilledParts(self._batches, with_epoch=self._seeded is not None),
             num_workers=num_workers,
-            collate_fn=collate_fn,
+            collate_fn=self._collate,
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=self._generator,
             worker_init_fn=WorkerInit(),
         )
+
+    def _without_workers(self) -> Iterable[Any]:
+        assert self._seeded is not None
+        dataset, seeded = self._dataset, self._seeded
+        parts = _FilledParts(self._batches, with_epoch=True)
+        return AsInWorkers(parts, lambda key: dataset[key[1]], seeded.__getitem__, self._collate)
+
+    def _begin_workers(self, num_workers: int) -> Iterator[Any]:
+        """Go on with so many workers, or without any where they can't be started."""
+        loader = self._with_workers(num_workers)
+        try:
+            filled = iter(loader)
+        except Exception as error:  # a dataset that can't be pickled, for workers that are spawned
+            warn_caller(f'Trainer: num_workers="auto" would start {num_workers} and can\'t: {one_line(error)}')
+            return iter(self._loader)
+        self._loader, self.num_workers = loader, num_workers
+        return filled
 
     @property
     def num_steps(self) -> int:
@@ -89,7 +116,13 @@ class DatasetFeed:
         self._generator.manual_seed(derive_seed(self._seed, "workers", self._batches.epoch))
         filled = iter(self._loader)
         for num_samples, sizes in self._batches.sizes():
-            yield [(next(filled) if size else self._fill(), size) for size in sizes], num_samples
+            if self._trial is not None and self._trial.is_over:
+                num_workers, self._trial = self._trial.num_workers(), None
+                filled = self._begin_workers(num_workers) if num_workers else filled
+            with self._trial.loading() if self._trial else contextlib.nullcontext():
+                parts = [(next(filled) if size else self._fill(), size) for size in sizes]
+            yield parts, num_samples
+            del parts
 
     def _fill(self) -> Any:
         """Return a batch for a part without samples, which does not count: the same wherever a run was stopped."""

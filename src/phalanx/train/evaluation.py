@@ -17,13 +17,18 @@ from phalanx._text import counted
 from phalanx.data.random_state import random_state_kept
 from phalanx.train.evaluation_data import Counted, Own, Planned, plan
 from phalanx.train.feed import Collate, is_dataset
+from phalanx.train.memory_format import lay_out_batch
 from phalanx.train.objective import Objective, outputs_of, refuse_reserved
 from phalanx.train.settings import Settings
 from phalanx.train.wrapper import is_sharded
 
 
 class Evaluator:
-    """Evaluates a model, in evaluation mode, without gradients; the loader of the last data is kept."""
+    """Evaluates a model, in evaluation mode, without gradients; the loader of the last data is kept.
+
+    Attributes:
+        num_workers: Number of processes of each rank that load a dataset.
+    """
 
     def __init__(
         self,
@@ -46,9 +51,12 @@ class Evaluator:
         self._objective = objective
         self._ranks = ranks
         self._device = device
+        self._channels_last = settings.channels_last
         batch_size = settings.micro_batch_size or -(-settings.global_batch_size // ranks.world_size)
-        self._of_datasets = batch_size, settings.num_workers, collate_fn
+        self._batch_size, self._collate_fn = batch_size, collate_fn
+        self.num_workers: int = 0 if settings.num_workers == "auto" else settings.num_workers
         self._data: Any = None
+        self._how: Any = None
         self._plan: Planned | Own | None = None
 
     def evaluate(self, data: Any) -> dict[str, float]:
@@ -156,11 +164,13 @@ class Evaluator:
     def _batches(self, data: Any) -> Iterator[Counted]:
         """Yield this rank's batches on the device; all ranks get equally many if they must, the last of size 0."""
         for batch, size in self._plan_for(data).batches(self._is_padded):
-            yield to_device(batch, self._device), size
+            batch = to_device(batch, self._device)
+            yield lay_out_batch(batch) if self._channels_last else batch, size
 
     def _plan_for(self, data: Any) -> Planned | Own:
-        if self._data is not data or self._plan is None:
-            self._data, self._plan = data, plan(data, self._ranks, *self._of_datasets)
+        how = self._batch_size, self.num_workers, self._collate_fn
+        if self._data is not data or self._how != how or self._plan is None:
+            self._data, self._how, self._plan = data, how, plan(data, self._ranks, *how)
         return self._plan
 
 

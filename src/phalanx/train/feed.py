@@ -22,9 +22,11 @@ class Feed(Protocol):
         is_at_start: Whether nothing of the epoch was trained on.
         is_at_end: Whether all of it was, as far as is known.
         may_differ: Whether ranks may have different numbers of steps.
+        num_workers: Number of data-loading processes that the feed has, for each rank.
     """
 
     may_differ: bool
+    num_workers: int
 
     @property
     def num_steps(self) -> int | None: ...

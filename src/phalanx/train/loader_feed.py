@@ -31,6 +31,7 @@ class LoaderFeed:
     """
 
     may_differ = True
+    num_workers = 0  # of the trainer's own
 
     def __init__(self, loader: Any, seed: int, *, without_effect: Sequence[str] = ()) -> None:
         self._without_effect = without_effect

@@ -247,11 +247,12 @@ def _phases(run: _Run) -> str:
     totals = [sum(parts.values()) for _, parts in means]
     note = f"Mean of a step in the latest attempt. It takes {seconds(max(totals))}"
     if len(means) > 1:
-        busy = [sum(parts.values()) - parts.get("exchange", 0.0) for _, parts in means]
+        busy = [sum(parts.values()) - parts.get("exchange", 0.0) - parts.get("wait", 0.0) for _, parts in means]
         behind = max(busy) / min(busy) - 1 if min(busy) > 0 else 0.0
         note += f"; up to the exchange, the slowest rank takes {behind:.0%} longer than the fastest"
     if "exchange" in names:
-        note += ". Exchange: averaging gradients, and waiting for other ranks; torch's wrappers do that in backward"
+        note += ". Exchange: averaging gradients, and waiting for the slowest rank where no wait is shown by itself"
+        note += "; torch's wrappers do both in backward"
     if len(means) > _MAX_RANKS:
         slowest = sorted(means, key=lambda row: -sum(row[1].values()))[:_MAX_RANKS]
         note += f". Of {len(means)} ranks, the {_MAX_RANKS} slowest are shown"

@@ -25,8 +25,11 @@ from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
 from phalanx.train.settings import Settings
 
-PHASES = ("data", "forward", "backward", "exchange", "optimizer", "callbacks", "snapshot")
-"""Of a step; "exchange" is what averages gradients with the other ranks, and waits for them."""
+PHASES = ("data", "forward", "backward", "exchange", "wait", "optimizer", "callbacks", "snapshot")
+"""Of a step; "exchange" averages gradients with the other ranks, and "wait" is for the slowest of them to come to it.
+
+Between hosts and with torch's wrappers nobody tells the two apart: there "exchange" is both.
+"""
 _LINE_EVERY_S = 10.0
 _VICTIMS_CLOSE_S = 0.5
 
@@ -185,7 +188,8 @@ class RunLog:
             phases_s=dict(zip(PHASES, by_rank[0], strict=True)), spread=[max(totals), min(totals)],
             phases_by_rank=by_rank,
         )  # fmt: skip
-        busy = [sum(row) - row[PHASES.index("exchange")] for row in by_rank]  # there ranks wait for each other
+        meeting = [PHASES.index("exchange"), PHASES.index("wait")]  # there ranks wait for each other
+        busy = [sum(row) - sum(row[place] for place in meeting) for row in by_rank]
         behind = max(busy) / min(busy) - 1
         self._show(
             step, epoch, f"loss {loss:#.4g}", f"{samples_per_s:,.0f} samples/s, slowest rank {behind:.0%} behind"

@@ -26,11 +26,13 @@ _OTHER_NAMES = {  # under which other trainers know them
 _CHOICES = {
     "on_resize": ("keep", "scale"), "precision": ("fp32", "bf16", "fp16"), "resume": ("auto", "never", "force"),
     "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"), "on_nan": ("raise", "warn", "ignore"),
+    "divide_optimizer": ("auto", "always", "never"),
 }  # fmt: skip
 _LEAST = {  # of whole numbers
     "max_epochs": 1, "max_steps": 1, "micro_batch_size": 1, "patience": 1, "save_every": 1, "global_batch_size": 1,
     "keep_last": 1, "log_every": 1, "virtual_shards": 1, "num_workers": 0, "snapshot_every": 0, "seed": 0,
 }  # fmt: skip
+_CAN_BE_AUTO = ("num_workers", "snapshot_every")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,10 +47,18 @@ class Settings:
         micro_batch_size: Largest number of samples in one forward pass of a rank; None: unlimited.
         on_resize: Global batch after the number of ranks has changed: "keep" its size, or "scale" it with the ranks.
         seed: Seed for shuffling and for the data-loading workers; `seed_everything` is for the rest, such as dropout.
-        num_workers: Number of data-loading processes of each rank.
+        num_workers: Number of data-loading processes of each rank; "auto": as many as keep the steps from waiting, as
+            the first batches show. The samples are the same with any number but 0, where augmentation draws from the
+            rank's own random numbers.
         drop_last: Whether samples at the end of an epoch that do not fill a global batch are left out.
         precision: Precision of forward and loss, through torch.autocast: "fp32", "bf16" or "fp16" (with a gradient
             scaler).
+        channels_last: Whether weights and images of four dimensions have their channels last in memory
+            (torch.channels_last), which makes most convolutions on a CPU faster. Checkpoints are the same.
+        divide_optimizer: Whether each rank steps a part of the parameters and takes the others' results: "auto" where
+            the first steps show that it is faster, "always" where it can be done, or "never". It can be done on one
+            host, on the CPU with one thread, in phalanx's DistributedDataParallel, with those optimizers of torch.optim
+            that treat each element by itself. Bits and checkpoints are the same.
         clip_norm: Largest norm of the gradient; None: unlimited.
         on_nan: Reaction to a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
             once, or "ignore" it. In any case, a state with such a parameter or buffer is never saved, unless it was
@@ -76,9 +86,11 @@ class Settings:
     micro_batch_size: int | None = None
     on_resize: Literal["keep", "scale"] = "keep"
     seed: int = 0
-    num_workers: int = 0
+    num_workers: int | Literal["auto"] = 0
     drop_last: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    channels_last: bool = False
+    divide_optimizer: Literal["auto", "always", "never"] = "auto"
     clip_norm: float | None = None
     on_nan: Literal["raise", "warn", "ignore"] = "raise"
     scheduler_interval: Literal["step", "epoch"] = "step"
@@ -121,8 +133,9 @@ class Settings:
                 raise _wrong_type("clip_norm", "a number", self.clip_norm)
             if not self.clip_norm > 0:
                 raise ValueError(f"Trainer: clip_norm must be above 0, got {self.clip_norm}")
-        if not isinstance(self.drop_last, bool):
-            raise _wrong_type("drop_last", "True or False", self.drop_last)
+        for name in ("drop_last", "channels_last"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong_type(name, "True or False", getattr(self, name))
         if not isinstance(self.monitor, str):
             raise _wrong_type("monitor", "the name of a value of the evaluation", self.monitor)
         if self.folder is not None:
@@ -142,11 +155,11 @@ class Settings:
             ValueError: It is smaller than `least`.
         """
         value = getattr(self, name)
-        default = type(self).__dataclass_fields__[name].default
-        if value is default is None or value == default == "auto":
+        default, can_be_auto = type(self).__dataclass_fields__[name].default, name in _CAN_BE_AUTO
+        if value is default is None or (can_be_auto and value == "auto"):
             return value
         if not _is_real(value) or not math.isfinite(value) or value != int(value):
-            raise _wrong_type(name, 'a whole number, or "auto"' if default == "auto" else "a whole number", value)
+            raise _wrong_type(name, 'a whole number, or "auto"' if can_be_auto else "a whole number", value)
         if value < least:
             raise ValueError(f"Trainer: {name} must be at least {least}, got {value}")
         return int(value)

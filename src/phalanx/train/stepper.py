@@ -17,8 +17,10 @@ from phalanx._torch import foreach_mul_
 from phalanx.parallel import DistributedDataParallel
 from phalanx.session import Session
 from phalanx.train import determinism
+from phalanx.train.divided_step import DividedStep
 from phalanx.train.feed import Part
 from phalanx.train.finite import FiniteGuard
+from phalanx.train.memory_format import lay_out_batch
 from phalanx.train.objective import NamedParts, Objective
 from phalanx.train.run_log import RunLog
 from phalanx.train.settings import Settings
@@ -51,7 +53,7 @@ class Stepper:
         self._optimizer, self._scheduler = optimizer, scheduler
         self._objective = objective
         self._ranks = ranks
-        self._device = session.device
+        self._session, self._device = session, session.device
         self._settings, self._clip_norm = settings, settings.clip_norm
         self._is_deterministic = settings.deterministic is not None
         self.autocast = session.autocast(settings.precision)
@@ -62,6 +64,8 @@ class Stepper:
     def begin(self, run_log: RunLog, step: int) -> FiniteGuard:
         """Time the phases of the steps after `step` for the run log, and return the guard that looks at them."""
         self._clock = run_log.clock
+        how = "never" if self.scaler.is_enabled() else self._settings.divide_optimizer
+        self._divided = DividedStep(self._optimizer, self._model, self._session, how, run_log.say)
         self._guard = FiniteGuard(
             self._settings.on_nan, self._module, self._objective, self._ranks, run_log,
             autocast=self.autocast, skips_steps=self.scaler.is_enabled(), clips=self._clip_norm is not None, step=step,
@@ -106,6 +110,8 @@ class Stepper:
         clock = self._clock
         if self._device.type != "cpu":
             batch = to_device(batch, self._device)
+        if self._settings.channels_last:
+            batch = lay_out_batch(batch)
         with self.autocast:
             loss, named = self._objective.loss_of(self._model, batch)
         if named:
@@ -119,6 +125,7 @@ class Stepper:
         clock.lap("backward")
         if self._ddp is not None:
             clock.move(self._ddp.take_averaging_s(), "backward", "exchange")
+            clock.move(self._ddp.take_waiting_s(), "exchange", "wait")
         return loss
 
     def optimize(self, step: int, epoch: int) -> None:
@@ -127,12 +134,20 @@ class Stepper:
         if self._clip_norm is not None:
             self.grad_norm = self._clip(self._clip_norm)
             self._guard.look_at_norm(self.grad_norm, step, epoch)
-        self.scaler.step(self._optimizer)
+        self._divided.step(self._step)
         self.scaler.update()
         self._optimizer.zero_grad()
         if self._scheduler is not None:
             self._scheduler.step()
         self._clock.lap("optimizer")
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._divided.end()  # what a script does with its optimizer afterwards is this rank's alone
+
+    def _step(self) -> None:
+        self.scaler.step(self._optimizer)
 
     def _clip(self, largest: float) -> Tensor:
         """Scale gradients of a larger norm down to the largest, and return the norm that they had."""

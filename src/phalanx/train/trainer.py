@@ -27,6 +27,7 @@ from phalanx.train.foresight import foresee, refuse_unwritable
 from phalanx.train.identity import Identity, facts_of, refuse_differences, with_data
 from phalanx.train.judge import Judge
 from phalanx.train.loggers import Logger, Loggers
+from phalanx.train.memory_format import lay_out_model
 from phalanx.train.objective import Objective
 from phalanx.train.open_feed import open_feed
 from phalanx.train.origin import describe_origin, processes_of
@@ -126,6 +127,8 @@ class Trainer:
         self._is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if self._is_plateau and s.scheduler_interval == "step":
             raise ValueError('Trainer: ReduceLROnPlateau needs scheduler_interval="epoch"')
+        if s.channels_last:
+            lay_out_model(model)
         self.session: session.Session = session.init()
         self._ranks = RankGroup()
         self._loggers = Loggers(loggers, self._ranks)
@@ -202,7 +205,7 @@ class Trainer:
         loaded = self._take_up(data)
         if not self._is_over():
             refuse_unwritable(self.checkpoints, self._ranks)
-        with self._begin(loaded) as self._run_log, self._until_signal() as self._preemption:
+        with self._begin(loaded) as self._run_log, self._until_signal() as self._preemption, self._stepper:
             if validation_data is not None and not self._is_over():
                 self._evaluator.rehearse(validation_data, s.monitor)
             self._call("on_fit_start")
@@ -293,6 +296,7 @@ class Trainer:
         is_best = False
         epoch = self.epoch - has_ended
         if validation_data is not None:
+            self._evaluator.num_workers = max(self._evaluator.num_workers, self._feed.num_workers)
             self.evaluation = self.evaluate(validation_data)
             is_best = has_ended and self._judge.judge(self.evaluation, self.step)
             self._run_log.record_evaluation(self.step, epoch, self.evaluation)

@@ -1,0 +1,119 @@
+"""`DividedStep`: an optimizer's step, divided among the ranks where a trial of the first steps shows that it pays."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from phalanx import _torch, checkpoint
+from phalanx._rank_group import RankGroup
+from phalanx.parallel import DistributedDataParallel
+from phalanx.parallel.pieces import ELEMENTWISE
+from phalanx.session import Session
+from phalanx.train.shards import Shards, divisible, has_room
+from phalanx.train.wrapper import is_sharded
+
+_NUM_TRIED, _NUM_COUNTED = 5, 3  # steps of each way; the first ones find nothing in place
+_LEAST_S = 1e-3  # a faster step is not worth a trial
+_LEAST_GAIN = 1.05
+
+
+class DividedStep:
+    """Steps an optimizer; every rank calls `step`, once the ranks have averaged the gradients.
+
+    The first steps are those of the plain optimizer, the next ones are divided, and from then on all ranks do what was
+    faster on the slowest of them. The bits are the same either way.
+
+    Args:
+        optimizer: Optimizer of the model's parameters.
+        model: Model in its wrapper.
+        session: Session of this rank.
+        how: "auto" divides where it is faster, "always" where it can, and "never" not at all.
+        say: Function that shows a line to the user.
+    """
+
+    def __init__(
+        self, optimizer: optim.Optimizer, model: nn.Module, session: Session, how: str, say: Callable[[str], None]
+    ) -> None:
+        self._optimizer, self._how, self._say = optimizer, how, say
+        self._model = model
+        self._group = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self._ranks = RankGroup()
+        self._is_local = session.local_world_size == session.world_size
+        self._is_decided = how == "never"
+        self._shards: Shards | None = None
+        self._times_s: list[float] = []
+        self._undivided_s = 0.0
+
+    def step(self, step: Callable[[], object]) -> None:
+        """Step the optimizer by calling `step`, on this rank's part of the parameters or on all of them."""
+        begin_s = time.perf_counter()
+        if self._shards is None:
+            step()
+        else:
+            self._shards.step(step)
+        if not self._is_decided:
+            self._times_s.append(time.perf_counter() - begin_s)
+            if self._shards is None and (self._how == "always" or len(self._times_s) == _NUM_TRIED):
+                self._divide()
+            elif len(self._times_s) == _NUM_TRIED:
+                self._decide()
+
+    def end(self) -> None:
+        """Give the optimizer of this rank a state of its own again."""
+        if self._shards is not None:
+            self._shards.end()
+            self._shards = None
+
+    def _divide(self) -> None:
+        """Divide the following steps, if all ranks can and it may pay."""
+        parameters = self._divisible()
+        has = has_room(parameters, self._optimizer)
+        every = self._ranks.gather(([p.numel() for p in parameters], has, self._take_s()))
+        self._undivided_s = max(undivided_s for _, _, undivided_s in every)
+        can = bool(parameters) and all(sizes == every[0][0] and has for sizes, has, _ in every)
+        tries = can and (self._how == "always" or self._undivided_s >= _LEAST_S)
+        self._is_decided = not tries or self._how == "always"
+        if tries:
+            try:
+                self._shards = Shards(self._optimizer, parameters, self._group)
+            except RuntimeError as error:  # on every rank
+                self._is_decided = True
+                self._say(f"each rank steps the whole optimizer: {error}")
+
+    def _divisible(self) -> list[nn.Parameter]:
+        """Return the parameters that can be divided on this rank."""
+        optimizer, num_alike = self._optimizer, 1 if self._group is None else dist.get_world_size(self._group)
+        if (
+            not self._is_local
+            or num_alike != self._ranks.world_size
+            or is_sharded(self._model)
+            or type(optimizer) not in ELEMENTWISE
+            or torch.get_num_threads() != 1  # more of them cut a parameter in other places
+            or any(getattr(optimizer, name, None) for name in _torch.HOOKS_OF_OPTIMIZER)  # which would see pieces
+            or any(map(len, (_torch.global_pre_hooks_of_optimizers, _torch.global_post_hooks_of_optimizers)))
+        ):
+            return []
+        parameters = dict(checkpoint.unwrap(self._model).named_parameters())
+        ignored: set[str] = getattr(self._model, "parameters_to_ignore", set())  # and not averaged
+        return divisible(optimizer, [p for name, p in parameters.items() if name not in ignored])
+
+    def _decide(self) -> None:
+        """Go on as it is faster on the slowest rank."""
+        self._is_decided = True
+        divided_s = max(self._ranks.gather(self._take_s()))
+        if divided_s * _LEAST_GAIN > self._undivided_s:
+            self.end()
+            return
+        how = "the optimizer steps in blocks" if self._group is None else "each rank steps its part of the optimizer"
+        self._say(f"{how}: {divided_s * 1e3:.1f} ms a step instead of {self._undivided_s * 1e3:.1f} ms")
+
+    def _take_s(self) -> float:
+        """Return the median of the last steps' times, and forget them."""
+        taken, self._times_s = self._times_s, []
+        return statistics.median(taken[-_NUM_COUNTED:])

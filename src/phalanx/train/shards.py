@@ -1,0 +1,225 @@
+"""`Shards`: an optimizer's step in blocks that fit into the caches, divided among a host's ranks; the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from phalanx._cgroups import cgroup_memory, host_memory
+from phalanx._tensors import is_one_range
+from phalanx.parallel.layout import flat, shaped
+from phalanx.parallel.pieces import CUT_ELEMS
+from phalanx.parallel.shared_memory import shared_tensor
+
+_LEAST_ELEMS = 1 << 17  # of a parameter: a smaller one is in the caches, and faster stepped than exchanged
+_BLOCK_ELEMS = 1 << 16
+_ALIGN_ELEMS = 64
+_LEAST_ROOM = 4  # times the memory that is shared must be left of each limit
+
+
+class Shards:
+    """Divides the steps of an optimizer, whose parameters and gradients are alike on all ranks of one host.
+
+    Each large parameter is cut into one range for each rank; a rank steps its own, block by block, so that all passes
+    over a block but the first find it in the caches, and takes the others' results. The state of such a parameter lies
+    in memory that all ranks share, so each rank has the whole of it in the optimizer, where checkpoints and callbacks
+    find it. All other parameters are stepped by every rank as they are. `end` gives each rank a state of its own again.
+
+    No rank may read the state while another one steps: between such a reading and the next step the ranks must meet, as
+    they do to average gradients.
+
+    Args:
+        optimizer: Optimizer that treats each element by itself.
+        parameters: Parameters to divide, as `divisible` returns them; the same on every rank.
+        group: Ranks that train together; None: this process alone.
+
+    Raises:
+        RuntimeError: The ranks can't share memory; on every rank.
+    """
+
+    def __init__(
+        self, optimizer: optim.Optimizer, parameters: Collection[nn.Parameter], group: dist.ProcessGroup | None
+    ) -> None:
+        self._optimizer, self._group = optimizer, group
+        self._rank, self._size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        states = {parameter: _elementwise(optimizer, parameter) for parameter in parameters}
+        places = _places([(p, value) for p, state in states.items() for value in state.values()], group)
+        self._cuts = {
+            p: _Cut(p, self._own_range(p), {name: next(places) for name in state}) for p, state in states.items()
+        }
+
+    def _own_range(self, parameter: nn.Parameter) -> range:
+        """Return the elements that this rank steps: all have equally many, and the last rank has the rest, too."""
+        length = self._length(parameter)
+        is_last = self._rank == self._size - 1
+        return range(self._rank * length, parameter.numel() if is_last else (self._rank + 1) * length)
+
+    def _length(self, parameter: nn.Parameter) -> int:
+        return parameter.numel() // (self._size * CUT_ELEMS) * CUT_ELEMS
+
+    @torch.no_grad()
+    def step(self, step: Callable[[], object]) -> None:
+        """Step the optimizer by calling `step`, and bring the parameters of all ranks here. Every rank calls it."""
+        state, groups, cuts = self._optimizer.state, self._optimizer.param_groups, self._cuts
+        whole = [group["params"] for group in groups]
+        try:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = [b for p in parameters for b in (cuts[p].enter(state) if p in cuts else (p,))]
+            step()
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+            for cut in cuts.values():
+                cut.leave(state)
+        for parameter in cuts if self._group is not None else ():
+            self._exchange(flat(parameter), self._length(parameter))
+
+    def _exchange(self, elements: Tensor, length: int) -> None:
+        own = slice(self._rank * length, (self._rank + 1) * length)
+        end = self._size * length
+        dist.all_gather_into_tensor(elements[:end], elements[own], group=self._group)
+        if end < len(elements):
+            dist.broadcast(elements[end:], group=self._group, group_src=self._size - 1)
+
+    def end(self) -> None:
+        """Give this rank a state of its own. Others need not call it at the same time."""
+        for cut in self._cuts.values() if self._group is not None else ():
+            cut.let_go(self._optimizer.state.get(cut.parameter, {}))
+        self._cuts = {}
+
+
+class _Cut:
+    """A parameter of which this rank steps a range, in blocks that the optimizer takes for parameters.
+
+    Args:
+        parameter: Parameter of the model.
+        own: Elements that this rank steps, in the order of their memory.
+        state: State of the whole parameter, in its layout, an element for each of its own; maybe in shared memory.
+    """
+
+    def __init__(self, parameter: nn.Parameter, own: range, state: dict[str, Tensor]) -> None:
+        self.parameter = parameter
+        self._state = state
+        self._stride, self._address = parameter.stride(), parameter.data_ptr()
+        self._ranges = [slice(begin, min(begin + _BLOCK_ELEMS, own.stop)) for begin in own[::_BLOCK_ELEMS]]
+        self._own = slice(own.start, own.stop)
+        self._blocks = [nn.Parameter(flat(parameter)[of]) for of in self._ranges]
+        views = {name: flat(value) for name, value in state.items()}
+        self._states: list[dict[str, Any]] = [{name: view[of] for name, view in views.items()} for of in self._ranges]
+        self._has_entered = False
+
+    def enter(self, state: dict[Any, Any]) -> Sequence[nn.Parameter]:
+        """Return what the optimizer is to step, with gradients and state: the blocks, or the whole parameter."""
+        parameter, grad = self.parameter, self.parameter.grad
+        if grad is None:
+            return (parameter,)
+        values = state.get(parameter, {})
+        if (
+            grad.layout is not torch.strided
+            or parameter.stride() != self._stride
+            or not self._state.keys() <= values.keys()
+        ):
+            self.let_go(values)  # the same on every rank, as what made it so
+            return (parameter,)
+        self._take_over(values)
+        if parameter.data_ptr() != self._address:
+            self._address, elements = parameter.data_ptr(), flat(parameter)
+            for block, of in zip(self._blocks, self._ranges, strict=True):
+                block.data = elements[of]
+        if grad.stride() != self._stride:
+            grad = torch.empty_like(parameter).copy_(grad)
+        elements, self._has_entered = flat(grad), True
+        for block, of, own in zip(self._blocks, self._ranges, self._states, strict=True):
+            block.grad = elements[of]
+            state[block] = own
+        return self._blocks
+
+    def _take_over(self, values: dict[str, Any]) -> None:
+        """Let the blocks have what the optimizer has of the parameter, if they do not have it already."""
+        for name, value in values.items():
+            if name not in self._state:
+                if value is not self._states[0].get(name):
+                    for own in self._states:
+                        own[name] = value.clone() if isinstance(value, Tensor) else value
+            elif value is not self._state[name]:  # at the beginning, and when a script has loaded another state
+                alike = torch.empty_like(self._state[name]).copy_(value)  # in the layout of the parameter
+                flat(self._state[name])[self._own] = flat(alike)[self._own]
+                values[name] = self._state[name]
+
+    def leave(self, state: dict[Any, Any]) -> None:
+        """Leave the optimizer with the whole parameter again."""
+        if self._has_entered:
+            self._has_entered = False
+            for block in self._blocks:
+                block.grad = None
+                state.pop(block, None)
+            state[self.parameter].update({n: value for n, value in self._states[0].items() if n not in self._state})
+
+    def let_go(self, values: dict[str, Any]) -> None:
+        """Replace what lies in shared memory by copies of this rank's own."""
+        for name, shared in self._state.items():
+            if values.get(name) is shared:
+                values[name] = shared.clone()
+
+
+def divisible(optimizer: optim.Optimizer, trained: Collection[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer that are worth dividing, in its order; it has stepped, and not cleared.
+
+    Those are the large ones that have a dense gradient, and a state of the same shape.
+
+    Args:
+        optimizer: Optimizer that treats each element by itself.
+        trained: Parameters whose gradients are averaged over the ranks.
+    """
+    wanted = set(trained)
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [
+        p
+        for p in parameters
+        if p in wanted
+        and p.numel() >= _LEAST_ELEMS
+        and p.is_floating_point()
+        and p.device.type == "cpu"
+        and is_one_range(p)
+        and p.grad is not None
+        and p.grad.layout is torch.strided
+        and _elementwise(optimizer, p)
+    ]
+
+
+def _elementwise(optimizer: optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the tensors of a parameter's state that have an element for each of its own."""
+    values = optimizer.state.get(parameter, {})
+    return {name: v for name, v in values.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+
+
+def has_room(parameters: Collection[nn.Parameter], optimizer: optim.Optimizer) -> bool:
+    """Return whether memory for a second state of the parameters is plenty, on this host and in each cgroup above."""
+    num_bytes = sum(v.numel() * v.element_size() for p in parameters for v in _elementwise(optimizer, p).values())
+    limits = [memory for memory in (host_memory(), *cgroup_memory()) if memory.limit_bytes]
+    return all(memory.left_bytes >= _LEAST_ROOM * num_bytes for memory in limits)
+
+
+def _places(pairs: Sequence[tuple[nn.Parameter, Tensor]], group: dist.ProcessGroup | None) -> Iterator[Tensor]:
+    """Yield a tensor for each parameter and value, laid out like the one, of the other's dtype, shared by the ranks.
+
+    Raises:
+        RuntimeError: The ranks can't share memory; on every rank.
+    """
+    if group is None:  # values stay where they are, unless their layout is another
+        for parameter, value in pairs:
+            is_alike = value.stride() == parameter.stride()
+            yield value if is_alike else torch.empty_like(parameter, dtype=value.dtype)
+        return
+    places: list[tuple[torch.dtype, int]] = []
+    ends: dict[torch.dtype, int] = {}
+    for _, value in pairs:
+        places.append((value.dtype, ends.get(value.dtype, 0)))
+        ends[value.dtype] = places[-1][1] - (-value.numel() // _ALIGN_ELEMS) * _ALIGN_ELEMS
+    buffers = {dtype: shared_tensor(end, dtype, group) for dtype, end in ends.items()}
+    for (parameter, value), (dtype, begin) in zip(pairs, places, strict=True):
+        yield shaped(buffers[dtype][begin : begin + value.numel()], parameter)

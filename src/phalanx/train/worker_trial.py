@@ -1,0 +1,121 @@
+"""How many processes of each rank load a dataset, found out while the first batches are loaded without any."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from phalanx._rank_group import RankGroup
+from phalanx.data.random_state import random_state_kept
+
+_NUM_SETTLING, _NUM_COUNTED = 2, 5  # steps
+_NEGLIGIBLE = 0.03  # of a step
+_HEADROOM = 1.25  # workers share CPUs, and do not all take equally long
+_MOST = 16
+
+
+class WorkerTrial:
+    """Times loading and training in the first steps; every rank has one, and comes to the same number of workers.
+
+    Attributes:
+        is_over: Whether there were enough steps; the same on every rank.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._loads: list[tuple[float, float]] = []  # seconds, and seconds of this process's CPUs
+        self._ends_s: list[float] = []
+
+    @property
+    def is_over(self) -> bool:
+        return len(self._loads) >= _NUM_SETTLING + _NUM_COUNTED
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Time what loads the parts of one step."""
+        begin_s, cpu_s = time.perf_counter(), time.process_time()
+        yield
+        self._ends_s.append(time.perf_counter())
+        self._loads.append((self._ends_s[-1] - begin_s, time.process_time() - cpu_s))
+
+    def num_workers(self) -> int:
+        """Return how many processes of each rank keep the steps from waiting; every rank calls it once it is over.
+
+        Processes that compute need CPUs that the rank leaves free, and those that wait for a disk or a network do not.
+        """
+        load_s, cpu_s = (statistics.median(column) for column in zip(*self._loads[_NUM_SETTLING:], strict=True))
+        ends_s = self._ends_s[_NUM_SETTLING - 1 :]
+        step_s = statistics.median(b - a for a, b in itertools.pairwise(ends_s)) - load_s
+        num_free = len(os.sched_getaffinity(0)) - torch.get_num_threads()
+        table = self._ranks.gather_numbers([load_s, cpu_s / load_s, max(step_s, 1e-6), num_free])
+        load_s, computing, step_s = max(row[0] for row in table), max(row[1] for row in table), min(r[2] for r in table)
+        if load_s < _NEGLIGIBLE * step_s:
+            return 0
+        num = math.ceil(_HEADROOM * load_s / step_s)
+        return min(num, _MOST if computing < 0.5 else max(0, int(min(row[3] for row in table))))
+
+
+class AsInWorkers:
+    """Loads batches in this process, with the samples that loading processes would give.
+
+    There, each sample is seeded by itself. To seed takes long, so here it is done once a batch is seen to draw random
+    numbers, that batch included; the process's own numbers stay as they are.
+
+    Args:
+        batches: Keys of the samples in each batch.
+        plain: Function that loads the sample of a key.
+        seeded: Function that does so after it has seeded the process for this sample.
+        collate: Function that makes a batch of samples.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[list[Any]],
+        plain: Callable[[Any], Any],
+        seeded: Callable[[Any], Any],
+        collate: Callable[[list[Any]], Any],
+    ) -> None:
+        self._batches, self._plain, self._seeded, self._collate = batches, plain, seeded, collate
+        self._draws = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for keys in self._batches:
+            yield self._load(keys)
+
+    def _load(self, keys: list[Any]) -> Any:
+        if not self._draws:
+            before = _Numbers()
+            batch = self._collate([self._plain(key) for key in keys])
+            if _Numbers().state == before.state:
+                return batch
+            self._draws = True
+            before.restore()
+        with random_state_kept():
+            return self._collate([self._seeded(key) for key in keys])
+
+
+class _Numbers:
+    """The state of this process's random number generators on the CPU, in a form that is quickly compared."""
+
+    def __init__(self) -> None:
+        numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._of_torch, self._of_numpy = torch.get_rng_state(), numpy
+        plain = () if numpy is None else (numpy[1].tobytes(), *numpy[2:])
+        self.state: tuple[Any, ...] = random.getstate(), self._of_torch.numpy().tobytes(), plain
+
+    def restore(self) -> None:
+        """Let the generators go on from here again."""
+        random.setstate(self.state[0])
+        torch.set_rng_state(self._of_torch)
+        if self._of_numpy is not None:
+            sys.modules["numpy"].random.set_state(self._of_numpy)

@@ -1,0 +1,216 @@
+"""Ranks that divide the optimizer's step have the bits of ranks that take all of it, whatever touches the state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import phalanx
+from phalanx.parallel.pieces import ELEMENTWISE
+from phalanx.train import divided_step
+from tests.train._programs import make_data, mean_squares, quietly, train
+
+STEPS = 12
+HOWS = ("never", "always")
+MAKERS = {
+    **{cls.__name__: (cls, {}) for cls in sorted(ELEMENTWISE, key=lambda cls: cls.__name__)},
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "AdamW with amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "Adam on foreach": (torch.optim.Adam, {"foreach": True}),
+    "Adam fused": (torch.optim.Adam, {"fused": True}),
+}
+
+
+class Watch:
+    """Calls a function after each step, and counts the steps that were divided."""
+
+    def __init__(self, do=lambda trainer: None):
+        self._do, self.num_divided = do, 0
+
+    def on_step(self, trainer):
+        self.num_divided += trainer._stepper._divided._shards is not None
+        self._do(trainer)
+
+
+def make_model():
+    """Two parameters to divide, one of them with a rest, one that gets no gradient at first, and small ones."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 300), nn.Tanh(), nn.Linear(300, 523), Mean())
+
+
+class Mean(nn.Module):
+    def forward(self, inputs):
+        return inputs.mean(1, keepdim=True)
+
+
+def fit(folder, how, *, maker="Adam", do=None, model=None, prepare=None, **settings):
+    """Train for a few steps; return the bits of weights and state, and how many steps were divided."""
+    cls, arguments = MAKERS[maker]
+    model = model or make_model()
+    optimizer = cls(model.parameters(), **arguments)
+    if prepare is not None:
+        prepare(model, optimizer)
+    watch = Watch(do or (lambda trainer: None))
+    trainer = phalanx.Trainer(
+        model, optimizer, mean_squares, callbacks=[watch], folder=folder,
+        **{"global_batch_size": 8, "max_steps": STEPS, "divide_optimizer": how, "snapshot_every": 0, **settings},
+    )  # fmt: skip
+    _, printed = quietly(trainer.fit, make_data())
+    return bits_of(trainer), watch.num_divided, printed
+
+
+def bits_of(trainer):
+    state = trainer.optimizer.state_dict()["state"]
+    values = {f"{index}.{name}": value for index, of in state.items() for name, value in of.items()}
+    return {**{name: p.detach().clone() for name, p in trainer.module.named_parameters()}, **values}
+
+
+def differing(one, other):
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name]))]
+
+
+def both(folder, **options):
+    """Train in both ways, and return what differs, and how many steps were divided."""
+    torch.set_num_threads(1)
+    whole, num_whole, _ = fit(f"{folder}/never", "never", **options)
+    divided, num_divided, _ = fit(f"{folder}/always", "always", **options)
+    assert num_whole == 0
+    return differing(whole, divided), num_divided
+
+
+def with_each_optimizer(rank, world_size, folder):
+    return {maker: both(f"{folder}/{maker}", maker=maker) for maker in MAKERS}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_optimizer_has_the_same_bits_divided(run_ranks, tmp_path, world_size):
+    for results in run_ranks(with_each_optimizer, world_size, str(tmp_path), timeout_s=120):
+        assert results == dict.fromkeys(MAKERS, ([], STEPS))
+
+
+def replace_state(trainer):
+    if trainer.step == 4:
+        trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+    if trainer.step == 6:
+        for parameter in trainer.module.parameters():
+            parameter.data = parameter.data.clone().mul_(0.5)
+    if trainer.step == 8:
+        trainer.optimizer.state.clear()
+
+
+def freeze(trainer):
+    trainer.module[2].weight.requires_grad_(trainer.step not in (3, 4, 5))
+
+
+def clip_and_schedule(trainer):
+    trainer.optimizer.param_groups[0]["lr"] *= 0.9
+
+
+def with_each_disturbance(rank, world_size, folder):
+    return {
+        "replaced": both(f"{folder}/replaced", do=replace_state),
+        "frozen": both(f"{folder}/frozen", do=freeze),
+        "clipped": both(f"{folder}/clipped", do=clip_and_schedule, clip_norm=0.01),
+        "channels last": both(f"{folder}/layout", prepare=lambda model, _: transpose(model[2].weight)),
+        "the same on any number of ranks": both(f"{folder}/world", deterministic="world", virtual_shards=2),
+    }
+
+
+def transpose(parameter):
+    parameter.data = parameter.data.t().contiguous().t()
+
+
+def test_what_touches_state_and_parameters_between_steps_changes_no_bit(run_ranks, tmp_path):
+    for results in run_ranks(with_each_disturbance, 2, str(tmp_path), timeout_s=120):
+        assert {name: different for name, (different, _) in results.items()} == {name: [] for name in results}
+        assert all(num_divided == STEPS for _, num_divided in results.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_divided_run_resumes_on_any_number_of_ranks(run_ranks, tmp_path, world_size):
+    for how in HOWS:
+        run_ranks(stop_early, 2, str(tmp_path / how), how, timeout_s=60)
+    whole, divided = (run_ranks(to_the_end, world_size, str(tmp_path / how), how, timeout_s=60) for how in HOWS)
+    for (one, _), (other, num_divided) in zip(whole, divided, strict=True):
+        assert differing(one, other) == []
+        assert num_divided == STEPS - 5
+
+
+def stop_early(rank, world_size, folder, how):
+    torch.set_num_threads(1)
+    fit(folder, how, max_steps=5)
+
+
+def to_the_end(rank, world_size, folder, how):
+    torch.set_num_threads(1)
+    return fit(folder, how)[:2]
+
+
+def decide(rank, world_size, folder, least_gain):
+    torch.set_num_threads(1)
+    divided_step._LEAST_S, divided_step._LEAST_GAIN = 0, least_gain
+    return fit(folder, "auto")
+
+
+@pytest.mark.parametrize(("least_gain", "is_divided"), [(1e-9, True), (1e9, False)])
+def test_the_first_steps_decide_on_all_ranks_alike(run_ranks, tmp_path, least_gain, is_divided):
+    (bits, num, printed), (others_bits, others_num, _) = run_ranks(decide, 2, str(tmp_path), least_gain, timeout_s=60)
+    assert num == others_num == (STEPS - 4 if is_divided else 5)
+    assert ("each rank steps its part of the optimizer" in printed) == is_divided
+    assert differing(bits, others_bits) == []
+
+
+def leave_alone(rank, world_size, folder):
+    torch.set_num_threads(1)
+    hook = lambda *_: None  # noqa: E731
+    cases = {
+        "hook": {"prepare": lambda _, optimizer: optimizer.register_step_post_hook(hook)},
+        "scaler": {"precision": "fp16"},
+        "torch's wrapper": {"model": nn.parallel.DistributedDataParallel(make_model())},
+    }
+    found = {name: fit(f"{folder}/{name}", "always", **case)[1] for name, case in cases.items()}
+    torch.set_num_threads(2)
+    found["threads"] = fit(f"{folder}/threads", "always")[1]
+    torch.set_num_threads(1)
+    model = make_model()
+    zero = phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+    watch = Watch()
+    trainer = phalanx.Trainer(
+        model, zero, mean_squares, max_steps=2, callbacks=[watch], divide_optimizer="always", folder=f"{folder}/zero"
+    )
+    quietly(trainer.fit, make_data())
+    return {**found, "zero": watch.num_divided, "small": small_model(folder)}
+
+
+def small_model(folder):
+    watch = Watch()
+    train(f"{folder}/small", callbacks=[watch], divide_optimizer="always")
+    return watch.num_divided
+
+
+def test_what_cannot_be_divided_with_the_same_bits_is_left_alone(run_ranks, tmp_path):
+    for found in run_ranks(leave_alone, 2, str(tmp_path), timeout_s=60):
+        assert found == dict.fromkeys(found, 0)
+        assert len(found) == 6
+
+
+def state_after(rank, world_size, folder):
+    torch.set_num_threads(1)
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    trainer = phalanx.Trainer(model, optimizer, mean_squares, max_steps=3, divide_optimizer="always", folder=folder)
+    quietly(trainer.fit, make_data())
+    average = optimizer.state[model[2].weight]["exp_avg"]
+    dist.barrier()
+    average.fill_(rank)
+    dist.barrier()
+    return float(average.min()), float(average.max())
+
+
+def test_after_the_training_each_rank_has_a_state_of_its_own(run_ranks, tmp_path):
+    assert run_ranks(state_after, 2, str(tmp_path), timeout_s=60) == [(0.0, 0.0), (1.0, 1.0)]
