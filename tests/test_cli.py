@@ -265,6 +265,7 @@ sys.exit(cli.main(sys.argv[2:]))
         "report": "phalanx.train.report",
         "ckpt": "phalanx.checkpoint.command",
         "doctor": "phalanx.doctor.command",
+        "tune": "phalanx.tune.command",
     }
     command_line = [sys.executable, "-c", program, module.get(command, "none"), command, "nothing.py"]
     done = subprocess.run(command_line, capture_output=True, text=True, timeout=60)

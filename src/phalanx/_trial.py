@@ -74,10 +74,13 @@ def begin() -> None:
         _current.watch()
 
 
-def settings_of_trainer(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with which a Trainer trains in this trial, in place of those that it was given."""
+def of_trainer(given: Mapping[str, Any]) -> tuple[dict[str, Any], Trial]:
+    """Return the settings with which a Trainer trains in this trial, in place of those that it was given.
+
+    The second value is a callback, which the Trainer calls after each step.
+    """
     assert _current is not None
-    return _current.settings_over(given)
+    return _current.settings_over(given), _current
 
 
 def is_on() -> bool:
@@ -92,6 +95,7 @@ class Trial:
         self._folder, self._tuner, self._trainer = folder, tuner, trainer
         self._given: dict[str, Any] | None = None  # to a Trainer
         self._optimizer: Any = None  # the first that steps, of a script that may have several
+        self._hook: Any = None
         self._can_fuse = False
         self._num_steps = 0
         self._turn: Turn | None = None
@@ -103,6 +107,7 @@ class Trial:
     def settings_over(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings to try, and no end: the job is ended once it has been measured."""
         self._given = {**given}
+        self._hook.remove()  # the optimizer may step in pieces; `on_step` tells when it is done
         endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
         unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
         return {**given, **endless, **unsaved, **self._trainer}
@@ -112,7 +117,7 @@ class Trial:
         from torch.optim.optimizer import register_optimizer_step_post_hook
         from torch.utils.data import DataLoader
 
-        register_optimizer_step_post_hook(self._after_step)
+        self._hook = register_optimizer_step_post_hook(self._after_step)
         begin_epoch = DataLoader.__iter__
         trial = self
 
@@ -129,6 +134,10 @@ class Trial:
         first = next(tensors_in(batch), None)
         self._num_samples += len(first[1]) if first is not None and first[1].dim() else 0
         self._loading_s += loading_s
+
+    def on_step(self, trainer: Any) -> None:
+        """Take part as a callback of a Trainer."""
+        self._after_step(trainer.optimizer)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._optimizer = self._optimizer or optimizer

@@ -183,7 +183,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
 # ---------------------------------------------------------------- sharing
 
 
-def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str = "") -> Division:
+def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str = "", num_threads: int = 0) -> Division:
     """Divide the machine among `num_ranks`.
 
     Every rank has as many threads as the others. Ranks are pinned to whole cores of their own, within one NUMA node
@@ -192,8 +192,9 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
 
     Args:
         omp_num_threads: OMP_NUM_THREADS as the user has set it; it stays.
+        num_threads: Number of threads of each rank; 0: as many as it has cores.
     """
-    given_threads = int(omp_num_threads) if omp_num_threads.isdigit() else 0
+    given_threads = int(omp_num_threads) if omp_num_threads.isdigit() else num_threads
     parts = _divide_cores(num_ranks, machine)
     why_not = ""
     if num_ranks == 1:
@@ -207,7 +208,7 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
     elif given_threads > min(sum(map(len, cores)) for cores in parts):
         why_not = ", not pinned: more threads than CPUs"
     is_pinned = num_ranks > 1 and not why_not
-    num_threads = min(map(len, parts)) if is_pinned else max(1, machine.num_cores // num_ranks)
+    num_threads = num_threads or (min(map(len, parts)) if is_pinned else max(1, machine.num_cores // num_ranks))
     cpus = [tuple(sorted(cpu for core in cores for cpu in core)) if is_pinned else () for cores in parts]
     is_crowded = (given_threads or num_threads) * num_ranks > machine.budget_cpus
     threads = (

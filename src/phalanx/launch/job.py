@@ -21,6 +21,7 @@ class Job:
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
         divide: Function that divides threads and CPUs among a number of local ranks.
         memory: What ranks do about memory that they free.
+        is_tuned: Whether ``phalanx tune`` has found numbers of ranks and threads, and what to do about memory.
         num_local_ranks: Number of ranks on this node.
         min_local_ranks: Smallest number of ranks to go on with when some can't be restarted.
         regrow_after_s: Seconds with fewer ranks after which all are tried again; 0: never.
@@ -48,6 +49,7 @@ class Job:
     command: tuple[str, ...]
     divide: Callable[[int], Division]
     memory: MemoryPolicy = dataclasses.field(default_factory=MemoryPolicy)
+    is_tuned: bool = False
     typed: str = ""
     preload: bool = True
     local_rank_argument: bool = False
@@ -85,7 +87,7 @@ class Job:
     @property
     def note(self) -> str:
         """One line that says how many ranks there are, how threads and CPUs were divided, and memory is treated."""
-        note = f"{self.divide(self.num_local_ranks).note}; memory {self.memory}"
+        note = f"{self.divide(self.num_local_ranks).note}; memory {self.memory}{self.is_tuned * ', as tuned'}"
         if self.min_local_ranks == self.num_local_ranks:
             return note
         return f"{note}; {self.min_local_ranks} at least{'' if self.max_restarts else ', but --max-restarts is 0'}"

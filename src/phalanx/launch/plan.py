@@ -20,7 +20,9 @@ from phalanx.launch.flags import Flag, Setting, read_flags
 from phalanx.launch.job import Job
 from phalanx.launch.run_folder import name_of
 from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
+from phalanx.launch.tuned import Tuned, recall
 
+_TUNED = "auto: phalanx tune"
 _STATIC_PORT, _C10D_PORT = 29500, 29400  # torchrun's
 
 
@@ -72,8 +74,12 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
     machine = read_machine()
     min_ranks, num_ranks, why = count_local_ranks(settings["nproc-per-node"], machine, environ)
     _check(settings, place, num_ranks, environ)
+    command = _command(target, module=value["module"], no_python=value["no-python"])
+    tuned = _tuned(settings, command, machine, environ)
+    if tuned is not None:
+        min_ranks, num_ranks, why = tuned.ranks, tuned.ranks, _TUNED
     job = Job(
-        command=_command(target, module=value["module"], no_python=value["no-python"]),
+        command=command,
         typed=shlex.join(["phalanx", "run", *argv]),
         preload=not (value["no-python"] or value["no-preload"]),
         local_rank_argument=value["no-use-env"],
@@ -81,9 +87,14 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         min_local_ranks=min_ranks,
         regrow_after_s=value["regrow-after"],
         divide=functools.partial(
-            divide, machine=machine, pin=not value["no-pin"], omp_num_threads=environ.get("OMP_NUM_THREADS", "")
+            divide,
+            machine=machine,
+            pin=not value["no-pin"],
+            omp_num_threads=environ.get("OMP_NUM_THREADS", ""),
+            num_threads=tuned.threads if tuned is not None else 0,
         ),
-        memory=choose(environ, wanted=value["memory"], num_ranks=num_ranks),
+        is_tuned=tuned is not None,
+        memory=choose(environ, wanted=_memory(settings["memory"], tuned), num_ranks=num_ranks),
         role=value["role"],
         local_addr=value["local-addr"],
         max_restarts=value["max-restarts"],
@@ -97,6 +108,20 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         **rendezvous(settings),
     )
     return Plan(job, settings, why)
+
+
+def _tuned(
+    settings: Mapping[str, Setting], command: Sequence[str], machine: Machine, environ: Mapping[str, str]
+) -> Tuned | None:
+    """Return what ``phalanx tune`` has found for this command, if the number of ranks is left to us."""
+    is_free = settings["nproc-per-node"].value == "auto" and settings["nnodes"].value == (1, 1)
+    if not is_free or (torch_uses_gpus() and count_gpus(environ)):
+        return None
+    return recall(settings["log-dir"].value, command, machine)
+
+
+def _memory(asked: Setting, tuned: Tuned | None) -> str:
+    return str(asked.value if tuned is None or asked.is_given else tuned.memory)
 
 
 def read_command(

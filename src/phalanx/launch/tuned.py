@@ -18,11 +18,11 @@ class Tuned:
     """The fastest way to train that was found.
 
     Attributes:
-        command: The script with its arguments, without the interpreter.
-        machine: What it was measured on, in words.
+        command: Script with its arguments, without the interpreter.
+        machine: Cores of the machine, in words.
         ranks: Number of ranks.
         threads: Number of threads of each.
-        memory: The flag ``--memory``.
+        memory: Value of ``--memory``.
     """
 
     command: list[str]

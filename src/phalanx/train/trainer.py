@@ -116,7 +116,8 @@ class Trainer:
     ) -> None:
         self._given = frozenset(settings)
         if _trial.is_on():
-            settings, scheduler, loggers = _trial.settings_of_trainer(settings), None, ()
+            settings, trial = _trial.of_trainer(settings)
+            scheduler, loggers, callbacks = None, (), (*callbacks, trial)
         s = self.settings = Settings.of(settings, Trainer.__init__)
         check_arguments(
             model, optimizer, scheduler, callbacks,

@@ -19,6 +19,7 @@ from phalanx._text import columns
 from phalanx.launch.cpus import read_machine
 from phalanx.launch.flags import Flag, Setting, add_flags
 from phalanx.launch.plan import count_local_ranks, make_plan, read_command
+from phalanx.launch.tuned import Tuned, remember
 from phalanx.tune.search import Limits, Search, Step, default_ranks
 from phalanx.tune.trials import Failed, Setup, Trials
 
@@ -110,11 +111,24 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
         print(line)
     print(f"best: {_command(search, words, target)}")
     for line in _advice(search, target):
-        print(f"  {line}")
+        _show(f"- {line}")
+    kept = _remember(search, words, target)
+    if kept:
+        _show(f"phalanx run takes that over for --nproc-per-node auto ({kept})")
     print(f"measured in {time.monotonic() - began_s:.0f} s")
     if settings["json"].value:
         _write_json(settings["json"].value, search, _command(search, words, target))
     return 0
+
+
+def _remember(search: Search, words: Sequence[str], target: Sequence[str]) -> str:
+    plan = make_plan(words, _env.environment())
+    best, command = search.best, plan.job.command
+    found = Tuned(
+        command=[*command[1:]], machine=search.limits.machine.describe(),
+        ranks=best.ranks, threads=best.threads, memory=best.memory,
+    )  # fmt: skip
+    return remember(found, plan.job.log_dir, command)
 
 
 def _leave(number: int, _: Any) -> NoReturn:
@@ -122,7 +136,11 @@ def _leave(number: int, _: Any) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    print(f"phalanx tune: {text}", flush=True)
+    _show(f"phalanx tune: {text}")
+
+
+def _show(text: str) -> None:
+    print(textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False), flush=True)
 
 
 def _refuse(script: str, failure: Failed) -> int:
@@ -174,9 +192,7 @@ def _advice(search: Search, target: Sequence[str]) -> list[str]:
     if not any(step.is_taken and step.gain is not None and step.gain.is_certain for step in search.steps):
         lines.append("nothing here was faster than plain python by more than the noise")
     if best.ranks > 1 and facts["trainer"] is None:
-        lines.append(
-            f"with {best.ranks} ranks a step has {best.ranks} times the samples, if the loaders' batch size stays"
-        )
+        lines.append(f"a step of {best.ranks} ranks has {best.ranks} times the samples, unless the script divides them")
     return lines
 
 

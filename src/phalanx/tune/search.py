@@ -24,7 +24,7 @@ class Gain:
     """How much faster one setup was than another.
 
     Attributes:
-        ratio: Its speed in that of the other; the median over the rounds.
+        ratio: Speed in that of the other; the median over the rounds.
         noise: Twice the standard error of `ratio`.
     """
 
@@ -42,9 +42,9 @@ class Step:
     """One line of the table: a setup, and what it brought over another.
 
     Attributes:
-        name: What was changed.
+        name: Change in words.
         rate: Speed, in samples or steps a second.
-        gain: What it brought; None for what the others are compared with.
+        gain: Effect of the change; None for what the others are compared with.
         is_taken: Whether it is part of the best command.
         why: Reason why it could not be measured; empty if it was.
     """
@@ -63,7 +63,7 @@ class Limits:
     Attributes:
         ranks: Numbers of ranks to try.
         memories: Values of ``--memory`` to try.
-        machine: What there is to divide.
+        machine: Cores to divide.
         threads: Number of threads that the user has set for each rank; 0: as many as are the fastest.
         deadline: Time on the monotonic clock at which the search ends with what it knows.
     """
@@ -133,15 +133,15 @@ class Search:
 
     Args:
         trials: Jobs of the script.
-        limits: What is searched.
+        limits: Limits of the search.
         tell: Function that is told what is tried now.
 
     Attributes:
         best: Fastest setup so far.
-        steps: What was tried, in the order of the table.
-        unit: What the speeds count.
-        facts: What the ranks have told of the script.
-        limits: What was searched.
+        steps: Lines of the table.
+        unit: Unit of what the speeds count.
+        facts: Answers of the ranks about their script.
+        limits: Limits of the search.
     """
 
     def __init__(self, trials: Trials, limits: Limits, tell: Callable[[str], None]) -> None:
@@ -252,7 +252,7 @@ class Search:
             return offers
         tried: dict[str, Any] = {}
         if trial.loading_share > _LEAST_LOADING:
-            tried["num_workers"] = _workers(trial.loading_share, self.limits.machine.num_cores // base.ranks)
+            tried["num_workers"] = "auto"
         if facts["has_convolutions"]:
             tried["channels_last"] = True
         for name, value in tried.items():
@@ -265,11 +265,6 @@ def threads_to_try(machine: Machine, ranks: int) -> list[int]:
     """Return the numbers of threads to try for each of so many ranks: one, half of a rank's cores, and all."""
     share = machine.num_cores // ranks
     return sorted({1, max(1, share // 2), max(1, share)})
-
-
-def _workers(loading_share: float, cores: int) -> int:
-    """Return how many workers load as fast as a rank trains, up to two for each of its cores."""
-    return min(2 * max(1, cores), max(1, math.ceil(loading_share / max(1e-3, 1 - loading_share))))
 
 
 def _divided(setup: Setup, *, is_plain: bool = False) -> str:

@@ -19,6 +19,7 @@ from phalanx._files import write_whole
 _PAUSE_S = 0.002
 _TURN_S = 0.3
 _LEAST_STEPS = 3
+_SETTLING_STEPS, _MOST_SETTLING_S = 20, 3.0  # in which a Trainer decides on workers and the optimizer's form
 _LIMIT_OF_TURN_S = 600.0
 _OUTLIERS = 0.1  # share of the steps that do not count: those with an evaluation, or a new epoch, before them
 _MOST_RESTARTS = 20
@@ -28,8 +29,8 @@ class Failed(Exception):
     """A job can't be measured.
 
     Attributes:
-        printed: What it has printed.
-        code: Its exit code.
+        printed: Output of the job.
+        code: Exit code of the job.
     """
 
     def __init__(self, message: str, printed: str = "", code: int = 1) -> None:
@@ -44,7 +45,7 @@ class Setup:
     Attributes:
         ranks: Number of ranks.
         threads: Number of threads of each rank.
-        memory: The flag ``--memory``.
+        memory: Value of ``--memory``.
         fused: Whether the optimizer steps in its fused form.
         trainer: Settings of the Trainer that differ from the script's, as pairs.
     """
@@ -65,7 +66,7 @@ class Trial:
     """A job that takes turns.
 
     Args:
-        setup: How it trains; threads and the optimizer's form are set anew in each turn.
+        setup: Way to train; threads and the optimizer's form are set anew in each turn.
         words: Flags, script and arguments for ``phalanx run``.
         folder: Folder of its own, for what it writes.
     """
@@ -126,10 +127,12 @@ class Trial:
         Raises:
             Failed: The script has failed, or is over too soon again and again.
         """
-        step_s = self._step_s.get(setup.threads)
-        if step_s is None:
+        if setup.threads not in self._step_s:
+            has_settled = bool(self._step_s)
             self._take(setup, _LEAST_STEPS)
-            step_s = self._step_s[setup.threads]
+            if not has_settled and self._step_s[setup.threads] * _SETTLING_STEPS < _MOST_SETTLING_S:
+                self._take(setup, _SETTLING_STEPS)
+        step_s = self._step_s[setup.threads]
         told = self._take(setup, round(_TURN_S / step_s))
         return sum(_rate(rank["steps"], self.facts["counts_samples"]) for rank in told)
 
