@@ -48,7 +48,7 @@ def describe_origin(
         "versions": f"phalanx {phalanx.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "threads": _threads(ranks),
         "freed memory": str(in_force()),
-        **_what_to_tune(),
+        **(_what_to_tune() if ranks.rank == 0 else {}),
         "logs": os.path.relpath(logs, folder) if (logs := run_logs()) else "",
     }
     return {name: value for name, value in origin.items() if value}
