@@ -25,7 +25,7 @@ from phalanx.tune.trials import Setup, Trials
 _NEAR = 0.95  # of the best
 _LEAST_NEAR, _MOST_S = 0.9, 60
 _STARTS_WITHIN_S = 300.0
-_OF_TRAINER = {"channels_last": True, "num_workers": 1}
+_OF_TRAINER = {"channels_last": True, "num_workers": "auto"}
 
 
 def every_setup(with_trainer: bool) -> list[Setup]:
@@ -35,8 +35,8 @@ def every_setup(with_trainer: bool) -> list[Setup]:
     chosen = itertools.product((False, True), repeat=len(_OF_TRAINER)) if with_trainer else [()]
     trainers = [tuple(pair for pair, is_on in zip(_OF_TRAINER.items(), of, strict=True) if is_on) for of in chosen]
     return [
-        Setup(ranks=ranks, threads=threads, memory=memory, fused=fused, trainer=trainer)
-        for (ranks, threads), memory, fused, trainer in itertools.product(
+        Setup(ranks=ranks, threads=threads, memory=memory, fused=fused, changes=changes)
+        for (ranks, threads), memory, fused, changes in itertools.product(
             places, ("auto", "default"), (False, True), trainers
         )
     ]
@@ -61,7 +61,7 @@ def tuned(script: list[str]) -> tuple[Setup, float]:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         with open(out) as file:
             best: dict[str, Any] = json.load(file)["best"]
-    best["trainer"] = tuple(sorted((name, value) for name, value in best["trainer"]))
+    best["changes"] = tuple((name, value) for name, value in best["changes"])
     return Setup(**best), time.monotonic() - began_s
 
 

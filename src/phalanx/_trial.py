@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import time
@@ -19,6 +20,8 @@ from phalanx._files import write_whole
 
 WARM_UP_STEPS = 3
 """Number of steps before a rank's first word: they allocate, and choose kernels."""
+COMPILE = "compile"
+"""Change that is no setting of a Trainer: its model is compiled."""
 _PAUSE_S = 0.002
 _WITH_FUSED_FORM = ("SGD", "Adam", "AdamW", "Adagrad")  # on a CPU
 _ENDLESS = 10**9
@@ -40,7 +43,7 @@ class Turn:
 
     serial: int
     steps: int
-    skip: int = 1
+    skip: int
     threads: int = 1
     fused: bool = False
 
@@ -55,14 +58,14 @@ def told_file(folder: str, serial: int, rank: int) -> str:
     return os.path.join(folder, f"told_{serial}_{rank}.json")
 
 
-def variables(folder: str, trainer: Mapping[str, Any]) -> dict[str, str]:
+def variables(folder: str, changes: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that make ranks part of a trial.
 
     Args:
         folder: Folder for what is asked and told.
-        trainer: Settings of a Trainer to try.
+        changes: Settings of the Trainer to try; without one, ``num_workers`` is that of every DataLoader that has none.
     """
-    return {_env.TRIAL_VARIABLE: json.dumps({"folder": folder, "tuner": os.getpid(), "trainer": {**trainer}})}
+    return {_env.TRIAL_VARIABLE: json.dumps({"folder": folder, "tuner": os.getpid(), "changes": {**changes}})}
 
 
 def begin() -> None:
@@ -74,13 +77,13 @@ def begin() -> None:
         _current.watch()
 
 
-def of_trainer(given: Mapping[str, Any]) -> tuple[dict[str, Any], Trial]:
-    """Return the settings with which a Trainer trains in this trial, in place of those that it was given.
+def of_trainer(given: Mapping[str, Any], model: Any) -> tuple[dict[str, Any], Trial]:
+    """Return the settings with which a Trainer trains its model in this trial, in place of those that it was given.
 
     The second value is a callback, which the Trainer calls after each step.
     """
     assert _current is not None
-    return _current.settings_over(given), _current
+    return _current.settings_over(given, model), _current
 
 
 def is_on() -> bool:
@@ -91,8 +94,8 @@ def is_on() -> bool:
 class Trial:
     """This rank's part in a trial."""
 
-    def __init__(self, folder: str, tuner: int, trainer: Mapping[str, Any]) -> None:
-        self._folder, self._tuner, self._trainer = folder, tuner, trainer
+    def __init__(self, folder: str, tuner: int, changes: Mapping[str, Any]) -> None:
+        self._folder, self._tuner, self._changes = folder, tuner, dict(changes)
         self._given: dict[str, Any] | None = None  # to a Trainer
         self._optimizer: Any = None  # the first that steps, of a script that may have several
         self._hook: Any = None
@@ -104,13 +107,15 @@ class Trial:
         self._began_s = 0.0
         self._num_samples, self._loading_s = 0, 0.0
 
-    def settings_over(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_over(self, given: Mapping[str, Any], model: Any) -> dict[str, Any]:
         """Return the settings to try, and no end: the job is ended once it has been measured."""
         self._given = {**given}
+        if self._changes.pop(COMPILE, False):
+            model.compile()
         self._hook.remove()  # the optimizer may step in pieces; `on_step` tells when it is done
         endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
         unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
-        return {**given, **endless, **unsaved, **self._trainer}
+        return {**given, **endless, **unsaved, **self._changes}
 
     def watch(self) -> None:
         """Time every step of the first optimizer, and count the samples that loaders hand out for it."""
@@ -126,6 +131,21 @@ class Trial:
             return _Counted(batches, trial)
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+        if "num_workers" in self._changes:
+            self._give_workers(DataLoader)
+
+    def _give_workers(self, loader_class: Any) -> None:
+        """Give the workers to try to every loader without any."""
+        make, num_workers = loader_class.__init__, self._changes["num_workers"]
+        signature = inspect.signature(make)
+
+        def make_with_workers(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs)
+            if self._given is None and not given.arguments.get("num_workers"):
+                given.arguments |= {"num_workers": num_workers, "persistent_workers": True}
+            make(*given.args, **given.kwargs)
+
+        loader_class.__init__ = make_with_workers
 
     def count(self, batch: Any, loading_s: float) -> None:
         """Count the samples of a batch: the first dimension of its first tensor."""

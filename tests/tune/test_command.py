@@ -152,13 +152,13 @@ TRAINER = """
 
 def test_a_trainer_is_measured_for_as_long_as_it_takes_and_offers_its_settings(tmp_path):
     write(tmp_path, TRAINER, epochs=1)
-    done = tune(tmp_path, "--seconds", "15", "--json", "found.json", "--nproc-per-node", "1", "train.py")
+    done = tune(tmp_path, "--seconds", "40", "--json", "found.json", "--nproc-per-node", "1", "train.py")
     assert done.returncode == 0, done.stderr
     table = found(tmp_path)
     steps = {step["name"]: step for step in table["steps"]}
     assert steps["Trainer(num_workers='auto')"]["taken"]  # what a step costs is loading
     assert "Adam(fused=True)" in steps
-    assert ["num_workers", "auto"] in table["best"]["trainer"]
+    assert ["num_workers", "auto"] in table["best"]["changes"]
     assert "and in train.py: Trainer(..., num_workers='auto'" in done.stdout
     assert [path.name for path in (tmp_path / "runs" / "train").iterdir()] == ["tuned.json"]
 
@@ -184,7 +184,7 @@ def test_tunables_of_the_user_leave_memory_alone(tmp_path):
         environ={"MALLOC_ARENA_MAX": "2"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "memory not kept (MALLOC_ARENA_MAX is set)" in done.stdout
+    assert "memory not kept (MALLOC_ARENA_MAX is set)" in " ".join(done.stdout.split())
     assert not any("--memory" in step["name"] for step in found(tmp_path)["steps"])
 
 

@@ -116,7 +116,7 @@ class Trainer:
     ) -> None:
         self._given = frozenset(settings)
         if _trial.is_on():
-            settings, trial = _trial.of_trainer(settings)
+            settings, trial = _trial.of_trainer(settings, model)
             scheduler, loggers, callbacks = None, (), (*callbacks, trial)
         s = self.settings = Settings.of(settings, Trainer.__init__)
         check_arguments(

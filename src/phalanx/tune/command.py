@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import signal
 import sys
@@ -20,6 +21,7 @@ from phalanx.launch.cpus import read_machine
 from phalanx.launch.flags import Flag, Setting, add_flags
 from phalanx.launch.plan import count_local_ranks, make_plan, read_command
 from phalanx.launch.tuned import Tuned, remember
+from phalanx.tune.offers import advice
 from phalanx.tune.search import Limits, Search, Step, default_ranks
 from phalanx.tune.trials import Failed, Setup, Trials
 
@@ -157,9 +159,9 @@ def _table(search: Search) -> list[str]:
             rate = f"{step.rate:,.0f}" if step.rate >= 100 else f"{step.rate:.3g}"
             rows.append((step.name, rate, *_said(step)))
     lines = columns(rows)
-    for step in search.steps:
-        if step.why:
-            lines += textwrap.wrap(f"not measured: {step.name}: {step.why}", _WIDTH, subsequent_indent="  ")
+    for why in dict.fromkeys(step.why for step in search.steps if step.why):
+        names = ", ".join(step.name for step in search.steps if step.why == why)
+        lines += textwrap.wrap(f"not measured: {names}: {why}", _WIDTH, subsequent_indent="  ")
     return lines
 
 
@@ -167,8 +169,14 @@ def _said(step: Step) -> tuple[str, str]:
     if step.gain is None:
         return "", ""
     gain = step.gain
-    noise = f"+- {gain.noise:.0%}" if gain.noise < 1 else "all noise"
-    verdict = "taken" if step.is_taken else "" if abs(gain.ratio - 1) > gain.noise else "within the noise"
+    noise = f"+- {gain.noise:.0%}"
+    verdict = (
+        step.note or "taken"
+        if step.note or step.is_taken
+        else ""
+        if abs(math.log(gain.ratio)) > gain.noise
+        else "within the noise"
+    )
     return f"{gain.ratio:.2f}x", f"{noise}{verdict and ', '}{verdict}"
 
 
@@ -181,14 +189,8 @@ def _command(search: Search, words: Sequence[str], target: Sequence[str]) -> str
 
 
 def _advice(search: Search, target: Sequence[str]) -> list[str]:
-    best, lines = search.best, []
-    facts: Mapping[str, Any] = search.facts
-    if best.fused:
-        lines.append(f"and in {target[0]}: torch.optim.{facts['optimizer']}(..., fused=True)")
-    if best.trainer:
-        lines.append(
-            f"and in {target[0]}: Trainer(..., {', '.join(f'{name}={value!r}' for name, value in best.trainer)})"
-        )
+    best, facts = search.best, search.facts
+    lines = [f"and in {target[0]}: {change}" for change in advice(best, facts)]
     if not any(step.is_taken and step.gain is not None and step.gain.is_certain for step in search.steps):
         lines.append("nothing here was faster than plain python by more than the noise")
     if best.ranks > 1 and facts["trainer"] is None:
@@ -204,6 +206,6 @@ def _write_json(path: str, search: Search, command: str) -> None:
         }
         for step in search.steps
     ]  # fmt: skip
-    best = {name: getattr(search.best, name) for name in ("ranks", "threads", "memory", "fused", "trainer")}
+    best = {name: getattr(search.best, name) for name in ("ranks", "threads", "memory", "fused", "changes")}
     with open(path, "w") as file:
         json.dump({"unit": search.unit, "steps": steps, "best": best, "command": command}, file, indent=1)

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx.launch.cpus import Machine
+from phalanx.tune.offers import Offer, offers
 from phalanx.tune.trials import Setup, Trials
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 _LEAST_GAIN = 0.01  # less is not worth a word in a command
 _HOPELESS = 0.85  # of the fastest, in every round so far
-_LEAST_LOADING = 0.05  # share of a step that waits for the loader, from which on more workers are tried
+_LEAST_LEFT_S = 3.0  # to try anything at all
+_LEAST_START_S = 20.0  # for a job to start
 _STARTS_WITHIN = 0.4  # of the time, for the jobs of one stage
 
 
@@ -25,7 +27,7 @@ class Gain:
 
     Attributes:
         ratio: Speed in that of the other; the median over the rounds.
-        noise: Twice the standard error of `ratio`.
+        noise: Twice the standard error of the logarithm of `ratio`.
     """
 
     ratio: float
@@ -34,7 +36,7 @@ class Gain:
     @property
     def is_certain(self) -> bool:
         """Whether it is faster by more than the noise, and by enough to care."""
-        return self.ratio - 1 > max(self.noise, _LEAST_GAIN)
+        return math.log(self.ratio) > max(self.noise, _LEAST_GAIN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Step:
         gain: Effect of the change; None for what the others are compared with.
         is_taken: Whether it is part of the best command.
         why: Reason why it could not be measured; empty if it was.
+        note: Reason why it is not taken although it is faster.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Step:
     gain: Gain | None = None
     is_taken: bool = False
     why: str = ""
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,7 @@ def gains(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
 def compare(speeds: Sequence[float], others: Sequence[float]) -> Gain:
     """Return how much faster the first were, round by round."""
     ratios = gains(speeds, others)
-    spread = statistics.stdev(ratios) if len(ratios) > 1 else math.inf
+    spread = statistics.stdev(map(math.log, ratios)) if len(ratios) > 1 else math.inf
     return Gain(statistics.median(ratios), 2 * 1.25 * spread / math.sqrt(len(ratios)))  # the median's standard error
 
 
@@ -125,7 +129,7 @@ def fastest(found: Mapping[Setup, Sequence[float]]) -> Setup:
 
 def _is_settled(gain: Gain) -> bool:
     """Whether more rounds would change nothing: clearly slower, or as fast within less than is worth a word."""
-    return abs(gain.ratio - 1) > 2 * gain.noise or gain.noise < _LEAST_GAIN
+    return abs(math.log(gain.ratio)) > 2 * gain.noise or gain.noise < _LEAST_GAIN
 
 
 class Search:
@@ -195,70 +199,50 @@ class Search:
     def _improve(self) -> None:
         """Try what can be added to the best so far, and take what brings something for certain."""
         base = self.best
-        offers = self._offers(base)
-        if self.limits.left_s() <= 0:
-            self.steps += [Step(name, why="no time was left; --seconds gives it more") for name in offers]
-            return
-        if not offers:
-            return
-        self._tell(f"trying {', '.join(offers)}")
-        failed = self._trials.start([*offers.values()], max(20.0, self.limits.left_s() * _STARTS_WITHIN))
-        there = {name: setup for name, setup in offers.items() if setup not in failed}
-        found = race([base, *there.values()], self._rate, self.limits.deadline)
+        every = offers(base, self.facts, self._trials.of(base).loading_share, self.limits.memories)
+        left_s = self.limits.left_s()
+        tried = [offer for offer in every if max(offer.needs_s, _LEAST_LEFT_S) <= left_s]
+        late = [
+            Step(o.name, why="takes longer than was left; --seconds gives it more") for o in every if o not in tried
+        ]
+        if tried:
+            self._try(base, tried)
+        self.steps += late
+
+    def _try(self, base: Setup, tried: Sequence[Offer]) -> None:
+        self._tell(f"trying {', '.join(offer.name for offer in tried)}")
+        limit_s = max(_LEAST_START_S, *(offer.needs_s for offer in tried), self.limits.left_s() * _STARTS_WITHIN)
+        failed = self._trials.start([offer.setup for offer in tried], limit_s)
+        there = [offer for offer in tried if offer.setup not in failed]
+        found = race([base, *(offer.setup for offer in there)], self._rate, self.limits.deadline)
         taken = {}
-        for name, setup in there.items():
-            gain = compare(found[setup], found[base])
-            self.steps.append(Step(name, statistics.median(found[setup]), gain, gain.is_certain))
-            if gain.is_certain:
-                taken[name] = setup
-        self.steps += [Step(name, why=str(failed[setup])) for name, setup in offers.items() if setup in failed]
+        for offer in there:
+            gain = compare(found[offer.setup], found[base])
+            is_taken = gain.is_certain and not offer.note
+            rate = statistics.median(found[offer.setup])
+            self.steps.append(Step(offer.name, rate, gain, is_taken, note=offer.note if gain.is_certain else ""))
+            if is_taken:
+                taken[offer.name] = offer.setup
+        self.steps += [Step(o.name, why=str(failed[o.setup])) for o in tried if o.setup in failed]
         if len(taken) == 1:
             (self.best,) = taken.values()
         elif taken:
-            self._combine(base, taken)
+            self._combine(base, [*taken.values()])
 
-    def _combine(self, base: Setup, taken: Mapping[str, Setup]) -> None:
+    def _combine(self, base: Setup, taken: Sequence[Setup]) -> None:
         """Take all that brought something together, if together they are the fastest."""
-        changes: dict[str, Any] = {}
-        for setup in taken.values():
-            changes |= {
-                field.name: getattr(setup, field.name)
-                for field in dataclasses.fields(setup)
-                if field.name != "trainer" and getattr(setup, field.name) != getattr(base, field.name)
-            }
-        trainer = tuple(pair for setup in taken.values() for pair in setup.trainer)
-        together = dataclasses.replace(base, **changes, trainer=trainer)
-        failed = self._trials.start([together], max(20.0, self.limits.left_s()))
-        setups = [base, *taken.values(), *([] if failed else [together])]
-        found = race(setups, self._rate, self.limits.deadline)
+        together = dataclasses.replace(
+            base,
+            memory=next((setup.memory for setup in taken if setup.memory != base.memory), base.memory),
+            fused=any(setup.fused for setup in taken),
+            changes=tuple(dict.fromkeys(pair for setup in taken for pair in setup.changes)),
+        )
+        failed = self._trials.start([together], max(_LEAST_START_S, self.limits.left_s()))
+        found = race([base, *taken, *([] if failed else [together])], self._rate, self.limits.deadline)
         self.best = fastest(found)
         if not failed:
             gain = compare(found[together], found[base])
             self.steps.append(Step("all of these", statistics.median(found[together]), gain, self.best == together))
-
-    def _offers(self, base: Setup) -> dict[str, Setup]:
-        """Return what can be added to a setup of this script on this machine, by name."""
-        trial = self._trials.of(base)
-        facts = trial.facts
-        offers = {
-            f"--memory {memory}": dataclasses.replace(base, memory=memory)
-            for memory in self.limits.memories
-            if memory != base.memory
-        }
-        if facts["can_fuse"]:
-            offers[f"{facts['optimizer']}(fused=True)"] = dataclasses.replace(base, fused=True)
-        given = facts["trainer"]
-        if given is None:
-            return offers
-        tried: dict[str, Any] = {}
-        if trial.loading_share > _LEAST_LOADING:
-            tried["num_workers"] = "auto"
-        if facts["has_convolutions"]:
-            tried["channels_last"] = True
-        for name, value in tried.items():
-            if name not in given:
-                offers[f"Trainer({name}={value!r})"] = dataclasses.replace(base, trainer=((name, value),))
-        return offers
 
 
 def threads_to_try(machine: Machine, ranks: int) -> list[int]:

@@ -21,6 +21,7 @@ _TURN_S = 0.3
 _LEAST_STEPS = 3
 _SETTLING_STEPS, _MOST_SETTLING_S = 20, 3.0  # in which a Trainer decides on workers and the optimizer's form
 _LIMIT_OF_TURN_S = 600.0
+_SKIPPED = 0.25  # of the steps that are measured, before them
 _OUTLIERS = 0.1  # share of the steps that do not count: those with an evaluation, or a new epoch, before them
 _MOST_RESTARTS = 20
 
@@ -47,19 +48,19 @@ class Setup:
         threads: Number of threads of each rank.
         memory: Value of ``--memory``.
         fused: Whether the optimizer steps in its fused form.
-        trainer: Settings of the Trainer that differ from the script's, as pairs.
+        changes: Settings of the Trainer or the loaders that differ from the script's, as pairs.
     """
 
     ranks: int
     threads: int
     memory: str = "auto"
     fused: bool = False
-    trainer: tuple[tuple[str, Any], ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def job(self) -> tuple[int, str, tuple[tuple[str, Any], ...]]:
         """What can't be changed in a running job."""
-        return self.ranks, self.memory, self.trainer
+        return self.ranks, self.memory, self.changes
 
 
 class Trial:
@@ -84,7 +85,7 @@ class Trial:
         self._serial = 0
         self._room = os.path.join(self._folder, f"start_{self._num_restarts}")
         os.makedirs(self._room)
-        environ = {**_env.environment(), **_trial.variables(self._room, dict(setup.trainer))}
+        environ = {**_env.environment(), **_trial.variables(self._room, dict(setup.changes))}
         environ[_env.FOLDER_VARIABLE] = os.path.join(self._room, "run")
         environ["PHALANX_LOG_DIR"] = os.path.join(self._room, "logs")
         environ.pop("OMP_NUM_THREADS", None)  # each turn says how many
@@ -145,7 +146,10 @@ class Trial:
         while True:
             self._serial += 1
             steps = max(_LEAST_STEPS, min(steps, self._most_steps))
-            turn = _trial.Turn(serial=self._serial, steps=steps, threads=setup.threads, fused=setup.fused)
+            skip = max(1, round(steps * _SKIPPED))  # caches are cold, and loaders have loaded ahead
+            turn = _trial.Turn(
+                serial=self._serial, steps=steps, skip=skip, threads=setup.threads, fused=setup.fused
+            )  # fmt: skip
             write_whole(_trial.asked_file(self._room), json.dumps(dataclasses.asdict(turn)))
             told = self._await(self._serial, time.monotonic() + _LIMIT_OF_TURN_S)
             if told is not None:

@@ -1,0 +1,92 @@
+"""What can be tried with a script besides ranks and threads: a change of a flag, of its optimizer, of a setting."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx import _env, _trial
+from phalanx._cgroups import read
+from phalanx.tune.trials import Setup
+
+_LEAST_LOADING = 0.05  # share of a step that waits for the loader, from which on workers are tried
+_WORKERS = 2  # of a loader without a Trainer, which would find out how many it needs
+_COMPILING_S = 60.0
+_OF_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # flags of processors that multiply in it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A change to try.
+
+    Attributes:
+        name: Change in words, as the user would write it.
+        setup: Setup with the change.
+        needs_s: Time that must be left to try it, in seconds.
+        note: Reason why the user has to decide on it, however much it brings; empty if there is none.
+    """
+
+    name: str
+    setup: Setup
+    needs_s: float = 0.0
+    note: str = ""
+
+
+def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories: Sequence[str]) -> list[Offer]:
+    """Return what can be changed in a setup of this script on this machine.
+
+    Args:
+        base: Setup to change.
+        facts: Answers of the ranks about their script.
+        loading_share: Part of a step that waits for the loader.
+        memories: Values of ``--memory`` to try.
+    """
+    found = [
+        Offer(name=f"--memory {memory}", setup=dataclasses.replace(base, memory=memory))
+        for memory in memories
+        if memory != base.memory
+    ]
+    if facts["can_fuse"]:
+        name = f"{facts['optimizer']}(fused=True)"
+        found.append(Offer(name=name, setup=dataclasses.replace(base, fused=True)))
+    if facts["trainer"] is not None:
+        return found + _of_trainer(base, facts, loading_share)
+    if loading_share > _LEAST_LOADING:
+        setup = _with(base, num_workers=_WORKERS)
+        found.append(Offer(name=f"DataLoader(num_workers={_WORKERS})", setup=setup))
+    return found
+
+
+def _of_trainer(base: Setup, facts: Mapping[str, Any], loading_share: float) -> list[Offer]:
+    found = []
+    if loading_share > _LEAST_LOADING:
+        found.append(Offer(name="Trainer(num_workers='auto')", setup=_with(base, num_workers="auto")))
+    if facts["has_convolutions"]:
+        found.append(Offer(name="Trainer(channels_last=True)", setup=_with(base, channels_last=True)))
+    if any(flag in read("/proc", "cpuinfo").split() for flag in _OF_BF16):
+        setup, note = _with(base, precision="bf16"), "8 bits of precision: yours to decide"
+        found.append(Offer(name="Trainer(precision='bf16')", setup=setup, note=note))
+    if shutil.which(_env.environment().get("CXX", "g++")):
+        setup = _with(base, **{_trial.COMPILE: True})
+        found.append(Offer(name="model.compile()", setup=setup, needs_s=_COMPILING_S))
+    return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]  # what the script has set
+
+
+def _with(base: Setup, **changes: Any) -> Setup:
+    return dataclasses.replace(base, changes=(*base.changes, *changes.items()))
+
+
+def advice(setup: Setup, facts: Mapping[str, Any]) -> list[str]:
+    """Return what is to be written into the script for a setup."""
+    lines = []
+    if setup.fused:
+        lines.append(f"torch.optim.{facts['optimizer']}(..., fused=True)")
+    changes = dict(setup.changes)
+    if changes.pop(_trial.COMPILE, False):
+        lines.append("model.compile()")
+    if changes:
+        maker = "DataLoader" if facts["trainer"] is None else "Trainer"
+        lines.append(f"{maker}(..., {', '.join(f'{name}={value!r}' for name, value in changes.items())})")
+    return lines
