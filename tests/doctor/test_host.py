@@ -257,11 +257,21 @@ def test_a_governor_that_can_not_be_read_is_told(lay_out):
     assert (finding.level, "governor unreadable on 1 of 4 CPUs" in finding.found) == ("note", True)
 
 
-def test_a_quota_with_a_fraction_is_told_with_a_whole_one(lay_out):
-    finding, _ = processors.examine_places(machine(quota=2.5), lay_out())
-    assert (finding.topic, finding.level) == ("quota", "note")
-    assert "2 threads leave part of it unused" in finding.found
-    assert "--cpus 2" in finding.todo
+@pytest.mark.parametrize(
+    ("quota", "found", "whole"),
+    [
+        (2.5, "2.5 CPUs: 2 threads can't use all of it", 2),
+        (1.5, "1.5 CPUs: 1 thread can't use all of it", 2),
+        (0.5, "0.5 CPUs: its one thread is stopped often", 1),
+    ],
+)
+def test_a_quota_with_a_fraction_is_told_with_a_whole_one(lay_out, quota, found, whole):
+    finding, _ = processors.examine_places(machine(quota=quota), lay_out())
+    assert (finding.topic, finding.level, finding.found) == ("quota", "note", found)
+    assert f"--cpus {whole}" in finding.todo
+
+
+def test_a_whole_quota_is_not_told(lay_out):
     assert len(processors.examine_places(machine(quota=2.0), lay_out())) == 1
 
 

@@ -82,11 +82,16 @@ def examine_places(machine: Machine, root: str = "/") -> list[Finding]:
     """
     findings = []
     if machine.has_short_quota and machine.quota_cpus and machine.quota_cpus % 1:
-        whole = max(1, round(machine.quota_cpus))
+        whole, num_threads = max(1, round(machine.quota_cpus)), int(machine.quota_cpus)
+        effect = (
+            f"{counted(num_threads, 'thread')} can't use all of it"
+            if num_threads
+            else "its one thread is stopped often"
+        )
         findings.append(
             note(
                 "quota",
-                f"{machine.quota_cpus:g} CPUs: {int(machine.quota_cpus)} threads leave part of it unused",
+                f"{machine.quota_cpus:g} CPUs: {effect}",
                 f"a whole number, such as {whole} (docker run --cpus {whole}, limits.cpu)",
                 quota_cpus=machine.quota_cpus,
             )
