@@ -129,6 +129,18 @@ def test_what_fails_with_one_number_of_ranks_is_a_line_of_the_table(tmp_path):
     }
 
 
+def test_a_job_that_fails_while_it_is_measured_is_a_line_of_the_table(tmp_path):
+    average = (
+        GROUP["average"] + "; steps = globals().get('steps', 0) + 1; assert dist.get_world_size() == 1 or steps < 40"
+    )
+    write(tmp_path, PLAIN, **GROUP | {"average": average})
+    done = tune(tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = found(tmp_path)
+    assert table["best"]["ranks"] == 1
+    assert {step["why"] for step in table["steps"] if step["name"].startswith("2 ranks ")} == {"has ended with code 1"}
+
+
 TRAINER = """
     import time, torch, phalanx
     from torch import nn

@@ -38,6 +38,13 @@ def test_the_hopeless_take_no_more_turns():
     assert len(found[ONE]) == len(found[TWO]) > 3
 
 
+def test_a_setup_that_fails_takes_no_further_part():
+    speeds = {ONE: itertools.repeat(100.0), TWO: iter([110.0, None])}
+    found = race([ONE, TWO], lambda setup: next(speeds[setup]), math.inf)
+    assert [*found] == [ONE]
+    assert race([ONE], lambda _: None, math.inf) == {}
+
+
 def test_a_difference_within_the_noise_is_no_gain():
     drawn = random.Random(1)
     found = race([ONE, TWO], lambda _: drawn.gauss(100, 10), math.inf)

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.launch.cpus import Machine
 from phalanx.tune.offers import Offer, offers
-from phalanx.tune.trials import Setup, Trials
+from phalanx.tune.trials import Failed, Setup, Trials
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 _LEAST_GAIN = 0.01  # less is not worth a word in a command
@@ -83,14 +83,14 @@ class Limits:
 
 
 def race(
-    setups: Sequence[Setup], rate: Callable[[Setup], float], deadline: float, *, drops: bool = True
+    setups: Sequence[Setup], rate: Callable[[Setup], float | None], deadline: float, *, drops: bool = True
 ) -> dict[Setup, list[float]]:
     """Return the speeds of setups that take turns, until their differences are clear or within the noise.
 
     Every second round goes backwards, which cancels a steady drift. Setups that are far behind take no more turns.
 
     Args:
-        rate: Function that measures a setup once.
+        rate: Function that measures a setup once; it returns None for one that has failed, and takes no further part.
         deadline: Time on the monotonic clock after which no round begins, unless there were too few.
         drops: Whether the race ends early; otherwise all take part in every round.
     """
@@ -100,7 +100,13 @@ def race(
         if number >= _LEAST_ROUNDS and (time.monotonic() > deadline or len(racing) < 2):
             break
         for setup in racing[:: -1 if number % 2 else 1]:
-            found[setup].append(rate(setup))
+            if (speed := rate(setup)) is not None:
+                found[setup].append(speed)
+            else:
+                del found[setup]
+        racing = [setup for setup in racing if setup in found]
+        if not racing:
+            break
         if number + 1 < _LEAST_ROUNDS or not drops:
             continue
         best = fastest(found)
@@ -150,6 +156,7 @@ class Search:
 
     def __init__(self, trials: Trials, limits: Limits, tell: Callable[[str], None]) -> None:
         self._trials, self.limits, self._tell = trials, limits, tell
+        self._failed: dict[Setup, Failed] = {}  # by setup
         self.steps: list[Step] = []
         self.unit = "samples"
         self.best: Setup
@@ -165,8 +172,20 @@ class Search:
         self._choose_ranks()
         self._improve()
 
-    def _rate(self, setup: Setup) -> float:
-        return self._trials.of(setup).rate(setup)
+    def _race(self, setups: Sequence[Setup], deadline: float) -> dict[Setup, list[float]]:
+        found = race(setups, self._rate, deadline)
+        if not found:
+            raise next(iter(self._failed.values()))
+        return found
+
+    def _rate(self, setup: Setup) -> float | None:
+        if setup in self._failed:
+            return None
+        try:
+            return self._trials.of(setup).rate(setup)
+        except Failed as failure:
+            self._failed |= dict.fromkeys(self._trials.drop(setup, failure), failure)
+            return None
 
     def _choose_ranks(self) -> None:
         limits = self.limits
@@ -177,24 +196,30 @@ class Search:
         ]
         wanted = [self.plain, *setups] if 1 in limits.ranks else setups
         self._tell(f"starting the script with {_words([*limits.ranks], 'rank')}")
-        failed = self._trials.start(wanted, max(60.0, limits.left_s()))
-        there = [setup for setup in wanted if setup not in failed]
+        self._failed |= self._trials.start(wanted, max(60.0, limits.left_s()))
+        there = [setup for setup in wanted if setup not in self._failed]
         if not [setup for setup in setups if setup in there]:
-            raise next(iter(failed.values()))
+            raise next(iter(self._failed.values()))
         self._tell(f"taking turns: {len(there)} ways to divide {limits.machine.describe()} among ranks and threads")
-        found = race(there, self._rate, time.monotonic() + limits.left_s() * _STARTS_WITHIN)
-        self.facts = self._trials.of(there[-1]).facts
-        self.unit = "samples" if self.facts["counts_samples"] else "steps of a rank"
+        found = self._race(there, time.monotonic() + limits.left_s() * _STARTS_WITHIN)
         ours = {setup: speeds for setup, speeds in found.items() if setup != self.plain}
+        if not ours:
+            raise next(iter(self._failed.values()))
         self.best = fastest(ours)
+        self.facts = self._trials.of(self.best).facts
+        self.unit = "samples" if self.facts["counts_samples"] else "steps of a rank"
         first = self.plain if self.plain in found else min(ours, key=lambda one: (one.ranks, one.threads))
-        for setup in there:
+        for setup in found:
             gain = None if setup == first else compare(found[setup], found[first])
             is_taken = setup == self.best
             self.steps.append(
                 Step(_divided(setup, is_plain=setup == self.plain), statistics.median(found[setup]), gain, is_taken)
             )
-        self.steps += [Step(_divided(setup), why=str(failure)) for setup, failure in failed.items()]
+        self.steps += [
+            Step(_divided(setup, is_plain=setup == self.plain), why=str(self._failed[setup]))
+            for setup in wanted
+            if setup in self._failed
+        ]
 
     def _improve(self) -> None:
         """Try what can be added to the best so far, and take what brings something for certain."""
@@ -212,18 +237,20 @@ class Search:
     def _try(self, base: Setup, tried: Sequence[Offer]) -> None:
         self._tell(f"trying {', '.join(offer.name for offer in tried)}")
         limit_s = max(_LEAST_START_S, *(offer.needs_s for offer in tried), self.limits.left_s() * _STARTS_WITHIN)
-        failed = self._trials.start([offer.setup for offer in tried], limit_s)
-        there = [offer for offer in tried if offer.setup not in failed]
-        found = race([base, *(offer.setup for offer in there)], self._rate, self.limits.deadline)
+        self._failed |= self._trials.start([offer.setup for offer in tried], limit_s)
+        there = [offer for offer in tried if offer.setup not in self._failed]
+        found = self._race([base, *(offer.setup for offer in there)], self.limits.deadline)
         taken = {}
-        for offer in there:
+        for offer in there if base in found else ():
+            if offer.setup not in found:
+                continue
             gain = compare(found[offer.setup], found[base])
             is_taken = gain.is_certain and not offer.note
             rate = statistics.median(found[offer.setup])
             self.steps.append(Step(offer.name, rate, gain, is_taken, note=offer.note if gain.is_certain else ""))
             if is_taken:
                 taken[offer.name] = offer.setup
-        self.steps += [Step(o.name, why=str(failed[o.setup])) for o in tried if o.setup in failed]
+        self.steps += [Step(o.name, why=str(self._failed[o.setup])) for o in tried if o.setup in self._failed]
         if len(taken) == 1:
             (self.best,) = taken.values()
         elif taken:
@@ -237,10 +264,11 @@ class Search:
             fused=any(setup.fused for setup in taken),
             changes=tuple(dict.fromkeys(pair for setup in taken for pair in setup.changes)),
         )
-        failed = self._trials.start([together], max(_LEAST_START_S, self.limits.left_s()))
-        found = race([base, *taken, *([] if failed else [together])], self._rate, self.limits.deadline)
+        self._failed |= self._trials.start([together], max(_LEAST_START_S, self.limits.left_s()))
+        setups = [base, *taken, *([] if together in self._failed else [together])]
+        found = self._race(setups, self.limits.deadline)
         self.best = fastest(found)
-        if not failed:
+        if {together, base} <= found.keys():
             gain = compare(found[together], found[base])
             self.steps.append(Step("all of these", statistics.median(found[together]), gain, self.best == together))
 

@@ -200,7 +200,7 @@ class Trial:
 
 def _rate(steps: Sequence[tuple[float, int, float]], counts_samples: bool) -> float:
     kept = sorted(steps)[: max(1, round(len(steps) * (1 - _OUTLIERS)))]
-    return sum(step[1] if counts_samples else 1 for step in kept) / sum(step[0] for step in kept)
+    return max(1e-9, sum(step[1] if counts_samples else 1 for step in kept)) / sum(step[0] for step in kept)
 
 
 class Trials:
@@ -215,6 +215,7 @@ class Trials:
         self._words, self._folder = words, folder
         self._trials: dict[Any, Trial] = {}
         self._failures: dict[Any, Failed] = {}
+        self._wanted: list[Setup] = []
 
     def __enter__(self) -> Trials:
         return self
@@ -229,6 +230,7 @@ class Trials:
 
     def start(self, setups: Sequence[Setup], limit_s: float) -> dict[Setup, Failed]:
         """Start the jobs that these setups need, side by side, and return those that can't be measured."""
+        self._wanted += setups
         for setup in setups:
             if setup.job not in self._trials and setup.job not in self._failures:
                 folder = os.path.join(self._folder, str(len(self._trials) + len(self._failures)))
@@ -240,14 +242,16 @@ class Trials:
                 if setup.job in self._trials and not self.of(setup).facts:
                     self.of(setup).meet(deadline)
             except Failed as failure:
-                self._drop(setup, failure)
+                self.drop(setup, failure)
             if setup.job in self._failures:
                 failed[setup] = self._failures[setup.job]
         return failed
 
-    def _drop(self, setup: Setup, failure: Failed) -> None:
+    def drop(self, setup: Setup, failure: Failed) -> list[Setup]:
+        """End the job of a setup that has failed, and return the setups that were to be measured in it."""
         self._failures[setup.job] = failure
         self._trials.pop(setup.job).end()
+        return [one for one in self._wanted if one.job == setup.job]
 
     def of(self, setup: Setup) -> Trial:
         """Return the job in which a setup is measured."""
