@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx
 from phalanx.parallel.pieces import ELEMENTWISE
@@ -174,6 +175,12 @@ def leave_alone(rank, world_size, folder):
         "torch's wrapper": {"model": nn.parallel.DistributedDataParallel(make_model())},
     }
     found = {name: fit(f"{folder}/{name}", "always", **case)[1] for name, case in cases.items()}
+    handle = register_optimizer_step_pre_hook(hook)
+    found["hook on all"] = fit(f"{folder}/all", "always")[1]
+    handle.remove()
+    divided_step.has_room, has_room = lambda *_: rank == 0, divided_step.has_room  # the other rank has none
+    found["room"] = fit(f"{folder}/room", "always")[1]
+    divided_step.has_room = has_room
     torch.set_num_threads(2)
     found["threads"] = fit(f"{folder}/threads", "always")[1]
     torch.set_num_threads(1)
@@ -196,7 +203,7 @@ def small_model(folder):
 def test_what_cannot_be_divided_with_the_same_bits_is_left_alone(run_ranks, tmp_path):
     for found in run_ranks(leave_alone, 2, str(tmp_path), timeout_s=60):
         assert found == dict.fromkeys(found, 0)
-        assert len(found) == 6
+        assert len(found) == 8
 
 
 def state_after(rank, world_size, folder):
