@@ -48,7 +48,7 @@ class Mean(nn.Module):
         return inputs.mean(1, keepdim=True)
 
 
-def fit(folder, how, *, maker="Adam", do=None, model=None, prepare=None, **settings):
+def fit(folder, how, *, maker="Adam", do=None, model=None, prepare=None, callbacks=(), **settings):
     """Train for a few steps; return the bits of weights and state, and how many steps were divided."""
     cls, arguments = MAKERS[maker]
     model = model or make_model()
@@ -57,9 +57,10 @@ def fit(folder, how, *, maker="Adam", do=None, model=None, prepare=None, **setti
         prepare(model, optimizer)
     watch = Watch(do or (lambda trainer: None))
     trainer = phalanx.Trainer(
-        model, optimizer, mean_squares, callbacks=[watch], folder=folder,
+        model, optimizer, mean_squares, callbacks=callbacks, folder=folder,
         **{"global_batch_size": 8, "max_steps": STEPS, "divide_optimizer": how, "snapshot_every": 0, **settings},
     )  # fmt: skip
+    trainer.callbacks = [*callbacks, watch]
     _, printed = quietly(trainer.fit, make_data())
     return bits_of(trainer), watch.num_divided, printed
 
@@ -164,6 +165,18 @@ def test_the_first_steps_decide_on_all_ranks_alike(run_ranks, tmp_path, least_ga
     assert num == others_num == (STEPS - 4 if is_divided else 5)
     assert ("each rank steps its part of the optimizer" in printed) == is_divided
     assert differing(bits, others_bits) == []
+
+
+def decide_with_a_callback(rank, world_size, folder):
+    torch.set_num_threads(1)
+    divided_step._LEAST_S, divided_step._LEAST_GAIN = 0, 1e-9
+    return [fit(f"{folder}/{how}", how, callbacks=[Watch()])[1] for how in ("auto", "always")]
+
+
+def test_a_callback_has_a_state_that_is_its_ranks_own_unless_asked_for(run_ranks, tmp_path):
+    for num_auto, num_always in run_ranks(decide_with_a_callback, 2, str(tmp_path), timeout_s=60):
+        assert num_auto == 0
+        assert num_always > 0
 
 
 def leave_alone(rank, world_size, folder):

@@ -47,6 +47,7 @@ class Stepper:
         ranks: RankGroup,
         session: Session,
         settings: Settings,
+        divides: str,
     ) -> None:
         self._model, self._module = model, checkpoint.unwrap(model)
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
@@ -55,6 +56,7 @@ class Stepper:
         self._ranks = ranks
         self._session, self._device = session, session.device
         self._settings, self._clip_norm = settings, settings.clip_norm
+        self._divides = divides
         self._is_deterministic = settings.deterministic is not None
         self.autocast = session.autocast(settings.precision)
         self.scaler: torch.amp.GradScaler = session.grad_scaler(settings.precision)
@@ -64,7 +66,7 @@ class Stepper:
     def begin(self, run_log: RunLog, step: int) -> FiniteGuard:
         """Time the phases of the steps after `step` for the run log, and return the guard that looks at them."""
         self._clock = run_log.clock
-        how = "never" if self.scaler.is_enabled() else self._settings.divide_optimizer
+        how = "never" if self.scaler.is_enabled() else self._divides
         self._divided = DividedStep(self._optimizer, self._model, self._session, how, run_log.say)
         self._guard = FiniteGuard(
             self._settings.on_nan, self._module, self._objective, self._ranks, run_log,

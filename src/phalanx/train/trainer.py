@@ -115,6 +115,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         self._given = frozenset(settings)
+        has_callbacks = bool(callbacks)
         if _trial.is_on():
             settings, trial = _trial.of_trainer(settings, model)
             scheduler, loggers, callbacks = None, (), (*callbacks, trial)
@@ -154,7 +155,8 @@ class Trainer:
         self._agree_every = 1
         self._collate_fn = collate_fn
         in_steps = scheduler if s.scheduler_interval == "step" else None
-        self._stepper = Stepper(self.model, optimizer, in_steps, objective, self._ranks, self.session, s)
+        divides = "never" if has_callbacks and s.divide_optimizer == "auto" else s.divide_optimizer
+        self._stepper = Stepper(self.model, optimizer, in_steps, objective, self._ranks, self.session, s, divides)
         self._evaluator = Evaluator(self.model, objective, self._ranks, self.device, s, collate_fn)
 
     # ---- training --------------------------------------------------------------------------------------------------
