@@ -40,7 +40,7 @@ def write(folder: Path, text: str, **parts: object) -> None:
 
 
 def tune(folder: Path, *words: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    words = words or ("--seconds", "10", "--json", "found.json", "train.py")
+    words = words or ("--seconds", "5", "--json", "found.json", "train.py")
     return subprocess.run(
         [*TUNE, *words], cwd=folder, env={**os.environ, **(environ or {})}, capture_output=True, text=True,
         timeout=LIMIT_S, check=False, preexec_fn=on_two_cpus,
@@ -58,7 +58,7 @@ def found(folder: Path) -> dict:
 
 def test_ranks_that_divide_the_work_are_the_best_command(tmp_path):
     write(tmp_path, PLAIN, **GROUP)
-    done = tune(tmp_path, "--seconds", "10", "--json", "found.json", "--max-restarts", "2", "train.py")
+    done = tune(tmp_path, "--seconds", "5", "--json", "found.json", "--max-restarts", "2", "train.py")
     assert done.returncode == 0, done.stderr
     table = found(tmp_path)
     assert table["unit"] == "samples"
@@ -162,6 +162,7 @@ TRAINER = """
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_is_measured_for_as_long_as_it_takes_and_offers_its_settings(tmp_path):
     write(tmp_path, TRAINER, epochs=1)
     done = tune(tmp_path, "--seconds", "40", "--json", "found.json", "--nproc-per-node", "1", "train.py")
