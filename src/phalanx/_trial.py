@@ -88,6 +88,11 @@ def is_on() -> bool:
     return _current is not None
 
 
+def counted(batches: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator of the same batches, whose samples count if this rank is part of a trial."""
+    return batches if _current is None else _Counted(batches, _current)
+
+
 class Trial:
     """This rank's part in a trial."""
 
@@ -119,11 +124,9 @@ class Trial:
 
         self._hook = register_optimizer_step_post_hook(self._after_step)
         begin_epoch = DataLoader.__iter__
-        trial = self
 
         def iterate(loader: Any) -> Any:
-            batches = begin_epoch(loader)
-            return _Counted(batches, trial)
+            return counted(begin_epoch(loader))
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
