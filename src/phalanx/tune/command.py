@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -10,21 +11,22 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._memory import choose
 from phalanx._text import columns
 from phalanx.launch.cpus import read_machine
-from phalanx.launch.flags import Flag, Setting, add_flags
+from phalanx.launch.flags import Flag, Setting, add_flags, split_off_flags
 from phalanx.launch.plan import count_local_ranks, make_plan, read_command
-from phalanx.launch.tuned import Tuned, remember
+from phalanx.launch.tuned import Tuned, remember, tuned_file
 from phalanx.tune.search import Limits, Search, Step, default_ranks
 from phalanx.tune.trials import Failed, Setup, Trials
 
 RIGHT_CALL = "phalanx tune [flags] train.py [args]"
 _TAIL_LINES, _WIDTH = 20, 80
+_FOLDER = "phalanx-tune-"  # of the jobs, and gone when the command ends
 
 
 def _seconds(text: str) -> float:
@@ -59,6 +61,9 @@ def main(argv: Sequence[str]) -> int:
         settings, target, _ = read_command(argv, _env.environment(), parser=parser, also=OWN_FLAGS)
         if settings["nnodes"].value != (1, 1):
             raise UsageError("--nnodes: phalanx tune measures on one machine", RIGHT_CALL)
+        if settings["dry-run"].value:
+            raise UsageError("--dry-run is for phalanx run: phalanx tune has to run the script to measure it")
+        _check_json(settings["json"].value)
         words = _without_searched(argv, target)
         make_plan(words, _env.environment(), parser)  # refuses what could not be started
         limits = _limits(settings)
@@ -78,6 +83,15 @@ def _limits(settings: Mapping[str, Setting]) -> Limits:
     said = environ.get("OMP_NUM_THREADS", "")
     threads = int(said) if said.isdigit() else 0
     return Limits(ranks=ranks, memories=memories, machine=machine, threads=threads, deadline=deadline)
+
+
+def _check_json(path: str) -> None:
+    """Refuse a file that could not be written at the end, before time goes into the search."""
+    folder = os.path.dirname(path) or "."
+    if path and not os.path.isdir(folder):
+        raise UsageError(f"--json: there is no folder {folder!r}")
+    if path and (os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK)):
+        raise UsageError(f"--json: {path!r} can't be written")
 
 
 def _without_searched(argv: Sequence[str], target: Sequence[str]) -> list[str]:
@@ -101,7 +115,9 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
     script = shlex.join(target)
     policy = choose(_env.environment(), wanted=settings["memory"].value, num_ranks=max(limits.ranks))
     _say(f"{script} on {limits.machine.describe()}; memory {policy}")
-    with tempfile.TemporaryDirectory(prefix="phalanx-tune-") as folder, Trials(words, folder) as trials:
+    if behind := [word for word in split_off_flags(target[1:], OWN_FLAGS)[0] if word.startswith("--")]:
+        _say(f"{', '.join(behind)} goes to {target[0]}: flags of phalanx tune come before the script")
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, Trials(words, folder) as trials:
         search = Search(trials, limits, _say)
         try:
             search.run()
@@ -112,9 +128,7 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
     print(f"best: {_command(search, words, target)}")
     for line in _advice(search, target):
         _show(f"- {line}")
-    kept = _remember(search, words, target)
-    if kept:
-        _show(f"phalanx run takes that over for --nproc-per-node auto ({kept})")
+    _show(_remember(search, words, target))
     print(f"measured in {time.monotonic() - began_s:.0f} s")
     if settings["json"].value:
         _write_json(settings["json"].value, search, _command(search, words, target))
@@ -122,13 +136,19 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
 
 
 def _remember(search: Search, words: Sequence[str], target: Sequence[str]) -> str:
+    """Keep what was found for ``phalanx run``, and return a line that says so, or why it could not be kept."""
     plan = make_plan(words, _env.environment())
     best, command = search.best, plan.job.command
     found = Tuned(
         command=[*command[1:]], machine=search.limits.machine.describe(),
         ranks=best.ranks, threads=best.threads, memory=best.memory,
     )  # fmt: skip
-    return remember(found, plan.job.log_dir, command)
+    file = tuned_file(plan.job.log_dir, command)
+    try:
+        remember(found, file)
+    except OSError as error:
+        return f"phalanx run can't take that over: {file} can't be written ({error.strerror}); type the best command"
+    return f"phalanx run takes that over for --nproc-per-node auto ({file})"
 
 
 def _leave(number: int, _: Any) -> NoReturn:
@@ -139,14 +159,21 @@ def _say(text: str) -> None:
     _show(f"phalanx tune: {text}")
 
 
-def _show(text: str) -> None:
-    print(textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False), flush=True)
+def _show(text: str, file: TextIO | None = None) -> None:
+    lines = textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print(lines, file=file, flush=True)
 
 
 def _refuse(script: str, failure: Failed) -> int:
     if failure.printed:
-        print("\n".join(failure.printed.rstrip().splitlines()[-_TAIL_LINES:]), file=sys.stderr)
-    print(f"phalanx tune: {script} {failure}; nothing was measured", file=sys.stderr)
+        lines = [line for line in failure.printed.rstrip().splitlines() if _FOLDER not in line]
+        print("\n".join(lines[-_TAIL_LINES:]), file=sys.stderr)
+    _show(f"phalanx tune: {script} {failure}; nothing was measured", sys.stderr)
+    if "address already in use" in failure.printed:
+        advice = "name no port in it, and start no processes of your own: the jobs run side by side, as under torchrun"
+        _show(f"- {advice}", sys.stderr)
+    elif not failure.code:
+        _show("- what is measured are the steps of an optimizer of torch.optim, in a loop of the script", sys.stderr)
     return failure.code or 1
 
 
@@ -190,7 +217,8 @@ def _advice(search: Search, target: Sequence[str]) -> list[str]:
             f"and in {target[0]}: Trainer(..., {', '.join(f'{name}={value!r}' for name, value in best.trainer)})"
         )
     if not any(step.is_taken and step.gain is not None and step.gain.is_certain for step in search.steps):
-        lines.append("nothing here was faster than plain python by more than the noise")
+        first = next(step.name for step in search.steps if not step.why).partition(":")[0]
+        lines.append(f"nothing here was faster than {first} by more than the noise")
     if best.ranks > 1 and facts["trainer"] is None:
         lines.append(f"a step of {best.ranks} ranks has {best.ranks} times the samples, unless the script divides them")
     return lines

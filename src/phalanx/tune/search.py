@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from phalanx._text import counted
 from phalanx.launch.cpus import Machine
 from phalanx.tune.trials import Setup, Trials
 
@@ -177,10 +178,12 @@ class Search:
         there = [setup for setup in wanted if setup not in failed]
         if not [setup for setup in setups if setup in there]:
             raise next(iter(failed.values()))
-        self._tell(f"taking turns: {len(there)} ways to divide {limits.machine.describe()} among ranks and threads")
+        self._tell(
+            f"taking turns: {counted(len(there), 'way')} to divide {limits.machine.describe()} among ranks and threads"
+        )
         found = race(there, self._rate, time.monotonic() + limits.left_s() * _STARTS_WITHIN)
         self.facts = self._trials.of(there[-1]).facts
-        self.unit = "samples" if self.facts["counts_samples"] else "steps of a rank"
+        self.unit = "samples" if self.facts["counts_samples"] else "steps"
         ours = {setup: speeds for setup, speeds in found.items() if setup != self.plain}
         self.best = fastest(ours)
         first = self.plain if self.plain in found else min(ours, key=lambda one: (one.ranks, one.threads))
