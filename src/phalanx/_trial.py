@@ -1,7 +1,7 @@
 """The side of a rank in ``phalanx tune``: it takes the optimizer steps that it is asked for, and waits in between.
 
-The jobs of a trial live side by side and take turns, so that whatever else the machine does meets all of them. Asked
-and told is in files of a folder, because a script may have any process group, or none.
+The jobs of a trial live side by side and take turns, so that other load on the machine slows all of them alike.
+Requests and answers are files in a folder, because a script may have any process group, or none.
 """
 
 from __future__ import annotations

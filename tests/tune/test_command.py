@@ -104,7 +104,8 @@ def test_a_script_that_is_over_soon_is_started_again(tmp_path):
     [
         ("raise ValueError('no such data')", 1, ["ValueError: no such data", "nothing was measured"], 1),
         ("sys.exit(0)", 1, ["ended before its optimizer had taken three steps", "optimizer of torch.optim"], 1),
-        ("raise OSError('address already in use')", 1, ["the jobs run side by side"], 1),
+        ("raise OSError('Address already in use')", 1, ["the jobs run side by side"], 1),
+        ("raise ValueError('two processes claim rank 1')", 1, ["the jobs run side by side"], 1),
         ("sys.exit(7)", 1, ["ended before its optimizer had taken three steps"], 7),
         ("pass", 0, ["ended before its optimizer had taken three steps"], 1),
     ],
@@ -188,6 +189,15 @@ def test_a_flag_behind_the_script_and_a_result_that_can_not_be_kept_are_told(tmp
     said = " ".join(done.stdout.split())
     assert "--seconds goes to train.py: flags of phalanx tune come before the script" in said
     assert "phalanx run can't take that over: runs/train/tuned.json can't be written (Not a directory)" in said
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_the_table_of_a_script_without_a_loader_counts_steps_and_fits_80_columns(tmp_path):
+    write(tmp_path, PLAIN.replace("for (x,) in loader:", "for x in torch.randn(50, 8, 4):"), **ALONE)
+    done = tune(tmp_path, "--seconds", "8", "--nproc-per-node", "1", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "  steps/s  speed" in done.stdout
+    assert "within the noise" in done.stdout  # threads do nothing for a sleep
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 

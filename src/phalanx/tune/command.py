@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -25,6 +26,7 @@ from phalanx.tune.search import Limits, Search, Step, default_ranks
 from phalanx.tune.trials import Failed, Setup, Trials
 
 RIGHT_CALL = "phalanx tune [flags] train.py [args]"
+_OWN_PROCESSES = re.compile("address already in use|two processes claim rank|ProcessRaisedException", re.IGNORECASE)
 _TAIL_LINES, _WIDTH = 20, 80
 _FOLDER = "phalanx-tune-"  # of the jobs, and gone when the command ends
 
@@ -40,7 +42,9 @@ def _seconds(text: str) -> float:
 
 
 OWN_FLAGS = (
-    Flag("seconds", "time to search for, of which some goes to starting the script", _seconds, "SECONDS", "60"),
+    Flag(
+        "seconds", "longest search in seconds, with the time that the script takes to start", _seconds, "SECONDS", "60"
+    ),
     Flag("json", "file to write the table to, as JSON", str, "FILE"),
 )
 
@@ -169,7 +173,7 @@ def _refuse(script: str, failure: Failed) -> int:
         lines = [line for line in failure.printed.rstrip().splitlines() if _FOLDER not in line]
         print("\n".join(lines[-_TAIL_LINES:]), file=sys.stderr)
     _show(f"phalanx tune: {script} {failure}; nothing was measured", sys.stderr)
-    if "address already in use" in failure.printed:
+    if _OWN_PROCESSES.search(failure.printed):
         advice = "name no port in it, and start no processes of your own: the jobs run side by side, as under torchrun"
         _show(f"- {advice}", sys.stderr)
     elif not failure.code:
