@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.tune.trials import Setup, Trials
+
 TUNE = (sys.executable, "-m", "phalanx", "tune")
 LIMIT_S = 120
 PLAIN = """
@@ -199,6 +201,23 @@ def test_the_table_of_a_script_without_a_loader_counts_steps_and_fits_80_columns
     assert "  steps/s  speed" in done.stdout
     assert "within the noise" in done.stdout  # threads do nothing for a sleep
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_jobs_leave_nothing_in_the_folder_for_logs_but_what_was_found(tmp_path):
+    write(tmp_path, PLAIN, **GROUP)
+    flags = ("--log-dir", "logs")
+    done = tune(tmp_path, "--seconds", "5", "--nproc-per-node", "2", *flags, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["tuned.json"]
+    assert " --log-dir logs train.py\n" in done.stdout.partition("best: phalanx run ")[2]
+
+
+def test_a_script_that_takes_no_step_in_time_is_told_what_gives_it_more(tmp_path):
+    (tmp_path / "train.py").write_text("import time, torch; time.sleep(60)")
+    setup = Setup(ranks=1, threads=1)
+    with Trials([str(tmp_path / "train.py")], str(tmp_path / "jobs")) as trials:
+        failed = trials.start([setup], 1)
+    assert "has not taken its steps in time; --seconds gives it more" in str(failed[setup])
 
 
 def test_threads_that_the_user_has_set_are_not_searched(tmp_path):

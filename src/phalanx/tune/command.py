@@ -27,6 +27,7 @@ from phalanx.tune.trials import Failed, Setup, Trials
 
 RIGHT_CALL = "phalanx tune [flags] train.py [args]"
 _OWN_PROCESSES = re.compile("address already in use|two processes claim rank|ProcessRaisedException", re.IGNORECASE)
+_SEARCHED = ("--nproc-per-node", "--memory", "--shutdown-timeout")
 _TAIL_LINES, _WIDTH = 20, 80
 _FOLDER = "phalanx-tune-"  # of the jobs, and gone when the command ends
 
@@ -43,7 +44,7 @@ def _seconds(text: str) -> float:
 
 OWN_FLAGS = (
     Flag(
-        "seconds", "longest search in seconds, with the time that the script takes to start", _seconds, "SECONDS", "60"
+        "seconds", "rough length of the search, with the time that the script takes to start", _seconds, "SECONDS", "60"
     ),
     Flag("json", "file to write the table to, as JSON", str, "FILE"),
 )
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         if settings["dry-run"].value:
             raise UsageError("--dry-run is for phalanx run: phalanx tune has to run the script to measure it")
         _check_json(settings["json"].value)
-        words = _without_searched(argv, target)
+        words = _without(argv, target, *_SEARCHED, *(f"--{flag.name}" for flag in OWN_FLAGS))
         make_plan(words, _env.environment(), parser)  # refuses what could not be started
         limits = _limits(settings)
     except UsageError as error:
@@ -98,14 +99,14 @@ def _check_json(path: str) -> None:
         raise UsageError(f"--json: {path!r} can't be written")
 
 
-def _without_searched(argv: Sequence[str], target: Sequence[str]) -> list[str]:
-    """Return the flags for the jobs: those that were given, without what the search sets, and without ours."""
+def _without(argv: Sequence[str], target: Sequence[str], *names: str) -> list[str]:
+    """Return the words of a command line without some of its flags and their values."""
     flags = list(argv[: len(argv) - len(target)])
     kept: list[str] = []
     while flags:
         word = flags.pop(0)
         name, has_value, _ = word.replace("_", "-").partition("=")
-        if name in ("--seconds", "--json", "--nproc-per-node", "--memory", "--shutdown-timeout"):
+        if name in names:
             if not has_value:
                 flags.pop(0)
             continue
@@ -121,7 +122,8 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
     _say(f"{script} on {limits.machine.describe()}; memory {policy}")
     if behind := [word for word in split_off_flags(target[1:], OWN_FLAGS)[0] if word.startswith("--")]:
         _say(f"{', '.join(behind)} goes to {target[0]}: flags of phalanx tune come before the script")
-    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, Trials(words, folder) as trials:
+    jobs = _without(words, target, "--log-dir")  # they log where they are measured
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, Trials(jobs, folder) as trials:
         search = Search(trials, limits, _say)
         try:
             search.run()
