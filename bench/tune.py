@@ -32,7 +32,8 @@ def every_setup(with_trainer: bool) -> list[Setup]:
     """Return all combinations of what ``phalanx tune`` searches on this machine."""
     machine = read_machine()
     places = [(ranks, threads) for ranks in default_ranks(machine) for threads in threads_to_try(machine, ranks)]
-    chosen = itertools.product((False, True), repeat=len(_OF_TRAINER)) if with_trainer else [()]
+    num_settings = len(_OF_TRAINER)
+    chosen = itertools.product((False, True), repeat=num_settings) if with_trainer else [(False,) * num_settings]
     trainers = [tuple(pair for pair, is_on in zip(_OF_TRAINER.items(), of, strict=True) if is_on) for of in chosen]
     return [
         Setup(ranks=ranks, threads=threads, memory=memory, fused=fused, changes=changes)
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="the script has no Trainer")
     parser.add_argument("script", nargs="*", default=["examples/train_digits.py"], help="script and arguments")
     given = parser.parse_args()
+    print(f"measuring {len(every_setup(not given.plain))} setups, side by side: a minute or more", flush=True)
     speeds = exhaustive(given.script, with_trainer=not given.plain)
     best = fastest({setup: [speed] for setup, speed in speeds.items()})
     for setup in sorted(speeds, key=speeds.__getitem__, reverse=True):

@@ -1,7 +1,7 @@
 """The side of a rank in ``phalanx tune``: it takes the optimizer steps that it is asked for, and waits in between.
 
-The jobs of a trial live side by side and take turns, so that whatever else the machine does meets all of them. Asked
-and told is in files of a folder, because a script may have any process group, or none.
+The jobs of a trial live side by side and take turns, so that other load on the machine slows all of them alike.
+Requests and answers are files in a folder, because a script may have any process group, or none.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ def is_on() -> bool:
     return _current is not None
 
 
+def counted(batches: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator of the same batches, whose samples count if this rank is part of a trial."""
+    return batches if _current is None else _Counted(batches, _current)
+
+
 class Trial:
     """This rank's part in a trial."""
 
@@ -124,11 +129,9 @@ class Trial:
 
         self._hook = register_optimizer_step_post_hook(self._after_step)
         begin_epoch = DataLoader.__iter__
-        trial = self
 
         def iterate(loader: Any) -> Any:
-            batches = begin_epoch(loader)
-            return _Counted(batches, trial)
+            return counted(begin_epoch(loader))
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign]
         if "num_workers" in self._changes:

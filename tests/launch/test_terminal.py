@@ -107,6 +107,36 @@ def test_a_long_warning_of_all_ranks_is_one_beside_a_progress_bar(terminal):
     assert screen.shown.count("words") == 2
 
 
+def test_the_progress_bar_of_a_run_that_goes_on_begins_at_its_step(terminal):
+    screen = terminal(
+        """
+        from phalanx.train.progress import ProgressBar
+        bar = ProgressBar.open(300, 75)
+        if bar: bar.close()
+        """
+    )
+    assert screen.finish() == 0
+    assert " 75/300" in screen.shown
+
+
+def test_a_run_that_is_over_has_no_progress_bar(terminal):
+    screen = terminal(
+        """
+        import phalanx, torch
+        for _ in range(2):
+            model = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            data = torch.utils.data.TensorDataset(torch.ones(64, 1), torch.ones(64, 1))
+            trainer = phalanx.Trainer(model, optimizer, torch.nn.functional.mse_loss, max_epochs=1, folder="run")
+            trainer.fit(data)
+        """
+    )
+    assert screen.finish() == 0
+    first, second = screen.shown.split("already finished at step 2")
+    assert "starting" in first
+    assert "starting" not in second
+
+
 def test_rank_0_reads_what_is_typed(terminal):
     screen = terminal("print('hello', input('name? ') if RANK == 0 else sys.stdin.read() == '')")
     screen.read_until("name? ")

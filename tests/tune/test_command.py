@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.tune.trials import Setup, Trials
+
 TUNE = (sys.executable, "-m", "phalanx", "tune")
 LIMIT_S = 120
 PLAIN = """
@@ -103,7 +105,9 @@ def test_a_script_that_is_over_soon_is_started_again(tmp_path):
     ("begin", "epochs", "said", "code"),
     [
         ("raise ValueError('no such data')", 1, ["ValueError: no such data", "nothing was measured"], 1),
-        ("sys.exit(0)", 1, ["ended before its optimizer had taken three steps"], 1),
+        ("sys.exit(0)", 1, ["ended before its optimizer had taken three steps", "optimizer of torch.optim"], 1),
+        ("raise OSError('Address already in use')", 1, ["the jobs run side by side"], 1),
+        ("raise ValueError('two processes claim rank 1')", 1, ["the jobs run side by side"], 1),
         ("sys.exit(7)", 1, ["ended before its optimizer had taken three steps"], 7),
         ("pass", 0, ["ended before its optimizer had taken three steps"], 1),
     ],
@@ -113,7 +117,8 @@ def test_a_script_that_can_not_be_measured_says_why(tmp_path, begin, epochs, sai
     done = tune(tmp_path)
     assert done.returncode == code
     for words in said:
-        assert words in done.stderr
+        assert words in " ".join(done.stderr.split())
+    assert "phalanx-tune-" not in done.stderr  # a folder that is gone
     assert "best:" not in done.stdout
     assert "Traceback" not in done.stderr.partition("phalanx tune:")[2]
 
@@ -176,6 +181,58 @@ def test_a_trainer_is_measured_for_as_long_as_it_takes_and_offers_its_settings(t
     assert [path.name for path in (tmp_path / "runs" / "train").iterdir()] == ["tuned.json"]
 
 
+def test_samples_are_counted_that_a_trainer_loads_without_workers(tmp_path):
+    write(
+        tmp_path,
+        TRAINER.replace("time.sleep(0.01)", "pass").replace("loggers=", "num_workers='auto', loggers="),
+        epochs=1,
+    )
+    done = tune(tmp_path, "--seconds", "5", "--json", "found.json", "--nproc-per-node", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    table = found(tmp_path)
+    assert table["unit"] == "samples"
+    assert all(step["rate"] for step in table["steps"] if not step["why"])
+    assert "taking turns: 1 way to divide" in done.stdout
+    assert "faster than plain python" not in done.stdout  # which was not measured
+
+
+def test_a_flag_behind_the_script_and_a_result_that_can_not_be_kept_are_told(tmp_path):
+    write(tmp_path, PLAIN, **GROUP)
+    (tmp_path / "runs").write_text("a file, where a folder is needed")
+    done = tune(tmp_path, "--seconds", "5", "--nproc-per-node", "1", "train.py", "--seconds", "9")
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "--seconds goes to train.py: flags of phalanx tune come before the script" in said
+    assert "phalanx run can't take that over: runs/train/tuned.json can't be written (Not a directory)" in said
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_the_table_of_a_script_without_a_loader_counts_steps_and_fits_80_columns(tmp_path):
+    write(tmp_path, PLAIN.replace("for (x,) in loader:", "for x in torch.randn(50, 8, 4):"), **ALONE)
+    done = tune(tmp_path, "--seconds", "8", "--nproc-per-node", "1", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "  steps/s  speed" in done.stdout
+    assert "within the noise" in done.stdout  # threads do nothing for a sleep
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_jobs_leave_nothing_in_the_folder_for_logs_but_what_was_found(tmp_path):
+    write(tmp_path, PLAIN, **GROUP)
+    flags = ("--log-dir", "logs")
+    done = tune(tmp_path, "--seconds", "5", "--nproc-per-node", "2", *flags, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["tuned.json"]
+    assert " --log-dir logs train.py\n" in done.stdout.partition("best: phalanx run ")[2]
+
+
+def test_a_script_that_takes_no_step_in_time_is_told_what_gives_it_more(tmp_path):
+    (tmp_path / "train.py").write_text("import time, torch; time.sleep(60)")
+    setup = Setup(ranks=1, threads=1)
+    with Trials([str(tmp_path / "train.py")], str(tmp_path / "jobs")) as trials:
+        failed = trials.start([setup], 1)
+    assert "has not taken its steps in time; --seconds gives it more" in str(failed[setup])
+
+
 def test_threads_that_the_user_has_set_are_not_searched(tmp_path):
     write(tmp_path, PLAIN, **GROUP)
     done = tune(
@@ -207,12 +264,16 @@ def test_tunables_of_the_user_leave_memory_alone(tmp_path):
         (("--seconds", "1", "train.py"), "--seconds must be seconds from 5 to 86400, got '1'"),
         (("--nnodes", "2", "train.py"), "phalanx tune measures on one machine"),
         ((), "no script given"),
+        (("--dry-run", "train.py"), "--dry-run is for phalanx run"),
+        (("--json", "missing/found.json", "train.py"), "--json: there is no folder 'missing'"),
+        (("--json", ".", "train.py"), "--json: '.' can't be written"),
         (("--secnds", "9", "train.py"), "did you mean --seconds?"),
     ],
 )
 def test_mistakes_in_the_command_line_are_named(tmp_path, words, said):
+    write(tmp_path, PLAIN, **ALONE)
     done = subprocess.run([*TUNE, *words], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 2
+    assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert "usage: phalanx tune" in done.stderr
 

@@ -370,9 +370,13 @@ class _Given(argparse.Action):
         setattr(namespace, self.dest, ((option or "").replace("_", "-"), "1" if self.nargs == 0 else values))
 
 
-def split_off_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the long flags of ours among a script's arguments, with their values, and the other arguments."""
-    spellings = _spellings(tuple(FLAGS.values()))
+def split_off_flags(words: Sequence[str], also: Sequence[Flag] = ()) -> tuple[list[str], list[str]]:
+    """Return the long flags of ours among a script's arguments, with their values, and the other arguments.
+
+    Args:
+        also: Further flags of the command that is called.
+    """
+    spellings = _spellings((*FLAGS.values(), *also))
     ours: list[str] = []
     others: list[str] = []
     rest = list(words)

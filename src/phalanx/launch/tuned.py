@@ -32,19 +32,19 @@ class Tuned:
     memory: str
 
 
-def remember(tuned: Tuned, log_dir: str, command: Sequence[str]) -> str:
-    """Keep what was found, and return the file; empty if it can't be written."""
-    file = _file(log_dir, command)
-    with contextlib.suppress(OSError):
-        os.makedirs(os.path.dirname(file), exist_ok=True)
-        write_whole(file, json.dumps(dataclasses.asdict(tuned), indent=1) + "\n")
-        return file
-    return ""
+def remember(tuned: Tuned, file: str) -> None:
+    """Keep what was found in `file`, see `tuned_file`.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    write_whole(file, json.dumps(dataclasses.asdict(tuned), indent=1) + "\n")
 
 
 def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | None:
     """Return what was found for just this command on such a machine; None if nothing was."""
-    with contextlib.suppress(OSError, ValueError, TypeError), open(_file(log_dir, command)) as file:
+    with contextlib.suppress(OSError, ValueError, TypeError), open(tuned_file(log_dir, command)) as file:
         tuned = Tuned(**json.load(file))
         numbers = tuned.ranks, tuned.threads
         is_sound = all(isinstance(number, int) and 1 <= number <= machine.num_cpus for number in numbers)
@@ -53,5 +53,6 @@ def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | No
     return None
 
 
-def _file(log_dir: str, command: Sequence[str]) -> str:
+def tuned_file(log_dir: str, command: Sequence[str]) -> str:
+    """Return the file that keeps what was found for a command."""
     return os.path.join(log_dir or os.path.join("runs", name_of(command)), "tuned.json")

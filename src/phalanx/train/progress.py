@@ -15,17 +15,17 @@ _WARNING = re.compile(r"\S.*:\d+: \w*Warning: ")
 class ProgressBar:
     """Steps, loss and the time that is left; the bar itself and the rest of the text take what room there is."""
 
-    def __init__(self, progress: Any, num_steps: int) -> None:
+    def __init__(self, progress: Any, num_steps: int, step: int) -> None:
         self._progress = progress
-        self._task = progress.add_task("starting", total=num_steps, loss="")
+        self._task = progress.add_task("starting", total=num_steps, completed=step, loss="")
         progress.start()
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
         if launch is not None and launch.launcher == "phalanx run" and hasattr(sys.stderr, "rich_proxied_file"):
             sys.stderr = _StderrBesideBar(sys.stderr)  # until `close`
 
     @staticmethod
-    def open(num_steps: int) -> ProgressBar | None:
-        """Return a bar that shows; None where rich is not installed, or the terminal can't move its cursor."""
+    def open(num_steps: int, step: int = 0) -> ProgressBar | None:
+        """Return a bar that begins at `step`; None where rich is missing, or the terminal can't move its cursor."""
         try:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -43,7 +43,7 @@ class ProgressBar:
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.description}", table_column=rest),
         )
-        return ProgressBar(Progress(*columns, console=console, transient=True, expand=True), num_steps)
+        return ProgressBar(Progress(*columns, console=console, transient=True, expand=True), num_steps, step)
 
     def update(self, step: int, loss: str, text: str) -> None:
         self._progress.update(self._task, completed=step, loss=loss, description=text)

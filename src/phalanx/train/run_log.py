@@ -96,8 +96,6 @@ class RunLog:
                 self._log = MetricsLog(folder)
 
     def __enter__(self) -> RunLog:
-        if self._ranks.rank == 0 and sys.stdout.isatty():
-            self._bar = ProgressBar.open(self._num_steps)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -155,6 +153,8 @@ class RunLog:
 
     def begin_epoch(self, first_step: int, *, is_whole: bool) -> None:
         """Let the mean loss of an epoch begin; not `is_whole` where an earlier attempt has done a part of it."""
+        if self._bar is None and self._ranks.rank == 0 and sys.stdout.isatty():
+            self._bar = ProgressBar.open(self._num_steps, first_step - 1)
         self._epoch = _Mean(first_step, is_whole)
 
     def count(self, loss: torch.Tensor, num_samples: int) -> None:

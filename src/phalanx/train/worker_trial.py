@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from phalanx import _trial
 from phalanx._rank_group import RankGroup
 from phalanx.data.random_state import random_state_kept
 
@@ -89,8 +90,7 @@ class AsInWorkers:
         self._draws = False
 
     def __iter__(self) -> Iterator[Any]:
-        for keys in self._batches:
-            yield self._load(keys)
+        return _trial.counted(self._load(keys) for keys in self._batches)
 
     def _load(self, keys: list[Any]) -> Any:
         if not self._draws:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shlex
 import signal
 import sys
@@ -11,22 +13,25 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._memory import choose
 from phalanx._text import columns
 from phalanx.launch.cpus import read_machine
-from phalanx.launch.flags import Flag, Setting, add_flags
+from phalanx.launch.flags import Flag, Setting, add_flags, split_off_flags
 from phalanx.launch.plan import count_local_ranks, make_plan, read_command
-from phalanx.launch.tuned import Tuned, remember
+from phalanx.launch.tuned import Tuned, remember, tuned_file
 from phalanx.tune.offers import advice
 from phalanx.tune.search import Limits, Search, Step, default_ranks
 from phalanx.tune.trials import Failed, Setup, Trials
 
 RIGHT_CALL = "phalanx tune [flags] train.py [args]"
+_OWN_PROCESSES = re.compile("address already in use|two processes claim rank|ProcessRaisedException", re.IGNORECASE)
+_SEARCHED = ("--nproc-per-node", "--memory", "--shutdown-timeout")
 _TAIL_LINES, _WIDTH = 20, 80
+_FOLDER = "phalanx-tune-"  # of the jobs, and gone when the command ends
 
 
 def _seconds(text: str) -> float:
@@ -40,7 +45,9 @@ def _seconds(text: str) -> float:
 
 
 OWN_FLAGS = (
-    Flag("seconds", "time to search for, of which some goes to starting the script", _seconds, "SECONDS", "60"),
+    Flag(
+        "seconds", "rough length of the search, with the time that the script takes to start", _seconds, "SECONDS", "60"
+    ),
     Flag("json", "file to write the table to, as JSON", str, "FILE"),
 )
 
@@ -61,7 +68,10 @@ def main(argv: Sequence[str]) -> int:
         settings, target, _ = read_command(argv, _env.environment(), parser=parser, also=OWN_FLAGS)
         if settings["nnodes"].value != (1, 1):
             raise UsageError("--nnodes: phalanx tune measures on one machine", RIGHT_CALL)
-        words = _without_searched(argv, target)
+        if settings["dry-run"].value:
+            raise UsageError("--dry-run is for phalanx run: phalanx tune has to run the script to measure it")
+        _check_json(settings["json"].value)
+        words = _without(argv, target, *_SEARCHED, *(f"--{flag.name}" for flag in OWN_FLAGS))
         make_plan(words, _env.environment(), parser)  # refuses what could not be started
         limits = _limits(settings)
     except UsageError as error:
@@ -82,14 +92,23 @@ def _limits(settings: Mapping[str, Setting]) -> Limits:
     return Limits(ranks=ranks, memories=memories, machine=machine, threads=threads, deadline=deadline)
 
 
-def _without_searched(argv: Sequence[str], target: Sequence[str]) -> list[str]:
-    """Return the flags for the jobs: those that were given, without what the search sets, and without ours."""
+def _check_json(path: str) -> None:
+    """Refuse a file that could not be written at the end, before time goes into the search."""
+    folder = os.path.dirname(path) or "."
+    if path and not os.path.isdir(folder):
+        raise UsageError(f"--json: there is no folder {folder!r}")
+    if path and (os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK)):
+        raise UsageError(f"--json: {path!r} can't be written")
+
+
+def _without(argv: Sequence[str], target: Sequence[str], *names: str) -> list[str]:
+    """Return the words of a command line without some of its flags and their values."""
     flags = list(argv[: len(argv) - len(target)])
     kept: list[str] = []
     while flags:
         word = flags.pop(0)
         name, has_value, _ = word.replace("_", "-").partition("=")
-        if name in ("--seconds", "--json", "--nproc-per-node", "--memory", "--shutdown-timeout"):
+        if name in names:
             if not has_value:
                 flags.pop(0)
             continue
@@ -103,7 +122,10 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
     script = shlex.join(target)
     policy = choose(_env.environment(), wanted=settings["memory"].value, num_ranks=max(limits.ranks))
     _say(f"{script} on {limits.machine.describe()}; memory {policy}")
-    with tempfile.TemporaryDirectory(prefix="phalanx-tune-") as folder, Trials(words, folder) as trials:
+    if behind := [word for word in split_off_flags(target[1:], OWN_FLAGS)[0] if word.startswith("--")]:
+        _say(f"{', '.join(behind)} goes to {target[0]}: flags of phalanx tune come before the script")
+    jobs = _without(words, target, "--log-dir")  # they log where they are measured
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, Trials(jobs, folder) as trials:
         search = Search(trials, limits, _say)
         try:
             search.run()
@@ -114,9 +136,7 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
     print(f"best: {_command(search, words, target)}")
     for line in _advice(search, target):
         _show(f"- {line}")
-    kept = _remember(search, words, target)
-    if kept:
-        _show(f"phalanx run takes that over for --nproc-per-node auto ({kept})")
+    _show(_remember(search, words, target))
     print(f"measured in {time.monotonic() - began_s:.0f} s")
     if settings["json"].value:
         _write_json(settings["json"].value, search, _command(search, words, target))
@@ -124,13 +144,19 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
 
 
 def _remember(search: Search, words: Sequence[str], target: Sequence[str]) -> str:
+    """Keep what was found for ``phalanx run``, and return a line that says so, or why it could not be kept."""
     plan = make_plan(words, _env.environment())
     best, command = search.best, plan.job.command
     found = Tuned(
         command=[*command[1:]], machine=search.limits.machine.describe(),
         ranks=best.ranks, threads=best.threads, memory=best.memory,
     )  # fmt: skip
-    return remember(found, plan.job.log_dir, command)
+    file = tuned_file(plan.job.log_dir, command)
+    try:
+        remember(found, file)
+    except OSError as error:
+        return f"phalanx run can't take that over: {file} can't be written ({error.strerror}); type the best command"
+    return f"phalanx run takes that over for --nproc-per-node auto ({file})"
 
 
 def _leave(number: int, _: Any) -> NoReturn:
@@ -141,14 +167,21 @@ def _say(text: str) -> None:
     _show(f"phalanx tune: {text}")
 
 
-def _show(text: str) -> None:
-    print(textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False), flush=True)
+def _show(text: str, file: TextIO | None = None) -> None:
+    lines = textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print(lines, file=file, flush=True)
 
 
 def _refuse(script: str, failure: Failed) -> int:
     if failure.printed:
-        print("\n".join(failure.printed.rstrip().splitlines()[-_TAIL_LINES:]), file=sys.stderr)
-    print(f"phalanx tune: {script} {failure}; nothing was measured", file=sys.stderr)
+        lines = [line for line in failure.printed.rstrip().splitlines() if _FOLDER not in line]
+        print("\n".join(lines[-_TAIL_LINES:]), file=sys.stderr)
+    _show(f"phalanx tune: {script} {failure}; nothing was measured", sys.stderr)
+    if _OWN_PROCESSES.search(failure.printed):
+        advice = "name no port in it, and start no processes of your own: the jobs run side by side, as under torchrun"
+        _show(f"- {advice}", sys.stderr)
+    elif not failure.code:
+        _show("- what is measured are the steps of an optimizer of torch.optim, in a loop of the script", sys.stderr)
     return failure.code or 1
 
 
@@ -192,7 +225,8 @@ def _advice(search: Search, target: Sequence[str]) -> list[str]:
     best, facts = search.best, search.facts
     lines = [f"and in {target[0]}: {change}" for change in advice(best, facts)]
     if not any(step.is_taken and step.gain is not None and step.gain.is_certain for step in search.steps):
-        lines.append("nothing here was faster than plain python by more than the noise")
+        first = next(step.name for step in search.steps if not step.why).partition(":")[0]
+        lines.append(f"nothing here was faster than {first} by more than the noise")
     if best.ranks > 1 and facts["trainer"] is None:
         lines.append(f"a step of {best.ranks} ranks has {best.ranks} times the samples, unless the script divides them")
     return lines

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from phalanx._text import counted
 from phalanx.launch.cpus import Machine
 from phalanx.tune.offers import Offer, offers
 from phalanx.tune.trials import Failed, Setup, Trials
@@ -200,14 +201,16 @@ class Search:
         there = [setup for setup in wanted if setup not in self._failed]
         if not [setup for setup in setups if setup in there]:
             raise next(iter(self._failed.values()))
-        self._tell(f"taking turns: {len(there)} ways to divide {limits.machine.describe()} among ranks and threads")
+        self._tell(
+            f"taking turns: {counted(len(there), 'way')} to divide {limits.machine.describe()} among ranks and threads"
+        )
         found = self._race(there, time.monotonic() + limits.left_s() * _STARTS_WITHIN)
         ours = {setup: speeds for setup, speeds in found.items() if setup != self.plain}
         if not ours:
             raise next(iter(self._failed.values()))
         self.best = fastest(ours)
         self.facts = self._trials.of(self.best).facts
-        self.unit = "samples" if self.facts["counts_samples"] else "steps of a rank"
+        self.unit = "samples" if self.facts["counts_samples"] else "steps"
         first = self.plain if self.plain in found else min(ours, key=lambda one: (one.ranks, one.threads))
         for setup in found:
             gain = None if setup == first else compare(found[setup], found[first])

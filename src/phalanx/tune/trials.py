@@ -184,7 +184,7 @@ class Trial:
             if has_ended:
                 return None
             if time.monotonic() > deadline:
-                raise Failed("has not taken its steps in time", self.printed)
+                raise Failed("has not taken its steps in time; --seconds gives it more", self.printed)
             time.sleep(_PAUSE_S)
         return told
 
