@@ -79,14 +79,15 @@ class Limits:
 
 
 def race(
-    setups: Sequence[Setup], rate: Callable[[Setup], float], deadline: float, *, drops: bool = True
+    setups: Sequence[Setup], rate: Callable[[Setup], float | None], deadline: float, *, drops: bool = True
 ) -> dict[Setup, list[float]]:
     """Return the speeds of setups that take turns, until their differences are clear or within the noise.
 
-    Every second round goes backwards, which cancels a steady drift. Setups that are far behind take no more turns.
+    Every second round goes backwards, which cancels a steady drift. Setups that are far behind take no more turns, and
+    those that fail are not part of what is returned.
 
     Args:
-        rate: Function that measures a setup once.
+        rate: Function that measures a setup once; None: it has failed.
         deadline: Time on the monotonic clock after which no round begins, unless there were too few.
         drops: Whether the race ends early; otherwise all take part in every round.
     """
@@ -96,8 +97,13 @@ def race(
         if number >= _LEAST_ROUNDS and (time.monotonic() > deadline or len(racing) < 2):
             break
         for setup in racing[:: -1 if number % 2 else 1]:
-            found[setup].append(rate(setup))
-        if number + 1 < _LEAST_ROUNDS or not drops:
+            speed = rate(setup)
+            if speed is None:
+                del found[setup]
+                racing.remove(setup)
+            else:
+                found[setup].append(speed)
+        if number + 1 < _LEAST_ROUNDS or not drops or not found:
             continue
         best = fastest(found)
         racing = [one for one in racing if max(gains(found[one], found[best])) > _HOPELESS]
@@ -161,9 +167,6 @@ class Search:
         self._choose_ranks()
         self._improve()
 
-    def _rate(self, setup: Setup) -> float:
-        return self._trials.of(setup).rate(setup)
-
     def _choose_ranks(self) -> None:
         limits = self.limits
         setups = [
@@ -178,19 +181,22 @@ class Search:
         if not [setup for setup in setups if setup in there]:
             raise next(iter(failed.values()))
         self._tell(f"taking turns: {len(there)} ways to divide {limits.machine.describe()} among ranks and threads")
-        found = race(there, self._rate, time.monotonic() + limits.left_s() * _STARTS_WITHIN)
-        self.facts = self._trials.of(there[-1]).facts
-        self.unit = "samples" if self.facts["counts_samples"] else "steps of a rank"
+        found = race(there, self._trials.rate, time.monotonic() + limits.left_s() * _STARTS_WITHIN)
         ours = {setup: speeds for setup, speeds in found.items() if setup != self.plain}
+        if not ours:
+            raise self._trials.failure_of(setups[0])
         self.best = fastest(ours)
+        self.facts = self._trials.of(self.best).facts
+        self.unit = "samples" if self._trials.counts_samples else "steps of a rank"
         first = self.plain if self.plain in found else min(ours, key=lambda one: (one.ranks, one.threads))
-        for setup in there:
+        for setup in found:
             gain = None if setup == first else compare(found[setup], found[first])
             is_taken = setup == self.best
             self.steps.append(
                 Step(_divided(setup, is_plain=setup == self.plain), statistics.median(found[setup]), gain, is_taken)
             )
-        self.steps += [Step(_divided(setup), why=str(failure)) for setup, failure in failed.items()]
+        lost = [setup for setup in wanted if setup not in found]
+        self.steps += [Step(_divided(setup), why=str(self._trials.failure_of(setup))) for setup in lost]
 
     def _improve(self) -> None:
         """Try what can be added to the best so far, and take what brings something for certain."""
@@ -203,15 +209,18 @@ class Search:
             return
         self._tell(f"trying {', '.join(offers)}")
         failed = self._trials.start([*offers.values()], max(20.0, self.limits.left_s() * _STARTS_WITHIN))
-        there = {name: setup for name, setup in offers.items() if setup not in failed}
-        found = race([base, *there.values()], self._rate, self.limits.deadline)
+        there = [setup for setup in offers.values() if setup not in failed]
+        found = race([base, *there], self._trials.rate, self.limits.deadline)
         taken = {}
-        for name, setup in there.items():
+        for name, setup in offers.items():
+            if setup not in found or base not in found:
+                why = self._trials.failure_of(base if setup in found else setup)
+                self.steps.append(Step(name, why=str(why)))
+                continue
             gain = compare(found[setup], found[base])
             self.steps.append(Step(name, statistics.median(found[setup]), gain, gain.is_certain))
             if gain.is_certain:
                 taken[name] = setup
-        self.steps += [Step(name, why=str(failed[setup])) for name, setup in offers.items() if setup in failed]
         if len(taken) == 1:
             (self.best,) = taken.values()
         elif taken:
@@ -230,9 +239,9 @@ class Search:
         together = dataclasses.replace(base, **changes, trainer=trainer)
         failed = self._trials.start([together], max(20.0, self.limits.left_s()))
         setups = [base, *taken.values(), *([] if failed else [together])]
-        found = race(setups, self._rate, self.limits.deadline)
-        self.best = fastest(found)
-        if not failed:
+        found = race(setups, self._trials.rate, self.limits.deadline)
+        self.best = fastest(found) if found else base
+        if base in found and together in found:
             gain = compare(found[together], found[base])
             self.steps.append(Step("all of these", statistics.median(found[together]), gain, self.best == together))
 

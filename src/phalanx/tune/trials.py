@@ -121,8 +121,8 @@ class Trial:
         if self._setup.ranks > 1 and not self.facts["has_group"]:
             raise Failed("makes no process group, so each rank would train all by itself")
 
-    def rate(self, setup: Setup) -> float:
-        """Take a turn, and return the speed in samples a second over all ranks; in steps, if no samples are counted.
+    def rate(self, setup: Setup, *, counts_samples: bool) -> float:
+        """Take a turn, and return the speed of all ranks together, in samples a second or in steps.
 
         Raises:
             Failed: The script has failed, or is over too soon again and again.
@@ -134,7 +134,7 @@ class Trial:
                 self._take(setup, _SETTLING_STEPS)
         step_s = self._step_s[setup.threads]
         told = self._take(setup, round(_TURN_S / step_s))
-        return sum(_rate(rank["steps"], self.facts["counts_samples"]) for rank in told)
+        return sum(_rate(rank["steps"], self.facts["samples"] if counts_samples else 0) for rank in told)
 
     @property
     def loading_share(self) -> float:
@@ -194,9 +194,13 @@ class Trial:
             self._process.wait()
 
 
-def _rate(steps: Sequence[tuple[float, int, float]], counts_samples: bool) -> float:
+def _rate(steps: Sequence[tuple[float, int, float]], usual_samples: float) -> float:
+    """Return the speed of a rank's steps, in samples a second; in steps, if a step usually loads none."""
     kept = sorted(steps)[: max(1, round(len(steps) * (1 - _OUTLIERS)))]
-    return sum(step[1] if counts_samples else 1 for step in kept) / sum(step[0] for step in kept)
+    loaded = sum(step[1] for step in kept)
+    # A script that loads nothing any more trains on batches that it has kept.
+    done = (loaded or usual_samples * len(kept)) if usual_samples else len(kept)
+    return done / sum(step[0] for step in kept)
 
 
 class Trials:
@@ -240,6 +244,24 @@ class Trials:
             if setup.job in self._failures:
                 failed[setup] = self._failures[setup.job]
         return failed
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether every job loads samples for each step, so that speeds can be told in them."""
+        return all(trial.facts["samples"] for trial in self._trials.values())
+
+    def rate(self, setup: Setup) -> float | None:
+        """Measure a setup once; None if its job has failed."""
+        if setup.job in self._trials:
+            try:
+                return self.of(setup).rate(setup, counts_samples=self.counts_samples)
+            except Failed as failure:
+                self._drop(setup, failure)
+        return None
+
+    def failure_of(self, setup: Setup) -> Failed:
+        """Return why a setup has no speed."""
+        return self._failures[setup.job]
 
     def _drop(self, setup: Setup, failure: Failed) -> None:
         self._failures[setup.job] = failure
