@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from phalanx import _env
@@ -25,6 +26,7 @@ from phalanx.tune.trials import Failed, Setup, Trials
 
 RIGHT_CALL = "phalanx tune [flags] train.py [args]"
 _TAIL_LINES, _WIDTH = 20, 80
+_SEARCHED = ("--seconds", "--json", "--nproc-per-node", "--memory", "--shutdown-timeout")  # or set by the search
 
 
 def _seconds(text: str) -> float:
@@ -57,14 +59,21 @@ def main(argv: Sequence[str]) -> int:
     add_flags(parser, {"Search": OWN_FLAGS})
     try:
         settings, target, _ = read_command(argv, _env.environment(), parser=parser, also=OWN_FLAGS)
+        _check_json(settings["json"].value)
         if settings["nnodes"].value != (1, 1):
             raise UsageError("--nnodes: phalanx tune measures on one machine", RIGHT_CALL)
-        words = _without_searched(argv, target)
+        words = _without(_SEARCHED, argv, target)
         make_plan(words, _env.environment(), parser)  # refuses what could not be started
         limits = _limits(settings)
     except UsageError as error:
         return parser.refuse(error)
-    return _search(words, target, limits, settings)
+    try:
+        return _search(words, target, limits, settings)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # no room for what the trials write
+        print(f"phalanx tune: {error}; TMPDIR names another folder for the trials", file=sys.stderr)
+        return 1
 
 
 def _limits(settings: Mapping[str, Setting]) -> Limits:
@@ -80,14 +89,21 @@ def _limits(settings: Mapping[str, Setting]) -> Limits:
     return Limits(ranks=ranks, memories=memories, machine=machine, threads=threads, deadline=deadline)
 
 
-def _without_searched(argv: Sequence[str], target: Sequence[str]) -> list[str]:
-    """Return the flags for the jobs: those that were given, without what the search sets, and without ours."""
+def _check_json(path: str) -> None:
+    """Refuse a file that could not be written once everything has been measured."""
+    place = path if os.path.exists(path) else os.path.dirname(path) or "."
+    if path and (os.path.isdir(path) or not os.access(place, os.W_OK)):
+        raise UsageError(f"--json must name a file that can be written, got {path!r}")
+
+
+def _without(names: Collection[str], argv: Sequence[str], target: Sequence[str]) -> list[str]:
+    """Return a command line that ends in `target`, without the flags of these names and their values."""
     flags = list(argv[: len(argv) - len(target)])
     kept: list[str] = []
     while flags:
         word = flags.pop(0)
         name, has_value, _ = word.replace("_", "-").partition("=")
-        if name in ("--seconds", "--json", "--nproc-per-node", "--memory", "--shutdown-timeout"):
+        if name in names:
             if not has_value:
                 flags.pop(0)
             continue
@@ -101,7 +117,8 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
     script = shlex.join(target)
     policy = choose(_env.environment(), wanted=settings["memory"].value, num_ranks=max(limits.ranks))
     _say(f"{script} on {limits.machine.describe()}; memory {policy}")
-    with tempfile.TemporaryDirectory(prefix="phalanx-tune-") as folder, Trials(words, folder) as trials:
+    in_trials = _without(["--log-dir"], words, target)  # each has a folder of its own
+    with tempfile.TemporaryDirectory(prefix="phalanx-tune-") as folder, Trials(in_trials, folder) as trials:
         search = Search(trials, limits, _say)
         try:
             search.run()
