@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import os
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -111,6 +112,7 @@ class Trial:
         self._steps: list[tuple[float, int, float]] = []  # seconds, samples, and seconds for loading them
         self._began_s = 0.0
         self._num_samples, self._loading_s = 0, 0.0
+        self._warm_up_samples: list[int] = []  # of each step
 
     def settings_over(self, given: Mapping[str, Any], model: Any) -> dict[str, Any]:
         """Return the settings to try, and no end: the job is ended once it has been measured."""
@@ -169,6 +171,8 @@ class Trial:
         now = time.perf_counter()
         self._num_steps += 1
         if self._turn is None:
+            self._warm_up_samples.append(self._num_samples)
+            self._num_samples = 0
             if self._num_steps >= WARM_UP_STEPS:
                 self._can_fuse = _can_fuse(self._optimizer)
                 self._tell(0, self._facts())
@@ -219,7 +223,7 @@ class Trial:
             "device": str(parameters[0].device) if parameters else "cpu",
             "has_group": dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1,
             "has_convolutions": any(p.dim() == 4 for p in parameters),
-            "counts_samples": self._num_samples > 0,
+            "samples": statistics.mean(self._warm_up_samples) if all(self._warm_up_samples) else 0,
             "trainer": None if self._given is None else [*self._given],
         }
 
@@ -257,6 +261,7 @@ def _can_fuse(optimizer: Any) -> bool:
         group.get("fused", False) is None
         and not group.get("foreach")
         and not group.get("differentiable")
-        and all(p.dtype == torch.float32 and p.device.type == "cpu" and not p.is_sparse for p in group["params"])
+        and all(p.dtype == torch.float32 and p.device.type == "cpu" for p in group["params"])
+        and all(p.grad is None or p.grad.layout is torch.strided for p in group["params"])
         for group in optimizer.param_groups
     )

@@ -109,6 +109,20 @@ def freeze(trainer):
     trainer.module[2].weight.requires_grad_(trainer.step not in (3, 4, 5))
 
 
+def hook_late(trainer):
+    """Scale each gradient by its norm in a hook before the step, and each weight in one after it."""
+    if trainer.step == 4:
+        trainer.optimizer.register_step_pre_hook(lambda optimizer, *_: scale(optimizer, lambda p: p.grad))
+        trainer.optimizer.register_step_post_hook(lambda optimizer, *_: scale(optimizer, lambda p: p.data))
+
+
+def scale(optimizer, value_of):
+    for parameter in optimizer.param_groups[0]["params"]:
+        value = value_of(parameter)
+        if value is not None:
+            value.div_(value.norm() + 0.5)
+
+
 def clip_and_schedule(trainer):
     trainer.optimizer.param_groups[0]["lr"] *= 0.9
 
@@ -117,6 +131,7 @@ def with_each_disturbance(rank, world_size, folder):
     return {
         "replaced": both(f"{folder}/replaced", do=replace_state),
         "frozen": both(f"{folder}/frozen", do=freeze),
+        "hooked": both(f"{folder}/hooked", do=hook_late),
         "clipped": both(f"{folder}/clipped", do=clip_and_schedule, clip_norm=0.01),
         "channels last": both(f"{folder}/layout", prepare=lambda model, _: transpose(model[2].weight)),
         "the same on any number of ranks": both(f"{folder}/world", deterministic="world", virtual_shards=2),

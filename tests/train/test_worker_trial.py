@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import phalanx
 from phalanx._rank_group import RankGroup
 from phalanx.train.settings import Settings
-from phalanx.train.worker_trial import WorkerTrial
+from phalanx.train.worker_trial import WorkerTrial, untouched
 from tests.train._programs import mean_squares, quietly
 
 
@@ -91,6 +91,84 @@ def load_here(rank, world_size, folder):
 
 def test_loading_without_workers_leaves_the_ranks_own_random_numbers_alone(run_ranks, tmp_path):
     assert run_ranks(load_here, 1, str(tmp_path), timeout_s=60) == [(True, False)]
+
+
+class OpensLate(Dataset):
+    """Opens its file with the first sample, as datasets of HDF5 and LMDB do; sample `index` is the number `index`."""
+
+    def __init__(self, path, numbers=range(300)):
+        self._path, self._numbers = path, numbers
+        self._file = None
+
+    def __len__(self):
+        return len(self._numbers)
+
+    def __getitem__(self, index):
+        if self._file is None:
+            self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115
+        number = self._numbers[index]
+        self._file.seek(8 * number)
+        time.sleep(0.001)
+        value = float(int.from_bytes(self._file.read(8), "little"))
+        return torch.tensor([value, 0.0, 0.0, 0.0]), torch.tensor([float(number)])
+
+
+class Wrapped(Dataset):
+    """What torch's own wrappers do not know, with a `__getattr__` that no copy can live with."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+
+def load_what_opens_late(rank, world_size, folder, kind):
+    multiprocessing.set_start_method("fork", force=True)
+    with open(f"{folder}/numbers_{rank}", "wb") as file:
+        file.write(b"".join(number.to_bytes(8, "little") for number in range(300)))
+    both = OpensLate(f"{folder}/numbers_{rank}")
+    if kind == "concatenated":
+        both = torch.utils.data.ConcatDataset([torch.utils.data.Subset(both, range(150)), OpensLate(both._path)])
+    data, held_back = torch.utils.data.Subset(both, range(280)), torch.utils.data.Subset(both, range(280, 300))
+    wrong, steps = [], 0
+
+    def compare(model, batch):
+        nonlocal steps
+        steps += model.training
+        wrong.extend((batch[0][:, 0] != batch[1][:, 0]).tolist())
+        return model(batch[0]).mean()
+
+    model = nn.Linear(4, 1)
+    trainer = phalanx.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), training_step=compare, max_epochs=3, global_batch_size=56,
+        num_workers="auto", folder=f"{folder}/{kind}", snapshot_every=0,
+    )  # fmt: skip
+    quietly(trainer.fit, data, held_back)
+    return sum(wrong), trainer._feed.num_workers, both._file if kind == "plain" else None
+
+
+@pytest.mark.parametrize("kind", ["plain", "concatenated"])
+def test_processes_that_load_do_not_share_a_file_that_was_opened_before_them(run_ranks, tmp_path, kind):
+    (result,) = run_ranks(load_what_opens_late, 1, str(tmp_path), kind, timeout_s=60)
+    wrong, num_workers, opened = result
+    assert num_workers > 1  # after an epoch of five steps, and an evaluation
+    assert wrong == 0
+    assert opened is None
+
+
+def test_what_can_not_be_copied_is_loaded_from_as_it_is():
+    samples = Augmented()
+    for data in ([1, 2], samples, Wrapped(samples), torch.utils.data.TensorDataset(torch.zeros(3))):
+        twin = untouched(data)
+        assert len(twin) == len(data)
+        assert (twin is data) == isinstance(data, list | Wrapped)
 
 
 def trial(load_s, computing, step_s):

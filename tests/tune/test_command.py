@@ -13,8 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from phalanx.tune.trials import Setup, Trials
+from phalanx._trial import _can_fuse
+from phalanx.launch.cpus import read_machine
+from phalanx.launch.tuned import Tuned, recall, remember
+from phalanx.tune.command import _SEARCHED, _without
+from phalanx.tune.trials import Setup, Trials, _rate
 
 TUNE = (sys.executable, "-m", "phalanx", "tune")
 LIMIT_S = 120
@@ -134,16 +139,91 @@ def test_what_fails_with_one_number_of_ranks_is_a_line_of_the_table(tmp_path):
     }
 
 
-def test_a_job_that_fails_while_it_is_measured_is_a_line_of_the_table(tmp_path):
-    average = (
-        GROUP["average"] + "; steps = globals().get('steps', 0) + 1; assert dist.get_world_size() == 1 or steps < 40"
-    )
-    write(tmp_path, PLAIN, **GROUP | {"average": average})
+def test_a_job_that_dies_while_it_is_measured_is_a_line_of_the_table(tmp_path):
+    count = "num_steps = globals().get('num_steps', 0) + 1"
+    dies = f"{count}; assert num_steps < 40 or dist.get_world_size() == 1, 'two are too many'"
+    write(tmp_path, PLAIN, **GROUP | {"average": dies})
     done = tune(tmp_path)
     assert done.returncode == 0, done.stderr
     table = found(tmp_path)
     assert table["best"]["ranks"] == 1
-    assert {step["why"] for step in table["steps"] if step["name"].startswith("2 ranks ")} == {"has ended with code 1"}
+    assert {step["why"] for step in table["steps"] if step["name"].startswith("2 ranks")} == {"has ended with code 1"}
+
+
+def test_a_script_that_keeps_its_batches_is_measured_in_steps(tmp_path):
+    write(
+        tmp_path, PLAIN.replace("DataLoader(", "list(DataLoader(").replace("batch_size=8)", "batch_size=8))"), **GROUP
+    )
+    done = tune(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert found(tmp_path)["unit"] == "steps of a rank"
+
+
+def test_steps_that_load_nothing_count_as_many_samples_as_usual():
+    assert _rate([(0.1, 8, 0.0)] * 10, 8) == pytest.approx(80)
+    assert _rate([(0.1, 0, 0.0)] * 10, 8) == pytest.approx(80)
+    assert _rate([(0.1, 0, 0.0)] * 10, 0) == pytest.approx(10)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_an_optimizer_of_sparse_gradients_has_no_fused_form(is_sparse):
+    embedding = torch.nn.Embedding(8, 2, sparse=is_sparse)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1])).sum().backward()
+    assert _can_fuse(optimizer) != is_sparse
+
+
+def test_trials_leave_the_log_folder_alone(tmp_path):
+    words = ["--log-dir", "logs", "--seconds=5", "--memory", "auto", "--tee=3", "train.py", "--log-dir", "mine"]
+    target = words[-3:]
+    kept = _without(_SEARCHED, words, target)
+    assert kept == ["--log-dir", "logs", "--tee=3", *target]
+    assert _without(["--log-dir"], kept, target) == ["--tee=3", *target]
+
+
+def test_trials_without_room_are_one_line(tmp_path):
+    (tmp_path / "train.py").touch()
+    program = """
+        import sys, tempfile
+        from phalanx.cli import main
+        def full(**_): raise OSError(28, "No space left on device")
+        tempfile.TemporaryDirectory = full
+        sys.exit(main(["tune", "train.py"]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=tmp_path, capture_output=True, text=True,
+        timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "No space left on device; TMPDIR names another folder" in done.stderr
+
+
+def spoilt(file: Path, kind: str) -> None:
+    """Put something in the place of a good ``tuned.json``, or change one value of it."""
+    good = json.loads(file.read_text())
+    file.unlink()
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "loop":
+        file.symlink_to(file)
+    else:
+        changed = {"memory": {"memory": "plenty"}, "bool": {"ranks": True}, "words": {"ranks": "2"}, "field": {"x": 1}}
+        deep = "[" * 100_000
+        file.write_text(json.dumps(good | changed[kind]) if kind in changed else {"deep": deep, "empty": ""}[kind])
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "loop", "memory", "bool", "words", "field", "deep", "empty"])
+def test_a_spoilt_file_of_what_was_found_is_not_used(tmp_path, kind):
+    command, machine = [sys.executable, "train.py"], read_machine()
+    file = remember(
+        Tuned(command=["train.py"], machine=machine.describe(), ranks=1, threads=1, memory="auto"),
+        str(tmp_path), command,
+    )  # fmt: skip
+    assert recall(str(tmp_path), command, machine) is not None
+    spoilt(Path(file), kind)
+    assert recall(str(tmp_path), command, machine) is None
 
 
 TRAINER = """
@@ -254,7 +334,7 @@ def test_tunables_of_the_user_leave_memory_alone(tmp_path):
         environ={"MALLOC_ARENA_MAX": "2"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "memory not kept (MALLOC_ARENA_MAX is set)" in " ".join(done.stdout.split())
+    assert "memory not kept (MALLOC_ARENA_MAX is set)" in " ".join(done.stdout.split())  # lines are filled
     assert not any("--memory" in step["name"] for step in found(tmp_path)["steps"])
 
 
@@ -262,6 +342,8 @@ def test_tunables_of_the_user_leave_memory_alone(tmp_path):
     ("words", "said"),
     [
         (("--seconds", "1", "train.py"), "--seconds must be seconds from 5 to 86400, got '1'"),
+        (("--json", "nowhere/found.json", "train.py"), "--json must name a file that can be written"),
+        (("--json", ".", "train.py"), "--json must name a file that can be written"),
         (("--nnodes", "2", "train.py"), "phalanx tune measures on one machine"),
         ((), "no script given"),
         (("--dry-run", "train.py"), "--dry-run is for phalanx run"),

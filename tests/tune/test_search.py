@@ -52,6 +52,12 @@ def test_a_difference_within_the_noise_is_no_gain():
     assert not compare([100.4, 100.5, 100.4], [100, 100, 100]).is_certain  # certain, and not worth a word
 
 
+def test_what_fails_is_out_of_the_race():
+    speeds = {ONE: itertools.cycle([100.0]), TWO: iter([110.0, None])}
+    assert [*race([ONE, TWO], lambda setup: next(speeds[setup]), math.inf)] == [ONE]
+    assert race([ONE, TWO], lambda _: None, math.inf) == {}
+
+
 def test_a_race_ends_at_its_deadline():
     drawn = random.Random(2)
     found = race([ONE, TWO], lambda _: drawn.gauss(100, 30), 0.0)

@@ -8,9 +8,12 @@ import json
 import os
 from collections.abc import Sequence
 
-from phalanx._files import write_whole
+from phalanx._files import open_regular, write_whole
+from phalanx._memory import CHOICES
 from phalanx.launch.cpus import Machine
 from phalanx.launch.run_folder import name_of
+
+_MOST_BYTES = 1 << 20  # a command is shorter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +47,19 @@ def remember(tuned: Tuned, file: str) -> None:
 
 def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | None:
     """Return what was found for just this command on such a machine; None if nothing was."""
-    with contextlib.suppress(OSError, ValueError, TypeError), open(tuned_file(log_dir, command)) as file:
-        tuned = Tuned(**json.load(file))
+    # Anybody may have written the file; json raises a RecursionError if it is nested too deeply.
+    with (
+        contextlib.suppress(OSError, ValueError, TypeError, RecursionError),
+        open_regular(tuned_file(log_dir, command)) as file,
+    ):
+        tuned = Tuned(**json.loads(file.read(_MOST_BYTES)))
         numbers = tuned.ranks, tuned.threads
-        is_sound = all(isinstance(number, int) and 1 <= number <= machine.num_cpus for number in numbers)
-        if is_sound and (tuned.command, tuned.machine) == (list(command[1:]), machine.describe()):
+        is_sound = all(type(number) is int and 1 <= number <= machine.num_cpus for number in numbers)
+        if (
+            is_sound
+            and tuned.memory in CHOICES
+            and (tuned.command, tuned.machine) == (list(command[1:]), machine.describe())
+        ):
             return tuned
     return None
 

@@ -19,7 +19,7 @@ from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.feed import Collate, Part, whatever
 from phalanx.train.worker_init import WorkerInit
-from phalanx.train.worker_trial import AsInWorkers, WorkerTrial
+from phalanx.train.worker_trial import AsInWorkers, WorkerTrial, untouched
 
 
 class DatasetFeed:
@@ -64,8 +64,8 @@ class DatasetFeed:
         )
 
     def _without_workers(self) -> Iterable[Any]:
-        assert self._seeded is not None
-        dataset, seeded = self._dataset, self._seeded
+        dataset = untouched(self._dataset) if self._trial else self._dataset
+        seeded = _SeededSamples(dataset, self._seed)
         parts = _FilledParts(self._batches, with_epoch=True)
         return AsInWorkers(parts, lambda key: dataset[key[1]], seeded.__getitem__, self._collate)
 
@@ -114,10 +114,13 @@ class DatasetFeed:
 
     def steps(self) -> Iterator[tuple[list[Part], int]]:
         self._generator.manual_seed(derive_seed(self._seed, "workers", self._batches.epoch))
+        if self._trial is not None:
+            self._loader = self._without_workers()  # of the dataset as it is now
         filled = iter(self._loader)
         for num_samples, sizes in self._batches.sizes():
             if self._trial is not None and self._trial.is_over:
                 num_workers, self._trial = self._trial.num_workers(), None
+                self._loader = self._without_workers()
                 filled = self._begin_workers(num_workers) if num_workers else filled
             with self._trial.loading() if self._trial else contextlib.nullcontext():
                 parts = [(next(filled) if size else self._fill(), size) for size in sizes]
@@ -128,7 +131,7 @@ class DatasetFeed:
         """Return a batch for a part without samples, which does not count: the same wherever a run was stopped."""
         if self._filler is None:
             with random_state_kept():
-                self._filler = self._collate([self._dataset[0]])
+                self._filler = self._collate([untouched(self._dataset)[0]])
         return self._filler
 
     def advance(self) -> None:

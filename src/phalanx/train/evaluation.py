@@ -20,6 +20,7 @@ from phalanx.train.feed import Collate, is_dataset
 from phalanx.train.memory_format import lay_out_batch
 from phalanx.train.objective import Objective, outputs_of, refuse_reserved
 from phalanx.train.settings import Settings
+from phalanx.train.worker_trial import untouched
 from phalanx.train.wrapper import is_sharded
 
 
@@ -54,6 +55,7 @@ class Evaluator:
         self._channels_last = settings.channels_last
         batch_size = settings.micro_batch_size or -(-settings.global_batch_size // ranks.world_size)
         self._batch_size, self._collate_fn = batch_size, collate_fn
+        self._is_auto = settings.num_workers == "auto"
         self.num_workers: int = 0 if settings.num_workers == "auto" else settings.num_workers
         self._data: Any = None
         self._how: Any = None
@@ -170,7 +172,9 @@ class Evaluator:
     def _plan_for(self, data: Any) -> Planned | Own:
         how = self._batch_size, self.num_workers, self._collate_fn
         if self._data is not data or self._how != how or self._plan is None:
-            self._data, self._how, self._plan = data, how, plan(data, self._ranks, *how)
+            may_fork = self._is_auto and not self.num_workers
+            loaded = untouched(data) if may_fork else data
+            self._data, self._how, self._plan = data, how, plan(loaded, self._ranks, *how)
         return self._plan
 
 

@@ -19,6 +19,7 @@ from phalanx.data.seeds import seed_process
 from phalanx.train.feed import Collate, is_dataset
 from phalanx.train.loader_feed import is_divided
 from phalanx.train.worker_init import WorkerInit
+from phalanx.train.worker_trial import untouched
 
 Counted = tuple[Any, int]
 """A batch and its samples; with 0 it only keeps ranks together."""
@@ -60,8 +61,8 @@ class Planned:
         for batch, indices in zip(self._loader, self._lists, strict=True):
             yield batch, self._num_samples(batch, indices)
         for _ in range(self._num_of_longest - len(self._lists) if pads else 0):
-            dataset = self._loader.dataset
             if batch is None:
+                dataset = untouched(self._loader.dataset)
                 batch = self._loader.collate_fn([dataset[0]] if self._is_batched else dataset[0])
             yield batch, 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
+from phalanx import _torch
 from phalanx._cgroups import cgroup_memory, host_memory
 from phalanx._tensors import is_one_range
 from phalanx.parallel.layout import flat, shaped
@@ -61,9 +63,13 @@ class Shards:
     def _length(self, parameter: nn.Parameter) -> int:
         return parameter.numel() // (self._size * CUT_ELEMS) * CUT_ELEMS
 
-    @torch.no_grad()
     def step(self, step: Callable[[], object]) -> None:
         """Step the optimizer by calling `step`, and bring the parameters of all ranks here. Every rank calls it."""
+        with _hooks_outside(self._optimizer):
+            self._step(step)
+
+    @torch.no_grad()
+    def _step(self, step: Callable[[], object]) -> None:
         state, groups, cuts = self._optimizer.state, self._optimizer.param_groups, self._cuts
         whole = [group["params"] for group in groups]
         try:
@@ -90,6 +96,28 @@ class Shards:
         for cut in self._cuts.values() if self._group is not None else ():
             cut.let_go(self._optimizer.state.get(cut.parameter, {}))
         self._cuts = {}
+
+
+@contextlib.contextmanager
+def _hooks_outside(optimizer: optim.Optimizer) -> Iterator[None]:
+    """Call an optimizer's hooks before and after the body, where they find whole parameters, and none within it.
+
+    With hooks from the beginning nothing is divided; these have been registered since, maybe on one rank alone.
+    """
+    own_pre, own_post = (getattr(optimizer, name, {}) for name in _torch.HOOKS_OF_OPTIMIZER)
+    all_pre, all_post = _torch.global_pre_hooks_of_optimizers, _torch.global_post_hooks_of_optimizers
+    for hook in [*all_pre.values(), *own_pre.values()]:
+        hook(optimizer, (optimizer,), {})
+    held = [(hooks, {**hooks}) for hooks in (own_pre, own_post, all_pre, all_post)]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update(before)
+    for hook in [*own_post.values(), *all_post.values()]:
+        hook(optimizer, (optimizer,), {})
 
 
 class _Cut:

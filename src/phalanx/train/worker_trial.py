@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from phalanx import _trial
 from phalanx._rank_group import RankGroup
@@ -102,6 +104,34 @@ class AsInWorkers:
             before.restore()
         with random_state_kept():
             return self._collate([self._seeded(key) for key in keys])
+
+
+def untouched(dataset: Any) -> Any:
+    """Return a dataset to load from here, before processes are forked that load from the given one.
+
+    Many datasets open a file when they are first asked for a sample. Forked processes would share that file's position
+    and read each other's samples, so it must not be open in what they inherit. Everything but the datasets themselves
+    is shared.
+    """
+    return _apart(dataset, {})
+
+
+def _apart(value: Any, known: dict[int, Any]) -> Any:
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, Dataset) and not isinstance(value, IterableDataset):
+        try:
+            twin = known[id(value)] = copy.copy(value)
+        except Exception:  # user code: one with a __getattr__ of its own may recurse before it has its attributes
+            return value
+        for name, held in [*getattr(twin, "__dict__", {}).items()]:
+            twin.__dict__[name] = _apart(held, known)
+        return twin
+    if type(value) is dict and any(isinstance(held, Dataset) for held in itertools.islice(value.values(), 1)):
+        return {key: _apart(held, known) for key, held in value.items()}
+    if type(value) in (list, tuple) and any(isinstance(held, Dataset) for held in value[:1]):
+        return type(value)(_apart(held, known) for held in value)
+    return value
 
 
 class _Numbers:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 from phalanx import _env
@@ -66,17 +66,23 @@ def main(argv: Sequence[str]) -> int:
     add_flags(parser, {"Search": OWN_FLAGS})
     try:
         settings, target, _ = read_command(argv, _env.environment(), parser=parser, also=OWN_FLAGS)
+        _check_json(settings["json"].value)
         if settings["nnodes"].value != (1, 1):
             raise UsageError("--nnodes: phalanx tune measures on one machine", RIGHT_CALL)
         if settings["dry-run"].value:
             raise UsageError("--dry-run is for phalanx run: phalanx tune has to run the script to measure it")
-        _check_json(settings["json"].value)
-        words = _without(argv, target, *_SEARCHED, *(f"--{flag.name}" for flag in OWN_FLAGS))
+        words = _without((*_SEARCHED, *(f"--{flag.name}" for flag in OWN_FLAGS)), argv, target)
         make_plan(words, _env.environment(), parser)  # refuses what could not be started
         limits = _limits(settings)
     except UsageError as error:
         return parser.refuse(error)
-    return _search(words, target, limits, settings)
+    try:
+        return _search(words, target, limits, settings)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # no room for what the trials write
+        print(f"phalanx tune: {error}; TMPDIR names another folder for the trials", file=sys.stderr)
+        return 1
 
 
 def _limits(settings: Mapping[str, Setting]) -> Limits:
@@ -93,16 +99,14 @@ def _limits(settings: Mapping[str, Setting]) -> Limits:
 
 
 def _check_json(path: str) -> None:
-    """Refuse a file that could not be written at the end, before time goes into the search."""
-    folder = os.path.dirname(path) or "."
-    if path and not os.path.isdir(folder):
-        raise UsageError(f"--json: there is no folder {folder!r}")
-    if path and (os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK)):
-        raise UsageError(f"--json: {path!r} can't be written")
+    """Refuse a file that could not be written once everything has been measured."""
+    place = path if os.path.exists(path) else os.path.dirname(path) or "."
+    if path and (os.path.isdir(path) or not os.access(place, os.W_OK)):
+        raise UsageError(f"--json must name a file that can be written, got {path!r}")
 
 
-def _without(argv: Sequence[str], target: Sequence[str], *names: str) -> list[str]:
-    """Return the words of a command line without some of its flags and their values."""
+def _without(names: Collection[str], argv: Sequence[str], target: Sequence[str]) -> list[str]:
+    """Return a command line that ends in `target`, without the flags of these names and their values."""
     flags = list(argv[: len(argv) - len(target)])
     kept: list[str] = []
     while flags:
@@ -124,8 +128,8 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
     _say(f"{script} on {limits.machine.describe()}; memory {policy}")
     if behind := [word for word in split_off_flags(target[1:], OWN_FLAGS)[0] if word.startswith("--")]:
         _say(f"{', '.join(behind)} goes to {target[0]}: flags of phalanx tune come before the script")
-    jobs = _without(words, target, "--log-dir")  # they log where they are measured
-    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, Trials(jobs, folder) as trials:
+    in_trials = _without(["--log-dir"], words, target)  # each has a folder of its own
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, Trials(in_trials, folder) as trials:
         search = Search(trials, limits, _say)
         try:
             search.run()

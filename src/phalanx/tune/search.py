@@ -12,7 +12,7 @@ from typing import Any
 from phalanx._text import counted
 from phalanx.launch.cpus import Machine
 from phalanx.tune.offers import Offer, offers
-from phalanx.tune.trials import Failed, Setup, Trials
+from phalanx.tune.trials import Setup, Trials
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 _LEAST_GAIN = 0.01  # less is not worth a word in a command
@@ -88,10 +88,11 @@ def race(
 ) -> dict[Setup, list[float]]:
     """Return the speeds of setups that take turns, until their differences are clear or within the noise.
 
-    Every second round goes backwards, which cancels a steady drift. Setups that are far behind take no more turns.
+    Every second round goes backwards, which cancels a steady drift. Setups that are far behind take no more turns, and
+    those that fail are not part of what is returned.
 
     Args:
-        rate: Function that measures a setup once; it returns None for one that has failed, and takes no further part.
+        rate: Function that measures a setup once; None: it has failed.
         deadline: Time on the monotonic clock after which no round begins, unless there were too few.
         drops: Whether the race ends early; otherwise all take part in every round.
     """
@@ -101,14 +102,13 @@ def race(
         if number >= _LEAST_ROUNDS and (time.monotonic() > deadline or len(racing) < 2):
             break
         for setup in racing[:: -1 if number % 2 else 1]:
-            if (speed := rate(setup)) is not None:
-                found[setup].append(speed)
-            else:
+            speed = rate(setup)
+            if speed is None:
                 del found[setup]
-        racing = [setup for setup in racing if setup in found]
-        if not racing:
-            break
-        if number + 1 < _LEAST_ROUNDS or not drops:
+                racing.remove(setup)
+            else:
+                found[setup].append(speed)
+        if number + 1 < _LEAST_ROUNDS or not drops or not found:
             continue
         best = fastest(found)
         racing = [one for one in racing if max(gains(found[one], found[best])) > _HOPELESS]
@@ -157,7 +157,6 @@ class Search:
 
     def __init__(self, trials: Trials, limits: Limits, tell: Callable[[str], None]) -> None:
         self._trials, self.limits, self._tell = trials, limits, tell
-        self._failed: dict[Setup, Failed] = {}  # by setup
         self.steps: list[Step] = []
         self.unit = "samples"
         self.best: Setup
@@ -173,21 +172,6 @@ class Search:
         self._choose_ranks()
         self._improve()
 
-    def _race(self, setups: Sequence[Setup], deadline: float) -> dict[Setup, list[float]]:
-        found = race(setups, self._rate, deadline)
-        if not found:
-            raise next(iter(self._failed.values()))
-        return found
-
-    def _rate(self, setup: Setup) -> float | None:
-        if setup in self._failed:
-            return None
-        try:
-            return self._trials.of(setup).rate(setup)
-        except Failed as failure:
-            self._failed |= dict.fromkeys(self._trials.drop(setup, failure), failure)
-            return None
-
     def _choose_ranks(self) -> None:
         limits = self.limits
         setups = [
@@ -197,20 +181,20 @@ class Search:
         ]
         wanted = [self.plain, *setups] if 1 in limits.ranks else setups
         self._tell(f"starting the script with {_words([*limits.ranks], 'rank')}")
-        self._failed |= self._trials.start(wanted, max(60.0, limits.left_s()))
-        there = [setup for setup in wanted if setup not in self._failed]
+        failed = self._trials.start(wanted, max(60.0, limits.left_s()))
+        there = [setup for setup in wanted if setup not in failed]
         if not [setup for setup in setups if setup in there]:
-            raise next(iter(self._failed.values()))
+            raise next(iter(failed.values()))
         self._tell(
             f"taking turns: {counted(len(there), 'way')} to divide {limits.machine.describe()} among ranks and threads"
         )
-        found = self._race(there, time.monotonic() + limits.left_s() * _STARTS_WITHIN)
+        found = race(there, self._trials.rate, time.monotonic() + limits.left_s() * _STARTS_WITHIN)
         ours = {setup: speeds for setup, speeds in found.items() if setup != self.plain}
         if not ours:
-            raise next(iter(self._failed.values()))
+            raise self._trials.failure_of(setups[0])
         self.best = fastest(ours)
         self.facts = self._trials.of(self.best).facts
-        self.unit = "samples" if self.facts["counts_samples"] else "steps"
+        self.unit = "samples" if self._trials.counts_samples else "steps"
         first = self.plain if self.plain in found else min(ours, key=lambda one: (one.ranks, one.threads))
         for setup in found:
             gain = None if setup == first else compare(found[setup], found[first])
@@ -218,10 +202,10 @@ class Search:
             self.steps.append(
                 Step(_divided(setup, is_plain=setup == self.plain), statistics.median(found[setup]), gain, is_taken)
             )
+        lost = [setup for setup in wanted if setup not in found]
         self.steps += [
-            Step(_divided(setup, is_plain=setup == self.plain), why=str(self._failed[setup]))
-            for setup in wanted
-            if setup in self._failed
+            Step(_divided(setup, is_plain=setup == self.plain), why=str(self._trials.failure_of(setup)))
+            for setup in lost
         ]
 
     def _improve(self) -> None:
@@ -230,34 +214,33 @@ class Search:
         every = offers(base, self.facts, self._trials.of(base).loading_share, self.limits.memories)
         left_s = self.limits.left_s()
         tried = [offer for offer in every if max(offer.needs_s, _LEAST_LEFT_S) <= left_s]
-        late = [
-            Step(o.name, why="takes longer than was left; --seconds gives it more") for o in every if o not in tried
-        ]
         if tried:
             self._try(base, tried)
-        self.steps += late
+        late = [offer.name for offer in every if offer not in tried]
+        self.steps += [Step(name, why="takes longer than was left; --seconds gives it more") for name in late]
 
     def _try(self, base: Setup, tried: Sequence[Offer]) -> None:
         self._tell(f"trying {', '.join(offer.name for offer in tried)}")
         limit_s = max(_LEAST_START_S, *(offer.needs_s for offer in tried), self.limits.left_s() * _STARTS_WITHIN)
-        self._failed |= self._trials.start([offer.setup for offer in tried], limit_s)
-        there = [offer for offer in tried if offer.setup not in self._failed]
-        found = self._race([base, *(offer.setup for offer in there)], self.limits.deadline)
-        taken = {}
-        for offer in there if base in found else ():
-            if offer.setup not in found:
+        failed = self._trials.start([offer.setup for offer in tried], limit_s)
+        there = [offer.setup for offer in tried if offer.setup not in failed]
+        found = race([base, *there], self._trials.rate, self.limits.deadline)
+        taken = []
+        for offer in tried:
+            setup = offer.setup
+            if setup not in found or base not in found:
+                why = self._trials.failure_of(base if setup in found else setup)
+                self.steps.append(Step(offer.name, why=str(why)))
                 continue
-            gain = compare(found[offer.setup], found[base])
+            gain = compare(found[setup], found[base])
             is_taken = gain.is_certain and not offer.note
-            rate = statistics.median(found[offer.setup])
-            self.steps.append(Step(offer.name, rate, gain, is_taken, note=offer.note if gain.is_certain else ""))
-            if is_taken:
-                taken[offer.name] = offer.setup
-        self.steps += [Step(o.name, why=str(self._failed[o.setup])) for o in tried if o.setup in self._failed]
+            note = offer.note if gain.is_certain else ""
+            self.steps.append(Step(offer.name, statistics.median(found[setup]), gain, is_taken, note=note))
+            taken += [setup] if is_taken else []
         if len(taken) == 1:
-            (self.best,) = taken.values()
+            (self.best,) = taken
         elif taken:
-            self._combine(base, [*taken.values()])
+            self._combine(base, taken)
 
     def _combine(self, base: Setup, taken: Sequence[Setup]) -> None:
         """Take all that brought something together, if together they are the fastest."""
@@ -267,10 +250,9 @@ class Search:
             fused=any(setup.fused for setup in taken),
             changes=tuple(dict.fromkeys(pair for setup in taken for pair in setup.changes)),
         )
-        self._failed |= self._trials.start([together], max(_LEAST_START_S, self.limits.left_s()))
-        setups = [base, *taken, *([] if together in self._failed else [together])]
-        found = self._race(setups, self.limits.deadline)
-        self.best = fastest(found)
+        failed = self._trials.start([together], max(_LEAST_START_S, self.limits.left_s()))
+        found = race([base, *taken, *([] if failed else [together])], self._trials.rate, self.limits.deadline)
+        self.best = fastest(found) if found else base
         if {together, base} <= found.keys():
             gain = compare(found[together], found[base])
             self.steps.append(Step("all of these", statistics.median(found[together]), gain, self.best == together))

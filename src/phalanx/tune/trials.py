@@ -122,8 +122,8 @@ class Trial:
         if self._setup.ranks > 1 and not self.facts["has_group"]:
             raise Failed("makes no process group, so each rank would train all by itself")
 
-    def rate(self, setup: Setup) -> float:
-        """Take a turn, and return the speed in samples a second over all ranks; in steps, if no samples are counted.
+    def rate(self, setup: Setup, *, counts_samples: bool) -> float:
+        """Take a turn, and return the speed of all ranks together, in samples a second or in steps.
 
         Raises:
             Failed: The script has failed, or is over too soon again and again.
@@ -135,7 +135,7 @@ class Trial:
                 self._take(setup, _SETTLING_STEPS)
         step_s = self._step_s[setup.threads]
         told = self._take(setup, round(_TURN_S / step_s))
-        return sum(_rate(rank["steps"], self.facts["counts_samples"]) for rank in told)
+        return sum(_rate(rank["steps"], self.facts["samples"] if counts_samples else 0) for rank in told)
 
     @property
     def loading_share(self) -> float:
@@ -198,9 +198,13 @@ class Trial:
             self._process.wait()
 
 
-def _rate(steps: Sequence[tuple[float, int, float]], counts_samples: bool) -> float:
+def _rate(steps: Sequence[tuple[float, int, float]], usual_samples: float) -> float:
+    """Return the speed of a rank's steps, in samples a second; in steps, if a step usually loads none."""
     kept = sorted(steps)[: max(1, round(len(steps) * (1 - _OUTLIERS)))]
-    return max(1e-9, sum(step[1] if counts_samples else 1 for step in kept)) / sum(step[0] for step in kept)
+    loaded = sum(step[1] for step in kept)
+    # A script that loads nothing any more trains on batches that it has kept.
+    done = (loaded or usual_samples * len(kept)) if usual_samples else len(kept)
+    return done / sum(step[0] for step in kept)
 
 
 class Trials:
@@ -215,7 +219,6 @@ class Trials:
         self._words, self._folder = words, folder
         self._trials: dict[Any, Trial] = {}
         self._failures: dict[Any, Failed] = {}
-        self._wanted: list[Setup] = []
 
     def __enter__(self) -> Trials:
         return self
@@ -230,7 +233,6 @@ class Trials:
 
     def start(self, setups: Sequence[Setup], limit_s: float) -> dict[Setup, Failed]:
         """Start the jobs that these setups need, side by side, and return those that can't be measured."""
-        self._wanted += setups
         for setup in setups:
             if setup.job not in self._trials and setup.job not in self._failures:
                 folder = os.path.join(self._folder, str(len(self._trials) + len(self._failures)))
@@ -242,16 +244,32 @@ class Trials:
                 if setup.job in self._trials and not self.of(setup).facts:
                     self.of(setup).meet(deadline)
             except Failed as failure:
-                self.drop(setup, failure)
+                self._drop(setup, failure)
             if setup.job in self._failures:
                 failed[setup] = self._failures[setup.job]
         return failed
 
-    def drop(self, setup: Setup, failure: Failed) -> list[Setup]:
-        """End the job of a setup that has failed, and return the setups that were to be measured in it."""
+    @property
+    def counts_samples(self) -> bool:
+        """Whether every job loads samples for each step, so that speeds can be told in them."""
+        return all(trial.facts["samples"] for trial in self._trials.values())
+
+    def rate(self, setup: Setup) -> float | None:
+        """Measure a setup once; None if its job has failed."""
+        if setup.job in self._trials:
+            try:
+                return self.of(setup).rate(setup, counts_samples=self.counts_samples)
+            except Failed as failure:
+                self._drop(setup, failure)
+        return None
+
+    def failure_of(self, setup: Setup) -> Failed:
+        """Return why a setup has no speed."""
+        return self._failures[setup.job]
+
+    def _drop(self, setup: Setup, failure: Failed) -> None:
         self._failures[setup.job] = failure
         self._trials.pop(setup.job).end()
-        return [one for one in self._wanted if one.job == setup.job]
 
     def of(self, setup: Setup) -> Trial:
         """Return the job in which a setup is measured."""
