@@ -316,9 +316,9 @@ def test_sigusr1_is_not_given_to_what_a_rank_has_started(tmp_path):
     source = """
     import subprocess
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    signal.signal(signal.SIGUSR1, lambda *_: (child.stdin.close(), print("child", child.wait(), flush=True)))
+    signal.signal(signal.SIGUSR1, lambda *_: child.stdin.close())
     print("up", flush=True)
-    signal.pause()
+    print("child", child.wait(), flush=True)
     """
     command = [*PHALANX_RUN, "--nproc-per-node", "1", "--no-preload", "--signals-to-handle", "SIGTERM,SIGUSR1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
