@@ -59,8 +59,8 @@ class Settings:
             the first steps show that it is faster, but not with callbacks, since they may change the optimizer's state;
             "always" where it can be done, or "never". It can be done on one host, on the CPU with one thread, in
             phalanx's DistributedDataParallel, with those optimizers of torch.optim that treat each element by itself.
-            Bits and checkpoints are the same. The ranks then share the memory of the optimizer's state: code may replace
-            its tensors or fill them, but ``mul_`` on each rank multiplies as often.
+            Bits and checkpoints are the same. The ranks then share the memory of the optimizer's state: code may
+            replace its tensors or fill them, but ``mul_`` on each rank multiplies as often.
         clip_norm: Largest norm of the gradient; None: unlimited.
         on_nan: Reaction to a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
             once, or "ignore" it. In any case, a state with such a parameter or buffer is never saved, unless it was
