@@ -206,15 +206,12 @@ def _said(step: Step) -> tuple[str, str]:
     if step.gain is None:
         return "", ""
     gain = step.gain
-    noise = f"+- {gain.noise:.0%}"
-    verdict = (
-        step.note or "taken"
-        if step.note or step.is_taken
-        else ""
-        if abs(math.log(gain.ratio)) > gain.noise
-        else "within the noise"
-    )
-    return f"{gain.ratio:.2f}x", f"{noise}{verdict and ', '}{verdict}"
+    words = [f"+- {gain.noise:.0%}"]
+    if step.note or step.is_taken:
+        words.append(step.note or "taken")
+    elif abs(math.log(gain.ratio)) <= gain.noise:
+        words.append("within the noise")
+    return f"{gain.ratio:.2f}x", ", ".join(words)
 
 
 def _command(search: Search, words: Sequence[str], target: Sequence[str]) -> str:
