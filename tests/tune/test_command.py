@@ -290,7 +290,6 @@ def test_the_table_of_a_script_without_a_loader_counts_steps_and_fits_80_columns
     done = tune(tmp_path, "--seconds", "8", "--nproc-per-node", "1", "train.py")
     assert done.returncode == 0, done.stderr
     assert "  steps/s  speed" in done.stdout
-    assert "within the noise" in done.stdout  # threads do nothing for a sleep
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
