@@ -31,6 +31,7 @@ RIGHT_CALL = "phalanx tune [flags] train.py [args]"
 _OWN_PROCESSES = re.compile("address already in use|two processes claim rank|ProcessRaisedException", re.IGNORECASE)
 _SEARCHED = ("--nproc-per-node", "--memory", "--shutdown-timeout")
 _TAIL_LINES, _WIDTH = 20, 80
+_SHARE_OF_SEARCH = 0.9  # of the time; then come the last round and the ends of all jobs
 _FOLDER = "phalanx-tune-"  # of the jobs, and gone when the command ends
 
 
@@ -92,7 +93,7 @@ def _limits(settings: Mapping[str, Setting]) -> Limits:
     memory = settings["memory"]
     keeps = choose(environ, num_ranks=max(ranks)).keeps
     memories = [memory.value] if memory.is_given or not keeps else ["auto", "default"]
-    deadline = time.monotonic() + settings["seconds"].value
+    deadline = time.monotonic() + settings["seconds"].value * _SHARE_OF_SEARCH
     said = environ.get("OMP_NUM_THREADS", "")
     threads = int(said) if said.isdigit() else 0
     return Limits(ranks=ranks, memories=memories, machine=machine, threads=threads, deadline=deadline)

@@ -35,7 +35,7 @@ class Offer:
 
 
 def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories: Sequence[str]) -> list[Offer]:
-    """Return what can be changed in a setup of this script on this machine.
+    """Return what can be changed in a setup of this script on this machine, the most promising first.
 
     Args:
         base: Setup to change.
@@ -43,19 +43,18 @@ def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories
         loading_share: Part of a step that waits for the loader.
         memories: Values of ``--memory`` to try.
     """
-    found = [
-        Offer(name=f"--memory {memory}", setup=dataclasses.replace(base, memory=memory))
-        for memory in memories
-        if memory != base.memory
-    ]
+    found: list[Offer] = []
     if facts["can_fuse"]:
         name = f"{facts['optimizer']}(fused=True)"
         found.append(Offer(name=name, setup=dataclasses.replace(base, fused=True)))
     if facts["trainer"] is not None:
-        return found + _of_trainer(base, facts, loading_share)
-    if loading_share > _LEAST_LOADING:
+        found += _of_trainer(base, facts, loading_share)
+    elif loading_share > _LEAST_LOADING:
         setup = _with(base, num_workers=_WORKERS)
         found.append(Offer(name=f"DataLoader(num_workers={_WORKERS})", setup=setup))
+    for memory in memories:
+        if memory != base.memory:
+            found.append(Offer(name=f"--memory {memory}", setup=dataclasses.replace(base, memory=memory)))
     return found
 
 

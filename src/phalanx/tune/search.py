@@ -12,14 +12,14 @@ from typing import Any
 from phalanx._text import counted
 from phalanx.launch.cpus import Machine
 from phalanx.tune.offers import Offer, offers
-from phalanx.tune.trials import Setup, Trials
+from phalanx.tune.trials import Failed, Setup, Trials
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 _LEAST_GAIN = 0.01  # less is not worth a word in a command
 _HOPELESS = 0.85  # of the fastest, in every round so far
-_LEAST_LEFT_S = 3.0  # to try anything at all
-_LEAST_START_S = 20.0  # for a job to start
-_STARTS_WITHIN = 0.4  # of the time, for the jobs of one stage
+_LEAST_START_S = 60.0  # for a job to start, whatever is left
+_TURN_WITH_ALL_S = 0.6  # a turn, and what lies around it
+_SHARE_OF_RANKS = 0.3  # of what is left, for the race of ranks and threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +157,7 @@ class Search:
 
     def __init__(self, trials: Trials, limits: Limits, tell: Callable[[str], None]) -> None:
         self._trials, self.limits, self._tell = trials, limits, tell
+        self._start_s = 0.0  # that a job takes
         self.steps: list[Step] = []
         self.unit = "samples"
         self.best: Setup
@@ -181,14 +182,14 @@ class Search:
         ]
         wanted = [self.plain, *setups] if 1 in limits.ranks else setups
         self._tell(f"starting the script with {_words([*limits.ranks], 'rank')}")
-        failed = self._trials.start(wanted, max(60.0, limits.left_s()))
+        failed = self._start(wanted)
         there = [setup for setup in wanted if setup not in failed]
         if not [setup for setup in setups if setup in there]:
             raise next(iter(failed.values()))
         self._tell(
             f"taking turns: {counted(len(there), 'way')} to divide {limits.machine.describe()} among ranks and threads"
         )
-        found = race(there, self._trials.rate, time.monotonic() + limits.left_s() * _STARTS_WITHIN)
+        found = race(there, self._trials.rate, time.monotonic() + limits.left_s() * _SHARE_OF_RANKS)
         ours = {setup: speeds for setup, speeds in found.items() if setup != self.plain}
         if not ours:
             raise self._trials.failure_of(setups[0])
@@ -212,17 +213,29 @@ class Search:
         """Try what can be added to the best so far, and take what brings something for certain."""
         base = self.best
         every = offers(base, self.facts, self._trials.of(base).loading_share, self.limits.memories)
-        left_s = self.limits.left_s()
-        tried = [offer for offer in every if max(offer.needs_s, _LEAST_LEFT_S) <= left_s]
+        tried: list[Offer] = []
+        late: list[Offer] = []
+        failed: dict[Setup, Failed] = {}
+        for offer in every:
+            needed_s = self._start_s + _LEAST_ROUNDS * _TURN_WITH_ALL_S * (len(tried) + 2)
+            if self.limits.left_s() < max(offer.needs_s, needed_s):
+                late.append(offer)
+                continue
+            self._tell(f"trying {offer.name}")
+            failed |= self._start([offer.setup])
+            tried.append(offer)
         if tried:
-            self._try(base, tried)
-        late = [offer.name for offer in every if offer not in tried]
-        self.steps += [Step(name, why="takes longer than was left; --seconds gives it more") for name in late]
+            self._try(base, tried, failed)
+        self.steps += [Step(offer.name, why="takes longer than was left; --seconds gives it more") for offer in late]
 
-    def _try(self, base: Setup, tried: Sequence[Offer]) -> None:
-        self._tell(f"trying {', '.join(offer.name for offer in tried)}")
-        limit_s = max(_LEAST_START_S, *(offer.needs_s for offer in tried), self.limits.left_s() * _STARTS_WITHIN)
-        failed = self._trials.start([offer.setup for offer in tried], limit_s)
+    def _start(self, setups: Sequence[Setup]) -> dict[Setup, Failed]:
+        """Start jobs, as long as that takes, and note how long one takes; return those that can't be measured."""
+        begin_s = time.monotonic()
+        failed = self._trials.start(setups, max(_LEAST_START_S, self.limits.left_s()))
+        self._start_s = max(self._start_s, (time.monotonic() - begin_s) / len({setup.job for setup in setups}))
+        return failed
+
+    def _try(self, base: Setup, tried: Sequence[Offer], failed: Mapping[Setup, Failed]) -> None:
         there = [offer.setup for offer in tried if offer.setup not in failed]
         found = race([base, *there], self._trials.rate, self.limits.deadline)
         taken = []
@@ -250,7 +263,7 @@ class Search:
             fused=any(setup.fused for setup in taken),
             changes=tuple(dict.fromkeys(pair for setup in taken for pair in setup.changes)),
         )
-        failed = self._trials.start([together], max(_LEAST_START_S, self.limits.left_s()))
+        failed = self._start([together])
         found = race([base, *taken, *([] if failed else [together])], self._trials.rate, self.limits.deadline)
         self.best = fastest(found) if found else base
         if {together, base} <= found.keys():
