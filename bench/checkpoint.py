@@ -26,7 +26,7 @@ from rich.table import Table
 import phalanx
 import phalanx.checkpoint as ckpt
 from bench.ddp import _large_mlp
-from bench.report import machine_facts, median_ratio
+from bench.report import machine_facts, median_ratio, verdict_line
 
 _BATCH = 64
 _MOST_BLOCKED = 1.5  # of a memcpy of the state
@@ -140,15 +140,11 @@ def _ratio(samples: Samples, name: str, to: str) -> float:
     return median_ratio(samples[name], samples[to])
 
 
-def _verdict(is_reached: bool, text: str) -> str:
-    return f"{'reached' if is_reached else 'missed ':8} {text}"
-
-
 def _judge(name: str, samples: Samples) -> list[str]:
     blocked, speed = _ratio(samples, "save", "memcpy"), _ratio(samples, "torch.save + fsync", "in the background")
     return [
-        _verdict(blocked <= _MOST_BLOCKED, f"{name}: save blocks {blocked:.2f} memcpys (at most {_MOST_BLOCKED})"),
-        _verdict(
+        verdict_line(blocked <= _MOST_BLOCKED, f"{name}: save blocks {blocked:.2f} memcpys (at most {_MOST_BLOCKED})"),
+        verdict_line(
             speed >= _LEAST_SPEED,
             f"{name}: the background is {speed:.2f} times as fast as torch.save + fsync (at least {_LEAST_SPEED})",
         ),

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
 from bench.plan import parse_names
-from bench.report import machine_facts, median_ratio
-from bench.step_models import mlp
+from bench.report import machine_facts, median_ratio, verdict_line
+from bench.step_models import digits_cnn, mlp
 from phalanx.train.shards import Shards, divisible
 
 _BATCH = 64
@@ -61,14 +61,6 @@ def _cnn() -> nn.Module:
     )  # fmt: skip
 
 
-def _digits_cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Dropout(0.25), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
-    )  # fmt: skip
-
-
 def _large_mlp() -> nn.Module:
     return mlp(784, 4096, 3360, 10)
 
@@ -81,7 +73,7 @@ CASES = {
 }
 EPOCHS = {
     "MNIST CNN": (CASES["MNIST CNN"], 10_000),
-    "digits CNN": (Case(_digits_cnn, torch.optim.Adam, 30, {}, side=8), 1_797),
+    "digits CNN": (Case(digits_cnn, torch.optim.Adam, 30, {}, side=8), 1_797),
 }
 """Cases and numbers of images."""
 _LEAST_SPEEDUP = 1.9
@@ -235,16 +227,12 @@ def _print_case(console: Console, name: str, samples: dict[str, list[float]]) ->
     console.print(table)
     ratios = {variant: _ratio(samples, variant, _NONE) for variant in CASES[name].most}
     return [
-        _verdict(
+        verdict_line(
             ratios[variant] <= most,
             f"{name}, {variant}: {ratios[variant]:.3f} of the step without communication (at most {most})",
         )
         for variant, most in CASES[name].most.items()
     ]
-
-
-def _verdict(reached: bool, text: str) -> str:
-    return f"{'reached' if reached else 'missed ':8} {text}"
 
 
 def _plot(path: Path, steps: dict[str, dict[str, list[float]]]) -> None:
@@ -287,7 +275,7 @@ def main() -> None:
         epochs[name] = _mean_of_ranks(phalanx.spawn(measure_epochs, arguments, nprocs=2))
         speedup = _ratio(epochs[name], "one rank", "two ranks")
         text = f"an epoch of {num_images:,} images of the {name} on two ranks: {speedup:.2f} times as fast as on one"
-        verdicts.append(_verdict(speedup >= _LEAST_SPEEDUP, f"{text} (at least {_LEAST_SPEEDUP})"))
+        verdicts.append(verdict_line(speedup >= _LEAST_SPEEDUP, f"{text} (at least {_LEAST_SPEEDUP})"))
     os.environ["PHALANX_MEMORY"] = "default"  # what is kept of freed gradients would count as well
     memory = {how: sum(phalanx.spawn(measure_memory, (how == "sharded",), nprocs=2)) for how in ("plain", "sharded")}
     model_mib = sum(p.numel() for p in _large_mlp().parameters()) * 4 / 2**20

@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.report import verdict_line
+
 _JOB = """
 import os, torch, torch.distributed as dist
 dist.init_process_group(os.environ.get("BACKEND", "phalanx"))
@@ -135,7 +137,7 @@ def main() -> None:
     for name, values in samples.items():
         print(f"{name:28} median {statistics.median(values):6.3f} s   {min(values):6.3f} to {max(values):6.3f}")
     for target, reached in verdicts(samples).items():
-        print(f"{'reached' if reached else 'missed ':8} {target}")
+        print(verdict_line(reached, target))
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "launch.json").write_text(json.dumps(samples, indent=1))
 

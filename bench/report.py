@@ -22,6 +22,11 @@ def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(of, to, strict=True))
 
 
+def verdict_line(is_reached: bool, text: str) -> str:
+    """Return the line of a target: whether it was reached, and what was measured."""
+    return f"{'reached' if is_reached else 'missed ':8} {text}"
+
+
 @dataclass(frozen=True)
 class Result:
     """All measurements of a point: engine -> seconds of one operation, by round."""

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.plan import parse_names
-from bench.report import machine_facts, median_ratio
+from bench.report import machine_facts, median_ratio, verdict_line
 from bench.step_models import CASES
 
 _OURS = "phalanx run"
@@ -170,7 +170,7 @@ def main() -> None:
             }
             judged += verdicts(name, num_ranks, samples)
     for reached, text in judged:
-        print(f"{'reached' if reached else 'missed ':8} {text}")
+        print(verdict_line(reached, text))
     given.out.mkdir(parents=True, exist_ok=True)
     record = {"facts": machine_facts(""), "samples": found, "verdicts": judged}
     (given.out / "step.json").write_text(json.dumps(record, indent=1))

@@ -58,7 +58,7 @@ def _large_cnn() -> nn.Module:
     )  # fmt: skip
 
 
-def _digits_cnn() -> nn.Module:
+def digits_cnn() -> nn.Module:
     """The network of examples/train_digits.py."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(8),
@@ -166,5 +166,5 @@ CASES = {
     ),
     "small GPT": Case(lambda: _GPT(48, 256), _text(256, 48, 256), AdamW, 10),
     "evaluation": Case(_resnet18, _images(64, 3, 32), None, 6),
-    "digits CNN": Case(_digits_cnn, _images(64, 1, 8), Adam, 400),
+    "digits CNN": Case(digits_cnn, _images(64, 1, 8), Adam, 400),
 }  # fmt: skip

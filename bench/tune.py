@@ -18,6 +18,7 @@ import tempfile
 import time
 from typing import Any
 
+from bench.report import verdict_line
 from phalanx.launch.cpus import read_machine
 from phalanx.tune.search import default_ranks, fastest, race, threads_to_try
 from phalanx.tune.trials import Setup, Trials
@@ -88,7 +89,7 @@ def main() -> None:
         (num_near >= _LEAST_NEAR * len(shares), f"{num_near} of {len(shares)} choices within 5 % of the best"),
         (max(seconds) <= _MOST_S, f"at most {max(seconds):.0f} s (goal {_MOST_S} s)"),
     ):
-        print(f"{'reached' if is_reached else 'missed ':8} {text}")
+        print(verdict_line(is_reached, text))
 
 
 if __name__ == "__main__":

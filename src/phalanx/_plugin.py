@@ -37,11 +37,12 @@ def autoload() -> None:
         register()
         from phalanx import _env
 
-        if _env.ALLOCATION_VARIABLE in _env.environment():
+        environ = _env.environment()
+        if _env.ALLOCATION_VARIABLE in environ:
             from phalanx._memory import obey_launcher
 
             obey_launcher()
-        if _env.TRIAL_VARIABLE in _env.environment():
+        if _env.TRIAL_VARIABLE in environ:
             from phalanx import _trial
 
             _trial.begin()

@@ -221,7 +221,6 @@ class Trial:
 
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         return {
-            "pid": os.getpid(),
             "optimizer": type(self._optimizer).__name__,
             "can_fuse": self._can_fuse,
             "device": str(parameters[0].device) if parameters else "cpu",

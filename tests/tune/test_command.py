@@ -63,6 +63,11 @@ def found(folder: Path) -> dict:
     return json.loads((folder / "found.json").read_text())
 
 
+def reasons(table: dict, begin: str) -> set[str]:
+    """Return why the setups whose names begin so were not measured."""
+    return {step["why"] for step in table["steps"] if step["name"].startswith(begin)}
+
+
 def test_ranks_that_divide_the_work_are_the_best_command(tmp_path):
     write(tmp_path, PLAIN, **GROUP)
     done = tune(tmp_path, "--seconds", "5", "--json", "found.json", "--max-restarts", "2", "train.py")
@@ -92,9 +97,7 @@ def test_ranks_without_a_process_group_are_no_choice(tmp_path):
     assert done.returncode == 0, done.stderr
     table = found(tmp_path)
     assert table["best"]["ranks"] == 1
-    assert {step["why"] for step in table["steps"] if step["name"].startswith("2 ranks")} == {
-        "makes no process group, so each rank would train all by itself"
-    }
+    assert reasons(table, "2 ranks") == {"makes no process group, so each rank would train all by itself"}
 
 
 def test_a_script_that_is_over_soon_is_started_again(tmp_path):
@@ -134,9 +137,7 @@ def test_what_fails_with_one_number_of_ranks_is_a_line_of_the_table(tmp_path):
     assert done.returncode == 0, done.stderr
     table = found(tmp_path)
     assert table["best"]["ranks"] == 2
-    assert {step["why"] for step in table["steps"] if step["name"].startswith("1 rank ")} == {
-        "ended before its optimizer had taken three steps"
-    }
+    assert reasons(table, "1 rank ") == {"ended before its optimizer had taken three steps"}
 
 
 def test_a_job_that_dies_while_it_is_measured_is_a_line_of_the_table(tmp_path):
@@ -147,7 +148,7 @@ def test_a_job_that_dies_while_it_is_measured_is_a_line_of_the_table(tmp_path):
     assert done.returncode == 0, done.stderr
     table = found(tmp_path)
     assert table["best"]["ranks"] == 1
-    assert {step["why"] for step in table["steps"] if step["name"].startswith("2 ranks")} == {"has ended with code 1"}
+    assert reasons(table, "2 ranks") == {"has ended with code 1"}
 
 
 def test_a_script_that_keeps_its_batches_is_measured_in_steps(tmp_path):

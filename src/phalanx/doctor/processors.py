@@ -140,22 +140,22 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
         todo = "unset OMP_NUM_THREADS, or set it to a number of at least 1"
         return [warning("threads", f"OMP_NUM_THREADS={omp_num_threads!r} is not a number of threads", todo, **facts)]
     budget = machine.num_cpus if not machine.has_short_quota else machine.num_cores
-    if omp_num_threads and int(omp_num_threads) * num_ranks > budget:
+    num_all = int(omp_num_threads or 0) * num_ranks
+    said = f"OMP_NUM_THREADS={omp_num_threads} in each of {counted(num_ranks, 'rank')}"
+    if num_all > budget:
         return [
             warning(
                 "threads",
-                f"OMP_NUM_THREADS={omp_num_threads} in each of {counted(num_ranks, 'rank')}, "
-                f"on {counted(budget, 'CPU')}",
+                f"{said}, on {counted(budget, 'CPU')}",
                 f"unset it, and phalanx run divides the cores; or set it to {max(1, machine.num_cores // num_ranks)}",
                 **facts,
             )
         ]
-    if omp_num_threads and int(omp_num_threads) * num_ranks > len(machine.cores):
+    if num_all > len(machine.cores):
         return [
             note(
                 "threads",
-                f"OMP_NUM_THREADS={omp_num_threads} in each of {counted(num_ranks, 'rank')}, "
-                f"on {counted(len(machine.cores), 'physical core')}: threads share a core's arithmetic",
+                f"{said}, on {counted(len(machine.cores), 'physical core')}: threads share a core's arithmetic",
                 f"unset it, or set it to {max(1, machine.num_cores // num_ranks)}; measure which is faster",
                 **facts,
             )

@@ -57,9 +57,11 @@ class Setting:
 # ---------------------------------------------------------------- kinds of values
 
 
-def _number(
+def number(
     kind: Callable[[str], float], least: float, what: str, *, most: float = math.inf, words: Sequence[str] = ()
 ) -> Callable[[str], Any]:
+    """Return a function that parses a number from `least` to `most`, or one of some words; `what` names them."""
+
     def parse(text: str) -> float | str:
         if text in words:
             return text
@@ -106,15 +108,15 @@ _RANKS = "a whole number of at least 1, auto, cpu or gpu, or MIN:MAX with MIN <=
 def _num_ranks(text: str) -> int | str | tuple[int, int | str]:
     """Return the number of ranks, or the word that stands for it, or the least and that."""
     least_text, colon, most_text = text.rpartition(":")
-    most = _number(int, 1, _RANKS, words=_COUNTS)(most_text)
+    most = number(int, 1, _RANKS, words=_COUNTS)(most_text)
     if not colon:
         return most
-    least = _number(int, 1, _RANKS, most=math.inf if most in _COUNTS else most)(least_text)
+    least = number(int, 1, _RANKS, most=math.inf if most in _COUNTS else most)(least_text)
     return least, most
 
 
 def _port_or_nothing(text: str) -> int:
-    return int(_number(int, 0, "a port from 0 to 65535", most=65535)(text)) if text else 0
+    return int(number(int, 0, "a port from 0 to 65535", most=65535)(text)) if text else 0
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -156,8 +158,8 @@ def _signals(text: str) -> tuple[int, ...]:
     return tuple(known[name] for name in names)
 
 
-_at_least_0 = _number(int, 0, "a whole number of at least 0")
-_seconds = _number(float, 0, "seconds of at least 0")
+_at_least_0 = number(int, 0, "a whole number of at least 0")
+_seconds = number(float, 0, "seconds of at least 0")
 
 # ---------------------------------------------------------------- the table
 

@@ -17,10 +17,11 @@ from typing import Any, NoReturn, TextIO
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
-from phalanx._memory import choose
+from phalanx._memory import MemoryPolicy, choose
 from phalanx._text import columns
 from phalanx.launch.cpus import read_machine
-from phalanx.launch.flags import Flag, Setting, add_flags, split_off_flags
+from phalanx.launch.flags import Flag, Setting, add_flags, number, split_off_flags
+from phalanx.launch.job import Job
 from phalanx.launch.plan import count_local_ranks, make_plan, read_command
 from phalanx.launch.tuned import Tuned, remember, tuned_file
 from phalanx.tune.offers import advice
@@ -35,16 +36,7 @@ _SHARE_OF_SEARCH = 0.9  # of the time; then come the last round and the ends of 
 _FOLDER = "phalanx-tune-"  # of the jobs, and gone when the command ends
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 5 <= value <= 86400:
-        raise ValueError("must be seconds from 5 to 86400")
-    return value
-
-
+_seconds = number(float, 5, "seconds from 5 to 86400", most=86400)
 OWN_FLAGS = (
     Flag(
         "seconds", "rough length of the search, with the time that the script takes to start", _seconds, "SECONDS", "60"
@@ -73,12 +65,13 @@ def main(argv: Sequence[str]) -> int:
         if settings["dry-run"].value:
             raise UsageError("--dry-run is for phalanx run: phalanx tune has to run the script to measure it")
         words = _without((*_SEARCHED, *(f"--{flag.name}" for flag in OWN_FLAGS)), argv, target)
-        make_plan(words, _env.environment(), parser)  # refuses what could not be started
-        limits = _limits(settings)
+        job = make_plan(words, _env.environment(), parser).job  # refuses what could not be started
+        limits, policy = _limits(settings)
     except UsageError as error:
         return parser.refuse(error)
     try:
-        return _search(words, target, limits, settings)
+        _say(f"{shlex.join(target)} on {limits.machine.describe()}; memory {policy}")
+        return _search(words, target, job, limits, settings["json"].value)
     except BrokenPipeError:
         raise
     except OSError as error:  # no room for what the trials write
@@ -86,17 +79,18 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def _limits(settings: Mapping[str, Setting]) -> Limits:
+def _limits(settings: Mapping[str, Setting]) -> tuple[Limits, MemoryPolicy]:
+    """Return what is searched, and what ranks do about memory where that is left to us."""
     machine, environ = read_machine(), _env.environment()
     asked = settings["nproc-per-node"]
     ranks = [count_local_ranks(asked, machine, environ)[1]] if asked.is_given else default_ranks(machine)
     memory = settings["memory"]
-    keeps = choose(environ, num_ranks=max(ranks)).keeps
-    memories = [memory.value] if memory.is_given or not keeps else ["auto", "default"]
+    policy = choose(environ, wanted=memory.value, num_ranks=max(ranks))
+    memories = [memory.value] if memory.is_given or not policy.keeps else ["auto", "default"]
     deadline = time.monotonic() + settings["seconds"].value * _SHARE_OF_SEARCH
     said = environ.get("OMP_NUM_THREADS", "")
     threads = int(said) if said.isdigit() else 0
-    return Limits(ranks=ranks, memories=memories, machine=machine, threads=threads, deadline=deadline)
+    return Limits(ranks=ranks, memories=memories, machine=machine, threads=threads, deadline=deadline), policy
 
 
 def _check_json(path: str) -> None:
@@ -121,12 +115,10 @@ def _without(names: Collection[str], argv: Sequence[str], target: Sequence[str])
     return [*kept, *target]
 
 
-def _search(words: Sequence[str], target: Sequence[str], limits: Limits, settings: Mapping[str, Setting]) -> int:
+def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limits, json_file: str) -> int:
     signal.signal(signal.SIGTERM, _leave)
     began_s = time.monotonic()
     script = shlex.join(target)
-    policy = choose(_env.environment(), wanted=settings["memory"].value, num_ranks=max(limits.ranks))
-    _say(f"{script} on {limits.machine.describe()}; memory {policy}")
     if behind := [word for word in split_off_flags(target[1:], OWN_FLAGS)[0] if word.startswith("--")]:
         _say(f"{', '.join(behind)} goes to {target[0]}: flags of phalanx tune come before the script")
     in_trials = _without(["--log-dir"], words, target)  # each has a folder of its own
@@ -138,25 +130,25 @@ def _search(words: Sequence[str], target: Sequence[str], limits: Limits, setting
             return _refuse(script, failure)
     for line in _table(search):
         print(line)
-    print(f"best: {_command(search, words, target)}")
+    command = _command(search, words, target)
+    print(f"best: {command}")
     for line in _advice(search, target):
         _show(f"- {line}")
-    _show(_remember(search, words, target))
+    _show(_remember(search, job))
     print(f"measured in {time.monotonic() - began_s:.0f} s")
-    if settings["json"].value:
-        _write_json(settings["json"].value, search, _command(search, words, target))
+    if json_file:
+        _write_json(json_file, search, command)
     return 0
 
 
-def _remember(search: Search, words: Sequence[str], target: Sequence[str]) -> str:
+def _remember(search: Search, job: Job) -> str:
     """Keep what was found for ``phalanx run``, and return a line that says so, or why it could not be kept."""
-    plan = make_plan(words, _env.environment())
-    best, command = search.best, plan.job.command
+    best = search.best
     found = Tuned(
-        command=[*command[1:]], machine=search.limits.machine.describe(),
+        command=[*job.command[1:]], machine=search.limits.machine.describe(),
         ranks=best.ranks, threads=best.threads, memory=best.memory,
     )  # fmt: skip
-    file = tuned_file(plan.job.log_dir, command)
+    file = tuned_file(job.log_dir, job.command)
     try:
         remember(found, file)
     except OSError as error:

@@ -197,17 +197,11 @@ class Search:
         self.facts = self._trials.of(self.best).facts
         self.unit = "samples" if self._trials.counts_samples else "steps"
         first = self.plain if self.plain in found else min(ours, key=lambda one: (one.ranks, one.threads))
-        for setup in found:
-            gain = None if setup == first else compare(found[setup], found[first])
-            is_taken = setup == self.best
-            self.steps.append(
-                Step(_divided(setup, is_plain=setup == self.plain), statistics.median(found[setup]), gain, is_taken)
-            )
-        lost = [setup for setup in wanted if setup not in found]
-        self.steps += [
-            Step(_divided(setup, is_plain=setup == self.plain), why=str(self._trials.failure_of(setup)))
-            for setup in lost
-        ]
+        names = {setup: _divided(setup, is_plain=setup == self.plain) for setup in wanted}
+        for setup, speeds in found.items():
+            gain = None if setup == first else compare(speeds, found[first])
+            self.steps.append(Step(names[setup], statistics.median(speeds), gain, setup == self.best))
+        self.steps += [Step(names[s], why=str(self._trials.failure_of(s))) for s in wanted if s not in found]
 
     def _improve(self) -> None:
         """Try what can be added to the best so far, and take what brings something for certain."""
@@ -278,9 +272,8 @@ def threads_to_try(machine: Machine, ranks: int) -> list[int]:
 
 
 def _divided(setup: Setup, *, is_plain: bool = False) -> str:
-    ranks = f"{setup.ranks} rank{'s' if setup.ranks > 1 else ''}"
-    threads = f"{setup.threads} thread{'s' if setup.threads > 1 else ''}"
-    return f"plain python: {ranks} x {threads}" if is_plain else f"{ranks} x {threads}"
+    divided = f"{counted(setup.ranks, 'rank')} x {counted(setup.threads, 'thread')}"
+    return f"plain python: {divided}" if is_plain else divided
 
 
 def _words(numbers: Sequence[int], noun: str) -> str:

@@ -147,9 +147,7 @@ class Trial:
             self._serial += 1
             steps = max(_LEAST_STEPS, min(steps, self._most_steps))
             skip = max(1, round(steps * _SKIPPED))  # caches are cold, and loaders have loaded ahead
-            turn = _trial.Turn(
-                serial=self._serial, steps=steps, skip=skip, threads=setup.threads, fused=setup.fused
-            )  # fmt: skip
+            turn = _trial.Turn(serial=self._serial, steps=steps, skip=skip, threads=setup.threads, fused=setup.fused)
             write_whole(_trial.asked_file(self._room), json.dumps(dataclasses.asdict(turn)))
             told = self._await(self._serial, time.monotonic() + _LIMIT_OF_TURN_S)
             if told is not None:
@@ -188,9 +186,13 @@ class Trial:
             time.sleep(_PAUSE_S)
         return told
 
+    def ask_to_end(self) -> None:
+        """Let the job end; `end` waits for it."""
+        self._process.terminate()
+
     def end(self) -> None:
         """End the job, and wait until it is gone."""
-        self._process.terminate()
+        self.ask_to_end()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -227,7 +229,7 @@ class Trials:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for trial in self._trials.values():
-            trial._process.terminate()  # all at once; `end` waits
+            trial.ask_to_end()  # all at once
         for trial in self._trials.values():
             trial.end()
 
