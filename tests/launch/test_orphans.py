@@ -55,11 +55,11 @@ def job_with_children(folder, *flags):
             job.kill()
 
 
-def ends(pid):
+def ends(pid, limit_s=LIMIT_S):
     """Return whether the process is gone, within the limit."""
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
-        ended = select.select([pidfd], [], [], LIMIT_S)[0]
+        ended = select.select([pidfd], [], [], limit_s)[0]
         os.close(pidfd)
         return bool(ended)
     return True
@@ -83,6 +83,28 @@ def test_those_who_watch_a_job_leave_nothing_when_they_are_killed_together(tmp_p
             os.kill(watchers[victim], signal.SIGKILL)
         assert [pid for pid in (*watchers.values(), *pids) if not ends(pid)] == []
         assert job.wait(LIMIT_S) in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+SLOW_WARDEN = """
+import os, signal, socket
+from phalanx.launch import keeper
+supervisor, (ours, theirs), (told, tell) = os.getpid(), socket.socketpair(), os.pipe()
+if os.fork() == 0:
+    keeper.fork_warden(supervisor, tell, theirs)
+    child = os.posix_spawnp("sleep", ["sleep", "1000"], os.environ, setsid=True)
+    print(os.getppid(), os.getpid(), child, flush=True)
+signal.pause()
+"""
+
+
+def test_a_keeper_lets_the_warden_end_its_ranks_for_a_while_before_it_does_so_itself():
+    """Killed at once, the warden could not do it when the keeper is killed next."""
+    command = [sys.executable, "-c", SLOW_WARDEN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        keeper, warden, child = map(int, supervisor.stdout.readline().split())
+        supervisor.kill()
+        assert not ends(warden, limit_s=0.5)
+        assert [pid for pid in (keeper, warden, child) if not ends(pid)] == []
 
 
 def test_killing_by_the_name_of_the_script_leaves_nothing(tmp_path):

@@ -21,6 +21,7 @@ from phalanx.launch.warden import adopt_orphans, die_with_parent, end_children, 
 
 _PR_SET_NAME = 15
 _NAME = b"rank-keeper"
+_WARDEN_S = 6.0  # more than a warden takes to end its children, or to import what ranks share
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
 
@@ -38,7 +39,7 @@ def fork_warden(supervisor_pid: int, told: int, channel: socket.socket) -> None:
     channel.close()
     os.write(told, b"%d" % warden_pid)
     os.close(told)
-    _keep(supervisor, warden_pid)
+    _keep(supervisor, warden_pid, patience_s=_WARDEN_S)
 
 
 def fork_server() -> None:
@@ -74,11 +75,17 @@ def _fork_below(parent_pid: int) -> tuple[int, int]:
     return parent, pid
 
 
-def _keep(parent: int, pid: int) -> NoReturn:
-    """Wait for the end of the parent or of the child `pid`, kill all that is below this process, and end like it."""
+def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
+    """Wait for the end of the parent or of the child `pid`, kill all that is below this process, and end like it.
+
+    Args:
+        patience_s: Seconds in which the child may end what is below it by itself once the parent has ended. If it were
+            killed at once, nobody would be left if this process were killed next.
+    """
     _take_name()
     child = os.pidfd_open(pid)
     select.select([parent, child], [], [])
+    select.select([child], [], [], patience_s)
     os.kill(pid, signal.SIGKILL)  # the kernel then kills the ranks, and makes us the parent of the rest
     # It stays a zombie until we end, so that its pid is nobody else's while the supervisor may kill it.
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
