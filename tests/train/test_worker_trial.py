@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import time
 
 import numpy
@@ -193,6 +195,26 @@ def test_loading_that_computes_gets_no_more_workers_than_there_are_free_processo
     assert trial(0.4, 0.9, 0.1) == 0
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert trial(0.4, 0.9, 0.1) == 2
+
+
+def test_loading_that_computes_on_a_crowded_cpu_is_not_taken_for_one_that_waits_for_a_disk():
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(mine)})
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        found = WorkerTrial(RankGroup())
+        while not found.is_over:
+            with found.loading():
+                end_s = time.process_time() + 0.02
+                while time.process_time() < end_s:
+                    pass
+        assert max(wall_s for wall_s, _ in found._loads) > 0.03  # the hogs had their share
+        assert found.num_workers() <= 1
+    finally:
+        os.sched_setaffinity(0, mine)
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
 
 
 def test_no_other_word_than_auto_is_a_number_of_workers():

@@ -36,7 +36,7 @@ class WorkerTrial:
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
-        self._loads: list[tuple[float, float]] = []  # seconds, and seconds of this process's CPUs
+        self._loads: list[tuple[float, float]] = []  # seconds, and those in which it computed or waited for a CPU
         self._ends_s: list[float] = []
 
     @property
@@ -46,26 +46,37 @@ class WorkerTrial:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Time what loads the parts of one step."""
-        begin_s, cpu_s = time.perf_counter(), time.process_time()
+        begin_s, computing_s = time.perf_counter(), _computing_s()
         yield
         self._ends_s.append(time.perf_counter())
-        self._loads.append((self._ends_s[-1] - begin_s, time.process_time() - cpu_s))
+        self._loads.append((self._ends_s[-1] - begin_s, _computing_s() - computing_s))
 
     def num_workers(self) -> int:
         """Return how many processes of each rank keep the steps from waiting; every rank calls it once it is over.
 
         Processes that compute need CPUs that the rank leaves free, and those that wait for a disk or a network do not.
         """
-        load_s, cpu_s = (statistics.median(column) for column in zip(*self._loads[_NUM_SETTLING:], strict=True))
+        load_s, computing_s = (statistics.median(column) for column in zip(*self._loads[_NUM_SETTLING:], strict=True))
         ends_s = self._ends_s[_NUM_SETTLING - 1 :]
         step_s = statistics.median(b - a for a, b in itertools.pairwise(ends_s)) - load_s
         num_free = len(os.sched_getaffinity(0)) - torch.get_num_threads()
-        table = self._ranks.gather_numbers([load_s, cpu_s / load_s, max(step_s, 1e-6), num_free])
+        table = self._ranks.gather_numbers([load_s, computing_s / load_s, max(step_s, 1e-6), num_free])
         load_s, computing, step_s = max(row[0] for row in table), max(row[1] for row in table), min(r[2] for r in table)
         if load_s < _NEGLIGIBLE * step_s:
             return 0
         num = math.ceil(_HEADROOM * load_s / step_s)
         return min(num, _MOST if computing < 0.5 else max(0, int(min(row[3] for row in table))))
+
+
+def _computing_s() -> float:
+    """Return the time on CPUs that this process has had and, as far as the kernel tells, that it has waited for one.
+
+    On a busy machine a process that waits for a CPU would else look like one that waits for a disk.
+    """
+    waited_ns = 0
+    with contextlib.suppress(OSError), open("/proc/thread-self/schedstat") as file:
+        waited_ns = int(file.read().split()[1])
+    return time.process_time() + waited_ns * 1e-9
 
 
 class AsInWorkers:
