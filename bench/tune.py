@@ -47,7 +47,7 @@ def every_setup(with_trainer: bool) -> list[Setup]:
 def exhaustive(script: list[str], *, with_trainer: bool) -> dict[Setup, float]:
     """Return the speed of every setup: the median over all of its turns."""
     setups = every_setup(with_trainer)
-    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder, Trials(script, folder) as trials:
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder, Trials(script, folder, math.inf) as trials:
         failed = trials.start(setups, _STARTS_WITHIN_S)
         there = [setup for setup in setups if setup not in failed]
         found = race(there, trials.rate, math.inf, drops=False)

@@ -157,7 +157,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
     done = run_phalanx("run", "--dry-run", "--nproc-per-node", "3", "script.py", "x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--nproc-per-node" in done.stdout
-    assert "3 ranks, 1 thread each" in done.stdout
+    assert "3 ranks x 1 thread" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 

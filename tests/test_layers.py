@@ -31,6 +31,7 @@ FLOORS = {
     "_store": 0,
     "_text": 0,
     "_torch": 0,
+    "_alone": 1,
     "_command_line": 1,
     "_last_words": 1,
     "_memory": 1,

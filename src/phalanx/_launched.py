@@ -73,13 +73,24 @@ class Launch:
 
     def note_wait(self, rank: int, where: str) -> None:
         """Note that this process waits, as `rank`, for a rank 0 to open the store; a negative rank: no longer."""
-        with contextlib.suppress(OSError), open(self.notes, "ab", buffering=0) as file:
-            file.write(_line("waits", (self.rank, rank, where)))
+        self._note("waits", (self.rank, rank, where))
+
+    def note_progress(self) -> None:
+        """Note that this process has come far enough for a restart to be worthwhile."""
+        self._note("progress", (self.rank,))
+
+    def note_alone(self) -> None:
+        """Note that this process has trained without meeting any other."""
+        self._note("alone", (self.rank,))
 
     def waiting(self) -> dict[int, tuple[int, str]]:
         """Return who waits, by the rank that each was given: the rank that it claims, and its line in the script."""
         waits = {facts[0]: (facts[1], facts[2]) for kind, facts in self._read() if kind == "waits"}
         return {given: wait for given, wait in waits.items() if wait[0] >= 0}
+
+    def _note(self, kind: str, facts: tuple[Any, ...]) -> None:
+        with contextlib.suppress(OSError), open(self.notes, "ab", buffering=0) as file:
+            file.write(_line(kind, facts))
 
     def _read(self) -> list[Any]:
         with contextlib.suppress(OSError, ValueError), open(self.notes) as file:
@@ -94,8 +105,7 @@ def note_progress(launch: str) -> None:
         launch: Text from the launcher, see `Launch.to_text`; may be empty.
     """
     if started := Launch.of(launch):
-        with contextlib.suppress(OSError), open(started.notes, "ab", buffering=0) as file:
-            file.write(_line("progress", (started.rank,)))
+        started.note_progress()
 
 
 class Notes:
@@ -126,8 +136,18 @@ class Notes:
     @property
     def has_progress(self) -> bool:
         """Whether a rank has noted progress since `clear`."""
+        return bool(self._ranks("progress"))
+
+    @property
+    def num_alone(self) -> int:
+        """The number of ranks that have noted since `clear` that they trained alone."""
+        return len(self._ranks("alone"))
+
+    def _ranks(self, kind: str) -> set[int]:
+        """Return the ranks that have left a note of this kind."""
         size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
-        return size > 0 and any(json.loads(line)[0] == "progress" for line in os.pread(self._fd, size, 0).splitlines())
+        notes = map(json.loads, os.pread(self._fd, size, 0).splitlines() if size else ())
+        return {facts[0] for noted, facts in notes if noted == kind}
 
     def close(self) -> None:
         """Free the memory. Idempotent."""

@@ -42,6 +42,10 @@ def autoload() -> None:
             from phalanx._memory import obey_launcher
 
             obey_launcher()
+        if environ.get(_env.LAUNCH_VARIABLE):
+            from phalanx import _alone
+
+            _alone.watch()
         if _env.TRIAL_VARIABLE in environ:
             from phalanx import _trial
 
@@ -77,6 +81,8 @@ def _watch_rendezvous() -> None:
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:
+    from phalanx._alone import wants_others
     from phalanx.backend import create_group
 
+    wants_others()  # also in a store of its own
     return create_group(options, backend_options)

@@ -61,6 +61,17 @@ def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
+def filled(pieces: Sequence[str], width: int) -> list[str]:
+    """Return lines of pieces with semicolons between them, each as full as it can be and no piece cut."""
+    lines: list[str] = []
+    for piece in pieces:
+        if lines and len(lines[-1]) + len(piece) + 2 <= width:
+            lines[-1] += f"; {piece}"
+        else:
+            lines.append(piece)
+    return lines
+
+
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return one line per row, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -59,6 +59,11 @@ def told_file(folder: str, serial: int, rank: int) -> str:
     return os.path.join(folder, f"told_{serial}_{rank}.json")
 
 
+def company_file(folder: str) -> str:
+    """Return the file that a rank leaves if it has started processes which train, as a reason not to measure it."""
+    return os.path.join(folder, "company")
+
+
 def variables(folder: str, changes: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that make ranks part of a trial.
 
@@ -66,7 +71,7 @@ def variables(folder: str, changes: Mapping[str, Any]) -> dict[str, str]:
         folder: Folder for what is asked and told.
         changes: Settings of the Trainer to try; without one, ``num_workers`` is that of every DataLoader that has none.
     """
-    return {_env.TRIAL_VARIABLE: json.dumps({"folder": folder, "tuner": os.getpid(), "changes": {**changes}})}
+    return {_env.TRIAL_VARIABLE: json.dumps({"folder": folder, "changes": {**changes}})}
 
 
 def begin() -> None:
@@ -100,9 +105,10 @@ def counted(batches: Iterator[Any]) -> Iterator[Any]:
 class Trial:
     """This rank's part in a trial."""
 
-    def __init__(self, folder: str, tuner: int, changes: Mapping[str, Any]) -> None:
-        self._folder, self._tuner, self._changes = folder, tuner, dict(changes)
+    def __init__(self, folder: str, changes: Mapping[str, Any]) -> None:
+        self._folder, self._changes = folder, dict(changes)
         self._given: dict[str, Any] | None = None  # to a Trainer
+        self._has_stream = False
         self._optimizer: Any = None  # the first that steps, of a script that may have several
         self._hook: Any = None
         self._can_fuse = False
@@ -127,12 +133,13 @@ class Trial:
     def watch(self) -> None:
         """Time every step of the first optimizer, and count the samples that loaders hand out for it."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
-        from torch.utils.data import DataLoader
+        from torch.utils.data import DataLoader, IterableDataset
 
         self._hook = register_optimizer_step_post_hook(self._after_step)
         begin_epoch = DataLoader.__iter__
 
         def iterate(loader: Any) -> Any:
+            self._has_stream |= isinstance(loader.dataset, IterableDataset)
             return counted(begin_epoch(loader))
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign]
@@ -175,6 +182,7 @@ class Trial:
             self._num_samples = 0
             if self._num_steps >= WARM_UP_STEPS:
                 self._can_fuse = _can_fuse(self._optimizer)
+                self._refuse_company()
                 self._tell(0, self._facts())
                 self._take_turn(1)
             return
@@ -188,9 +196,26 @@ class Trial:
         self._num_samples, self._loading_s = 0, 0.0
         self._began_s = time.perf_counter()
 
+    def _refuse_company(self) -> None:
+        """End where another process of this rank takes part already: the turns of one would not be those of both.
+
+        Raises:
+            RuntimeError: There is one, and `company_file` now says so.
+        """
+        try:
+            with open(os.path.join(self._folder, f"rank_{self._rank}"), "x"):
+                pass
+        except FileExistsError:
+            what = f"takes optimizer steps in several processes of rank {self._rank}"
+            write_whole(company_file(self._folder), what)
+            raise RuntimeError(f"{what}, which phalanx tune can't measure") from None
+
+    @property
+    def _rank(self) -> int:
+        return int(_env.environment().get("RANK", "0"))  # only now: torch may have been imported before a fork
+
     def _tell(self, serial: int, what: Mapping[str, Any]) -> None:
-        rank = int(_env.environment().get("RANK", "0"))  # only now: torch may have been imported before a fork
-        write_whole(told_file(self._folder, serial, rank), json.dumps(what))
+        write_whole(told_file(self._folder, serial, self._rank), json.dumps(what))
 
     def _take_turn(self, serial: int) -> None:
         """Wait until the turn comes, and set what it asks for."""
@@ -206,8 +231,6 @@ class Trial:
                         turn = Turn(**json.load(file))
                     if turn.serial == serial:
                         break
-            if not os.path.exists(f"/proc/{self._tuner}"):
-                os._exit(1)  # it was killed, and nobody will ever ask again
             time.sleep(_PAUSE_S)
         self._turn, self._to_skip, self._steps = turn, turn.skip, []
         torch.set_num_threads(turn.threads)
@@ -227,6 +250,7 @@ class Trial:
             "has_group": dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1,
             "has_convolutions": any(p.dim() == 4 for p in parameters),
             "samples": statistics.mean(self._warm_up_samples) if all(self._warm_up_samples) else 0,
+            "has_stream": self._has_stream,
             "trainer": None if self._given is None else [*self._given],
         }
 

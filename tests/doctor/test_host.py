@@ -207,7 +207,7 @@ def test_ranks_are_counted_against_cores_and_quota(lay_out, given, num_ranks, le
 
 def test_numa_nodes_are_told_with_the_cores_of_each_rank(lay_out):
     finding = processors.examine_cpus(machine(8, nodes=2), 2, 8, lay_out())[1]
-    assert finding.found == "2 nodes of 4 + 4 cores; 2 ranks, 4 threads each, pinned to CPUs 0-3 | 4-7"
+    assert finding.found == "2 nodes of 4 + 4 cores; 2 ranks x 4 threads, pinned to CPUs 0-3 | 4-7"
 
 
 def test_a_quota_that_stops_its_processes_often_is_told(lay_out):

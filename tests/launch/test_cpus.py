@@ -65,20 +65,22 @@ def two_sockets(root, *, num_cores=8, usable=None):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_threads", "where"),
+    ("num_ranks", "num_threads", "cpus"),
     [
         (1, 8, ""),
-        (2, 4, ", pinned to CPUs 0-3,8-11 | 4-7,12-15"),
-        (4, 2, ", pinned to CPUs 0-1,8-9 | 2-3,10-11 | 4-5,12-13 | 6-7,14-15"),
-        (8, 1, ", pinned to CPUs 0,8 | 1,9 | 2,10 | 3,11 | 4,12 | 5,13 | 6,14 | 7,15"),
-        (16, 1, ", not pinned: 8 cores"),
+        (2, 4, "0-3,8-11 | 4-7,12-15"),
+        (4, 2, "0-1,8-9 | 2-3,10-11 | 4-5,12-13 | 6-7,14-15"),
+        (8, 1, "0,8 | 1,9 | 2,10 | 3,11 | 4,12 | 5,13 | 6,14 | 7,15"),
+        (16, 1, ""),
     ],
 )
-def test_ranks_on_two_sockets_share_neither_cores_nor_sockets(root, num_ranks, num_threads, where):
-    shares, note = divide(num_ranks, two_sockets(root), pin=True)
+def test_ranks_on_two_sockets_share_neither_cores_nor_sockets(root, num_ranks, num_threads, cpus):
+    division = divide(num_ranks, two_sockets(root), pin=True)
+    shares, note = division
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
-    assert note == f"{ranks}, {threads} each{where}"
+    assert note == f"{ranks} x {threads}{', not pinned: 8 cores' if num_ranks > 8 else ''}"
+    assert division.cpus == cpus
     assert not any(share.is_crowded for share in shares)
 
 
@@ -169,21 +171,22 @@ def test_amd_gpus_are_the_nodes_of_the_driver_that_have_an_id(root):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "on", "note"),
+    ("num_ranks", "on", "note", "cpus"),
     [
-        (1, machine(4), "1 rank, 4 threads each"),
-        (2, machine(2), "2 ranks, 1 thread each, pinned to CPUs 0 | 1"),
-        (2, machine(4, threads=2), "2 ranks, 2 threads each, pinned to CPUs 0-1,4-5 | 2-3,6-7"),
-        (3, machine(4, num_nodes=2), "3 ranks, 1 thread each, pinned to CPUs 0 | 1 | 2-3"),
-        (3, machine(2), "3 ranks, 1 thread each, not pinned: 2 cores"),
-        (2, machine(4, quota=3.0), "2 ranks, 1 thread each, not pinned: quota of 3 CPUs"),
-        (2, machine(4, quota=4.0), "2 ranks, 2 threads each, pinned to CPUs 0-1 | 2-3"),
-        (16, machine(16), "16 ranks, 1 thread each, pinned to CPUs 0 | 1 | 2 | ... | 15"),
+        (1, machine(4), "1 rank x 4 threads", ""),
+        (2, machine(2), "2 ranks x 1 thread", "0 | 1"),
+        (2, machine(4, threads=2), "2 ranks x 2 threads", "0-1,4-5 | 2-3,6-7"),
+        (3, machine(4, num_nodes=2), "3 ranks x 1 thread", "0 | 1 | 2-3"),
+        (3, machine(2), "3 ranks x 1 thread, not pinned: 2 cores", ""),
+        (2, machine(4, quota=3.0), "2 ranks x 1 thread, not pinned: quota of 3 CPUs", ""),
+        (2, machine(4, quota=4.0), "2 ranks x 2 threads", "0-1 | 2-3"),
+        (16, machine(16), "16 ranks x 1 thread", "0 | 1 | 2 | ... | 15"),
     ],
 )
-def test_cores_are_divided_and_the_line_says_how(num_ranks, on, note):
-    shares, said = divide(num_ranks, on, pin=True)
-    assert said == note
+def test_cores_are_divided_and_a_few_words_say_how(num_ranks, on, note, cpus):
+    division = divide(num_ranks, on, pin=True)
+    shares, said = division
+    assert (said, division.cpus) == (note, cpus)
     assert len(shares) == num_ranks
     assert len({share.num_threads for share in shares}) == 1
 
@@ -212,12 +215,12 @@ def test_nodes_that_are_too_unlike_are_divided_as_one():
 
 def test_what_the_user_has_set_stays():
     shares, note = divide(2, machine(4), pin=False)
-    assert (note, {share.cpus for share in shares}) == ("2 ranks, 2 threads each, not pinned", {()})
-    _, note = divide(2, machine(4), pin=True, omp_num_threads="2")
-    assert note == "2 ranks, OMP_NUM_THREADS=2 as set, pinned to CPUs 0-1 | 2-3"
+    assert (note, {share.cpus for share in shares}) == ("2 ranks x 2 threads, not pinned", {()})
+    division = divide(2, machine(4), pin=True, omp_num_threads="2")
+    assert (division.note, division.cpus) == ("2 ranks x OMP_NUM_THREADS=2", "0-1 | 2-3")
     shares, note = divide(2, machine(4), pin=True, omp_num_threads="8")
     assert (note, {share.cpus for share in shares}) == (
-        "2 ranks, OMP_NUM_THREADS=8 as set, not pinned: more threads than CPUs",
+        "2 ranks x OMP_NUM_THREADS=8, not pinned: more threads than CPUs",
         {()},
     )
 
@@ -226,7 +229,7 @@ def test_no_rank_is_pinned_to_fewer_cpus_than_it_has_threads():
     # Parts of 1, 2 and 2 cores: the first has 2 CPUs.
     shares, note = divide(3, machine(5, threads=2), pin=True, omp_num_threads="3")
     assert (note, {share.cpus for share in shares}) == (
-        "3 ranks, OMP_NUM_THREADS=3 as set, not pinned: more threads than CPUs",
+        "3 ranks x OMP_NUM_THREADS=3, not pinned: more threads than CPUs",
         {()},
     )
 

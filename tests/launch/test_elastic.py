@@ -51,8 +51,8 @@ def run(folder, source, *flags, num_ranks="1:2"):
     job = run_job(folder, HEAD + source, "--no-preload", *flags, num_ranks=num_ranks)
     lines = [line.split("] ", 1)[1] for line in job.stdout.splitlines()]
     attempts = sorted({tuple(map(int, line.split(" of "))) for line in lines})
-    said = [line.removeprefix("phalanx run: ") for line in job.stderr.splitlines()]
-    return job.returncode, attempts, [line for line in said if "(pid " not in line and "; logs in" not in line]
+    said = job.stderr.partition("logs in ")[2].splitlines()[1:]
+    return job.returncode, attempts, [line.removeprefix("phalanx run: ") for line in said if "(pid " not in line]
 
 
 def shares_note(num_ranks):
@@ -195,8 +195,9 @@ def test_a_dry_run_shows_the_range_its_origin_and_what_the_least_has(tmp_path):
     rows = [line.split() for line in shown.splitlines()]
     assert ["nproc-per-node", "1:3", "PHALANX_NPROC_PER_NODE"] in rows
     assert ["regrow-after", "60.0", "default"] in rows
+    assert f"auto: {choose(os.environ, num_ranks=3)}" in shown
     assert shown.splitlines()[-2:] == [
-        f"phalanx run: {shares_note(3)}; memory {choose(os.environ, num_ranks=3)}; 1 at least",
+        f"phalanx run: {shares_note(3)}; 1 at least",
         f"phalanx run: with the least: {shares_note(1)}",
     ]
 

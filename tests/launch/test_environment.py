@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.launch.cpus import Share
 from phalanx.launch.environment import thread_environment
+from phalanx.launch.plan import make_plan
 
 CROWDED = Share(num_threads=2, is_crowded=True)
 
@@ -27,6 +28,19 @@ def test_threads_of_crowded_ranks_sleep_while_they_wait():
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"])
 def test_how_threads_wait_is_the_users_if_he_has_said_it(name):
     assert thread_environment({"OMP_NUM_THREADS": "2", name: "1"}, CROWDED) == {"OMP_NUM_THREADS": "2", name: "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "forks"),
+    [
+        ({}, True), ({"OMP_PROC_BIND": "false"}, True), ({"OMP_PROC_BIND": "FALSE", "OMP_PLACES": "cores"}, True),
+        ({"OMP_PROC_BIND": "true"}, False), ({"OMP_PLACES": "cores"}, False), ({"GOMP_CPU_AFFINITY": "0-3"}, False),
+        ({"KMP_AFFINITY": "compact"}, False),
+    ],
+)  # fmt: skip
+def test_ranks_are_not_forked_from_a_process_whose_threads_are_bound(tmp_path, environ, forks):
+    (tmp_path / "train.py").touch()
+    assert make_plan([str(tmp_path / "train.py")], environ).job.preload == forks
 
 
 PRINTS = "import os; print('WAIT', os.environ.get('OMP_WAIT_POLICY'))"

@@ -123,6 +123,21 @@ def scale(optimizer, value_of):
             value.div_(value.norm() + 0.5)
 
 
+def hold_back(model, optimizer):
+    """Leave a large parameter to a group that comes later, as in gradual unfreezing."""
+    optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p is not model[2].weight]
+
+
+def grow(trainer):
+    if trainer.step == 4:
+        trainer.optimizer.add_param_group({"params": [trainer.module[2].weight], "lr": 0.01})
+
+
+def shrink(trainer):
+    if trainer.step == 4:
+        trainer.optimizer.param_groups[0]["params"].pop(2)  # a divided one
+
+
 def clip_and_schedule(trainer):
     trainer.optimizer.param_groups[0]["lr"] *= 0.9
 
@@ -132,6 +147,9 @@ def with_each_disturbance(rank, world_size, folder):
         "replaced": both(f"{folder}/replaced", do=replace_state),
         "frozen": both(f"{folder}/frozen", do=freeze),
         "hooked": both(f"{folder}/hooked", do=hook_late),
+        "grown": both(f"{folder}/grown", do=grow, prepare=hold_back),
+        "shrunk": both(f"{folder}/shrunk", do=shrink),
+        "accumulated": both(f"{folder}/accumulated", micro_batch_size=2),
         "clipped": both(f"{folder}/clipped", do=clip_and_schedule, clip_norm=0.01),
         "channels last": both(f"{folder}/layout", prepare=lambda model, _: transpose(model[2].weight)),
         "the same on any number of ranks": both(f"{folder}/world", deterministic="world", virtual_shards=2),

@@ -8,6 +8,7 @@ from torch import nn
 
 import phalanx
 from phalanx.parallel.buckets import CoalescedBucket
+from phalanx.train.memory_format import lay_out_batch
 from tests.train._programs import quietly
 
 
@@ -115,3 +116,61 @@ def test_a_model_that_is_wrapped_already_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="channels_last lays out the model's weights"):
         phalanx.Trainer(model, optimizer, nn.functional.cross_entropy, max_steps=1, channels_last=True)
+
+
+class Mixed(nn.Module):
+    """Convolutions of one, two and three dimensions, with a weight and a buffer of four that no image is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.three = nn.Conv1d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)
+        self.scale = nn.Parameter(torch.ones(1, 4, 1, 1))
+        self.register_buffer("mask", torch.ones(2, 3, 8, 8, dtype=torch.bool))
+        self.last = nn.Linear(12, 2)
+
+    def forward(self, batch):
+        sound, image, video = batch
+        parts = self.one(sound).mean(2), (self.two(image) * self.scale).mean((2, 3)), self.three(video).mean((2, 3, 4))
+        return self.last(torch.cat(parts, 1))
+
+
+def fit_mixed(rank, world_size, folder):
+    torch.set_num_threads(1)
+    found = []
+    for channels_last in (False, True):
+        model = Mixed()
+        layouts = []
+
+        def step(model, batch, layouts=layouts):
+            layouts.append([_is_last(tensor) for tensor in batch[:3]])
+            return nn.functional.cross_entropy(model(batch[:3]), batch[3])
+
+        trainer = phalanx.Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), training_step=step, folder=f"{folder}/{channels_last}",
+            global_batch_size=4, max_steps=4, channels_last=channels_last,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(1)
+        shapes = ((3, 8), (3, 8, 8), (3, 8, 8, 8))
+        tensors = [torch.randn(8, *shape, generator=generator) for shape in shapes]
+        quietly(trainer.fit, torch.utils.data.TensorDataset(*tensors, torch.arange(8) % 2))
+        assert layouts == [[False, channels_last, False]] * 4
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    return [name for name in found[0] if not torch.allclose(found[0][name], found[1][name], atol=1e-5)]
+
+
+def test_tensors_of_other_dimensions_stay_as_they_are(run_ranks, tmp_path):
+    assert run_ranks(fit_mixed, 2, str(tmp_path), timeout_s=60) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, 3, 4, 5).to_sparse(), torch.ones(2, 3, 4, 5, dtype=torch.uint8),
+        torch.nested.nested_tensor([torch.ones(3, 4, 5), torch.ones(3, 2, 5)], layout=torch.jagged),
+        torch.ones(2, 3, 4, 5, dtype=torch.complex64),
+    ],
+    ids=["sparse", "bytes", "nested", "complex"],
+)  # fmt: skip
+def test_tensors_that_are_no_dense_images_stay_as_they_are(tensor):
+    assert lay_out_batch([tensor])[0] is tensor

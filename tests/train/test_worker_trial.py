@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import mmap
 import multiprocessing
 import os
 import random
+import re
+import socket
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
+import warnings
+import weakref
+from functools import partial
 
 import numpy
 import pytest
@@ -18,6 +29,7 @@ from torch.utils.data import Dataset
 import phalanx
 from phalanx._rank_group import RankGroup
 from phalanx.train.settings import Settings
+from phalanx.train.shareable import unshareable
 from phalanx.train.worker_trial import WorkerTrial, untouched
 from tests.train._programs import mean_squares, quietly
 
@@ -173,13 +185,91 @@ def test_what_can_not_be_copied_is_loaded_from_as_it_is():
         assert (twin is data) == isinstance(data, list | Wrapped)
 
 
+class Holding(Dataset):
+    """Holds something from the beginning, and loads slowly."""
+
+    def __init__(self, held):
+        self._held = {"by": [held]}
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.zeros(4), torch.zeros(1)
+
+    def __getstate__(self):
+        return {}  # what a pickle lacks, a fork has
+
+
+@contextlib.contextmanager
+def working_thread():
+    has_ended = threading.Event()
+    thread = threading.Thread(target=has_ended.wait, args=(60,))
+    thread.start()
+    yield thread
+    has_ended.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("opened", "within", "want"),
+    [
+        (partial(open, __file__, "rb"), list, "_io.BufferedReader"),
+        (socket.socket, list, "socket.socket"),
+        (lambda: contextlib.closing(sqlite3.connect(":memory:")), list, "sqlite3.Connection"),
+        (working_thread, list, "threading.Thread"),
+        (partial(open, __file__), lambda held: Wrapped(Holding(held[0])), "_io.TextIOWrapper"),
+        (partial(open, __file__), lambda held: lambda index: held[0].read(index), "_io.TextIOWrapper"),
+    ],
+    ids=["file", "socket", "database", "thread", "wrapped", "closure"],
+)
+def test_what_processes_can_not_share_is_found(opened, within, want):
+    with opened() as held:
+        assert unshareable(Holding(within([held]))) == want
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        threading.Lock, threading.RLock, threading.Event, torch.Generator, numpy.random.default_rng, io.BytesIO,
+        lambda: numpy.zeros((3, 1 << 20)), lambda: lambda sample: sample, lambda: (n for n in range(3)),
+        lambda: threading.Thread(target=print), multiprocessing.Lock, lambda: nn.Linear(2, 2), lambda: {}.keys(),
+        lambda: weakref.ref(nn.Linear(2, 2)), lambda: mmap.mmap(-1, 64), lambda: [str(n) for n in range(100_000)],
+        object, lambda: re.compile("a"), partial(logging.getLogger, "phalanx"), multiprocessing.Queue,
+    ],
+)  # fmt: skip
+def test_what_processes_can_have_twice_is_no_obstacle(hold):
+    assert unshareable(Holding(hold())) == ""
+
+
+def load_what_is_held(rank, world_size, folder):
+    multiprocessing.set_start_method("fork", force=True)
+    with open(__file__, "rb") as file:
+        model = nn.Linear(4, 1)
+        trainer = phalanx.Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), mean_squares, max_epochs=1, global_batch_size=8,
+            num_workers="auto", folder=folder, snapshot_every=0,
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer.fit(Holding(file if rank == 0 else None))
+    return trainer._feed.num_workers, [str(one.message) for one in told if "num_workers" in str(one.message)]
+
+
+def test_no_rank_has_loading_processes_where_one_holds_an_open_file(run_ranks, tmp_path):
+    (number, told), (other, nothing) = run_ranks(load_what_is_held, 2, str(tmp_path), timeout_s=60)
+    assert (number, other, nothing) == (0, 0, [])
+    assert "the dataset holds a _io.BufferedReader, which they can't share. Open it when the first" in told[0]
+
+
 def trial(load_s, computing, step_s):
     """Return the number of workers after steps that took so long, of which loading so much."""
     found = WorkerTrial(RankGroup())
     found._loads = [(load_s, load_s * computing)] * 7
     found._ends_s = [number * (load_s + step_s) for number in range(7)]
     assert found.is_over
-    return found.num_workers()
+    return found.num_workers([])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +299,7 @@ def test_loading_that_computes_on_a_crowded_cpu_is_not_taken_for_one_that_waits_
                 while time.process_time() < end_s:
                     pass
         assert max(wall_s for wall_s, _ in found._loads) > 0.03  # the hogs had their share
-        assert found.num_workers() <= 1
+        assert found.num_workers([]) <= 1
     finally:
         os.sched_setaffinity(0, mine)
         for hog in hogs:

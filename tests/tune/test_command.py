@@ -19,6 +19,7 @@ from phalanx._trial import _can_fuse
 from phalanx.launch.cpus import read_machine
 from phalanx.launch.tuned import Tuned, recall, remember, tuned_file
 from phalanx.tune.command import _SEARCHED, _without
+from phalanx.tune.folder import folder_of_jobs
 from phalanx.tune.trials import Setup, Trials, _rate
 
 TUNE = (sys.executable, "-m", "phalanx", "tune")
@@ -39,6 +40,12 @@ PLAIN = """
             optimizer.zero_grad()
 """
 GROUP = {"begin": "dist.init_process_group('phalanx')", "average": "dist.all_reduce(model.weight.grad)"}
+TWO_PROCESSES = """import subprocess
+if not sys.argv[1:]:
+    words = [sys.executable, __file__, "again"]
+    with subprocess.Popen(words), subprocess.Popen(words):
+        sys.exit()
+"""
 ALONE = {"begin": "pass", "average": "pass"}
 
 
@@ -116,6 +123,12 @@ def test_a_script_that_is_over_soon_is_started_again(tmp_path):
         ("sys.exit(0)", 1, ["ended before its optimizer had taken three steps", "optimizer of torch.optim"], 1),
         ("raise OSError('Address already in use')", 1, ["the jobs run side by side"], 1),
         ("raise ValueError('two processes claim rank 1')", 1, ["the jobs run side by side"], 1),
+        (
+            TWO_PROCESSES,
+            1,
+            ["takes optimizer steps in several processes of rank 0", "start no processes of your own"],
+            1,
+        ),
         ("sys.exit(7)", 1, ["ended before its optimizer had taken three steps"], 7),
         ("pass", 0, ["ended before its optimizer had taken three steps"], 1),
     ],
@@ -306,7 +319,7 @@ def test_jobs_leave_nothing_in_the_folder_for_logs_but_what_was_found(tmp_path):
 def test_a_script_that_takes_no_step_in_time_is_told_what_gives_it_more(tmp_path):
     (tmp_path / "train.py").write_text("import time, torch; time.sleep(60)")
     setup = Setup(ranks=1, threads=1)
-    with Trials([str(tmp_path / "train.py")], str(tmp_path / "jobs")) as trials:
+    with Trials([str(tmp_path / "train.py")], str(tmp_path / "jobs"), time.monotonic()) as trials:
         failed = trials.start([setup], 1)
     assert "has not taken its steps in time; --seconds gives it more" in str(failed[setup])
 
@@ -366,19 +379,73 @@ def processes_in(folder: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_end_in_the_middle_leaves_no_process(tmp_path, kind):
-    write(tmp_path, PLAIN, **GROUP | {"begin": f"open(r'{tmp_path}/begun', 'a').close(); " + GROUP["begin"]})
+def test_a_rank_that_hangs_in_a_turn_is_a_line_of_the_table(tmp_path):
+    count = "num_steps = globals().get('num_steps', 0) + 1"
+    hangs = f"{count}; dist.get_world_size() > 1 and num_steps == 30 and time.sleep(1000)"
+    write(tmp_path, PLAIN, **GROUP | {"average": hangs})
+    began_s = time.monotonic()
+    done = tune(tmp_path)
+    assert time.monotonic() - began_s < 60
+    assert done.returncode == 0, done.stderr
+    table = found(tmp_path)
+    assert table["best"]["ranks"] == 1
+    assert reasons(table, "2 ranks") == {"has not taken its steps in time; --seconds gives it more"}
+
+
+def test_a_job_that_hangs_before_its_first_step_is_given_what_others_took(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.tune.trials._LEAST_START_S", 1.0)
+    write(tmp_path, PLAIN, **ALONE | {"begin": "import os; os.environ['WORLD_SIZE'] == '2' and time.sleep(1000)"})
+    one, two = Setup(ranks=1, threads=1), Setup(ranks=2, threads=1)
+    with Trials([str(tmp_path / "train.py")], str(tmp_path / "jobs"), time.monotonic()) as trials:
+        failed = trials.start([two, one], 1000)
+        assert [*failed] == [two]
+        assert trials.start_s > 0
+
+
+def test_a_script_that_does_not_want_to_end_is_ended_with_its_daemons(tmp_path):
+    daemon = "subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+    begin = f"import signal, subprocess; signal.signal(signal.SIGTERM, signal.SIG_IGN); {daemon}; "
+    write(tmp_path, PLAIN, **GROUP | {"begin": begin + GROUP["begin"]})
+    began_s = time.monotonic()
+    done = tune(tmp_path, "--seconds", "5", "--nproc-per-node", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began_s < 40
+    assert not processes_in(tmp_path)
+
+
+def test_a_search_sweeps_what_a_killed_one_has_left_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with folder_of_jobs() as living, open(os.path.join(tmp_path, "a file"), "w"):
+        killed = tmp_path / "phalanx-tune-killed"
+        killed.mkdir()
+        (killed / "lock").touch()
+        (tmp_path / "phalanx-tune-of-somebody").mkdir()
+        (tmp_path / "phalanx-tune-link").symlink_to(killed)
+        with folder_of_jobs() as own:
+            assert {living, own} == {str(path) for path in tmp_path.iterdir() if (path / "lock").exists()}
+            assert len(os.listdir(tmp_path)) == 5
+    assert sorted(os.listdir(tmp_path)) == ["a file", "phalanx-tune-link", "phalanx-tune-of-somebody"]
+
+
+@pytest.mark.parametrize("does", ["steps", "sleeps"])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_an_end_in_the_middle_leaves_no_process(tmp_path, kind, does):
+    begun = f"open(r'{tmp_path}/begun', 'a').close(); "
+    write(tmp_path, PLAIN, **GROUP | {"begin": begun + (GROUP["begin"] if does == "steps" else "time.sleep(1000)")})
+    (tmp_path / "tmp").mkdir()
     with subprocess.Popen(
-        [*TUNE, "--seconds", "60", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
+        [*TUNE, "--seconds", "60", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+    ) as process:  # fmt: skip
         deadline = time.monotonic() + LIMIT_S
         while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(processes_in(tmp_path)) > 3
         process.send_signal(kind)
         code = process.wait(LIMIT_S)
-    assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}[kind]
-    while processes_in(tmp_path) and time.monotonic() < deadline:
+    assert code == (-kind if kind == signal.SIGKILL else 128 + kind)
+    ended_s = time.monotonic()
+    while processes_in(tmp_path) and time.monotonic() < ended_s + 20:
         time.sleep(0.01)
     assert not processes_in(tmp_path)
+    assert (os.listdir(tmp_path / "tmp") == []) == (kind != signal.SIGKILL)

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from phalanx.launch.cpus import Machine
+from phalanx.tune.offers import offers
 from phalanx.tune.search import compare, default_ranks, race
 from phalanx.tune.trials import Setup
 
@@ -62,6 +63,13 @@ def test_a_race_ends_at_its_deadline():
     drawn = random.Random(2)
     found = race([ONE, TWO], lambda _: drawn.gauss(100, 30), 0.0)
     assert len(found[ONE]) == 3
+
+
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_a_stream_is_not_offered_processes_each_of_which_would_yield_it_whole(has_stream):
+    facts = {"can_fuse": False, "trainer": None, "has_stream": has_stream}
+    names = [offer.name for offer in offers(ONE, facts, 0.5, ["auto"])]
+    assert names == ([] if has_stream else ["DataLoader(num_workers=2)"])
 
 
 @pytest.mark.parametrize(("cores", "ranks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])

@@ -59,8 +59,9 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
     nodes = [machine.numa_nodes.count(node) for node in sorted(set(machine.numa_nodes))]
     division = divide(num_ranks, machine, pin=True)
     cores = " + ".join(map(str, nodes))
+    where = f", pinned to CPUs {division.cpus}" if division.cpus else ""
     findings.append(
-        ok("NUMA", f"{counted(len(nodes), 'node')} of {cores} cores; {division.note}", num_nodes=len(nodes))
+        ok("NUMA", f"{counted(len(nodes), 'node')} of {cores} cores; {division.note}{where}", num_nodes=len(nodes))
     )
     return findings
 

@@ -40,10 +40,16 @@ class Share:
 
 
 class Division(NamedTuple):
-    """Each rank's share, and one line that says how the cores were divided."""
+    """Each rank's share, and a few words that say how the cores were divided, and why ranks are not pinned."""
 
     shares: tuple[Share, ...]
     note: str
+
+    @property
+    def cpus(self) -> str:
+        """The CPUs that ranks are pinned to, such as ``0-3 | 4-7``; empty if they are not."""
+        shown = [format_ranges(share.cpus) for share in self.shares if share.cpus]
+        return " | ".join([*shown[:3], "...", shown[-1]] if len(shown) > 8 else shown)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,15 +217,9 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
     num_threads = num_threads or (min(map(len, parts)) if is_pinned else max(1, machine.num_cores // num_ranks))
     cpus = [tuple(sorted(cpu for core in cores for cpu in core)) if is_pinned else () for cores in parts]
     is_crowded = (given_threads or num_threads) * num_ranks > machine.budget_cpus
-    threads = (
-        f"OMP_NUM_THREADS={omp_num_threads} as set" if omp_num_threads else counted(num_threads, "thread") + " each"
-    )
-    shown = [format_ranges(of_rank) for of_rank in cpus]
-    if len(shown) > 8:
-        shown = [*shown[:3], "...", shown[-1]]
-    where = f", pinned to CPUs {' | '.join(shown)}" if is_pinned else why_not
+    threads = f"OMP_NUM_THREADS={omp_num_threads}" if omp_num_threads else counted(num_threads, "thread")
     shares = tuple(Share(num_threads=num_threads, cpus=of_rank, is_crowded=is_crowded) for of_rank in cpus)
-    return Division(shares, f"{counted(num_ranks, 'rank')}, {threads}{where}")
+    return Division(shares, f"{counted(num_ranks, 'rank')} x {threads}{why_not}")
 
 
 def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, ...]]]:

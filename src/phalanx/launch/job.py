@@ -7,7 +7,10 @@ import signal
 from collections.abc import Callable, Mapping
 
 from phalanx._memory import MemoryPolicy
+from phalanx._text import filled
 from phalanx.launch.cpus import Division
+
+_COLUMNS = 80 - len("phalanx run: ")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +87,12 @@ class Job:
         is_first = self.rdzv_backend == "static" and self.node_rank == 0
         return int(self.rdzv_endpoint.rpartition(":")[2]) if is_first else 0
 
-    @property
-    def note(self) -> str:
-        """One line that says how many ranks there are, how threads and CPUs were divided, and memory is treated."""
-        note = f"{self.divide(self.num_local_ranks).note}; memory {self.memory}{self.is_tuned * ', as tuned'}"
-        if self.min_local_ranks == self.num_local_ranks:
-            return note
-        return f"{note}; {self.min_local_ranks} at least{'' if self.max_restarts else ', but --max-restarts is 0'}"
+    def opening(self, *more: str) -> list[str]:
+        """Return lines to begin with: ranks and threads, whatever is not as on most machines, and `more`."""
+        notes = [f"{self.divide(self.num_local_ranks).note}{self.is_tuned * ', as tuned'}"]
+        if not self.memory.keeps:
+            notes.append(f"memory {self.memory}")
+        if self.min_local_ranks < self.num_local_ranks:
+            never = "" if self.max_restarts else ", but --max-restarts is 0"
+            notes.append(f"{self.min_local_ranks} at least{never}")
+        return filled([*notes, *more], _COLUMNS)

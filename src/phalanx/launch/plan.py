@@ -16,6 +16,7 @@ from phalanx._env import did_you_mean
 from phalanx._memory import choose
 from phalanx._text import counted, format_ranges
 from phalanx.launch.cpus import Machine, count_gpus, divide, has_module, read_machine, torch_uses_gpus
+from phalanx.launch.environment import binds_threads
 from phalanx.launch.flags import Flag, Setting, read_flags
 from phalanx.launch.job import Job
 from phalanx.launch.run_folder import name_of
@@ -54,7 +55,7 @@ class Plan:
             rows.append((f"local rank {rank}", counted(share.num_threads, "thread"), where))
         widths = [max(len(str(row[column])) for row in rows if row[2]) for column in (0, 1)]
         lines = [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {origin}".rstrip() for name, value, origin in rows]
-        lines.append(f"phalanx run: {job.note}")
+        lines += [f"phalanx run: {line}" for line in job.opening()]
         if least < most:
             lines.append(f"phalanx run: with the least: {job.divide(least).note}")
         return "\n".join(lines)
@@ -81,7 +82,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
     job = Job(
         command=command,
         typed=shlex.join(["phalanx", "run", *argv]),
-        preload=not (value["no-python"] or value["no-preload"]),
+        preload=not (value["no-python"] or value["no-preload"] or binds_threads(environ)),
         local_rank_argument=value["no-use-env"],
         num_local_ranks=num_ranks,
         min_local_ranks=min_ranks,
@@ -345,6 +346,8 @@ def _shown(name: str, setting: Setting, job: Job) -> str:
         return "a free one" if job.max_nodes == 1 else str(_STATIC_PORT) if job.rdzv_backend == "static" else "-"
     if name == "rdzv-endpoint" and not value:
         return job.rdzv_endpoint or "-"
+    if name == "memory":
+        return f"{value}: {job.memory}"
     if name == "log-dir" and not value:
         return os.path.join("runs", name_of(job.command))
     if name == "rdzv-id":

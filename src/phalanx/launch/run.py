@@ -42,8 +42,8 @@ def run(job: Job) -> int:
 
 def _run_attempts(supervisor: Supervisor, job: Job, folder: RunFolder) -> int:
     num_oom_kills = count_oom_kills()
-    note = f"; {folder.note}" if folder.note else ""
-    supervisor.say(f"{job.note}; logs in {folder.path}{note}")
+    for line in job.opening(f"logs in {folder.path}", *filter(None, [folder.note])):
+        supervisor.say(line)
     if job.max_nodes > 1:
         from phalanx.launch.nodes import run_with_other_nodes
 
@@ -53,6 +53,9 @@ def _run_attempts(supervisor: Supervisor, job: Job, folder: RunFolder) -> int:
     if supervisor.has_made_room:
         supervisor.say(f"all ranks have saved and made room; exit code {_env.PREEMPTED_CODE}, start again to go on")
         return _env.PREEMPTED_CODE
+    if culprit is None and supervisor.have_trained_alone:
+        supervisor.say("the ranks made no process group, so each has trained all by itself;")
+        supervisor.say("use a Trainer, or phalanx.init() and DistributedDataParallel")
     if supervisor.received is not None:
         cause = supervisor.cause_before
         culprit = cause if cause is not None and cause.raised and not cause.is_victim else None

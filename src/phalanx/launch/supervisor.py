@@ -200,6 +200,11 @@ class Supervisor:
         """Whether a rank of the last attempt has noted that it has come far."""
         return self._notes.has_progress
 
+    @property
+    def have_trained_alone(self) -> bool:
+        """Whether several ranks have trained in the last attempt, each without meeting any other."""
+        return self._notes.num_alone == len(self._ranks) > 1
+
     def _open_ranks(self, attempt: Attempt) -> None:
         job = self._job
         live_rank = job.shown_ranks[0] if job.shown_ranks else 0

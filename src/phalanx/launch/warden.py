@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from phalanx import _env, _trial
+from phalanx import _alone, _env, _trial
 from phalanx._memory import obey_launcher
 from phalanx.launch.packets import MAX_PACKET_BYTES
 
@@ -299,6 +299,7 @@ def _go_on(packet: Mapping[str, Any]) -> None:
     """Undo what a rank shares with its siblings only because it was forked."""
     if "torch" in sys.modules:
         obey_launcher()
+        _alone.watch()
         _trial.begin()
     # The script's namespace must not be among what the collector passes by: it holds all that the script holds.
     main = type(sys)("__main__")

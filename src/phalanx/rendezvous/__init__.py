@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx import _env
+from phalanx._alone import wants_others
 from phalanx.rendezvous.asked import Asked, caller, launch_of, read_url
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll import RollCall
@@ -36,6 +37,7 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]
         timeout: Timeout that torch was given.
         torchs: Function that calls torch's own handler of the URL.
     """
+    wants_others()
     backend, where = caller()
     if backend is None:
         return torchs()
@@ -79,6 +81,7 @@ def meet(url: str, rank: int, world_size: int, timeout: timedelta | None = None,
         PhalanxError: The ranks contradict each other, or the address can't be used.
         ValueError: `rank` or `world_size` is out of its range.
     """
+    wants_others()
     asked_for, where = caller()
     call = "phalanx.init" if asked_for is None else "init_process_group"
     asked = read_url(f"{url}?rank={rank}&world_size={world_size}", timeout, where, call)

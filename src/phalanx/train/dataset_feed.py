@@ -119,7 +119,7 @@ class DatasetFeed:
         filled = iter(self._loader)
         for num_samples, sizes in self._batches.sizes():
             if self._trial is not None and self._trial.is_over:
-                num_workers, self._trial = self._trial.num_workers(), None
+                num_workers, self._trial = self._trial.num_workers(self._dataset), None
                 self._loader = self._without_workers()
                 filled = self._begin_workers(num_workers) if num_workers else filled
             with self._trial.loading() if self._trial else contextlib.nullcontext():

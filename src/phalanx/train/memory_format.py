@@ -34,5 +34,6 @@ def lay_out_batch(batch: Any) -> Any:
 
 def lay_out(tensor: Tensor) -> Tensor:
     """Return a floating tensor of four dimensions with its channels last in memory; any other tensor as it is."""
-    is_image = tensor.dim() == 4 and tensor.is_floating_point()
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    is_image = is_dense and tensor.dim() == 4 and tensor.is_floating_point()
     return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor

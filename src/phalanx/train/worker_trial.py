@@ -18,8 +18,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from phalanx import _trial
+from phalanx._errors import warn_caller
 from phalanx._rank_group import RankGroup
 from phalanx.data.random_state import random_state_kept
+from phalanx.train.shareable import unshareable
 
 _NUM_SETTLING, _NUM_COUNTED = 2, 5  # steps
 _NEGLIGIBLE = 0.03  # of a step
@@ -51,10 +53,11 @@ class WorkerTrial:
         self._ends_s.append(time.perf_counter())
         self._loads.append((self._ends_s[-1] - begin_s, _computing_s() - computing_s))
 
-    def num_workers(self) -> int:
+    def num_workers(self, dataset: Any) -> int:
         """Return how many processes of each rank keep the steps from waiting; every rank calls it once it is over.
 
         Processes that compute need CPUs that the rank leaves free, and those that wait for a disk or a network do not.
+        There are none where a rank's dataset holds what they can't share.
         """
         load_s, computing_s = (statistics.median(column) for column in zip(*self._loads[_NUM_SETTLING:], strict=True))
         ends_s = self._ends_s[_NUM_SETTLING - 1 :]
@@ -65,7 +68,14 @@ class WorkerTrial:
         if load_s < _NEGLIGIBLE * step_s:
             return 0
         num = math.ceil(_HEADROOM * load_s / step_s)
-        return min(num, _MOST if computing < 0.5 else max(0, int(min(row[3] for row in table))))
+        num = min(num, _MOST if computing < 0.5 else max(0, int(min(row[3] for row in table))))
+        held = unshareable(dataset) if num else ""
+        if held:
+            warn_caller(
+                f'Trainer: num_workers="auto" starts no processes: the dataset holds a {held}, which they can\'t share.'
+                " Open it when the first sample is asked for, or pass a number"
+            )
+        return 0 if num and self._ranks.largest(bool(held)) else num
 
 
 def _computing_s() -> float:

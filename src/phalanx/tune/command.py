@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -24,18 +23,19 @@ from phalanx.launch.flags import Flag, Setting, add_flags, number, split_off_fla
 from phalanx.launch.job import Job
 from phalanx.launch.plan import count_local_ranks, make_plan, read_command
 from phalanx.launch.tuned import Tuned, remember, tuned_file
+from phalanx.tune.folder import PREFIX, folder_of_jobs
 from phalanx.tune.offers import advice
 from phalanx.tune.search import Limits, Search, Step, default_ranks
 from phalanx.tune.trials import Failed, Setup, Trials
 
 RIGHT_CALL = "phalanx tune [flags] train.py [args]"
-_OWN_PROCESSES = re.compile("address already in use|two processes claim rank|ProcessRaisedException", re.IGNORECASE)
+_OWN_PROCESSES = re.compile(
+    "address already in use|two processes claim rank|ProcessRaisedException|in several processes", re.IGNORECASE
+)
 _SEARCHED = ("--nproc-per-node", "--memory", "--shutdown-timeout")
 _TAIL_LINES, _WIDTH = 20, 80
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHARE_OF_SEARCH = 0.9  # of the time; then come the last round and the ends of all jobs
-_FOLDER = "phalanx-tune-"  # of the jobs, and gone when the command ends
-
-
 _seconds = number(float, 5, "seconds from 5 to 86400", most=86400)
 OWN_FLAGS = (
     Flag(
@@ -116,13 +116,15 @@ def _without(names: Collection[str], argv: Sequence[str], target: Sequence[str])
 
 
 def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limits, json_file: str) -> int:
-    signal.signal(signal.SIGTERM, _leave)
+    for end in _ENDS:
+        if signal.getsignal(end) != signal.SIG_IGN:  # nohup
+            signal.signal(end, _leave)
     began_s = time.monotonic()
     script = shlex.join(target)
     if behind := [word for word in split_off_flags(target[1:], OWN_FLAGS)[0] if word.startswith("--")]:
         _say(f"{', '.join(behind)} goes to {target[0]}: flags of phalanx tune come before the script")
     in_trials = _without(["--log-dir"], words, target)  # each has a folder of its own
-    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, Trials(in_trials, folder) as trials:
+    with folder_of_jobs() as folder, Trials(in_trials, folder, limits.deadline) as trials:
         search = Search(trials, limits, _say)
         try:
             search.run()
@@ -157,6 +159,8 @@ def _remember(search: Search, job: Job) -> str:
 
 
 def _leave(number: int, _: Any) -> NoReturn:
+    for end in _ENDS:
+        signal.signal(end, signal.SIG_IGN)  # a second one would end the way out
     raise SystemExit(128 + number)  # by way of all that ends jobs and removes folders
 
 
@@ -171,10 +175,10 @@ def _show(text: str, file: TextIO | None = None) -> None:
 
 def _refuse(script: str, failure: Failed) -> int:
     if failure.printed:
-        lines = [line for line in failure.printed.rstrip().splitlines() if _FOLDER not in line]
+        lines = [line for line in failure.printed.rstrip().splitlines() if PREFIX not in line]
         print("\n".join(lines[-_TAIL_LINES:]), file=sys.stderr)
     _show(f"phalanx tune: {script} {failure}; nothing was measured", sys.stderr)
-    if _OWN_PROCESSES.search(failure.printed):
+    if _OWN_PROCESSES.search(f"{failure}\n{failure.printed}"):
         advice = "name no port in it, and start no processes of your own: the jobs run side by side, as under torchrun"
         _show(f"- {advice}", sys.stderr)
     elif not failure.code:

@@ -49,7 +49,7 @@ def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories
         found.append(Offer(name=name, setup=dataclasses.replace(base, fused=True)))
     if facts["trainer"] is not None:
         found += _of_trainer(base, facts, loading_share)
-    elif loading_share > _LEAST_LOADING:
+    elif loading_share > _LEAST_LOADING and not facts["has_stream"]:  # every worker would yield a whole stream
         setup = _with(base, num_workers=_WORKERS)
         found.append(Offer(name=f"DataLoader(num_workers={_WORKERS})", setup=setup))
     for memory in memories:

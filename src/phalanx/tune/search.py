@@ -17,7 +17,7 @@ from phalanx.tune.trials import Failed, Setup, Trials
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 _LEAST_GAIN = 0.01  # less is not worth a word in a command
 _HOPELESS = 0.85  # of the fastest, in every round so far
-_LEAST_START_S = 60.0  # for a job to start, whatever is left
+_LEAST_START_S = 60.0  # for the first job to start, whatever is left
 _TURN_WITH_ALL_S = 0.6  # a turn, and what lies around it
 _SHARE_OF_RANKS = 0.3  # of what is left, for the race of ranks and threads
 
@@ -157,7 +157,6 @@ class Search:
 
     def __init__(self, trials: Trials, limits: Limits, tell: Callable[[str], None]) -> None:
         self._trials, self.limits, self._tell = trials, limits, tell
-        self._start_s = 0.0  # that a job takes
         self.steps: list[Step] = []
         self.unit = "samples"
         self.best: Setup
@@ -211,23 +210,20 @@ class Search:
         late: list[Offer] = []
         failed: dict[Setup, Failed] = {}
         for offer in every:
-            needed_s = self._start_s + _LEAST_ROUNDS * _TURN_WITH_ALL_S * (len(tried) + 2)
+            needed_s = self._trials.start_s + _LEAST_ROUNDS * _TURN_WITH_ALL_S * (len(tried) + 2)
             if self.limits.left_s() < max(offer.needs_s, needed_s):
                 late.append(offer)
                 continue
             self._tell(f"trying {offer.name}")
-            failed |= self._start([offer.setup])
+            failed |= self._start([offer.setup], offer.needs_s)
             tried.append(offer)
         if tried:
             self._try(base, tried, failed)
         self.steps += [Step(offer.name, why="takes longer than was left; --seconds gives it more") for offer in late]
 
-    def _start(self, setups: Sequence[Setup]) -> dict[Setup, Failed]:
-        """Start jobs, as long as that takes, and note how long one takes; return those that can't be measured."""
-        begin_s = time.monotonic()
-        failed = self._trials.start(setups, max(_LEAST_START_S, self.limits.left_s()))
-        self._start_s = max(self._start_s, (time.monotonic() - begin_s) / len({setup.job for setup in setups}))
-        return failed
+    def _start(self, setups: Sequence[Setup], more_s: float = 0.0) -> dict[Setup, Failed]:
+        """Start jobs, as long as that takes; return those that can't be measured."""
+        return self._trials.start(setups, max(_LEAST_START_S, self.limits.left_s()), more_s)
 
     def _try(self, base: Setup, tried: Sequence[Offer], failed: Mapping[Setup, Failed]) -> None:
         there = [offer.setup for offer in tried if offer.setup not in failed]

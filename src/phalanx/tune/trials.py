@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx import _env, _trial
 from phalanx._files import write_whole
+from phalanx.launch.warden import die_with_parent
+
+_Answer = TypeVar("_Answer")
 
 _PAUSE_S = 0.002
 _TURN_S = 0.3
 _LEAST_STEPS = 3
 _SETTLING_STEPS, _MOST_SETTLING_S = 20, 3.0  # in which a Trainer decides on workers and the optimizer's form
-_LIMIT_OF_TURN_S = 600.0
+_LEAST_PATIENCE_S, _SHARE_OF_PATIENCE = 10.0, 0.25  # with a turn; the share is of what is left of the search
+_LEAST_START_S, _STARTS = 30.0, 4  # a job has so many times the seconds that another one took to start
 _SKIPPED = 0.25  # of the steps that are measured, before them
 _OUTLIERS = 0.1  # share of the steps that do not count: those with an evaluation, or a new epoch, before them
 _MOST_RESTARTS = 20
+_LATE = "has not taken its steps in time; --seconds gives it more"
+
+
+class _Ended(Exception):
+    """A job has ended before every rank has told what it was asked."""
 
 
 class Failed(Exception):
@@ -70,19 +79,25 @@ class Trial:
         setup: Way to train; threads and the optimizer's form are set anew in each turn.
         words: Flags, script and arguments for ``phalanx run``.
         folder: Folder of its own, for what it writes.
+        deadline: Time on the monotonic clock at which the search ends.
+
+    Attributes:
+        facts: Answers of rank 0 about the script; empty before all ranks have met.
+        start_s: Seconds until the ranks had taken their first steps.
     """
 
-    def __init__(self, setup: Setup, words: Sequence[str], folder: str) -> None:
-        self._setup, self._words, self._folder = setup, words, folder
+    def __init__(self, setup: Setup, words: Sequence[str], folder: str, deadline: float) -> None:
+        self._setup, self._words, self._folder, self._deadline = setup, words, folder, deadline
         self._num_restarts = 0
         self._step_s: dict[int, float] = {}  # by threads
         self._most_steps = 2000
         self.facts: Mapping[str, Any] = {}
+        self.start_s = 0.0
         self._start()
 
     def _start(self) -> None:
         setup = self._setup
-        self._serial = 0
+        self._serial, self._began_s = 0, time.monotonic()
         self._room = os.path.join(self._folder, f"start_{self._num_restarts}")
         os.makedirs(self._room)
         environ = {**_env.environment(), **_trial.variables(self._room, dict(setup.changes))}
@@ -95,6 +110,7 @@ class Trial:
             self._process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us, and then we end it
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # its keeper then ends the ranks
             )  # fmt: skip
 
     @property
@@ -107,20 +123,27 @@ class Trial:
         with open(self._output, errors="replace") as output:
             return output.read()
 
-    def meet(self, deadline: float) -> None:
-        """Wait until every rank has taken its first steps, and learn what it is.
+    def has_met(self) -> bool:
+        """Return whether every rank has taken its first steps, and learn what the job is once they have.
 
         Raises:
-            Failed: The job has ended, or takes too long.
+            Failed: The job has ended, or can't be measured.
         """
-        told = self._await(0, deadline)
-        if told is None:
-            raise Failed("ended before its optimizer had taken three steps", self.printed, self._process.returncode)
+        try:
+            told = self._told(0)
+        except _Ended:
+            raise Failed(
+                "ended before its optimizer had taken three steps", self.printed, self._process.returncode
+            ) from None
+        if not told:
+            return False
+        self.start_s = time.monotonic() - self._began_s
         self.facts = told[0]
         if not self.facts["device"].startswith("cpu"):
             raise Failed(f"trains on {self.facts['device']}, and phalanx tune measures training on a CPU")
         if self._setup.ranks > 1 and not self.facts["has_group"]:
             raise Failed("makes no process group, so each rank would train all by itself")
+        return True
 
     def rate(self, setup: Setup, *, counts_samples: bool) -> float:
         """Take a turn, and return the speed of all ranks together, in samples a second or in steps.
@@ -149,11 +172,12 @@ class Trial:
             skip = max(1, round(steps * _SKIPPED))  # caches are cold, and loaders have loaded ahead
             turn = _trial.Turn(serial=self._serial, steps=steps, skip=skip, threads=setup.threads, fused=setup.fused)
             write_whole(_trial.asked_file(self._room), json.dumps(dataclasses.asdict(turn)))
-            told = self._await(self._serial, time.monotonic() + _LIMIT_OF_TURN_S)
-            if told is not None:
+            try:
+                told = self._await(lambda: self._told(self._serial))
                 break
-            self._most_steps = min(self._most_steps, max(_LEAST_STEPS, steps // 2))
-            self._begin_again()
+            except _Ended:
+                self._most_steps = min(self._most_steps, max(_LEAST_STEPS, steps // 2))
+                self._begin_again()
         every = told[0]["steps"]
         seconds = sum(step[0] for step in every)
         self._loading_share = sum(step[2] for step in every) / seconds
@@ -169,21 +193,47 @@ class Trial:
         if self._num_restarts > _MOST_RESTARTS:
             raise Failed("is over too soon to be measured: let it train for longer", self.printed)
         self._start()
-        self.meet(time.monotonic() + _LIMIT_OF_TURN_S)
+        self._await(self.has_met, _STARTS * self.start_s)
 
-    def _await(self, serial: int, deadline: float) -> list[Any] | None:
-        """Return what each rank has told, in their order; None if the job has ended."""
-        told: list[Any] = []
-        while len(told) < self._setup.ranks:
-            has_ended = self._process.poll() is not None  # asked first, for what was told before the end
-            with contextlib.suppress(FileNotFoundError), open(_trial.told_file(self._room, serial, len(told))) as file:
-                told.append(json.load(file))
-                continue
-            if has_ended:
-                return None
-            if time.monotonic() > deadline:
-                raise Failed("has not taken its steps in time; --seconds gives it more", self.printed)
+    def _await(self, ask: Callable[[], _Answer], least_s: float = _LEAST_PATIENCE_S) -> _Answer:
+        """Return the first answer that is one; a job that hangs takes a part of the search, and no more.
+
+        Raises:
+            Failed: There has been none for `least_s` and for that part.
+        """
+        now_s = time.monotonic()
+        until_s = now_s + max(least_s, (self._deadline - now_s) * _SHARE_OF_PATIENCE)
+        while not (answer := ask()):
+            if time.monotonic() > until_s:
+                raise self.late()
             time.sleep(_PAUSE_S)
+        return answer
+
+    def late(self) -> Failed:
+        """Return the failure of a job that takes too long."""
+        return Failed(_LATE, self.printed)
+
+    def _told(self, serial: int) -> list[Any]:
+        """Return what each rank has told, in their order; nothing as long as one has not.
+
+        Raises:
+            _Ended: It never will.
+            Failed: A rank has started processes that train.
+        """
+        company = _trial.company_file(self._room)
+        if os.path.exists(company):
+            with open(company) as file:
+                raise Failed(file.read(), self.printed)
+        has_ended = self._process.poll() is not None  # asked first, for what was told before the end
+        files = [_trial.told_file(self._room, serial, rank) for rank in range(self._setup.ranks)]
+        if not all(map(os.path.exists, files)):
+            if has_ended:
+                raise _Ended
+            return []
+        told = []
+        for name in files:
+            with open(name) as file:
+                told.append(json.load(file))
         return told
 
     def ask_to_end(self) -> None:
@@ -215,12 +265,17 @@ class Trials:
     Args:
         words: Flags, script and arguments for ``phalanx run``.
         folder: Folder for what the jobs write.
+        deadline: Time on the monotonic clock at which the search ends.
+
+    Attributes:
+        start_s: Seconds that a job has taken to start, at most; 0: none has started yet.
     """
 
-    def __init__(self, words: Sequence[str], folder: str) -> None:
-        self._words, self._folder = words, folder
+    def __init__(self, words: Sequence[str], folder: str, deadline: float) -> None:
+        self._words, self._folder, self._deadline = words, folder, deadline
         self._trials: dict[Any, Trial] = {}
         self._failures: dict[Any, Failed] = {}
+        self.start_s = 0.0
 
     def __enter__(self) -> Trials:
         return self
@@ -233,23 +288,35 @@ class Trials:
         for trial in self._trials.values():
             trial.end()
 
-    def start(self, setups: Sequence[Setup], limit_s: float) -> dict[Setup, Failed]:
-        """Start the jobs that these setups need, side by side, and return those that can't be measured."""
-        for setup in setups:
-            if setup.job not in self._trials and setup.job not in self._failures:
-                folder = os.path.join(self._folder, str(len(self._trials) + len(self._failures)))
-                self._trials[setup.job] = Trial(setup, self._words, folder)
-        deadline = time.monotonic() + limit_s
-        failed = {}
-        for setup in setups:
-            try:
-                if setup.job in self._trials and not self.of(setup).facts:
-                    self.of(setup).meet(deadline)
-            except Failed as failure:
-                self._drop(setup, failure)
-            if setup.job in self._failures:
-                failed[setup] = self._failures[setup.job]
-        return failed
+    def start(self, setups: Sequence[Setup], limit_s: float, more_s: float = 0.0) -> dict[Setup, Failed]:
+        """Start the jobs that these setups need, side by side, and return those that can't be measured.
+
+        Args:
+            limit_s: Limit for the first job that starts; all others are held to how long that took.
+            more_s: Seconds that these may take longer than others.
+        """
+        begin_s = time.monotonic()
+        jobs = {setup.job: setup for setup in setups if setup.job not in self._failures}
+        new = [job for job in jobs if job not in self._trials]
+        for job in new:
+            folder = os.path.join(self._folder, str(len(self._trials) + len(self._failures)))
+            self._trials[job] = Trial(jobs[job], self._words, folder, self._deadline)
+        while new:
+            taken_s = time.monotonic() - begin_s
+            if self.start_s:
+                limit_s = min(limit_s, max(_LEAST_START_S, _STARTS * self.start_s) + more_s)
+            for job in [*new]:
+                try:
+                    if self._trials[job].has_met():
+                        new.remove(job)
+                        self.start_s = max(self.start_s, self._trials[job].start_s)
+                    elif taken_s > limit_s:
+                        raise self._trials[job].late()
+                except Failed as failure:
+                    new.remove(job)
+                    self._drop(jobs[job], failure)
+            time.sleep(_PAUSE_S)
+        return {setup: self._failures[setup.job] for setup in setups if setup.job in self._failures}
 
     @property
     def counts_samples(self) -> bool:
