@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.replace._running import BY_VARIABLE, LAUNCHERS, got, run
@@ -50,3 +52,10 @@ def test_a_dry_run_says_whether_and_who_asked(tmp_path):
     refused = run(command, tmp_path, PHALANX_REPLACE="glo")
     assert refused.returncode == 2
     assert "PHALANX_REPLACE must be gloo, or empty, did you mean gloo?, got 'glo'" in refused.stderr
+
+
+def test_import_torch_loads_little_of_phalanx():
+    program = "import sys, torch; print(*sorted(name for name in sys.modules if name.startswith('phalanx')))"
+    done = run([sys.executable, "-c", program], None, **BY_VARIABLE)
+    lean = ["", "._env", "._in_place", "._plugin", "._replace", "._torch", "._torch.names"]
+    assert done.stdout.split() == [f"phalanx{name}" for name in lean]

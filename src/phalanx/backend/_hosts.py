@@ -19,7 +19,6 @@ from phalanx._errors import PhalanxError
 from phalanx._network import host_identity, network_identity
 from phalanx._settings import GroupOptions, Settings, read_settings, variable_of
 from phalanx._store import JsonStore
-from phalanx._text import enumerated
 from phalanx.backend._bridges import bridge
 from phalanx.backend._deadlines import LOOK_S
 from phalanx.backend._meeting import Meeting
@@ -130,8 +129,7 @@ def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
     for fact, what in (whats | {name: f"values of {variable_of(name)}" for name in _AGREED}).items():
         said = [hello[fact] for hello in hellos]
         if len(set(said)) > 1:
-            by_value = {one: [g for g, s in zip(meeting.global_ranks, said, strict=True) if s == one] for one in said}
-            told = ", ".join(f"{one} on {enumerated('rank', by_value[one])}" for one in sorted(by_value))
+            told = ", ".join(f"{one} on rank {meeting.global_ranks[said.index(one)]}" for one in sorted(set(said)))
             raise meeting.refusal(f"the ranks run different {what}: {told}. Give all the same.")
 
 
