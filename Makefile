@@ -75,6 +75,7 @@ conformance: $(VENV)/built
 	for n in 2 3 4; do for group in phalanx gloo; do \
 	  $(BIN)/python -m tests.conformance.exam --backend $$group --world-size $$n --ddp phalanx --check || exit 1; done; done
 	$(BIN)/python -m tests.conformance.exam --backend gloo --world-size 2 --ddp torch --check
+	for n in 2 3 4; do PHALANX_REPLACE=gloo $(BIN)/python -m tests.conformance.exam --backend gloo --world-size $$n --check || exit 1; done
 
 stress: $(VENV)/built
 	PHALANX_TEST_LONG=1 $(BIN)/python -m pytest tests/stress tests/hosts/test_cuts.py tests/checkpoint/test_fuzz.py -p no:cacheprovider

@@ -119,6 +119,7 @@ _MARKED = {
         "tests/conformance/test_harness.py",
         "tests/core/test_core_build.py",
         "tests/core/test_model.py",
+        "tests/replace/test_exam.py",
         "tests/stress/",
     ),
 }

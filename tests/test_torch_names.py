@@ -197,8 +197,8 @@ def in_torch(source: str, name: str):
 
 def test_other_devices_are_found_whatever_torch_calls_them(monkeypatch):
     both = dist.BackendConfig(dist.Backend("cpu:phalanx,cuda:nccl"))
-    assert in_torch("def make(renamed): return devices()", "make")(both) == {"cpu": "phalanx", "cuda": "nccl"}
-    torchs = in_torch("def make(): return devices()", "make")
+    assert in_torch("def make(renamed): return devices('phalanx')", "make")(both) == {"cpu": "phalanx", "cuda": "nccl"}
+    torchs = in_torch("def make(): return devices('phalanx')", "make")
     assert torchs() == {"cpu": "phalanx"}  # there is no other device here
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with pytest.raises(ImportError, match="has no BackendConfig where it makes a group, which phalanx needs to serve"):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
     from phalanx import checkpoint, data, parallel, testing, train
-    from phalanx._env import GroupOptions
     from phalanx._errors import (
         CheckpointError,
         CollectiveMismatch,
@@ -22,7 +21,8 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         RankFailed,
     )
     from phalanx._memory import tune_process
-    from phalanx._plugin import install_as_default
+    from phalanx._plugin import install_as_default, replace_gloo
+    from phalanx._settings import GroupOptions
     from phalanx.backend._communicator import Communicator, communicator
     from phalanx.data import (
         DataLoader,
@@ -87,6 +87,7 @@ __all__ = [
     "init",
     "install_as_default",
     "parallel",
+    "replace_gloo",
     "ring_all_reduce",
     "seed_everything",
     "shard_iterable",
@@ -103,7 +104,7 @@ _EXPORTS = {
     for module, names in {
         "_errors": "PhalanxError CheckpointError CollectiveMismatch CollectiveTimeout GroupAborted GroupUnusable "
         "NonFinite OutOfSharedMemory RankFailed",
-        "_env": "GroupOptions",
+        "_settings": "GroupOptions",
         "launch.outcome": "RankError",
         "launch.spawn": "SpawnContext spawn",
         "session": "Session init shutdown",
@@ -112,7 +113,7 @@ _EXPORTS = {
         "average_gradients convert_sync_batchnorm host_groups ring_all_reduce",
         "train.trainer": "Trainer",
         "backend._communicator": "Communicator communicator",
-        "_plugin": "install_as_default",
+        "_plugin": "install_as_default replace_gloo",
         "_memory": "tune_process",
     }.items()
     for name in names.split()

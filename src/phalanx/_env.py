@@ -1,93 +1,17 @@
-"""The environment variables of phalanx: declared once, typed, and read only here.
+"""The environment variables of phalanx: declared once, and read only here.
 
-An unknown ``PHALANX_*`` variable is an error, because a misspelled one would silently do nothing. Variables that begin
-with ``PHALANX_TEST_`` belong to the project's own tests.
+Every ``import torch`` runs this module where phalanx is installed, so it holds names and plain functions; what the
+values mean is in `_settings`.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any
 
-BRIDGES = ("gloo", "mpi")
 LONGEST_S = 1e9
 """Longest timeout, which stands for forever: 30 years. The clocks under torch overflow after 292."""
-
-
-def _ranged(default: Any, least: float, most: float) -> Any:
-    return field(default=default, metadata={"range": (least, most)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings from the environment: ``PHALANX_STALL_S`` sets ``stall_s``, and so on."""
-
-    stall_s: float = _ranged(10.0, 0.1, LONGEST_S)
-    """Seconds after which a waiting rank reports which ranks are missing and what each is doing."""
-    spin_us: float = _ranged(50.0, 0, 1e6)
-    """Microseconds for which a waiting rank spins, or yields if ranks share CPUs, before it sleeps; 0: no spinning."""
-    one_shot_bytes: int = _ranged(64 * 1024, 0, 64 * 1024)
-    """Largest all_reduce in which every rank reads all data after one synchronisation. The same on all ranks."""
-    chunk_bytes: int = _ranged(64 * 1024, 4096, 64 * 1024)
-    """Size of the chunks in which larger messages are pipelined. The same on all ranks."""
-    silence_s: float = _ranged(1.0, 0.1, 86400)
-    """Seconds without a sign of life from another host's kernel after which the connection to it counts as lost."""
-    bridge: str = "gloo"
-    """Engine between hosts: ``gloo`` or ``mpi`` (mpi4py, started by mpirun)."""
-    host: str = ""
-    """Name of a simulated host. Ranks with different names share no memory, so one machine can stand for several."""
-
-
-def variable_of(name: str) -> str:
-    """Return the environment variable of a setting."""
-    return f"PHALANX_{name.upper()}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupOptions:
-    """Settings of one group, passed as ``pg_options`` of ``init_process_group`` or ``new_group``, alike on all ranks.
-
-    Attributes:
-        bridge: Engine between hosts, "gloo" or "mpi"; None: the value of PHALANX_BRIDGE.
-        silence_s: Seconds of silence after which a connection to another host counts as lost; None: PHALANX_SILENCE_S.
-    """
-
-    bridge: str | None = None
-    silence_s: float | None = None
-
-    def over(self, settings: Settings) -> Settings:
-        """Return `settings` with the given options in place of its own.
-
-        Raises:
-            ValueError: The engine does not exist, or a number is out of range.
-            TypeError: A value is not a number.
-        """
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        for one in fields(Settings):
-            if one.name not in given:
-                continue
-            if one.type != "str" and (
-                isinstance(given[one.name], bool) or not isinstance(given[one.name], (int, float))
-            ):
-                raise TypeError(f"GroupOptions: {one.name} must be a number, got {given[one.name]!r}")
-            _check(f"GroupOptions: {one.name}", one, given[one.name])
-        return replace(settings, **given)
-
-
-def _check(name: str, setting: Field[Any], value: Any, shown: object = None) -> None:
-    """Raise ValueError if a setting can't have this value."""
-    shown = value if shown is None else shown
-    if setting.name == "bridge" and value not in BRIDGES:
-        raise ValueError(f"{name} must be one of {', '.join(BRIDGES)}, got {shown!r}")
-    if "range" in setting.metadata:
-        least, most = setting.metadata["range"]
-        if not least <= value <= most:  # true of NaN, too
-            kind = "a whole number" if setting.type == "int" else "a number"
-            raise ValueError(f"{name} must be {kind} in [{least:.12g}, {most:.12g}], got {shown!r}")
 
 
 def seconds(name: str, timeout: timedelta | float) -> float:
@@ -108,7 +32,7 @@ def seconds(name: str, timeout: timedelta | float) -> float:
 _FLAGS = """
     DRY_RUN LOCAL_ADDR LOCAL_RANKS_FILTER LOG_DIR MASTER_ADDR MASTER_PORT MAX_RESTARTS MEMORY MODULE MONITOR_INTERVAL
     NNODES NODE_RANK NO_PIN NO_PRELOAD NO_PYTHON NO_USE_ENV NPROC_PER_NODE RDZV_BACKEND RDZV_CONF RDZV_ENDPOINT RDZV_ID
-    REDIRECTS REGROW_AFTER ROLE SHUTDOWN_TIMEOUT SIGNALS_TO_HANDLE STANDALONE START_METHOD TEE USE_ENV
+    REDIRECTS REGROW_AFTER REPLACE ROLE SHUTDOWN_TIMEOUT SIGNALS_TO_HANDLE STANDALONE START_METHOD TEE USE_ENV
 """
 SNAPSHOT_VARIABLE = "PHALANX_SNAPSHOTS"
 """Set by ``phalanx run`` for its ranks: the file in which they keep snapshots of their state."""
@@ -116,6 +40,8 @@ LAUNCH_VARIABLE = "PHALANX_LAUNCH"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the facts of the launch, see `_launched`."""
 MEMORY_VARIABLE = "PHALANX_MEMORY"
 """What `phalanx.spawn` reads of the flags of ``phalanx run``: whether ranks keep the memory that they free."""
+REPLACE_VARIABLE = "PHALANX_REPLACE"
+"""What phalanx stands in the place of, see `_replace`: ``gloo``; empty: nothing."""
 ALLOCATION_VARIABLE = "PHALANX_ALLOCATION"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they are to do about freed memory."""
 COMMAND_VARIABLE = "PHALANX_COMMAND"
@@ -135,6 +61,17 @@ LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}
 def environment() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)
+
+
+def replaces_gloo(word: str) -> bool:
+    """Return whether a value of PHALANX_REPLACE asks for phalanx in the place of Gloo.
+
+    Raises:
+        ValueError: It is another word.
+    """
+    if word not in ("", "gloo"):
+        raise ValueError(f"must be gloo, or empty{did_you_mean(word, ['gloo'])}")
+    return word == "gloo"
 
 
 def update(variables: Mapping[str, str]) -> None:
@@ -164,36 +101,6 @@ def withdraw(names: Iterable[str]) -> None:
     """Unset variables that `export` set."""
     for name in names:
         os.environ.pop(name, None)
-
-
-def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings in `environ`; by default, in this process's environment.
-
-    Raises:
-        ValueError: A ``PHALANX_*`` variable is unknown, is not a number, is out of range or names no engine.
-    """
-    environ = os.environ if environ is None else environ
-    known = {variable_of(setting.name): setting for setting in fields(Settings)}
-    for name in sorted(environ):
-        is_ours = name.startswith("PHALANX_") and not name.startswith("PHALANX_TEST_")
-        if is_service_link(name, environ):
-            continue
-        if is_ours and name not in known and name not in LAUNCH_VARIABLES:
-            raise ValueError(f"unknown environment variable {name}{did_you_mean(name, {*known, *LAUNCH_VARIABLES})}")
-    values: dict[str, Any] = {}
-    for name, setting in known.items():
-        text = environ.get(name)
-        if text is None:
-            continue
-        value: Any = text
-        if setting.type != "str":
-            try:
-                value = (int if setting.type == "int" else float)(text)
-            except ValueError:
-                value = math.nan
-        _check(name, setting, value, shown=text)
-        values[setting.name] = value
-    return Settings(**values)
 
 
 def wants_torchs_records(environ: Mapping[str, str] | None = None) -> bool:

@@ -28,8 +28,22 @@ def install_as_default() -> None:
     dist.Backend.default_device_backend_map["cpu"] = "phalanx"
 
 
+def replace_gloo() -> None:
+    """Put phalanx in the place of Gloo, in this process and in those that it starts from now on.
+
+    Every group made afterwards that asks for ``gloo``, or for torch's default on the CPU, is phalanx's; a program need
+    not change. Every rank of a job must do the same. ``PHALANX_REPLACE=gloo`` and ``phalanx run --replace-gloo`` do it
+    without a line of code.
+    """
+    from phalanx import _env, _replace
+
+    register()
+    _env.update({_env.REPLACE_VARIABLE: "gloo"})
+    _replace.begin("phalanx.replace_gloo()")
+
+
 def autoload() -> None:
-    """Register at ``import torch``; a failure becomes a warning, because it must not break the import.
+    """Register at ``import torch``; a failure becomes a line on stderr, because it must not break the import.
 
     A rank that was executed, and not forked, also learns here what to do about freed memory.
     """
@@ -38,6 +52,10 @@ def autoload() -> None:
         from phalanx import _env
 
         environ = _env.environment()
+        if _env.REPLACE_VARIABLE in environ:
+            from phalanx import _replace
+
+            _replace.obey()
         if _env.ALLOCATION_VARIABLE in environ:
             from phalanx._memory import obey_launcher
 
@@ -51,9 +69,13 @@ def autoload() -> None:
 
             _trial.begin()
     except Exception as error:
-        import warnings
+        import sys
 
-        warnings.warn(f"the phalanx backend could not be registered: {error!r}", RuntimeWarning, stacklevel=2)
+        print(
+            f"phalanx: can't be set up at import torch, which goes on without it: {error!r}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _watch_rendezvous() -> None:
@@ -80,9 +102,9 @@ def _watch_rendezvous() -> None:
         rendezvous_handlers[scheme] = watched(rendezvous_handlers[scheme])
 
 
-def _create_group(options: Any, backend_options: Any) -> Any:
+def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     from phalanx._alone import wants_others
     from phalanx.backend import create_group
 
     wants_others()  # also in a store of its own
-    return create_group(options, backend_options)
+    return create_group(options, backend_options, **named)

@@ -146,6 +146,8 @@ def _run(args: list[str]) -> int:
     if plan.is_dry:
         print(plan.describe())
         return 0
+    if plan.settings["replace-gloo"].value:
+        _env.update({_env.REPLACE_VARIABLE: "gloo"})  # the ranks inherit it
     return run(plan.job)
 
 

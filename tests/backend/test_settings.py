@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx import _env
+from phalanx import _env, _settings
 from phalanx.testing import await_release, reached
 
-NUMBERS = [setting for setting in dataclasses.fields(_env.Settings) if setting.type != "str"]
+NUMBERS = [setting for setting in dataclasses.fields(_settings.Settings) if setting.type != "str"]
 NO_NUMBERS = ("", "ten", "nan", "inf", "-inf", "-1", "1e400", "-1e-9", "0x10", "9" * 400)
 LONG = timedelta(days=36_500_000)
 
@@ -100,33 +100,33 @@ def wait_with_every_timeout(rank, world_size):
 
 @pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.name)
 def test_every_number_has_a_range_and_what_is_beyond_is_refused(setting):
-    name = _env.variable_of(setting.name)
+    name = _settings.variable_of(setting.name)
     least, most = setting.metadata["range"]
     assert -math.inf < least <= setting.default <= most < math.inf
     for text in limits_of(setting):
-        value = getattr(_env.read_settings({name: text}), setting.name)
+        value = getattr(_settings.read_settings({name: text}), setting.name)
         assert value == float(text)
     for text in (*NO_NUMBERS, *beyond(setting)):
         with pytest.raises(ValueError, match=rf"^{name} must be a (whole )?number in \[.*\], got ") as error:
-            _env.read_settings({name: text})
+            _settings.read_settings({name: text})
         assert f"[{least:.12g}, {most:.12g}], got {text!r}" in str(error.value)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, 1e30])
 def test_an_option_of_a_group_is_held_to_the_same_range(value):
     with pytest.raises(ValueError, match=r"^GroupOptions: silence_s must be a number in \[0.1, 86400\], got "):
-        phalanx.GroupOptions(silence_s=value).over(_env.Settings())
+        phalanx.GroupOptions(silence_s=value).over(_settings.Settings())
 
 
 @pytest.mark.parametrize("value", ["1", True, [1.0]])
 def test_an_option_of_a_group_has_a_type(value):
     with pytest.raises(TypeError, match=r"^GroupOptions: silence_s must be a number, got "):
-        phalanx.GroupOptions(silence_s=value).over(_env.Settings())
+        phalanx.GroupOptions(silence_s=value).over(_settings.Settings())
 
 
 @pytest.mark.parametrize("at", [0, 1], ids=["least", "most"])
 def test_the_sums_are_right_at_the_limits(run_ranks, tmp_path, at):
-    variables = {_env.variable_of(setting.name): limits_of(setting)[at] for setting in NUMBERS}
+    variables = {_settings.variable_of(setting.name): limits_of(setting)[at] for setting in NUMBERS}
     variables["PHALANX_SPIN_US"] = str(1000 * at)  # more is right as well, and slow where ranks share CPUs
     assert run_ranks(join, 3, [variables] * 3, f"file://{tmp_path}/meet", init=False) == [0] * 3
 

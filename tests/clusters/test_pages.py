@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from phalanx import _env
+from phalanx import _settings
 from phalanx.launch.flags import read_flags
 from tests.clusters._machines import REPOSITORY
 
@@ -33,7 +33,7 @@ def test_every_link_leads_to_a_file(page):
 def test_every_variable_of_ours_exists():
     for page in PAGES:
         for name in set(re.findall(r"PHALANX_[A-Z_]+\b(?=[=`])", page.read_text())) - {"PHALANX_PORT"}:
-            _env.read_settings({name: "mpi" if name == "PHALANX_BRIDGE" else "1"})
+            _settings.read_settings({name: "mpi" if name == "PHALANX_BRIDGE" else "1"})
 
 
 def test_every_page_is_in_the_index():

@@ -8,6 +8,8 @@
 With ``--ddp``, the tests of DistributedDataParallel alone, all of them on a CPU, for
 phalanx's class or torch's own; see `_ddp`.
 
+With PHALANX_REPLACE=gloo in the environment, ``--backend gloo`` is phalanx in the place of Gloo.
+
 Exit code 1 if a test failed; with ``--check``, if a test came out otherwise than
 `expectations`, or `ddp_expectations`, has it. `Exam` is the same for a program: it keeps one such process and
 asks it for one test at a time.
@@ -172,8 +174,9 @@ def main(argv: list[str] | None = None) -> int:
     from ._load import load_exam
 
     exam = load_exam(args.backend, args.world_size, args.ddp)
-    if importlib.util.find_spec(args.backend) is not None:
-        importlib.import_module(f"{args.backend}.backend")  # once here, not in every rank
+    package = "phalanx" if os.environ.get("PHALANX_REPLACE") == args.backend else args.backend
+    if importlib.util.find_spec(package) is not None:
+        importlib.import_module(f"{package}.backend")  # once here, not in every rank
 
     with Runner(exam, args.limit_s) as runner:
         if args.serve:

@@ -57,6 +57,20 @@ def test_a_torch_that_can_not_be_imported_is_a_problem(told, level, said):
     assert said in finding.found
 
 
+@pytest.mark.parametrize(
+    ("origin", "word", "level", "said"),
+    [
+        ("", "", "ok", "Gloo itself; PHALANX_REPLACE=gloo puts phalanx in its place"),
+        ("PHALANX_REPLACE", "gloo", "ok", "phalanx stands in its place (PHALANX_REPLACE=gloo)"),
+        ("", "glo", "problem", "PHALANX_REPLACE must be gloo, or empty, did you mean gloo?, got 'glo': Gloo stays"),
+        ("", "gloo", "problem", "PHALANX_REPLACE=gloo is set, and torch has not loaded phalanx: Gloo stays"),
+    ],
+)
+def test_it_is_told_whether_phalanx_stands_in_the_place_of_gloo(origin, word, level, said):
+    finding = engines.judge_replacement({"replaced_by": origin}, word)
+    assert (finding.topic, finding.level, finding.found) == ("gloo", level, said)
+
+
 def test_a_backend_that_can_not_be_loaded_and_a_slow_import_are_told():
     findings = engines.judge_torch({**TOLD, "backend_error": "no _core", "import_s": 30.0}, "")
     assert [finding.level for finding in findings] == ["ok", "problem", "note"]

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
-from phalanx import _env
+from phalanx import _env, _settings
 from phalanx._command_line import UsageError
 from phalanx.launch.flags import FLAGS, run_parser
 from phalanx.launch.plan import make_plan
@@ -199,7 +199,7 @@ def test_every_flag_is_an_environment_variable_that_ranks_do_not_take_for_a_miss
     flags = {flag.variables[0] for flag in FLAGS.values()}
     assert flags == {f"PHALANX_{name}" for name in _env._FLAGS.split()}
     assert flags < _env.LAUNCH_VARIABLES  # beside what ranks are told
-    _env.read_settings(dict.fromkeys(_env.LAUNCH_VARIABLES, "1"))
+    _settings.read_settings(dict.fromkeys(_env.LAUNCH_VARIABLES, "1"))
 
 
 def test_the_help_names_every_flag_in_80_columns():

@@ -211,11 +211,14 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module | None:
 # ---- what torch does not tell --------------------------------------------------------------------------------------
 
 
-def devices_of_new_group() -> dict[str, str]:
+def devices_of_new_group(own: str) -> dict[str, str]:
     """Return the devices of the group that torch is making, and the backend of each.
 
     A creator that returns a ProcessGroup ends torch's loop over the devices, and is not told the others. So they are
     read from torch's frames: from the nearest local variable, whatever its name, that is a BackendConfig.
+
+    Args:
+        own: Name of the backend whose creator asks.
 
     Raises:
         ImportError: There is none, and this machine has a device beside the CPU.
@@ -232,7 +235,14 @@ def devices_of_new_group() -> dict[str, str]:
         frame = frame.f_back
     if torch.accelerator.is_available():
         raise missing("BackendConfig where it makes a group", "to serve other devices than the CPU")
-    return {"cpu": "phalanx"}
+    return {"cpu": own}
+
+
+def wrap_making_of_groups(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put a function in the place of the one with which torch makes every group."""
+    from torch.distributed import distributed_c10d as c10d
+
+    c10d._new_process_group_helper = wrap(__getattr__("new_process_group_helper"))
 
 
 def backend_argument(frame: FrameType) -> str | None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):  # a dataclass would take a third of what phalanx adds to import torch
     """A private name of torch.
 
     Attributes:
@@ -78,6 +76,15 @@ NAMES = {
         "to let ranks meet with a word about whom they wait for",
         "ranks meet by torch's own rendezvous, which waits in silence and does not know mpirun",
         {},
+    ),
+    "backend_plugins": Name(
+        "torch.distributed.Backend._plugins", "to make a group of phalanx where a program asks for Gloo"
+    ),
+    "self_recording_backends": Name(
+        "torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS",
+        "to have torch's Flight Recorder record groups in the place of Gloo, which records itself",
+        "the Flight Recorder does not see groups in the place of Gloo",
+        set(),
     ),
     "C10dBackend": Name("torch._C._distributed_c10d.Backend", "as the base of the backend that C++ callers reach"),
     "register_backend": Name("torch.distributed.ProcessGroup._register_backend", "to serve C++ callers"),
@@ -216,7 +223,7 @@ SCHEDULER_COUNTERS = frozenset({"_last_lr", "_step_count", "_is_initial", "_get_
 
 OVERRIDDEN = {
     "torch.distributed.ProcessGroup": (  # the last four before torch 2.14
-        *("_get_sequence_number_for_group", "_allgather_base", "_reduce_scatter_base"),
+        *("_get_backend_name", "_get_sequence_number_for_group", "_allgather_base", "_reduce_scatter_base"),
         *("_start_coalescing", "_end_coalescing"),
     ),
     "torch._C._distributed_c10d.Backend": ("_get_sequence_number_for_group", "_set_sequence_number_for_group"),

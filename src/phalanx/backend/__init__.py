@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _torch
-from phalanx._env import GroupOptions, seconds
+from phalanx._env import seconds
 from phalanx._last_words import tell_when_ended
+from phalanx._settings import GroupOptions
 from phalanx.backend._adapters import GroupName, PhalanxGroup, keep, keep_from_compiler, kept_groups
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._core_failures import from_core, report_core_stall
@@ -27,6 +29,24 @@ from phalanx.backend._ops import Operations
 from phalanx.backend._work import call_site
 
 __all__ = ["PhalanxGroup"]
+
+GLOO = "gloo"
+
+
+@dataclass(frozen=True)
+class Guise:
+    """What programs take a group for.
+
+    Attributes:
+        name: Name of its backend, ``gloo`` where phalanx stands in the place of Gloo.
+        devices: Types of the devices whose tensors it takes. Those of a GPU go to Gloo itself.
+    """
+
+    name: str = "phalanx"
+    devices: tuple[str, ...] = ("cpu",)
+
+
+_ITSELF = Guise()
 
 _core.configure(call_site, from_core, report_core_stall)
 
@@ -81,23 +101,30 @@ def leave_groups(error: BaseException) -> None:
         group._operations.shutdown(why)
 
 
-def create_group(options: Any, backend_options: Any) -> ProcessGroup:
+def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") -> ProcessGroup | None:
     """Create the group that ``init_process_group`` or ``new_group`` asks for; torch calls this.
 
     Args:
         options: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, name, global ranks.
         backend_options: The user's ``pg_options``: `GroupOptions`, or torch's own for another device's backend.
+        own: Name of the backend that was asked for, ``gloo`` where phalanx stands in its place.
+
+    Returns:
+        The group; None if it asks for another backend on the CPU, and for `own` on other devices alone.
     """
+    devices = _torch.devices_of_new_group(own)
+    if devices.get("cpu") != own and own == GLOO:
+        return None
     tell_when_ended()
-    own = backend_options if isinstance(backend_options, GroupOptions) else None
+    given = backend_options if isinstance(backend_options, GroupOptions) else None
     size = options.group_size
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
     name = options.group_id if options.global_ranks_in_group else "default"
-    devices = _torch.devices_of_new_group()
-    others = {device: backend for device, backend in devices.items() if backend != "phalanx"}
-    group = build_group(options.store, options.group_rank, size, name, global_ranks, options.timeout, own)
+    others = {device: backend for device, backend in devices.items() if backend != own}
+    guise = Guise(own, tuple(device for device, backend in devices.items() if backend == own))
+    group = build_group(options.store, options.group_rank, size, name, global_ranks, options.timeout, given, guise)
     if others:
-        _add_devices(group, others, options, None if own else backend_options)
+        _add_devices(group, others, options, None if given else backend_options)
     return group
 
 
@@ -109,23 +136,25 @@ def build_group(
     global_ranks: list[int],
     timeout: timedelta,
     options: GroupOptions | None = None,
+    guise: Guise = _ITSELF,
 ) -> PhalanxGroup:
-    """Join the group and return it, with a backend registered for CPU tensors."""
+    """Join the group and return it, with a backend registered for the devices of its guise."""
     _begin()
-    core, segment = join_group(store, rank, size, name, global_ranks, timeout.total_seconds(), options)
+    core, segment = join_group(
+        store, rank, size, name, global_ranks, timeout.total_seconds(), options, is_in_place=guise.name == GLOO
+    )
     operations = Operations(core, segment, name, Ranks(rank, size, global_ranks))
-    group = PhalanxGroup(store, operations, timeout, global_ranks, build_group)
+    operations.title = guise.name
+    group = PhalanxGroup(store, operations, timeout, global_ranks, functools.partial(build_group, guise=guise))
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
+    kind = ProcessGroup.BackendType.GLOO if guise.name == GLOO else ProcessGroup.BackendType.CUSTOM
     if HAS_PYTHON_BACKENDS:
-        from phalanx.backend._adapters import PhalanxBackend
-
         # The debug wrapper refers only to the C++ half, and without its Python half the backend has no operations.
-        group.backend = PhalanxBackend(operations, timeout)
+        group.backend = _backend(operations, timeout, store, global_ranks)
         backend: Any = group.backend
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
             with closed_at_exec():
                 backend = _torch.create_process_group_wrapper(backend, name, store, rank, size, limit)
-        kind = ProcessGroup.BackendType.CUSTOM
     else:
         with closed_at_exec():
             backend = c10d.ProcessGroupGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
@@ -134,9 +163,22 @@ def build_group(
         store.set(f"connected/{rank}", "")
         store.wait([f"connected/{r}" for r in range(size)], limit)
     _torch.set_default_backend(group, kind)
-    _torch.register_backend(group, torch.device("cpu"), kind, backend)
+    for device in guise.devices:
+        _torch.register_backend(group, torch.device(device), kind, backend)
+    group.other_devices |= {*guise.devices} - {"cpu"}
     keep(group)
     return group
+
+
+def _backend(operations: Operations, timeout: timedelta, store: Store, global_ranks: list[int]) -> Any:
+    """Return the backend that C++ callers reach, from torch 2.14 on."""
+    if operations.title == GLOO:
+        from phalanx.backend._gloo_shape import GlooShaped
+
+        return GlooShaped(operations, timeout, store, global_ranks)
+    from phalanx.backend._adapters import PhalanxBackend
+
+    return PhalanxBackend(operations, timeout)
 
 
 def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, backend_options: Any) -> None:
@@ -157,3 +199,4 @@ def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, back
     for device in others:
         backend = _torch.get_backend(beside, torch.device(device))
         _torch.register_backend(group, torch.device(device), c10d.Backend.backend_type_map[others[device]], backend)
+        group.other_devices.add(device)

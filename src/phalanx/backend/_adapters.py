@@ -38,7 +38,11 @@ class _Common:
     _operations: Operations
 
     def getBackendName(self) -> str:
+        """Return the name for C++ callers. torch's DDP would read a backend named gloo as a C++ ProcessGroupGloo."""
         return "phalanx"
+
+    def name(self) -> str:
+        return self._operations.title
 
     def _get_sequence_number_for_group(self) -> int:
         return self._operations._core.seq
@@ -65,6 +69,7 @@ class PhalanxGroup(_Common, ProcessGroup):
 
     Attributes:
         backend: Backend registered for C++ callers; None before torch 2.14.
+        other_devices: Types of the devices whose tensors torch's dispatcher takes to another backend.
     """
 
     def __init__(
@@ -85,10 +90,14 @@ class PhalanxGroup(_Common, ProcessGroup):
         self._global_ranks = global_ranks
         self._build = build
         self.backend: Any = None
+        self.other_devices: set[str] = set()
         self._pid = os.getpid()
         self._num_splits = 0
         self._listened = False
         self._direct: bool | None = None if HAS_PYTHON_BACKENDS else True
+
+    def _get_backend_name(self) -> str:
+        return self._operations.title
 
     def goes_direct(self) -> bool:
         """Whether nobody listens to the dispatcher: no hook, profiler, dispatch mode or debug wrapper."""

@@ -10,7 +10,7 @@ import torch
 
 from phalanx import _core
 from phalanx._tensors import is_dense, is_stored, unusual_keys
-from phalanx.backend._memory import Buffers, NotPlain, Tensors
+from phalanx.backend._memory import Buffers, NotPlain, OtherDevice, Tensors
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, SUM_CODES, RedOpType, is_inexact, premul_factor
 
 _core.set_tensor_types([torch.Tensor, torch.nn.Parameter], torch.strided)
@@ -53,9 +53,10 @@ class Arguments(Buffers):
                     'with torch.empty_like(tensor, device="cpu") or module.to_empty(device="cpu")'
                 )
             if not tensor.is_cpu:
-                return ValueError(
+                return OtherDevice(
                     f"{where} takes CPU tensors, got one on {tensor.device}. For tensors on a GPU use "
-                    f'init_process_group("cpu:phalanx,cuda:nccl"), or call {self.op} with tensor.cpu()'
+                    f'init_process_group("cpu:phalanx,cuda:nccl"), or call {self.op} with tensor.cpu()',
+                    tensor.device.type,
                 )
             if tensor.layout is not torch.strided:
                 return ValueError(

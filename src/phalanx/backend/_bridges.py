@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core
-from phalanx._env import Settings, environment
+from phalanx._env import environment
 from phalanx._errors import PhalanxError
 from phalanx._network import (
     NetworkError,
@@ -19,6 +19,7 @@ from phalanx._network import (
     outside_address,
     preferred_address,
 )
+from phalanx._settings import Settings
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._channels import Channel, GlooChannel
 from phalanx.backend._deadlines import CONNECT_S

@@ -56,7 +56,12 @@ class Collectives:
     Args:
         core: Core group, already joined.
         ranks: Ranks of the group.
+
+    Attributes:
+        title: Name of the backend that programs see: that of Gloo, where phalanx stands in its place.
     """
+
+    title = "phalanx"
 
     def __init__(self, core: _core.Group, ranks: Ranks) -> None:
         self._core = core
@@ -103,7 +108,7 @@ class Collectives:
             inputs: Tensors whose shapes a profiler records; None: `result`.
         """
         if is_profiling() and not self._in_event:
-            settle = profiled(call.op, result if inputs is None else inputs, settle)
+            settle = profiled(f"{self.title}:{call.op}", result if inputs is None else inputs, settle)
         timeout = opts.timeout  # the core is not bound to a local variable: a traceback would keep it alive
         if not opts.asyncOp:
             self._core.run(call, *at, timeout, None)

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _torch
 from phalanx._tensors import Overridden
 from phalanx.backend._flight import joined
-from phalanx.backend._memory import NotPlain
+from phalanx.backend._memory import NotPlain, OtherDevice
 from phalanx.backend._ops import Operations
 from phalanx.backend._work import PhalanxWork
 
@@ -155,6 +155,9 @@ def entry_point(name: str) -> Callable[..., Any]:
                 if base is None:
                     raise
                 refusal = _dispatchable(error)
+            except OtherDevice as error:
+                if base is None or error.type not in self.other_devices:
+                    raise
         with _Dispatch(refusal) as dispatch:
             work = base(self, *args, **named)
         return dispatch.unwrap(work)

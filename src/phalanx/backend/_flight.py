@@ -95,9 +95,9 @@ def joined(works: list[PhalanxWork]) -> PhalanxWork:
     return Joined(works, [tensor for work in works for tensor in work._result])
 
 
-def profiled(op: str, inputs: Tensors, settle: Callable[[], None] | None) -> Callable[[], None]:
-    """Open a profiler event ``phalanx:<op>`` with the inputs' shapes; return a function that settles and closes it."""
-    events = [_torch.begin_event(f"phalanx:{op}", inputs)]
+def profiled(event: str, inputs: Tensors, settle: Callable[[], None] | None) -> Callable[[], None]:
+    """Open a profiler event with the inputs' shapes; return a function that settles and closes it."""
+    events = [_torch.begin_event(event, inputs)]
 
     def close() -> None:
         if settle is not None:

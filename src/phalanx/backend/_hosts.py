@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
+import phalanx
 from phalanx import _core
-from phalanx._env import LONGEST_S, GroupOptions, Settings, read_settings, seconds, variable_of
+from phalanx._env import LONGEST_S, seconds
 from phalanx._errors import PhalanxError
 from phalanx._network import host_identity, network_identity
+from phalanx._settings import GroupOptions, Settings, read_settings, variable_of
 from phalanx._store import JsonStore
 from phalanx.backend._bridges import bridge
 from phalanx.backend._deadlines import LOOK_S
@@ -36,6 +38,8 @@ def join_group(
     global_ranks: list[int],
     timeout_s: float,
     options: GroupOptions | None = None,
+    *,
+    is_in_place: bool = False,
 ) -> tuple[Any, _core.Segment]:
     """Return the group after all `size` ranks have joined: the core's, or on several hosts a `BridgedGroup`.
 
@@ -47,6 +51,7 @@ def join_group(
         global_ranks: Rank in the world of each rank of the group.
         timeout_s: Seconds for joining, and the default timeout of the group's operations.
         options: Options that take precedence over the environment.
+        is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
 
     Raises:
         CollectiveTimeout: A rank did not come; `ranks` names it.
@@ -55,7 +60,8 @@ def join_group(
         ValueError: A setting or the timeout of this rank is out of its range.
     """
     limit_s = min(timeout_s, LONGEST_S) if timeout_s > 0 else LONGEST_S
-    meeting = Meeting(JsonStore(store), rank, size, name, global_ranks, limit_s, time.monotonic() + limit_s)
+    deadline = time.monotonic() + limit_s
+    meeting = Meeting(JsonStore(store), rank, size, name, global_ranks, limit_s, deadline, is_in_place)
     with meeting.joining():
         seconds("timeout", timeout_s)
         return _join(meeting, (options or GroupOptions()).over(read_settings()))
@@ -105,6 +111,7 @@ def _hello(settings: Settings) -> dict[str, Any]:
         "host": settings.host or os.uname().nodename,
         "kernel": host_identity(settings.host),  # who may share memory
         "network": network_identity(),
+        "phalanx": phalanx.__version__,
         "torch": torch.__version__,
         "bridge": settings.bridge,
         "segments": sorted(_segments),
@@ -118,12 +125,11 @@ def _hello(settings: Settings) -> dict[str, Any]:
 
 
 def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
-    whats = {"torch": "versions of torch", "bridge": "bridges"} | {name: variable_of(name) for name in _AGREED}
-    for fact, what in whats.items():
+    whats = {"phalanx": "versions of phalanx", "torch": "versions of torch", "bridge": "bridges"}
+    for fact, what in (whats | {name: f"values of {variable_of(name)}" for name in _AGREED}).items():
         said = [hello[fact] for hello in hellos]
         if len(set(said)) > 1:
             told = ", ".join(f"{one} on rank {meeting.global_ranks[said.index(one)]}" for one in sorted(set(said)))
-            what = what if fact in ("torch", "bridge") else f"values of {what}"
             raise meeting.refusal(f"the ranks run different {what}: {told}. Give all the same.")
 
 

@@ -47,6 +47,7 @@ _HELLO = {
     "host": str,
     "kernel": str,
     "network": str,
+    "phalanx": str,
     "torch": str,
     "bridge": str,
     "segments": [str],
@@ -77,6 +78,7 @@ class Meeting:
         global_ranks: Rank in the world of each rank of the group.
         timeout_s: Seconds allowed for the meeting.
         deadline: End of the meeting on the monotonic clock.
+        is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
         watches: Watches of this host's other ranks, by rank, once they have said hello.
     """
 
@@ -87,6 +89,7 @@ class Meeting:
     global_ranks: list[int]
     timeout_s: float
     deadline: float
+    is_in_place: bool = False
     watches: dict[int, _core.PeerWatch] = field(default_factory=dict)
     _suspects: set[int] = field(default_factory=set)
     _has_parted: bool = False
@@ -214,6 +217,24 @@ class Meeting:
             self._suspects.add(rank)
         if not self.watches:
             self._look_at_launch()
+        if self.is_in_place:
+            self._look_for_gloo()
+
+    def _look_for_gloo(self) -> None:
+        """Raise if a rank that has not said hello waits in Gloo itself, which leaves its address in the store."""
+        keys = [(f"hello/{r}", f"0/{r}") for r in range(self.size)]
+        came = self._ask(lambda: self.store.ask(lambda store: [(store.check([a]), store.check([b])) for a, b in keys]))
+        ranks = [g for g, (hello, gloo) in zip(self.global_ranks, came or [], strict=bool(came)) if gloo and not hello]
+        if ranks:
+            waits = "wait" if len(ranks) > 1 else "waits"
+            cause = self.failure(
+                "refused",
+                ranks,
+                detail=f"{enumerated('rank', ranks)} {waits} in Gloo, and this rank has phalanx in its place. Set "
+                f"{_env.REPLACE_VARIABLE}=gloo on every rank or on none, and install phalanx where they run.",
+            )
+            self._tell(cause)
+            raise error_of(cause)
 
     def _look_at_launch(self) -> None:
         """Raise RankFailed if the launcher has noted the end of a rank that has not said hello."""

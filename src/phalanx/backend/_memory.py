@@ -25,6 +25,14 @@ class NotPlain(TypeError):
     """The tensor has no memory of its own; torch's dispatcher may be able to unwrap it."""
 
 
+class OtherDevice(ValueError):
+    """The tensor lies on another device, for which the group may have another backend; carries the device's `type`."""
+
+    def __init__(self, message: str, type: str = "") -> None:
+        super().__init__(message)
+        self.type = type
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the core can work directly on the memory of a dense tensor."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()

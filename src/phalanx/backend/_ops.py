@@ -71,7 +71,7 @@ class Operations(Collectives):
     ) -> PhalanxWork | None:
         """Run several operations as one, in order."""
         if is_profiling() and not self._in_event:
-            settle = profiled(op, inputs, settle)
+            settle = profiled(f"{self.title}:{op}", inputs, settle)
         self._in_event = True
         try:
             works = [work for call in calls if (work := call(opts)) is not None]
@@ -125,7 +125,7 @@ class Operations(Collectives):
         self, tensors: Tensors, marks: torch.Tensor, timeout: timedelta, *, with_squares: bool
     ) -> float:
         """Replace `tensors` and `marks` by their means over the ranks, where they lie; blocks. See PhalanxGroup."""
-        close = profiled("average_coalesced", tensors, None) if is_profiling() else None
+        close = profiled(f"{self.title}:average_coalesced", tensors, None) if is_profiling() else None
         given = self.arguments("average_coalesced")
         squares = waited_s = 0.0
         by_dtype: dict[torch.dtype, Tensors] = {}
@@ -206,7 +206,7 @@ class Operations(Collectives):
         request = getattr(self._core, given.op)(buffer.data_ptr(), *codes, buffer.numel(), peer, tag, call_site())
         settle: Settle = given.settle
         if is_profiling():
-            settle = profiled("recvAnySource" if peer < 0 else given.op, tensors, settle)
+            settle = profiled(f"{self.title}:{'recvAnySource' if peer < 0 else given.op}", tensors, settle)
         return self._started(request, tensors, settle, buffer)
 
     def _started(

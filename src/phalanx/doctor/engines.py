@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx._env import REPLACE_VARIABLE, replaces_gloo
 from phalanx._text import counted, in_units
 from phalanx.doctor.exercise import MPI_PROGRAM, SIZE_BYTES
 from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
@@ -49,6 +50,26 @@ def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
         todo = "an environment on a local disk: each rank that is not forked by phalanx run waits as long"
         findings.append(note("versions", f"import torch took {in_seconds(told['import_s'])}", todo))
     return findings
+
+
+def judge_replacement(told: Mapping[str, Any], word: str) -> Finding:
+    """Say whether phalanx stands in the place of Gloo, and who asked for it.
+
+    Args:
+        told: Facts from the process that imports torch.
+        word: Value of PHALANX_REPLACE.
+    """
+    origin = told["replaced_by"]
+    if origin:
+        return ok("gloo", f"phalanx stands in its place ({origin}={word})", replaced_by=origin)
+    if not word:
+        return ok("gloo", f"Gloo itself; {REPLACE_VARIABLE}=gloo puts phalanx in its place", replaced_by="")
+    try:
+        replaces_gloo(word)
+    except ValueError as error:
+        return problem("gloo", f"{REPLACE_VARIABLE} {error}, got {word!r}: Gloo stays", f"{REPLACE_VARIABLE}=gloo")
+    found = f"{REPLACE_VARIABLE}={word} is set, and torch has not loaded phalanx: Gloo stays"
+    return problem("gloo", found, "unset TORCH_DEVICE_BACKEND_AUTOLOAD; see phalanx's line on stderr at import torch")
 
 
 def judge_engine(result: Mapping[str, Any]) -> Finding:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from phalanx._env import REPLACE_VARIABLE
 from phalanx._network import Interface, interfaces
 from phalanx.doctor import engines, limits, network, processors
 from phalanx.doctor.deadline import UnansweredError, within
@@ -169,6 +170,7 @@ def _judge_torch(told: Mapping[str, Any], role: HostRole, environ: Mapping[str, 
     )
     if not versions or not is_there:
         return findings
+    findings.append(engines.judge_replacement(versions, environ.get(REPLACE_VARIABLE, "")))
     findings += engines.judge_gpus(told.get("gpus", {}), versions, count_gpus(environ))
     findings += [engines.judge_engine(result) for result in told["engines"]]
     if told["died"]:

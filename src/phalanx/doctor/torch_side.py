@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import phalanx
+from phalanx import _in_place
 from phalanx.doctor.exercise import in_processes, one_line, run_ranks
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.warden import die_with_parent
@@ -40,7 +41,7 @@ def main() -> None:
         return
     packets.send({"torch": {**facts, "import_s": time.monotonic() - began_s}})
     tries_engines = settings["role"]["tries_engines"]
-    for engine in ["phalanx", *["gloo"] * facts["gloo"]] if tries_engines else []:
+    for engine in ["phalanx", *["gloo"] * (facts["gloo"] and not facts["replaced_by"])] if tries_engines else []:
         packets.send({"begins": engine})
         packets.send({"engine": engine, **run_ranks(engine, NUM_RANKS, settings["engine_deadline_s"])})
     gpus = _look_at_gpus(facts)
@@ -66,6 +67,7 @@ def _versions(torch: Any, dist: Any) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda or torch.version.hip or "",
         "gloo": False,
+        "replaced_by": _in_place.origin(),
         "nccl": False,
         "mpi": False,
     }

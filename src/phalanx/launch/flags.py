@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx._command_line import Parser, UsageError
-from phalanx._env import is_service_link
+from phalanx._env import REPLACE_VARIABLE, is_service_link, replaces_gloo
 from phalanx._memory import CHOICES
 
 RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"
@@ -34,10 +34,13 @@ class Flag:
     placeholder: str = ""
     default: str = ""
     short: str = ""
+    variable: str = ""
 
     @property
-    def variables(self) -> tuple[str, str]:
+    def variables(self) -> tuple[str, ...]:
         """Environment variables of the flag, ours first."""
+        if self.variable:
+            return (self.variable,)
         word = self.name.upper().replace("-", "_")
         return f"PHALANX_{word}", f"PET_{word}"
 
@@ -82,6 +85,10 @@ def _switch(text: str) -> bool:
     if text.lower() in ("", "0", "false", "no", "off"):
         return False
     raise ValueError("must be 1 or 0")
+
+
+def _gloo(text: str) -> bool:
+    return text == "1" or replaces_gloo(text)  # the switch, or PHALANX_REPLACE
 
 
 def _choice(*choices: str) -> Callable[[str], str]:
@@ -231,6 +238,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("shutdown-timeout", "seconds between SIGTERM and SIGKILL", _seconds, "SECONDS", "30"),
     ),
     "Beyond torchrun": (
+        Flag(
+            "replace-gloo",
+            "run on phalanx what asks for gloo, or for torch's default on the CPU, as PHALANX_REPLACE=gloo does",
+            _gloo,
+            variable=REPLACE_VARIABLE,
+        ),
         Flag("no-preload", "import torch in each rank, instead of once for all", _switch),
         Flag("no-pin", "let ranks run on any CPU", _switch),
         Flag(

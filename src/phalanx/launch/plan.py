@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx import _env
+from phalanx import _settings
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import did_you_mean
 from phalanx._memory import choose
@@ -142,7 +142,7 @@ def read_command(
         UsageError: A flag or a variable is wrong.
     """
     try:
-        _env.read_settings(environ)
+        _settings.read_settings(environ)
         place = detect_node(environ)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing import connection, forkserver, reduction
 from typing import Any
 
-from phalanx import _env
+from phalanx import _env, _replace
 from phalanx._last_words import LastWords
 from phalanx._memory import MemoryPolicy, obey_launcher, of_rank
 from phalanx._text import shortened
@@ -210,6 +210,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
     launch = assignment.attempt.launch("phalanx.spawn", assignment.notes, rank)
     _env.replace_all({**assignment.environ, **own, **launch, **of_rank(assignment.memory)})
     obey_launcher()
+    _replace.obey()  # the server imported torch before this was asked for
     # Not the server's own, whose children import all.
     multiprocessing.set_start_method(assignment.start_method, force=True)
     for stream in (sys.stdout, sys.stderr):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx import _env
+from phalanx import _env, _settings
 from phalanx._network import host_identity
 from phalanx._ranges import share
 from phalanx._rank_group import RankGroup, group_or_world
@@ -84,7 +84,7 @@ def host_groups(
 
 
 def _this_host() -> str:
-    return f"{host_identity(_env.read_settings().host)} {_env.environment().get('GROUP_RANK', '')}"
+    return f"{host_identity(_settings.read_settings().host)} {_env.environment().get('GROUP_RANK', '')}"
 
 
 def pieces_of(flat: Tensor, groups: HostGroups) -> list[Tensor]:

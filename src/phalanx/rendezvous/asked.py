@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 import torch.distributed as dist
 
-from phalanx import _env, _torch
+from phalanx import _env, _in_place, _torch
 from phalanx._launched import Launch
 from phalanx._text import plural
 
@@ -70,6 +70,11 @@ class Asked:
             return None
         is_its_point = bool(self.host) and launch.meets_at(self.host, self.port)
         return launch if is_its_point or launch.is_world(self.rank, self.world_size) else None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether phalanx stands in the place of Gloo, for which the script asked."""
+        return self.backend is not None and cpu_backend(self.backend) == "gloo" and bool(_in_place.origin())
 
     def check(self, backend: str = "phalanx") -> None:
         """Raise ValueError for an impossible rank or world size."""

@@ -13,10 +13,12 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
 
+import phalanx
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx._network import host_identity
 from phalanx._store import (
@@ -44,6 +46,7 @@ _ADVICE = (
     "have ended before this call, perhaps with exit code 0"
 )
 
+_GLOO_REPLACED = "gloo, replaced by phalanx"
 _KINDS = {kind.__name__: kind for kind in (PhalanxError, CollectiveTimeout, RankFailed)}
 Record = dict[str, Any]
 _RECORD = {
@@ -75,6 +78,8 @@ class RollCall:
             "world_size": asked.world_size,
             "where": asked.where,
             "backend": asked.backend,
+            "is_in_place": asked.is_in_place,
+            "version": phalanx.__version__,
             "token": os.urandom(8).hex(),
             "process": [host_identity(), os.getpid(), _start_time(os.getpid())],
             "host": socket.gethostname(),
@@ -270,28 +275,24 @@ class RollCall:
 
     def _compare(self, records: list[Record | None]) -> None:
         """Raise if the ranks that have come disagree on the world size, or if only some asked for our backend."""
-        sizes: dict[int, Record] = {}
-        for record in records:
-            if record is not None:
-                sizes.setdefault(record["world_size"], record)
+        here = [record for record in records if record is not None]
+        sizes = _first_of_each(here, lambda record: record["world_size"])
         if len(sizes) > 1:
-            said = ", ".join(f"{size} on rank {one['rank']} (at {one['where']})" for size, one in sorted(sizes.items()))
-            self._fail(
-                f"the ranks give different values of world_size: {said}\nGive every rank the number of all ranks.",
-                tuple(one["rank"] for one in sizes.values()),
-            )
-        kinds: dict[str, Record] = {}
-        for record in records:
-            if record is not None and record["backend"] is not None:
-                kinds.setdefault(cpu_backend(record["backend"]), record)
-        if len(kinds) > 1 and "phalanx" in kinds:
-            said = ", ".join(
-                f"{one['backend'] or None!r} on rank {one['rank']} (at {one['where']})" for one in kinds.values()
-            )
-            self._fail(
-                f"the ranks ask for different backends: {said}\nGive every rank the same backend.",
-                tuple(one["rank"] for one in kinds.values()),
-            )
+            told = [f"{size} on {_place(one)}" for size, one in sorted(sizes.items())]
+            self._contradict("give different values of world_size", told, "the number of all ranks", sizes.values())
+        kinds = _first_of_each([record for record in here if record["backend"] is not None], _kind)
+        if len(kinds) > 1 and any("phalanx" in kind for kind in kinds):
+            told = [f"{_asked_for(one)} on {_place(one)}" for one in kinds.values()]
+            right = "PHALANX_REPLACE=gloo, or none" if _GLOO_REPLACED in kinds else "the same backend"
+            self._contradict("ask for different backends", told, right, kinds.values())
+        versions = _first_of_each(here, lambda record: record.get("version", "an older one"))
+        if len(versions) > 1:
+            told = [f"{version} on {_place(one)}" for version, one in versions.items()]
+            self._contradict("run different versions of phalanx", told, "the same", versions.values())
+
+    def _contradict(self, what: str, told: list[str], right: str, records: Collection[Record]) -> None:
+        text = f"the ranks {what}: {', '.join(told)}\nGive every rank {right}."
+        self._fail(text, tuple(one["rank"] for one in records))
 
     def _fail(
         self,
@@ -343,6 +344,26 @@ class RollCall:
             exit_code=None,
             signal=None,
         )
+
+
+def _first_of_each(records: list[Record], kind: Callable[[Record], Any]) -> dict[Any, Record]:
+    found: dict[Any, Record] = {}
+    for record in records:
+        found.setdefault(kind(record), record)
+    return found
+
+
+def _kind(record: Record) -> str:
+    """Return the backend of a rank's CPU tensors."""
+    return _GLOO_REPLACED if record.get("is_in_place") else cpu_backend(record["backend"])
+
+
+def _asked_for(record: Record) -> str:
+    return f"{record['backend'] or None!r}{' (replaced by phalanx)' if record.get('is_in_place') else ''}"
+
+
+def _place(record: Record) -> str:
+    return f"rank {record['rank']} (at {record['where']})"
 
 
 def _two_of(one: Record, other: Record) -> str:

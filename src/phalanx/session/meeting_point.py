@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx import _env, rendezvous
+from phalanx import _env, _settings, rendezvous
 from phalanx._errors import CollectiveTimeout
 from phalanx._network import NetworkError, host_identity, outside_address
 from phalanx._store import JsonStore, wait_until
@@ -69,7 +69,7 @@ def meet(place: Placement, init_method: str | None, timeout: timedelta | None, b
             "rank, or pass an init_method"
         )
     if place.local_world_size < place.world_size:
-        if _env.read_settings().bridge == "mpi":
+        if _settings.read_settings().bridge == "mpi":
             return _meet_by_mpi(place)
         raise ValueError(
             f"{place.scheduler} started {place.world_size} ranks on {place.num_nodes} hosts and does not say where "
@@ -81,7 +81,7 @@ def meet(place: Placement, init_method: str | None, timeout: timedelta | None, b
 
 def place_by_hosts(place: Placement, store: Any) -> Placement:
     """Return the place with its host and local rank, which the ranks work out through `store`."""
-    mine = host_identity(_env.read_settings().host)
+    mine = host_identity(_settings.read_settings().host)
     told, deadline = JsonStore(store), time.monotonic() + _HOSTS_S
     told.set(f"phalanx/host/{place.rank}", mine, _HOSTS_S)
     hosts = []

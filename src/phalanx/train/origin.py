@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx import _env, checkpoint
+from phalanx import _env, _settings, checkpoint
 from phalanx._memory import in_force
 from phalanx._rank_group import RankGroup
 from phalanx._text import format_ranges
@@ -38,7 +38,7 @@ def describe_origin(
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     frozen = f", {trained:,} of them trained" if trained != size else ""
     wrapper = "" if module is model else f" in {type(model).__name__}"
-    hosts = dict.fromkeys(ranks.gather(_env.read_settings().host or socket.gethostname()))
+    hosts = dict.fromkeys(ranks.gather(_settings.read_settings().host or socket.gethostname()))
     origin = {
         "command": _command(),
         "git commit": git_commit(os.path.dirname(os.path.abspath(sys.argv[0]))),

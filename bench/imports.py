@@ -1,0 +1,49 @@
+"""``python -m bench.imports``: what phalanx adds to ``import torch``, with and without PHALANX_REPLACE=gloo.
+
+torch looks for entry points at the end of its import in any case; what counts is loading ours and calling it. Each
+sample is a fresh interpreter, and both kinds take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+
+_PROGRAM = """
+import time, torch
+from importlib.metadata import entry_points
+(ours,) = (one for one in entry_points(group="torch.backends") if one.name == "phalanx")
+began = time.perf_counter()
+ours.load()()
+print(time.perf_counter() - began)
+"""
+_KINDS = {"installed": {}, "in the place of Gloo": {"PHALANX_REPLACE": "gloo"}}
+
+
+def measure(num_rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each sample, by kind."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
+    environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the program does what torch would
+    samples: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    for _ in range(num_rounds):
+        for kind, added in _KINDS.items():
+            command = [sys.executable, "-c", _PROGRAM]
+            done = subprocess.run(command, env=environ | added, capture_output=True, text=True, check=True, timeout=60)
+            samples[kind].append(float(done.stdout))
+    return samples
+
+
+def main() -> None:
+    """Print the median and the quartiles of each kind, in ms."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15, help="fresh interpreters of each kind (default: 15)")
+    for kind, seconds in measure(max(2, parser.parse_args().rounds)).items():
+        low, median, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
+        print(f"{kind:22} {median:.2f} ms ({low:.2f} to {high:.2f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What torch and programs find where they look for Gloo: its class, name and options, and itself for other devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx import _torch
+from phalanx._env import seconds
+from phalanx.backend._adapters import PhalanxBackend
+from phalanx.backend._collectives import BARRIER
+from phalanx.backend._dispatch import COLLECTIVES
+from phalanx.backend._links import closed_at_exec
+from phalanx.backend._memory import OtherDevice
+from phalanx.backend._ops import Operations
+
+
+class GlooShaped(PhalanxBackend):
+    """The backend of a group in the place of Gloo, from torch 2.14 on.
+
+    ``isinstance(backend, ProcessGroupGloo)`` is true. Collectives of tensors on a GPU, which Gloo takes as well, go to
+    a Gloo that all ranks make when the first of them comes.
+
+    Args:
+        store: Key-value store of the group, in which the ranks of that Gloo would meet.
+    """
+
+    def __init__(self, operations: Operations, timeout: timedelta, store: Store, global_ranks: list[int]) -> None:
+        super().__init__(operations, timeout)
+        self._store = store
+        self._timeout = timeout
+        self._gloo: Any = None
+        self._making = threading.Lock()
+        self._options = _torch.gloo_options(timeout=timedelta(seconds=seconds("timeout", timeout)))
+        self._options.global_ranks_in_group = global_ranks
+
+    @property  # type: ignore[misc] # isinstance asks for it
+    def __class__(self) -> type:
+        return c10d.ProcessGroupGloo
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def gloo(self) -> Any:
+        """Return Gloo itself, which every rank must ask for; the first call connects the ranks.
+
+        Raises:
+            CollectiveMismatch: A rank calls something else in the meantime.
+        """
+        with self._making:
+            if self._gloo is None:
+                self._operations._core.run(BARRIER, [], [], self._timeout, None)
+                store = c10d.PrefixStore("gloo", self._store)
+                limit = timedelta(seconds=seconds("timeout", self._timeout))
+                with closed_at_exec():
+                    self._gloo = c10d.ProcessGroupGloo(store, self.rank(), self.size(), timeout=limit)
+            return self._gloo
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._gloo = None
+
+
+def _by_device(method: str) -> Callable[..., Any]:
+    run = getattr(PhalanxBackend, method)
+
+    def call(self: GlooShaped, *args: Any) -> object:
+        try:
+            return run(self, *args)
+        except OtherDevice:
+            return getattr(self.gloo(), method)(*args)
+
+    call.__name__ = method
+    call.__code__ = call.__code__.replace(co_name=method)  # pybind11 recognises a call of the base method by it
+    return call
+
+
+for _method in {entry[0] for entry in COLLECTIVES.values()} - {"barrier"}:
+    setattr(GlooShaped, _method, _by_device(_method))

@@ -1,0 +1,116 @@
+"""Phalanx in the place of Gloo where something is wrong: it is named at once, and torch goes on or ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import phalanx
+from tests.replace._running import BY_VARIABLE, free_port
+
+ALONE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+print(type(dist.group.WORLD).__name__, tensor.tolist())
+dist.destroy_process_group()
+"""
+
+
+def run_alone(program, **environ):
+    """Return what a process printed on stdout, and its lines on stderr."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr.splitlines()
+
+
+def sabotaged(module):
+    """Return a program that can't import a module of ours."""
+    return f"import sys\nsys.modules[{module!r}] = None\n" + ALONE
+
+
+@pytest.mark.parametrize(
+    ("program", "environ", "said"),
+    [
+        (ALONE, {"PHALANX_REPLACE": "glo"}, "PHALANX_REPLACE must be gloo, or empty, did you mean gloo?, got 'glo'"),
+        (sabotaged("phalanx._replace"), BY_VARIABLE, "can't be set up at import torch, which goes on without it"),
+        (sabotaged("phalanx.backend"), BY_VARIABLE, "can't be loaded, so Gloo goes on itself"),
+        (ALONE, {"PHALANX_REPLACE": ""}, ""),
+    ],
+    ids=["unknown word", "broken at import", "broken backend", "off"],
+)
+def test_gloo_goes_on_and_a_line_says_why(program, environ, said):
+    out, lines = run_alone(program, **environ)
+    assert out == "ProcessGroup [1.0, 1.0]"
+    assert len(lines) == bool(said), lines
+    assert not said or lines[0].startswith(f"phalanx: {said}")
+
+
+def test_a_group_that_exists_stays_on_gloo_and_a_line_says_so():
+    late = ALONE.replace("tensor = torch.ones(2)", "import phalanx; phalanx.replace_gloo(); tensor = torch.ones(2)")
+    out, lines = run_alone(late)
+    assert out == "ProcessGroup [1.0, 1.0]"
+    assert lines == [
+        "phalanx: phalanx.replace_gloo(): the groups that exist already stay on Gloo; call it before init_process_group"
+    ]
+
+
+def join_with_or_without(rank, world_size, who, port, launched):
+    """One rank alone is on phalanx."""
+    if not launched:
+        os.environ.pop("PHALANX_LAUNCH", None)
+    os.environ["MASTER_PORT"] = port
+    if rank == who:
+        phalanx.replace_gloo()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["phalanx run", "torchrun"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_without_the_variable_is_named(spawn_ranks, who, launched):
+    with spawn_ranks(join_with_or_without, 2, who, free_port(), launched, init=False, init_method="env") as ranks:
+        outcomes = ranks.join(12)
+    text = str(outcomes[who].error)
+    assert isinstance(outcomes[who].error, phalanx.PhalanxError)
+    assert f"rank {1 - who}" in text
+    assert "PHALANX_REPLACE" in text
+
+
+def join_as_version(rank, world_size, roll):
+    phalanx.__version__ = f"0.{rank}.0"
+    if not roll:
+        os.environ.pop("PHALANX_LAUNCH", None)
+    phalanx.replace_gloo()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+
+
+@pytest.mark.parametrize("roll", [True, False])
+def test_two_versions_in_one_job_are_named(spawn_ranks, roll):
+    with spawn_ranks(join_as_version, 2, roll, init=False, init_method="env") as ranks:
+        for outcome in ranks.join(20):
+            assert isinstance(outcome.error, phalanx.PhalanxError)
+            assert "the ranks run different versions of phalanx: 0.0.0 on rank 0" in str(outcome.error)
+            assert ", 0.1.0 on rank 1" in str(outcome.error)
+
+
+def test_nothing_is_different_where_nobody_asks():
+    program = """
+import json, sys, torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+print(json.dumps({
+    "modules": [name for name in sys.modules if name in ("phalanx._replace", "phalanx._in_place")],
+    "plugin": "GLOO" in dist.Backend._plugins,
+    "maker": c10d._new_process_group_helper.__module__,
+    "class": type(vars(dist.ProcessGroupGloo)["__init__"]).__name__,
+}))
+"""
+    torchs = {"maker": "torch.distributed.distributed_c10d", "class": "instancemethod"}
+    assert json.loads(run_alone(program)[0]) == {"modules": [], "plugin": False, **torchs}

@@ -1,0 +1,61 @@
+"""A program that says gloo runs on phalanx: by variable, by flag, by function, under every launcher."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.replace._running import BY_VARIABLE, LAUNCHERS, got, run
+
+EXPECTED = {
+    "backend": "gloo",
+    "name": "gloo",
+    "is_gloo": True,
+    "total": [1.0, 3.0, 5.0, 7.0],
+    "inside": 2.0,
+    "gradient": [[0.5, 0.5]],
+    "ranks": [0, 1],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_variable_replaces_gloo_under(launcher, tmp_path):
+    done = run(LAUNCHERS[launcher], tmp_path, **BY_VARIABLE)
+    assert got(done) == EXPECTED | {"group": "PhalanxGroup"}
+    assert "phalanx: " not in done.stderr
+
+
+def test_the_flag_replaces_gloo(tmp_path):
+    command = [*LAUNCHERS["phalanx run"][:4], "--replace-gloo", *LAUNCHERS["phalanx run"][4:]]
+    assert got(run(command, tmp_path))["group"] == "PhalanxGroup"
+
+
+def test_the_function_replaces_gloo_in_the_processes_that_follow(tmp_path):
+    assert got(run([*LAUNCHERS["spawn"], "function"], tmp_path))["group"] == "PhalanxGroup"
+
+
+def test_without_the_variable_gloo_is_gloo(tmp_path):
+    assert got(run(LAUNCHERS["spawn"], tmp_path)) == EXPECTED | {"group": "ProcessGroup"}
+
+
+def test_a_dry_run_says_whether_and_who_asked(tmp_path):
+    command = [*LAUNCHERS["phalanx run"][:4], "--dry-run", *LAUNCHERS["phalanx run"][4:]]
+    flagged = [*command[:5], "--replace-gloo", *command[5:]]
+    for line, environ, said in (
+        (command, {}, ["no", "default"]),
+        (command, BY_VARIABLE, ["yes", "PHALANX_REPLACE"]),
+        (flagged, {}, ["yes", "--replace-gloo"]),
+    ):
+        (row,) = (row for row in run(line, tmp_path, **environ).stdout.splitlines() if row.startswith("replace-gloo"))
+        assert row.split()[1:] == said
+    refused = run(command, tmp_path, PHALANX_REPLACE="glo")
+    assert refused.returncode == 2
+    assert "PHALANX_REPLACE must be gloo, or empty, did you mean gloo?, got 'glo'" in refused.stderr
+
+
+def test_import_torch_loads_little_of_phalanx():
+    program = "import sys, torch; print(*sorted(name for name in sys.modules if name.startswith('phalanx')))"
+    done = run([sys.executable, "-c", program], None, **BY_VARIABLE)
+    lean = ["", "._env", "._in_place", "._plugin", "._replace", "._torch", "._torch.names"]
+    assert done.stdout.split() == [f"phalanx{name}" for name in lean]
