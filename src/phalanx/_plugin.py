@@ -77,6 +77,9 @@ def _watch_rendezvous() -> None:
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:
+    from phalanx._errors import require_linux
+
+    require_linux()
     from phalanx.backend import create_group
 
     return create_group(options, backend_options)
