@@ -10,6 +10,9 @@
 # make bench-checkpoint  what saving and snapshots cost the training, against memcpy and torch.save
 # make bench-hosts  collectives between hosts, which are namespaces of this machine; as root
 # make stress the long forms of the fault and start-up tests         make model  check the flag protocol with SPIN
+# make wheels build and check the wheels and the sdist of a release; ONLY="cp312-x86_64 sdist" builds these alone
+# make release  all that comes before an upload, see docs/release.md
+#
 # make test TORCH=2.13.0 tests on another torch, in a virtual environment of its own.
 # Packages are installed by uv where it is there; by pip with UV=, and where pip is told of an index by PIP_... variables.
 PYTHON ?= python3
@@ -22,8 +25,9 @@ UV ?= $(if $(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)$(PIP_FIND_LINKS),,$(shell comm
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
 GPUS := $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg)
 CPU_ONLY := $(if $(UV),UV_TORCH_BACKEND=cpu make demo,PIP_EXTRA_INDEX_URL=INDEX make demo; README.md says what INDEX is)
+WHEEL_TOOLS := build/wheels/tools
 
-.PHONY: demo test cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: demo wheels release test cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -37,6 +41,16 @@ demo: $(VENV)/built
 	@echo "        --out runs/long"
 	@echo "and kill -9 one of its ranks from another terminal; or with your own script,"
 	@echo "with init_process_group(\"phalanx\") in it. README.md shows more."
+
+wheels: $(WHEEL_TOOLS)/installed
+	$(WHEEL_TOOLS)/bin/python tools/wheels.py dist --only $(ONLY)
+
+release: $(VENV)/built
+	$(BIN)/python tools/release.py check
+	rm -rf dist
+	$(MAKE) wheels ONLY=
+	$(BIN)/python -m pytest -m slow tests/platforms
+	$(BIN)/python tools/release.py tag
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest -m "not cluster and not slow" $(TESTS)
@@ -105,4 +119,9 @@ $(VENV)/built: $(VENV)/installed $(SOURCES)
 	@{ $(BIN)/python -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps --editable . 2>&1; \
 	  echo $$? > $(VENV)/build.status; } | tee $(VENV)/build.log | grep --line-buffered -o '\[[0-9]*/[0-9]*\] [BL].*' | cat
 	@test "$$(cat $(VENV)/build.status)" = 0 || { cat $(VENV)/build.log; exit 1; }
+	touch $@
+
+$(WHEEL_TOOLS)/installed: requirements-wheels.txt
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-wheels.txt
 	touch $@
