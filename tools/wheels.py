@@ -24,7 +24,11 @@ PROCESSORS = ("x86_64", "aarch64")
 PYTHONS = ("3.10", "3.11", "3.12")  # the last one's wheel is of the stable ABI and serves all later versions
 MAX_WHEEL_BYTES = 3_000_000
 SYSTEM_LIBRARIES = ("libc.so.", "libm.so.", "libpthread.so.", "libdl.so.", "librt.so.", "ld-linux")
-BACKEND = "import sys; from scikit_build_core.build import build_{0} as build; print(build(sys.argv[1]))"
+BACKEND = """
+import json, sys
+from scikit_build_core.build import build_{0} as build
+print(build(sys.argv[1], json.loads(sys.argv[2])))
+"""
 
 # zig has names of its own for processors.
 COMMAND = """#!/bin/sh
@@ -45,12 +49,21 @@ class Target:
     processor: str
 
     @property
+    def interpreter(self) -> str:
+        return f"cp{self.python.replace('.', '')}"
+
+    @property
     def name(self) -> str:
-        return f"cp{self.python.replace('.', '')}-{self.processor}"
+        return f"{self.interpreter}-{self.processor}"
 
     @property
     def platform(self) -> str:
         return f"manylinux_{GLIBC.replace('.', '_')}_{self.processor}"
+
+    @property
+    def tag(self) -> str:
+        """Tag in the name of the wheel: interpreter, ABI and platform."""
+        return f"{self.interpreter}-{'abi3' if self.python == PYTHONS[-1] else self.interpreter}-{self.platform}"
 
 
 TARGETS = {target.name: target for target in (Target(p, c) for c in PROCESSORS for p in PYTHONS)}
@@ -85,11 +98,10 @@ def build_wheel(target: Target, out: Path) -> Path:
         "CMAKE_CXX_FLAGS": "-include stdio.h",  # nanobind expects another header to include it, and libc++'s do not
         "NB_HAS_MTLS_GNU2": "OFF",  # TLS descriptors clobber vector registers before glibc 2.40
     }
-    suffix = f".cpython-{target.python.replace('.', '')}-{target.processor}-linux-gnu.so"
+    names = json.dumps({"env._PYTHON_HOST_PLATFORM": target.platform})  # the backend takes the wheel's platform from it
     done = run(
-        [python, "-c", BACKEND.format("wheel"), out.resolve()],
-        _PYTHON_HOST_PLATFORM=target.platform,  # becomes the platform's tag as it is
-        SETUPTOOLS_EXT_SUFFIX=suffix,
+        [python, "-c", BACKEND.format("wheel"), out.resolve(), names],
+        SETUPTOOLS_EXT_SUFFIX=f".cpython-{target.interpreter[2:]}-{target.processor}-linux-gnu.so",
         SKBUILD_BUILD_DIR=str(WORK / target.name),
         ZIG_GLOBAL_CACHE_DIR=str(WORK / "zig" / "cache"),
         CMAKE_ARGS=shlex.join(f"-D{name}={value}" for name, value in settings.items()),
@@ -101,7 +113,7 @@ def build_wheel(target: Target, out: Path) -> Path:
 def build_sdist(out: Path) -> Path:
     """Build the sdist into the folder `out`, and return it."""
     python = build_environment(PYTHONS[-1])
-    done = run([python, "-c", BACKEND.format("sdist"), out.resolve()])
+    done = run([python, "-c", BACKEND.format("sdist"), out.resolve(), "{}"])
     return out / done.splitlines()[-1]
 
 
@@ -139,8 +151,8 @@ def check_wheel(wheel: Path, target: Target) -> list[str]:
     faults = []
     if wheel.stat().st_size > MAX_WHEEL_BYTES:
         faults.append(f"it is larger than {MAX_WHEEL_BYTES / 1e6:g} MB")
-    if not wheel.stem.endswith(f"-{target.platform}"):
-        faults.append(f"it is not named after {target.platform}")
+    if not wheel.stem.endswith(f"-{target.tag}"):
+        faults.append(f"its name does not end in {target.tag}")
     shown = json.loads(run([tool("auditwheel"), "show", "--json", wheel]))
     for library, versions in shown["versioned_symbols"].items():
         if not library.startswith(SYSTEM_LIBRARIES):

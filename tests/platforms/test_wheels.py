@@ -52,15 +52,10 @@ def checked(*command, **options):
 def made(name):
     """Bring one wheel, or the sdist, up to date as ``make wheels`` does, and return it."""
     checked("make", "wheels", f"ONLY={name}")
-    pattern = "*.tar.gz" if name == "sdist" else "*{}-{}_*manylinux*_{}.whl".format(*_tags(name))
+    pattern = "*.tar.gz" if name == "sdist" else f"*-{wheels.TARGETS[name].tag}.whl"
     found = sorted((REPOSITORY / "dist").glob(pattern), key=os.path.getmtime)
     assert found, f"no {pattern} in dist"
     return found[-1]
-
-
-def _tags(name):
-    version, processor = name.split("-")
-    return version, "abi3" if version == "cp312" else version, processor
 
 
 def python_of(version):
