@@ -10,16 +10,24 @@
 # make bench-checkpoint  what saving and snapshots cost the training, against memcpy and torch.save
 # make bench-hosts  collectives between hosts, which are namespaces of this machine; as root
 # make stress the long forms of the fault and start-up tests         make model  check the flag protocol with SPIN
+# make wheels build and check the wheels and the sdist of a release; ONLY="cp312-x86_64 sdist" builds these alone
+# make release  all that comes before an upload, see docs/release.md
 #
 # make test TORCH=2.13.0 tests on another torch, in a virtual environment of its own.
+# Packages are installed by uv where it is there; by pip with UV=, and where pip is told of an index by PIP_... variables.
 PYTHON ?= python3
 TORCH ?= 2.15.0
 VENV ?= .venv$(if $(filter-out 2.15.0,$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
+UV ?= $(if $(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)$(PIP_FIND_LINKS),,$(shell command -v uv 2> /dev/null))
+INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
+GPUS := $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg)
+CPU_ONLY := $(if $(UV),UV_TORCH_BACKEND=cpu make demo,PIP_EXTRA_INDEX_URL=INDEX make demo; README.md says what INDEX is)
+WHEEL_TOOLS := build/wheels/tools
 
-.PHONY: demo test cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: demo wheels release test cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -33,6 +41,16 @@ demo: $(VENV)/built
 	@echo "        --out runs/long"
 	@echo "and kill -9 one of its ranks from another terminal; or with your own script,"
 	@echo "with init_process_group(\"phalanx\") in it. README.md shows more."
+
+wheels: $(WHEEL_TOOLS)/installed
+	$(WHEEL_TOOLS)/bin/python tools/wheels.py dist --only $(ONLY)
+
+release: $(VENV)/built
+	$(BIN)/python tools/release.py check
+	rm -rf dist
+	$(MAKE) wheels ONLY=
+	$(BIN)/python -m pytest -m slow tests/platforms
+	$(BIN)/python tools/release.py tag
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest -m "not cluster and not slow" $(TESTS)
@@ -88,14 +106,23 @@ clean:
 
 # Dependencies first, then the package itself, so that a change of the core rebuilds only the package.
 $(VENV)/installed: requirements-dev.txt
-	@echo "Making $(VENV): downloading torch $(TORCH) and its libraries, some 3 GB, which"
-	@echo "become 6 GB; several minutes. README.md says how to have torch for CPUs alone."
-	$(PYTHON) -m venv $(VENV)
+	@echo "Step 1 of 2: $(VENV), with torch $(TORCH). Some 3 GB are downloaded, which become 6 GB; several minutes."
+	$(if $(GPUS),,@echo "This machine shows no GPU. torch for CPUs alone takes 1.5 GB: press Ctrl-C, then"; \
+	  echo "    $(CPU_ONLY)")
+	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
 	grep -v '^torch==' requirements-dev.txt > $(VENV)/requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -r $(VENV)/requirements.txt
+	$(INSTALL) torch==$(TORCH) -r $(VENV)/requirements.txt
 	touch $@
 
+# The compiler's steps are shown as they come, and the rest of pip's output if it fails.
 $(VENV)/built: $(VENV)/installed $(SOURCES)
-	@echo "Building phalanx: a minute or two."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@echo "Step 2 of 2: building phalanx, a minute or two."
+	@{ $(BIN)/python -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps --editable . 2>&1; \
+	  echo $$? > $(VENV)/build.status; } | tee $(VENV)/build.log | grep --line-buffered -o '\[[0-9]*/[0-9]*\] [BL].*' | cat
+	@test "$$(cat $(VENV)/build.status)" = 0 || { cat $(VENV)/build.log; exit 1; }
+	touch $@
+
+$(WHEEL_TOOLS)/installed: requirements-wheels.txt
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-wheels.txt
 	touch $@

@@ -1,5 +1,9 @@
 #include "reduce.h"
 
+#if defined(PHALANX_X86_VARIANTS)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -25,19 +29,27 @@ namespace {
 
 enum class Level { kBaseline, kV3, kV4 };
 
-Level detect() {
 #if defined(PHALANX_X86_VARIANTS)
-  __builtin_cpu_init();
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-                  __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
-  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                  __builtin_cpu_supports("avx512vl");
-  if (v3 && v4) return Level::kV4;
-  if (v3) return Level::kV3;
-#endif
-  return Level::kBaseline;
+/// The x86-64 level that the processor offers and the system saves when it switches tasks.
+/// Not __builtin_cpu_supports(): zig's runtime library leaves empty what that reads. Source: Intel's manual, CPUID and
+/// XGETBV; the x86-64 psABI, section 3.1.1.
+Level detect() {
+  constexpr unsigned kV3Leaf1 = bit_FMA | bit_MOVBE | bit_OSXSAVE | bit_AVX | bit_F16C;
+  constexpr unsigned kV3Leaf7 = bit_BMI | bit_AVX2 | bit_BMI2;
+  constexpr unsigned kV4Leaf7 = bit_AVX512F | bit_AVX512DQ | bit_AVX512CD | bit_AVX512BW | bit_AVX512VL;
+  constexpr unsigned kSavesAvx = 0x6, kSavesAvx512 = 0xe6;  // of XCR0: the registers' halves, masks and upper banks
+  unsigned eax, ebx, ecx, edx, leaf7;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kV3Leaf1) != kV3Leaf1) return Level::kBaseline;
+  if (!__get_cpuid_count(7, 0, &eax, &leaf7, &ecx, &edx) || (leaf7 & kV3Leaf7) != kV3Leaf7) return Level::kBaseline;
+  if (!__get_cpuid(0x80000001, &eax, &ebx, &ecx, &edx) || !(ecx & bit_LZCNT)) return Level::kBaseline;
+  unsigned saved, upper;
+  asm volatile("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));
+  if ((saved & kSavesAvx) != kSavesAvx) return Level::kBaseline;
+  return (leaf7 & kV4Leaf7) == kV4Leaf7 && (saved & kSavesAvx512) == kSavesAvx512 ? Level::kV4 : Level::kV3;
 }
+#else
+Level detect() { return Level::kBaseline; }
+#endif
 
 Level level() {
   static const Level chosen = detect();

@@ -1,10 +1,11 @@
 /* Collectives::Pipeline: stage chunk c + 1, reduce c, collect c - 1, with SLOTS slots of each kind.
  * Two all_reduces follow each other, with the muster between them, so that the second begins in mid-ring. */
-#include "memory.pml"
-
 #ifndef SLOTS
 #define SLOTS 3
 #endif
+#define DATA (2 * SLOTS * N)
+#include "memory.pml"
+
 #ifndef CHUNKS
 #define CHUNKS 4  /* of the first all_reduce */
 #endif
@@ -12,25 +13,24 @@
 #define MORE_CHUNKS 2  /* of the second */
 #endif
 
-byte staging[SLOTS * N], result[SLOTS * N];
-
 /* Chunks count from 1 over all collectives: chunk k is published by the counter value k. */
-#define SLOT(r, k)       (r * SLOTS + (k) % SLOTS)
+#define STAGING(r, k)    (r * SLOTS + (k) % SLOTS)
+#define RESULT(r, k)     (SLOTS * N + r * SLOTS + (k) % SLOTS)
 #define HAS_STAGED(r)    (seen(STAGED(r)) >= wanted)
 #define HAS_REDUCED(r)   (seen(CONSUMED(r)) >= wanted)
-#define STAGING_INTACT(r)  (r == me || staging[SLOT(r, k)] == k)
-#define RESULT_INTACT(r)   (r == me || result[SLOT(r, k - 1)] == k - 1)
-#define LAST_RESULT_INTACT(r)  (r == me || result[SLOT(r, k)] == k)
+#define STAGING_INTACT(r)  (r == me || data[STAGING(r, k)] == k)
+#define RESULT_INTACT(r)   (r == me || data[RESULT(r, k - 1)] == k - 1)
+#define LAST_RESULT_INTACT(r)  (r == me || data[RESULT(r, k)] == k)
 
 #define STAGE_ONE(next) \
-  staging[SLOT(me, next)] = DIRTY; \
-  staging[SLOT(me, next)] = next; \
+  STORE(STAGING(me, next), DIRTY); \
+  STORE(STAGING(me, next), next); \
   wanted = next; \
   PUBLISH(STAGED(me), next, EVERY(HAS_STAGED))
 
 #define REDUCE_ONE \
-  atomic { assert(EVERY(STAGING_INTACT)); result[SLOT(me, k)] = DIRTY }; \
-  atomic { assert(EVERY(STAGING_INTACT)); result[SLOT(me, k)] = k }; \
+  atomic { assert(EVERY(STAGING_INTACT)); STORE(RESULT(me, k), DIRTY) }; \
+  atomic { assert(EVERY(STAGING_INTACT)); STORE(RESULT(me, k), k) }; \
   wanted = k; \
   PUBLISH(CONSUMED(me), k, EVERY(HAS_REDUCED))
 

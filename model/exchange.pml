@@ -1,7 +1,5 @@
 /* Collectives::exchange_chunks(): every rank stages chunks in a ring of RING slots, one ahead of what it consumes.
  * FLOW tells whose data a rank needs: 0 everybody's, 1 the root's (rank 0), 2 everybody's, on the root alone. */
-#include "memory.pml"
-
 #ifndef RING
 #define RING 6  /* 2 * kSlots */
 #endif
@@ -15,7 +13,8 @@
 #define FLOW 0
 #endif
 
-byte slots[RING * N];
+#define DATA (RING * N)
+#include "memory.pml"
 
 /* Chunks count from 1: chunk k is published by the counter value k. */
 #define SLOT(r, k)       (r * RING + (k) % RING)
@@ -23,15 +22,15 @@ byte slots[RING * N];
 #define HAS_STAGED(r)    (seen(STAGED(r)) >= wanted)
 #define READY(r)         (!NEEDED(r) || HAS_STAGED(r))
 #define HAS_CONSUMED(r)  (seen(CONSUMED(r)) >= wanted)
-#define INTACT(r)        (!NEEDED(r) || slots[SLOT(r, k)] == k)
+#define INTACT(r)        (!NEEDED(r) || data[SLOT(r, k)] == k)
 
 #define STAGE_ONE(next) \
   if \
   :: next > LAG -> wanted = next - LAG; AWAIT(EVERY(HAS_CONSUMED)) \
   :: else \
   fi; \
-  slots[SLOT(me, next)] = DIRTY; \
-  slots[SLOT(me, next)] = next; \
+  STORE(SLOT(me, next), DIRTY); \
+  STORE(SLOT(me, next), next); \
   wanted = next; \
   PUBLISH(STAGED(me), next, (FLOW != 0 || EVERY(HAS_STAGED)))
 

@@ -4,6 +4,10 @@
  * something else is loaded, and the store becomes visible only then. So a rank's flag store lies in a buffer of one
  * entry until `memory` writes it out, at any moment; the rank itself sees it at once. Data is written directly: it may
  * become visible before a flag that was stored earlier, but never after one that is stored later (RELEASE).
+ *
+ * With WEAK, data too reaches memory late and out of order, as on ARM: it passes flags that were stored earlier and is
+ * passed by later loads and stores. What holds it back is RELEASE alone, and the fences. x86 keeps stores in order by
+ * itself, so a RELEASE that is missing (NO_RELEASE) would do no harm there.
  */
 #ifndef N
 #define N 2      /* ranks */
@@ -21,20 +25,53 @@ byte flag[(LINES + 2) * N];
 byte buffered_at[N];  /* flag + 1, 0: nothing is buffered */
 byte buffered[N];
 byte rings, sleepers;
+byte data[DATA];  /* slots of all ranks; a model says how many */
+#ifdef WEAK
+byte late_at[N];    /* slot + 1 of the data store that is under way, 0: there is none */
+byte late[N];
+bool must_lead[N];  /* that store came before the buffered flag */
+#endif
+
+#if defined(WEAK) && !defined(NO_RELEASE)
+#define RELEASED(r)  (!must_lead[r])
+#else
+#define RELEASED(r)  true
+#endif
 
 active [N] proctype memory() {
 end:
   do
   :: d_step {
-       buffered_at[_pid] != 0 -> flag[buffered_at[_pid] - 1] = buffered[_pid]; buffered_at[_pid] = 0; buffered[_pid] = 0
+       buffered_at[_pid] != 0 && RELEASED(_pid) ->
+       flag[buffered_at[_pid] - 1] = buffered[_pid]; buffered_at[_pid] = 0; buffered[_pid] = 0
      }
+#ifdef WEAK
+  :: d_step {
+       late_at[_pid] != 0 ->
+       data[late_at[_pid] - 1] = late[_pid]; late_at[_pid] = 0; late[_pid] = 0; must_lead[_pid] = false
+     }
+#endif
   od
 }
 
 /* A flag as rank `me` sees it. */
 #define seen(i)  (buffered_at[me] == (i) + 1 -> buffered[me] : flag[i])
-/* An atomic read-modify-write and a sequentially consistent fence both wait for the buffer. */
+/* An atomic read-modify-write and a sequentially consistent fence both wait for what is under way. */
+#ifdef WEAK
+#define DRAINED  (buffered_at[me] == 0 && late_at[me] == 0)
+#define STORE(slot, value) \
+  atomic { \
+    late_at[me] == 0 || (late_at[me] == (slot) + 1 && !must_lead[me]) -> late_at[me] = (slot) + 1; late[me] = value \
+  }
+#define STORE_FLAG(index, value) \
+  d_step { \
+    buffered_at[me] == 0 -> buffered_at[me] = index + 1; buffered[me] = value; must_lead[me] = (late_at[me] != 0) \
+  }
+#else
 #define DRAINED  (buffered_at[me] == 0)
+#define STORE(slot, value)  data[slot] = value
+#define STORE_FLAG(index, value)  d_step { DRAINED -> buffered_at[me] = index + 1; buffered[me] = value }
+#endif
 
 #if N == 1
 #define EVERY(condition)  (condition(0))
@@ -53,8 +90,7 @@ end:
 
 #ifdef SPINNING
 /* Nobody sleeps: a smaller model, for the slots alone. */
-#define PUBLISH(index, value, all) \
-  d_step { DRAINED -> buffered_at[me] = index + 1; buffered[me] = value }
+#define PUBLISH(index, value, all)  STORE_FLAG(index, value)
 #define AWAIT(all)  (all)
 #else
 #ifdef NO_LAST
@@ -76,7 +112,7 @@ end:
   :: else \
   fi
 #define PUBLISH(index, value, all) \
-  d_step { DRAINED -> buffered_at[me] = index + 1; buffered[me] = value }; \
+  STORE_FLAG(index, value); \
   FENCE; \
   RING_SLEEPERS(all)
 
@@ -104,7 +140,7 @@ end:
   AWAIT(EVERY(HERE))
 #else
 #define MUSTER \
-  d_step { DRAINED -> buffered_at[me] = LINE(me, seq) + 1; buffered[me] = seq }; \
+  STORE_FLAG(LINE(me, seq), seq); \
   if \
   :: EVERY(HERE) -> FENCE; RING_SLEEPERS(true) \
   :: else -> FENCE; RING_SLEEPERS(EVERY(HERE)); AWAIT(EVERY(HERE)) \

@@ -1,20 +1,19 @@
 /* Collectives one after the other whose data fits a line or a stage: staged before the arrival, read after it. */
+#define DATA (LINES * N)
 #include "memory.pml"
 
 #ifndef ROUNDS
 #define ROUNDS 3
 #endif
 
-byte stage[LINES * N];
-
-#define INTACT(r)  (stage[LINE(r, seq)] == seq)
+#define INTACT(r)  (data[LINE(r, seq)] == seq)
 
 active [N] proctype rank() {
   byte me = _pid - N, seq = 1, heard;
   do
   :: seq <= ROUNDS ->
-     stage[LINE(me, seq)] = DIRTY;
-     stage[LINE(me, seq)] = seq;
+     STORE(LINE(me, seq), DIRTY);
+     STORE(LINE(me, seq), seq);
      MUSTER;
      assert(EVERY(INTACT));  /* the first byte read */
      assert(EVERY(INTACT));  /* and the last */

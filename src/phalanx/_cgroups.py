@@ -31,6 +31,12 @@ class Memory(NamedTuple):
         return max(self.limit_bytes - self.used_bytes, 0)
 
 
+def usable_cpus() -> list[int]:
+    """Return the numbers of the CPUs that this process may use, in order; of all CPUs where the system can't tell."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    return sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1))
+
+
 def folders(controller: str, root: str = "/") -> Iterator[str]:
     """Yield the folders of our cgroup and of the visible ones above it, nearest first; not all need exist."""
     mounts = _mounts(controller, root)

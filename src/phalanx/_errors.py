@@ -202,6 +202,20 @@ def _read(value: Any, shape: Any) -> Any:
     raise ValueError(f"it is not of the expected form: {str(value)[:80]}")
 
 
+_INSTEAD = 'use init_process_group("gloo"), or phalanx.init(), which chooses it'
+
+
+def require_linux(what: str = "the phalanx backend", instead: str = _INSTEAD) -> None:
+    """Raise PhalanxError if this is not Linux.
+
+    Args:
+        what: Part of phalanx that needs Linux.
+        instead: Advice for users of other systems.
+    """
+    if sys.platform != "linux":
+        raise PhalanxError(f"{what} needs Linux, and this is {sys.platform}: {instead}")
+
+
 class PhalanxError(RuntimeError):
     """Base class of all errors that phalanx raises.
 

@@ -14,6 +14,7 @@ import ipaddress
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -131,11 +132,14 @@ def host_identity(pretended: str = "") -> str:
     Args:
         pretended: Value of PHALANX_HOST, which divides one host into several.
     """
-    return f"{network_identity()} {os.readlink('/proc/self/ns/pid')} {pretended}".rstrip()
+    processes = os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""
+    return f"{network_identity()} {processes} {pretended}".rstrip()
 
 
 def network_identity() -> str:
     """Return an identity of this host's network, which containers may share."""
+    if sys.platform != "linux":
+        return socket.gethostname()
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
 

@@ -103,6 +103,9 @@ def _watch_rendezvous() -> None:
 
 
 def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
+    from phalanx._errors import require_linux
+
+    require_linux()
     from phalanx._alone import wants_others
     from phalanx.backend import create_group
 

@@ -17,6 +17,7 @@ import phalanx
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import nearest
+from phalanx._errors import PhalanxError, require_linux
 from phalanx.launch.flags import RIGHT_CALL, add_flags, run_parser
 from phalanx.launch.plan import make_plan
 from phalanx.launch.run import run
@@ -32,6 +33,7 @@ _COMMANDS = {
         "prove that a script with a Trainer resumes to the same bits",
     ),
 }
+_LINUX_ONLY = ("run", "tune", "doctor", "verify-resume")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,6 +71,12 @@ def _drop_output_without_reader() -> bool:
 
 def _command(args: list[str]) -> int:
     name, rest = (args[0], args[1:]) if args else ("", [])
+    if name in _LINUX_ONLY:
+        try:
+            require_linux(f"phalanx {name}", "start scripts with torchrun, on the backend gloo")
+        except PhalanxError as error:
+            print(error, file=sys.stderr)
+            return 2
     if name in _COMMANDS and rest == ["--version"]:
         return _no_command(rest)
     if name == "help":

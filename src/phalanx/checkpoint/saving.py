@@ -152,9 +152,9 @@ class Saver:
             size = -(-layout.size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
             self._staging = mmap.mmap(-1, size)
             # A loader's workers need no copy of it, and the next save none of the pages that it would share with them.
-            for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-                with contextlib.suppress(OSError):  # a kernel without huge pages
-                    self._staging.madvise(advice)
+            for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+                with contextlib.suppress(OSError, AttributeError):  # a kernel or a system without huge pages
+                    self._staging.madvise(getattr(mmap, advice))
         fill(self._staging, layout, parts)
         return memoryview(self._staging)[: layout.size_bytes]
 

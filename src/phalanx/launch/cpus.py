@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import NamedTuple, TypeVar
 
 from phalanx import _cgroups
-from phalanx._cgroups import read
+from phalanx._cgroups import read, usable_cpus
 from phalanx._ranges import share
 from phalanx._text import counted, format_ranges
 
@@ -98,7 +98,7 @@ def read_machine(root: str = "/", usable: Sequence[int] | None = None) -> Machin
     Args:
         usable: CPUs of the affinity mask; default: this process's own.
     """
-    cpus = sorted(os.sched_getaffinity(0) if usable is None else usable)
+    cpus = usable_cpus() if usable is None else sorted(usable)
     numa_node = _numa_nodes(root)
     cores: dict[tuple[int, ...], list[int]] = {}
     for cpu in cpus:

@@ -20,6 +20,7 @@ from multiprocessing import connection, forkserver
 from typing import Any
 
 from phalanx import _env
+from phalanx._errors import require_linux
 from phalanx._last_words import LastWords
 from phalanx._launched import Notes
 from phalanx._memory import choose
@@ -78,6 +79,7 @@ class Workers:
         num_threads: int,
         daemon: bool = False,
     ) -> None:
+        require_linux("starting ranks", "start the script with torchrun")
         try:
             call = dumps((Function.of(fn), tuple(args)))
         except Exception as error:

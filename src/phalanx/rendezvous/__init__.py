@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from phalanx import _env
 from phalanx._alone import wants_others
+from phalanx._errors import require_linux
 from phalanx.rendezvous.asked import Asked, caller, launch_of, read_url
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll import RollCall
@@ -42,6 +43,8 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]
     if backend is None:
         return torchs()
     _check_backend(backend, where)
+    if "phalanx" in backend.lower():
+        require_linux()  # not only when the group is created: the ranks would first wait for one another
     is_ours = "phalanx" in backend.lower() or launch_of(_env.environment()) is not None
     asked = read_url(url, timeout, where) if is_ours else None
     if asked is None:

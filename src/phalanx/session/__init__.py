@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import _env, _torch
+from phalanx._errors import PhalanxError, require_linux
 from phalanx._last_words import tell_when_ended
 from phalanx._loop import LoopTools
 from phalanx._sockets import keep_paths_short
@@ -235,7 +236,10 @@ def _choose_backend() -> tuple[str, str]:
 
     on_cpu, reason = "phalanx", ""
     try:
+        require_linux()
         importlib.import_module("phalanx.backend")
+    except PhalanxError as error:
+        on_cpu, reason = "gloo", str(error).partition(":")[0]
     except (ImportError, OSError) as error:
         on_cpu, reason = "gloo", f"phalanx can't be loaded here: {error}"
     if not torch.cuda.is_available():

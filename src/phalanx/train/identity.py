@@ -56,6 +56,7 @@ _TENSOR_LISTS = (nn.ParameterList, nn.ParameterDict)  # tell where their tensors
 _PARAMETERS = ".parameters"
 _CLOCK_S = 2.0**30  # a number with a fraction that is as large is a time of day
 _LAUNCH_S = 60.0  # before this process: when a launcher may have read a clock
+_IMPORTED_S = time.monotonic()
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _MAX_ITEMS = 16  # of a list: a longer one is told by its hash
 _MAX_DEPTH = 4
@@ -337,7 +338,7 @@ def _is_of_this_start(value: float) -> bool:
     """Return whether a number is a clock's reading, in seconds or nanoseconds, or this process."""
     if isinstance(value, bool) or (isinstance(value, float) and value > _CLOCK_S):
         return isinstance(value, float)
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - _began_s() + _LAUNCH_S
+    age_s = _age_s() + _LAUNCH_S
     for clock in _CLOCKS:
         can_be_seconds = clock is time.time or not float(value).is_integer()  # 1000 is a number of steps
         ages = [clock() - value if can_be_seconds else -1.0, clock() - value / 1e9 if isinstance(value, int) else -1.0]
@@ -346,10 +347,12 @@ def _is_of_this_start(value: float) -> bool:
     return value == os.getpid()
 
 
-def _began_s() -> float:
-    """Return when this process began, in seconds since the host's start."""
+def _age_s() -> float:
+    """Return the age of this process in seconds; only Linux tells, elsewhere it is counted from the import of this."""
+    if sys.platform != "linux":
+        return time.monotonic() - _IMPORTED_S
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _code_of(objective: Any, is_step: bool) -> Facts:

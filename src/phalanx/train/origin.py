@@ -17,6 +17,7 @@ from torch import nn
 
 import phalanx
 from phalanx import _env, _settings, checkpoint
+from phalanx._cgroups import usable_cpus
 from phalanx._memory import in_force
 from phalanx._rank_group import RankGroup
 from phalanx._text import format_ranges
@@ -56,7 +57,7 @@ def describe_origin(
 
 def _threads(ranks: RankGroup) -> str:
     """Return the threads of each rank and the CPUs that they may use; every rank calls it."""
-    told = ranks.gather((torch.get_num_threads(), format_ranges(sorted(os.sched_getaffinity(0)))))
+    told = ranks.gather((torch.get_num_threads(), format_ranges(usable_cpus())))
     numbers = list(dict.fromkeys(num for num, _ in told))
     where = list(dict.fromkeys(cpus for _, cpus in told))
     if len(where) > _MAX_PLACES:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import math
-import os
 import random
 import statistics
 import sys
@@ -18,6 +17,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from phalanx import _trial
+from phalanx._cgroups import usable_cpus
 from phalanx._errors import warn_caller
 from phalanx._rank_group import RankGroup
 from phalanx.data.random_state import random_state_kept
@@ -62,7 +62,7 @@ class WorkerTrial:
         load_s, computing_s = (statistics.median(column) for column in zip(*self._loads[_NUM_SETTLING:], strict=True))
         ends_s = self._ends_s[_NUM_SETTLING - 1 :]
         step_s = statistics.median(b - a for a, b in itertools.pairwise(ends_s)) - load_s
-        num_free = len(os.sched_getaffinity(0)) - torch.get_num_threads()
+        num_free = len(usable_cpus()) - torch.get_num_threads()
         table = self._ranks.gather_numbers([load_s, computing_s / load_s, max(step_s, 1e-6), num_free])
         load_s, computing, step_s = max(row[0] for row in table), max(row[1] for row in table), min(r[2] for r in table)
         if load_s < _NEGLIGIBLE * step_s:
