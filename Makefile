@@ -1,5 +1,6 @@
 # make demo   set up a virtual environment, build, train the README's model on two processes
 # make test   set up, run the tests                make check        what CI runs: format, lint, types, all tests
+# make integrations  train under Accelerate, transformers, Lightning, ... on Gloo and in its place, in a virtual environment of its own
 # make cluster  the tests of several hosts, Slurm and MPI; as root
 # make slow   the tests of the benchmarks, the exam, the model; random faults; the core's own tests, sanitized
 # make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
 
-.PHONY: demo test cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: demo test integrations test-integrations cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -35,7 +36,13 @@ demo: $(VENV)/built
 	@echo "with init_process_group(\"phalanx\") in it. README.md shows more."
 
 test: $(VENV)/built
-	$(BIN)/python -m pytest -m "not cluster and not slow" $(TESTS)
+	$(BIN)/python -m pytest -m "not cluster and not slow and not integrations" $(TESTS)
+
+integrations:
+	$(MAKE) VENV=.venv-integrations MORE=requirements-integrations.txt test-integrations
+
+test-integrations: $(VENV)/built
+	$(BIN)/python -m pytest -m integrations tests/libraries
 
 cluster slow: $(VENV)/built
 	$(BIN)/python -m pytest -m $@ tests
@@ -86,11 +93,11 @@ clean:
 	rm -rf build .venv*
 
 # Dependencies first, then the package itself, so that a change of the core rebuilds only the package.
-$(VENV)/installed: requirements-dev.txt
+$(VENV)/installed: requirements-dev.txt $(MORE)
 	@echo "Making $(VENV): downloading torch $(TORCH) and its libraries, some 3 GB, which"
 	@echo "become 6 GB; several minutes. README.md says how to have torch for CPUs alone."
 	$(PYTHON) -m venv $(VENV)
-	grep -v '^torch==' requirements-dev.txt > $(VENV)/requirements.txt
+	grep -hv '^torch==' requirements-dev.txt $(MORE) > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -r $(VENV)/requirements.txt
 	touch $@
 
