@@ -1,5 +1,6 @@
 # make demo   set up a virtual environment, build, train the README's model on two processes
 # make test   set up, run the tests                make check        what CI runs: format, lint, types, all tests
+# make integrations  train under Accelerate, transformers, Lightning, ... on Gloo and in its place, in a virtual environment of its own
 # make cluster  the tests of several hosts, Slurm and MPI; as root
 # make slow   the tests of the benchmarks, the exam, the model; random faults; the core's own tests, sanitized
 # make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
@@ -27,7 +28,7 @@ GPUS := $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg)
 CPU_ONLY := $(if $(UV),UV_TORCH_BACKEND=cpu make demo,PIP_EXTRA_INDEX_URL=INDEX make demo; README.md says what INDEX is)
 WHEEL_TOOLS := build/wheels/tools
 
-.PHONY: demo wheels release test cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: demo wheels release test integrations test-integrations cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -53,7 +54,13 @@ release: $(VENV)/built
 	$(BIN)/python tools/release.py tag
 
 test: $(VENV)/built
-	$(BIN)/python -m pytest -m "not cluster and not slow" $(TESTS)
+	$(BIN)/python -m pytest -m "not cluster and not slow and not integrations" $(TESTS)
+
+integrations:
+	$(MAKE) VENV=.venv-integrations MORE=requirements-integrations.txt test-integrations
+
+test-integrations: $(VENV)/built
+	$(BIN)/python -m pytest -m integrations tests/libraries
 
 cluster slow: $(VENV)/built
 	$(BIN)/python -m pytest -m $@ tests
@@ -105,12 +112,12 @@ clean:
 	rm -rf build .venv*
 
 # Dependencies first, then the package itself, so that a change of the core rebuilds only the package.
-$(VENV)/installed: requirements-dev.txt
+$(VENV)/installed: requirements-dev.txt $(MORE)
 	@echo "Step 1 of 2: $(VENV), with torch $(TORCH). Some 3 GB are downloaded, which become 6 GB; several minutes."
 	$(if $(GPUS),,@echo "This machine shows no GPU. torch for CPUs alone takes 1.5 GB: press Ctrl-C, then"; \
 	  echo "    $(CPU_ONLY)")
 	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
-	grep -v '^torch==' requirements-dev.txt > $(VENV)/requirements.txt
+	grep -hv '^torch==' requirements-dev.txt $(MORE) > $(VENV)/requirements.txt
 	$(INSTALL) torch==$(TORCH) -r $(VENV)/requirements.txt
 	touch $@
 

@@ -107,6 +107,7 @@ def needs_hosts():
 
 
 _MARKED = {
+    "integrations": ("tests/libraries/",),
     "cluster": (
         "tests/clusters/",
         "tests/hosts/test_cuts.py",
