@@ -15,17 +15,18 @@
 # make release  all that comes before an upload, see docs/release.md
 #
 # make test TORCH=2.13.0 tests on another torch, in a virtual environment of its own.
-# Packages are installed by uv where it is there; by pip with UV=, and where pip is told of an index by PIP_... variables.
+# Packages are installed by uv where it is there; by pip with UV=, and where pip was told of other places to install from, which
+# uv would not know.
 PYTHON ?= python3
 TORCH ?= 2.15.0
 VENV ?= .venv$(if $(filter-out 2.15.0,$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
-UV ?= $(if $(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)$(PIP_FIND_LINKS),,$(shell command -v uv 2> /dev/null))
+UV ?= $(shell $(PYTHON) -m pip config list 2> /dev/null | grep -qE 'index|find-links' || command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
 GPUS := $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg)
-CPU_ONLY := $(if $(UV),UV_TORCH_BACKEND=cpu make demo,PIP_EXTRA_INDEX_URL=INDEX make demo; README.md says what INDEX is)
+CPU_ONLY = $(if $(UV),UV_TORCH_BACKEND=cpu make demo,PIP_EXTRA_INDEX_URL=INDEX make demo; README.md says what INDEX is)
 WHEEL_TOOLS := build/wheels/tools
 
 .PHONY: demo wheels release test integrations test-integrations cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean

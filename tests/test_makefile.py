@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -11,11 +12,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 HINT = "This machine shows no GPU."
 
 
-def commands(*settings):
+def commands(*settings, environ=None):
     """Return what ``make demo`` would run for a new environment."""
     done = subprocess.run(
         ["make", "--dry-run", "demo", "VENV=/nowhere/venv", *settings],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=30,
+        cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -28,9 +29,24 @@ def test_uv_installs_what_is_needed_where_it_is_there(uv, installer):
     assert "quiet" not in line
 
 
-@pytest.mark.parametrize("variable", ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"])
-def test_an_index_given_to_pip_is_used_by_pip(variable):
-    assert "uv pip" not in commands(f"{variable}=/somewhere")
+@pytest.mark.parametrize(
+    ("told", "is_uv"),
+    [
+        ({}, True),
+        ({"PIP_INDEX_URL": "/somewhere"}, False),
+        ({"PIP_EXTRA_INDEX_URL": "/somewhere"}, False),
+        ({"PIP_FIND_LINKS": "/somewhere"}, False),
+        ({"PIP_CONFIG_FILE": "pip.conf"}, False),
+    ],
+)
+def test_an_index_that_pip_was_told_of_is_used_by_pip(tmp_path, told, is_uv):
+    (tmp_path / "uv").touch(0o755)
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = /somewhere\n")
+    named = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PIP_CONFIG_FILE": os.devnull}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    if "PIP_CONFIG_FILE" in told:
+        told = {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}
+    assert (f"{tmp_path}/uv pip install" in commands(environ={**kept, **named, **told})) == is_uv
 
 
 @pytest.mark.parametrize(
