@@ -157,20 +157,47 @@ bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle o
   return true;
 }
 
-/// A message in several pieces, averaged or otherwise reduced where they lie. Returns the sum of squares of the first
-/// `num_squared` pieces of the result, and how many seconds this rank waited until all had come.
-std::pair<double, double> all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
-                         const CountList& counts, std::size_t num_squared, Timeout timeout) {
-  std::vector<Piece> pieces;
-  for (std::size_t i = 0; i < ins.size(); ++i)
-    pieces.push_back(Piece{pointer(ins[i]), pointer(outs[i]), counts[i], i < num_squared});
+/// The sum of squares of the first `num_squared` pieces of a result, and how many seconds this rank waited until all had come.
+using Reduced = std::pair<double, double>;
+
+Reduced reduce_pieces(Group& g, const Collective& call, std::span<const Piece> pieces, bool with_squares, Timeout timeout) {
   double squares = 0, waited_s = 0;
   start(g, Op::kAllReduce, std::nullopt, timeout.count(), [&](Collectives& c, const Context& x) {
     squares = c.all_reduce(x, pieces, call.items, call.reduction(),
-                           num_squared > 0 ? find_squares(static_cast<Dtype>(call.items.dtype)) : nullptr);
+                           with_squares ? find_squares(static_cast<Dtype>(call.items.dtype)) : nullptr);
     waited_s = c.arrival_wait_s();
   });
   return {squares, waited_s};
+}
+
+/// A message in several pieces, averaged or otherwise reduced where they lie.
+Reduced all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
+                          const CountList& counts, std::size_t num_squared, Timeout timeout) {
+  std::vector<Piece> pieces;
+  for (std::size_t i = 0; i < ins.size(); ++i)
+    pieces.push_back(Piece{pointer(ins[i]), pointer(outs[i]), counts[i], i < num_squared});
+  return reduce_pieces(g, call, pieces, num_squared > 0, timeout);
+}
+
+/// Average tensors and `marks` where they lie, with the squares of the former; nothing, before anything has happened, if one
+/// of them needs a closer look or their dtypes differ.
+std::optional<Reduced> average_plain(Group& g, nb::handle tensors, nb::handle marks, bool with_squares, Timeout timeout) {
+  std::array<std::byte, 4096> room;
+  std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
+  Memories memories(&resource);
+  if (!read_plain(tensors.ptr(), memories) || memories.empty()) return std::nullopt;
+  const std::size_t num_tensors = memories.size();
+  if (!read_plain(marks.ptr(), memories)) return std::nullopt;
+  constexpr int kAverage = static_cast<int>(ReduceOp::kAvg);
+  Collective call{Op::kAllReduce, {memories[0].items.dtype, memories[0].items.item_bytes, 0}, kAverage, kAverage};
+  std::vector<Piece> pieces;
+  for (const Memory& memory : memories) {
+    if (memory.items.dtype != call.items.dtype) return std::nullopt;
+    call.items.count += memory.items.count;
+    pieces.push_back(Piece{memory.data, memory.data, memory.items.count, pieces.size() < num_tensors});
+  }
+  if (call.reduction().apply == nullptr) return std::nullopt;
+  return reduce_pieces(g, call, pieces, with_squares, timeout);
 }
 
 /// The memory of one plain tensor, or of the only one in a list, for a message with `peer`; nothing if that needs a
@@ -247,6 +274,7 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
   group.def("run_plain", &run_plain, nb::arg("kind"), nb::arg("ins").none(), nb::arg("outs").none(), nb::arg("root"),
             nb::arg("kernel"), nb::arg("code"), nb::arg("timeout"));
   group.def("all_reduce_pieces", &all_reduce_pieces);
+  group.def("average_plain", &average_plain);
   for (const Op op : {Op::kSend, Op::kRecv}) {
     group.def(op_name(op), [op](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int peer,
                                 std::int64_t tag, std::string site) {

@@ -73,6 +73,16 @@ def test_takes_layouts_and_dtypes_in_one_call(run_ranks):
         assert squares == (12 + 5 + 2) / 4
 
 
+def average_in_other_layouts(rank, world_size):
+    tensor = torch.full((3, 4), float(rank)) if rank == 0 else torch.full((4, 3), float(rank)).t()
+    squares = dist.group.WORLD.average_coalesced([tensor], torch.ones(1), with_squares=True)
+    return tensor.unique().tolist(), squares
+
+
+def test_a_plain_tensor_meets_one_that_needs_a_copy(run_ranks):
+    assert run_ranks(average_in_other_layouts, 2) == [([0.5], 3.0)] * 2
+
+
 def disagree(rank, world_size):
     dist.group.WORLD.average_coalesced([torch.ones(4 + rank)], torch.ones(1))
 

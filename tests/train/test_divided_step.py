@@ -176,6 +176,74 @@ def test_a_divided_run_resumes_on_any_number_of_ranks(run_ranks, tmp_path, world
         assert num_divided == STEPS - 5
 
 
+def look_at_gradients(rank, world_size, folder):
+    """Return what each of three onlookers has seen of whole gradients, undivided and divided."""
+    return {
+        name: [watched(f"{folder}/{name}/{how}", how, onlooker, rank) for how in HOWS]
+        for name, onlooker in {"hook": hook_of_rank_1, "step": wrapped_step, "pass": pass_of_ones_own}.items()
+    }
+
+
+def watched(folder, how, onlooker, rank):
+    torch.set_num_threads(1)
+    model, seen = make_model(), []
+    optimizer = torch.optim.Adam(model.parameters())
+    look = lambda: seen.append(sum(float(p.grad.double().square().sum()) for p in model.parameters()))  # noqa: E731
+    trainer = phalanx.Trainer(
+        model, optimizer, training_step=onlooker(optimizer, look, rank), global_batch_size=8, max_steps=STEPS,
+        divide_optimizer=how, snapshot_every=0, folder=folder,
+    )  # fmt: skip
+    quietly(trainer.fit, make_data())
+    return seen
+
+
+def loss_of(model, batch):
+    return mean_squares(model(batch[0]), batch[1])
+
+
+def hook_of_rank_1(optimizer, look, rank):
+    num_passes = 0
+
+    def training_step(model, batch):
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes == 4 and rank == 1:
+            optimizer.register_step_pre_hook(lambda *_: look())
+        return loss_of(model, batch)
+
+    return training_step
+
+
+def wrapped_step(optimizer, look, rank):
+    step = optimizer.step
+
+    def looking_step(*args):
+        look()
+        return step(*args)
+
+    optimizer.step = looking_step
+    return loss_of
+
+
+def pass_of_ones_own(optimizer, look, rank):
+    """Sharpness-aware minimization begins so: a backward pass whose gradients are looked at, and then another one."""
+
+    def training_step(model, batch):
+        loss_of(model, batch).backward()
+        look()
+        optimizer.zero_grad()
+        return loss_of(model, batch)
+
+    return training_step
+
+
+def test_whoever_looks_at_gradients_sees_the_means(run_ranks, tmp_path):
+    for rank, results in enumerate(run_ranks(look_at_gradients, 2, str(tmp_path), timeout_s=60)):
+        for name, (whole, divided) in results.items():
+            assert len(whole) == (rank * (STEPS - 3) if name == "hook" else STEPS)
+            assert divided == whole, name
+
+
 def stop_early(rank, world_size, folder, how):
     torch.set_num_threads(1)
     fit(folder, how, max_steps=5)

@@ -24,13 +24,13 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, random_split
 
 import phalanx
 from phalanx._rank_group import RankGroup
 from phalanx.train.settings import Settings
 from phalanx.train.shareable import unshareable
-from phalanx.train.worker_trial import WorkerTrial, untouched
+from phalanx.train.worker_trial import WorkerTrial, never_draws, untouched
 from tests.train._programs import mean_squares, quietly
 
 
@@ -310,3 +310,27 @@ def test_loading_that_computes_on_a_crowded_cpu_is_not_taken_for_one_that_waits_
 def test_no_other_word_than_auto_is_a_number_of_workers():
     with pytest.raises(TypeError, match="num_workers must be a whole number, or \"auto\", got 'many'"):
         Settings(max_steps=1, num_workers="many")
+
+
+class Noisy(TensorDataset):
+    """Tensors that get noise when they are loaded."""
+
+    def __getitem__(self, index):
+        return tuple(tensor + torch.rand(()) for tensor in super().__getitem__(index))
+
+
+class Mislaid(list):
+    """Indices that are drawn anew each time."""
+
+    def __getitem__(self, index):
+        return random.randrange(len(self))
+
+
+def test_only_plain_tensors_are_known_not_to_draw_random_numbers():
+    plain = TensorDataset(torch.zeros(4, 2), torch.zeros(4))
+    known = [plain, Subset(plain, range(3)), *random_split(plain, [1, 3])]
+    assert all(never_draws(dataset, default_collate) for dataset in known)
+    unknown = [Noisy(torch.zeros(4)), Subset(Noisy(torch.zeros(4)), [0]), Subset(plain, Mislaid([0, 1])), Augmented()]
+    unknown.append(TensorDataset(nn.Parameter(torch.zeros(4))))
+    assert not any(never_draws(dataset, default_collate) for dataset in unknown)
+    assert not never_draws(plain, lambda samples: default_collate(samples) + torch.rand(()))

@@ -91,9 +91,9 @@ class BridgedGroup:
         return False
 
     def send_plain(self, *args: object) -> None:
-        """Return None: there is no shortcut for messages either."""
+        """Return None: there is no shortcut for messages and averages either."""
 
-    recv_plain = send_now = recv_now = send_plain
+    recv_plain = send_now = recv_now = average_plain = send_plain
 
     def run(self, call: _core.Call, ins: list[int], outs: list[int], timeout: timedelta, site: str | None) -> Any:
         """Run a collective in this thread; if it has a site, start it on the group's thread and return its task."""

@@ -125,6 +125,11 @@ class Operations(Collectives):
         self, tensors: Tensors, marks: torch.Tensor, timeout: timedelta, *, with_squares: bool
     ) -> float:
         """Replace `tensors` and `marks` by their means over the ranks, where they lie; blocks. See PhalanxGroup."""
+        if not is_profiling():
+            done = self._core.average_plain(tensors, marks, with_squares, timeout)
+            if done is not None:
+                squares, self.average_waited_s = done
+                return squares
         close = profiled(f"{self.title}:average_coalesced", tensors, None) if is_profiling() else None
         given = self.arguments("average_coalesced")
         squares = waited_s = 0.0
@@ -258,6 +263,9 @@ class _Destroyed:
         self._refuse(call.op)
 
     run_plain = all_reduce_pieces = run
+
+    def average_plain(self, *args: object) -> None:
+        self._refuse("all_reduce")
 
     def send_plain(self, *args: object) -> None:
         self._refuse("send")

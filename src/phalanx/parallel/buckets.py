@@ -1,102 +1,16 @@
-"""Buckets: gradients that are averaged over the ranks together, each kind in the way that suits it."""
+"""Buckets of a model's gradients, each kind averaged in the way that suits it."""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx._tensors import is_one_range
-from phalanx._torch import foreach_mul_
-from phalanx.parallel.grad_bucket import GradBucket, checked_future, tensor_of
-from phalanx.parallel.layout import flat, num_reals, shaped, views_of
-
-BoundHook: TypeAlias = Callable[[Any], torch.futures.Future[Any]]
-"""Communication hook with its state, called as ``hook(bucket)``."""
-
-
-class Bucket(abc.ABC):
-    """Gradients that are averaged together.
-
-    ``load()`` collects them, ``start()`` begins to average, ``store()`` waits and hands the means to the parameters.
-
-    Args:
-        parameters: Parameters whose gradients the bucket averages.
-        group: Ranks to average over.
-
-    Attributes:
-        used: Parameters that have a gradient on this rank.
-        num_awaited: Number of gradients still to come in this backward pass; -1 if it is not known.
-        scale: Factor of the means; not 1 where they are over the ranks that still have data.
-        index: Position in the order of reduction.
-        is_last: Whether this bucket is the last in that order.
-        started: Whether the bucket was started and not stored yet.
-        overlaps: Whether it may be started while backward runs.
-        waited_s: Seconds of the last `wait` until every rank had come, if that is known.
-    """
-
-    overlaps = True
-
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.parameters: list[nn.Parameter] = list(parameters)
-        self.used: set[nn.Parameter] = set()
-        self.num_awaited = -1
-        self.scale: float = 1.0
-        self.index = 0
-        self.is_last = True
-        self.started = False
-        self.waited_s: float = 0.0
-        self._group = group
-        self._work: dist.Work | None = None
-        self._hooked: tuple[torch.futures.Future[Any], Tensor] | None = None  # a communication hook's, and its buffer
-
-    def _mark(self, marks: Tensor) -> None:
-        """Fill `marks`, one element for each parameter: 1 if this rank has a gradient for it, else 0."""
-        marks.fill_(1)
-        if len(self.used) < len(self.parameters):
-            for i, parameter in enumerate(self.parameters):
-                if parameter not in self.used:
-                    marks[i] = 0
-
-    def _call(self, hook: BoundHook, buffer: Tensor, gradients: list[Tensor]) -> None:
-        future = hook(GradBucket(self.index, buffer, gradients, self.parameters, self.is_last))
-        self._hooked = checked_future(future), buffer
-
-    def _finish(self) -> Tensor | None:
-        """Wait for whatever `start` began, and return what a communication hook made of it; None without a hook."""
-        work, hooked = self._work, self._hooked
-        self._work, self._hooked, self.started = None, None, False
-        if work is not None:
-            work.wait()
-        return None if hooked is None else tensor_of(*hooked)
-
-    @abc.abstractmethod
-    def load(self) -> None:
-        """Collect the parameters' gradients, zeros for those that have none."""
-
-    @abc.abstractmethod
-    def load_nothing(self) -> None:
-        """Collect zeros, as on a rank without data."""
-
-    @abc.abstractmethod
-    def start(self, hook: BoundHook | None = None) -> None:
-        """Begin to average what was loaded, or have `hook` do it."""
-
-    @abc.abstractmethod
-    def wait(self) -> None:
-        """Block until the means have arrived."""
-
-    @abc.abstractmethod
-    def store(self) -> None:
-        """Wait, then hand the means to the parameters; a parameter without a gradient on any rank is left alone."""
-
-    @abc.abstractmethod
-    def norm(self) -> Tensor:
-        """Return the 2-norm of the means, of shape ()."""
+from phalanx.parallel.bucket import BoundHook, Bucket, dense_gradient
+from phalanx.parallel.coalesced import CoalescedBucket
+from phalanx.parallel.layout import num_reals, views_of
 
 
 class FlatBucket(Bucket):
@@ -132,7 +46,7 @@ class FlatBucket(Bucket):
                 self.used.discard(parameter)  # dropped since it came
                 view.zero_()
             elif grad.is_sparse or grad.data_ptr() != view.data_ptr():
-                view.copy_(_dense(parameter, grad))
+                view.copy_(dense_gradient(parameter, grad))
         self._mark(self._used_anywhere)
 
     @torch.no_grad()
@@ -226,98 +140,6 @@ class SparseBucket(Bucket):
 
     def norm(self) -> Tensor:
         return torch.linalg.vector_norm(torch.zeros(()) if self._sum is None else self._sum.coalesce().values())
-
-
-class CoalescedBucket(Bucket):
-    """Gradients on the CPU that a group averages where they lie, in one pass when backward has ended.
-
-    For groups with ``average_coalesced(tensors, marks, with_squares)`` and ``average_waited_s``. On a CPU that beats a
-    buffer, because the cores that compute would have to copy into it whatever autograd makes.
-    """
-
-    overlaps = False
-
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
-        super().__init__(parameters, group)
-        self._averaging: Any = group
-        self._tensors: list[Tensor] = []
-        self._sizes_bytes = [p.numel() * p.element_size() for p in parameters]
-        self._wants_squares = False
-        self._squares: float | None = None
-        self._used_anywhere = torch.ones(len(parameters), dtype=parameters[0].dtype)
-
-    def load(self) -> None:
-        self._collect()
-        end = 0
-        for begin, size_bytes in sorted(zip([t.data_ptr() for t in self._tensors], self._sizes_bytes, strict=True)):
-            if begin < end:
-                self._separate()
-                break
-            end = begin + size_bytes
-        self._mark(self._used_anywhere)
-
-    def _collect(self) -> None:
-        self._tensors = [
-            self._zeros(p) if (grad := p.grad) is None else grad if grad.is_contiguous() else _in_memory_order(p, grad)
-            for p in self.parameters
-        ]
-
-    def _separate(self) -> None:
-        """Give gradients memory of their own.
-
-        Autograd lets some share it: after ``y = a.view(6) + b.view(6)``, those of `a` and `b` are views of that of `y`.
-        """
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
-        self._collect()
-
-    def _zeros(self, parameter: nn.Parameter) -> Tensor:
-        self.used.discard(parameter)  # dropped since it came
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype)
-
-    def load_nothing(self) -> None:
-        self._tensors = [self._zeros(p) for p in self.parameters]
-        self._used_anywhere.zero_()
-
-    def start(self, hook: BoundHook | None = None) -> None:
-        pass  # all in one pass, in wait()
-
-    def wait(self) -> None:
-        average = self._averaging.average_coalesced
-        squares = average(self._tensors, self._used_anywhere, with_squares=self._wants_squares)
-        self.waited_s = self._averaging.average_waited_s
-        self._squares = squares * self.scale**2 if self._wants_squares else None
-        if self.scale != 1:
-            foreach_mul_(self._tensors, self.scale)
-
-    def store(self) -> None:
-        self.wait()
-        if len(self.used) < len(self.parameters):
-            anywhere = self._used_anywhere.tolist()
-            for parameter, mean, used in zip(self.parameters, self._tensors, anywhere, strict=True):
-                if used and parameter.grad is None:
-                    parameter.grad = shaped(mean, parameter)
-        self._tensors = []  # autograd copies a gradient that anything else refers to, instead of handing it over
-
-    def norm(self) -> Tensor:
-        if self._squares is not None:
-            return torch.tensor(self._squares**0.5)
-        self._wants_squares = True  # from the next time on
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        return torch.linalg.vector_norm(torch.stack([torch.zeros(()), *map(torch.linalg.vector_norm, grads)]))
-
-
-def _dense(parameter: nn.Parameter, grad: Tensor) -> Tensor:
-    if grad.is_sparse:  # of a module that make_buckets() was not told of
-        parameter.grad = grad = grad.to_dense()
-    return grad
-
-
-def _in_memory_order(parameter: nn.Parameter, grad: Tensor) -> Tensor:
-    """Return the gradient, flat if its layout is the parameter's, which is the same on every rank."""
-    grad = _dense(parameter, grad)
-    return flat(grad) if grad.stride() == parameter.stride() and is_one_range(grad) else grad
 
 
 def make_buckets(

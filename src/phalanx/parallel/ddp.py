@@ -18,7 +18,8 @@ from phalanx._nested import to_device
 from phalanx._rank_group import group_or_world
 from phalanx._torch import disable_dynamo
 from phalanx.data.epochs import repeated_orders
-from phalanx.parallel.buckets import BoundHook
+from phalanx.parallel.bucket import BoundHook
+from phalanx.parallel.coalesced import Division
 from phalanx.parallel.grad_bucket import CommHook
 from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.replica import Replica
@@ -224,6 +225,18 @@ class DistributedDataParallel(nn.Module, Joinable):
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of all averaged gradients together, a tensor of shape ()."""
         return self._reducer.norm(self.device)
+
+    def divide_averaging(self, division: Division | None) -> None:
+        """Average from now on only what each rank needs of a gradient, for ranks that divide the optimizer's step.
+
+        Every rank calls it between the same backward passes. The elements of ``.grad`` that a rank does not need are
+        then those of its own gradient. It changes something where the phalanx backend averages gradients on the CPUs
+        of one host.
+
+        Args:
+            division: Which elements each rank needs, and whether any rank needs all; None: all ranks need all.
+        """
+        self._reducer.divide(division)
 
     def take_averaging_s(self) -> float:
         """Return the time that backward passes have spent averaging gradients since the last call, in seconds.

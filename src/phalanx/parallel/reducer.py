@@ -23,7 +23,9 @@ from phalanx._nested import tensors_in
 from phalanx._text import listed
 from phalanx._torch import current_graph_task_id, queue_callback
 from phalanx.data.epochs import repeated_orders
-from phalanx.parallel.buckets import BoundHook, Bucket, make_buckets
+from phalanx.parallel.bucket import BoundHook, Bucket
+from phalanx.parallel.buckets import make_buckets
+from phalanx.parallel.coalesced import CoalescedBucket, Division
 from phalanx.parallel.replica import Replica
 from phalanx.parallel.uneven_inputs import add_hint
 
@@ -75,6 +77,7 @@ class Reducer:
         self._comm_hook = comm_hook
         self._warns_of_unused = warns_of_unused
         self._averaging_s = self._waiting_s = 0.0
+        self._division: Division | None = None
         self._buckets: list[Bucket] = []
         self._handles: list[Any] = []
         weakref.finalize(self, _remove_all, self._handles).atexit = False
@@ -101,6 +104,7 @@ class Reducer:
             as_view=self._as_view,
             hooked=self._comm_hook is not None,
         )
+        self.divide(self._division)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         for parameter in accumulated:
             self._bucket_of[parameter].used.add(parameter)
@@ -258,6 +262,13 @@ class Reducer:
             for parameter in bucket.parameters:
                 parameter.grad = None
             bucket.store()  # for an optimizer that takes part, too, such as ZeroRedundancyOptimizer
+
+    def divide(self, division: Division | None) -> None:
+        """Average of each gradient what a rank needs, where gradients are averaged where they lie; None: all of it."""
+        self._division = division
+        for bucket in self._buckets:
+            if isinstance(bucket, CoalescedBucket):
+                bucket.division = division
 
     def scale(self, factor: float) -> None:
         """Multiply the means of the following passes by a factor."""

@@ -19,7 +19,7 @@ from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.feed import Collate, Part, whatever
 from phalanx.train.worker_init import WorkerInit
-from phalanx.train.worker_trial import AsInWorkers, WorkerTrial, untouched
+from phalanx.train.worker_trial import AsInWorkers, WorkerTrial, never_draws, untouched
 
 
 class DatasetFeed:
@@ -67,7 +67,10 @@ class DatasetFeed:
         dataset = untouched(self._dataset) if self._trial else self._dataset
         seeded = _SeededSamples(dataset, self._seed)
         parts = _FilledParts(self._batches, with_epoch=True)
-        return AsInWorkers(parts, lambda key: dataset[key[1]], seeded.__getitem__, self._collate)
+        return AsInWorkers(
+            parts, lambda key: dataset[key[1]], seeded.__getitem__, self._collate,
+            never_draws=never_draws(dataset, self._collate),
+        )  # fmt: skip
 
     def _begin_workers(self, num_workers: int) -> Iterator[Any]:
         """Go on with so many workers, or without any where they can't be started."""

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from phalanx import _torch, checkpoint
+from phalanx import checkpoint
 from phalanx._rank_group import RankGroup
 from phalanx.parallel import DistributedDataParallel
 from phalanx.parallel.pieces import ELEMENTWISE
 from phalanx.session import Session
-from phalanx.train.shards import Shards, divisible, has_room
+from phalanx.train.shards import Shards, divisible, has_hooks, has_room
 from phalanx.train.wrapper import is_sharded
 
 _NUM_TRIED, _NUM_COUNTED = 5, 3  # steps of each way; the first ones find nothing in place
@@ -27,7 +27,8 @@ class DividedStep:
     """Steps an optimizer; every rank calls `step`, once the ranks have averaged the gradients.
 
     The first steps are those of the plain optimizer, the next ones are divided, and from then on all ranks do what was
-    faster on the slowest of them. The bits are the same either way.
+    faster on the slowest of them. The bits are the same either way. It is the model's `Division` of the averaging, too:
+    where each rank steps its part, and nobody else sees the gradients, each needs the means of that part alone.
 
     Args:
         optimizer: Optimizer of the model's parameters.
@@ -35,14 +36,28 @@ class DividedStep:
         session: Session of this rank.
         how: "auto" divides where it is faster, "always" where it can, and "never" not at all.
         say: Function that shows a line to the user.
+        clips: Whether gradients are clipped, so that each rank reads all of them before the step.
+
+    Attributes:
+        is_next: Whether nothing but `step` reads the gradients that the ranks average now.
     """
 
+    is_next = False
+
     def __init__(
-        self, optimizer: optim.Optimizer, model: nn.Module, session: Session, how: str, say: Callable[[str], None]
+        self,
+        optimizer: optim.Optimizer,
+        model: nn.Module,
+        session: Session,
+        how: str,
+        say: Callable[[str], None],
+        *,
+        clips: bool,
     ) -> None:
         self._optimizer, self._how, self._say = optimizer, how, say
-        self._model = model
-        self._group = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self._model, self._clips = model, clips
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._group = None if self._ddp is None else self._ddp.process_group
         self._ranks = RankGroup()
         self._is_local = session.local_world_size == session.world_size
         self._is_decided = how == "never"
@@ -50,9 +65,22 @@ class DividedStep:
         self._times_s: list[float] = []
         self._undivided_s = 0.0
 
-    def step(self, step: Callable[[], object]) -> None:
-        """Step the optimizer by calling `step`, on this rank's part of the parameters or on all of them."""
-        begin_s = time.perf_counter()
+    def length(self, parameter: nn.Parameter) -> int:
+        """Return how many elements of a parameter each rank steps, but for the rest; 0: every rank steps all of it."""
+        return 0 if self._shards is None else self._shards.length(parameter)
+
+    def needs_whole(self) -> bool:
+        """Return whether anything on this rank reads all of the gradients that the ranks are about to average."""
+        return not self.is_next or self._shards is None or self._shards.needs_whole()
+
+    def step(self, step: Callable[[], object], averaging_s: float = 0.0) -> None:
+        """Step the optimizer by calling `step`, on this rank's part of the parameters or on all of them.
+
+        Args:
+            step: Function that steps the optimizer.
+            averaging_s: Time that averaging has taken, which a division shortens, too.
+        """
+        begin_s = time.perf_counter() - averaging_s
         if self._shards is None:
             step()
         else:
@@ -69,6 +97,11 @@ class DividedStep:
         if self._shards is not None:
             self._shards.end()
             self._shards = None
+            self._divide_averaging(None)
+
+    def _divide_averaging(self, division: DividedStep | None) -> None:
+        if self._ddp is not None and not self._clips:
+            self._ddp.divide_averaging(division)
 
     def _divide(self) -> None:
         """Divide the following steps, if all ranks can and it may pay."""
@@ -82,6 +115,7 @@ class DividedStep:
         if tries:
             try:
                 self._shards = Shards(self._optimizer, parameters, self._group)
+                self._divide_averaging(self)
             except RuntimeError as error:  # on every rank
                 self._is_decided = True
                 self._say(f"each rank steps the whole optimizer: {error}")
@@ -95,8 +129,7 @@ class DividedStep:
             or is_sharded(self._model)
             or type(optimizer) not in ELEMENTWISE
             or torch.get_num_threads() != 1  # more of them cut a parameter in other places
-            or any(getattr(optimizer, name, None) for name in _torch.HOOKS_OF_OPTIMIZER)  # which would see pieces
-            or any(map(len, (_torch.global_pre_hooks_of_optimizers, _torch.global_post_hooks_of_optimizers)))
+            or has_hooks(optimizer)  # which would see pieces
         ):
             return []
         parameters = dict(checkpoint.unwrap(self._model).named_parameters())
@@ -110,8 +143,10 @@ class DividedStep:
         if divided_s * _LEAST_GAIN > self._undivided_s:
             self.end()
             return
-        how = "the optimizer steps in blocks" if self._group is None else "each rank steps its part of the optimizer"
-        self._say(f"{how}: {divided_s * 1e3:.1f} ms a step instead of {self._undivided_s * 1e3:.1f} ms")
+        how, what = "the optimizer steps in blocks", "a step"
+        if self._group is not None:
+            how, what = "each rank steps its part of the optimizer", "for averaging and the step"
+        self._say(f"{how}: {divided_s * 1e3:.1f} ms {what} instead of {self._undivided_s * 1e3:.1f} ms")
 
     def _take_s(self) -> float:
         """Return the median of the last steps' times, and forget them."""

@@ -63,6 +63,20 @@ class Shards:
     def _length(self, parameter: nn.Parameter) -> int:
         return parameter.numel() // (self._size * CUT_ELEMS) * CUT_ELEMS
 
+    def length(self, parameter: nn.Parameter) -> int:
+        """Return how many elements of a parameter each rank steps, but for the rest; 0: every rank steps all of it."""
+        return self._length(parameter) if parameter in self._cuts else 0
+
+    def needs_whole(self) -> bool:
+        """Return whether this rank's next step reads more of an averaged gradient than this rank's range."""
+        optimizer = self._optimizer
+        own_step = vars(optimizer).get("step")  # a scheduler's wrapper of the class's function reads no gradient
+        return (
+            has_hooks(optimizer)
+            or (own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step)
+            or not all(cut.fits(optimizer.state) for cut in self._cuts.values())
+        )
+
     def step(self, step: Callable[[], object]) -> None:
         """Step the optimizer by calling `step`, and bring the parameters of all ranks here. Every rank calls it."""
         with _hooks_outside(self._optimizer):
@@ -96,6 +110,12 @@ class Shards:
         for cut in self._cuts.values() if self._group is not None else ():
             cut.let_go(self._optimizer.state.get(cut.parameter, {}))
         self._cuts = {}
+
+
+def has_hooks(optimizer: optim.Optimizer) -> bool:
+    """Return whether anything is called before or after an optimizer's step."""
+    own = (getattr(optimizer, name, None) for name in _torch.HOOKS_OF_OPTIMIZER)
+    return any((*own, _torch.global_pre_hooks_of_optimizers, _torch.global_post_hooks_of_optimizers))
 
 
 @contextlib.contextmanager
@@ -146,11 +166,7 @@ class _Cut:
         if grad is None:
             return (parameter,)
         values = state.get(parameter, {})
-        if (
-            grad.layout is not torch.strided
-            or parameter.stride() != self._stride
-            or not self._state.keys() <= values.keys()
-        ):
+        if grad.layout is not torch.strided or not self._has_state(values):
             self.let_go(values)  # the same on every rank, as what made it so
             return (parameter,)
         self._take_over(values)
@@ -165,6 +181,16 @@ class _Cut:
             block.grad = elements[of]
             state[block] = own
         return self._blocks
+
+    def _has_state(self, values: dict[str, Any]) -> bool:
+        """Return whether the optimizer has all of the parameter's state, and the parameter the layout that it had."""
+        return self.parameter.stride() == self._stride and self._state.keys() <= values.keys()
+
+    def fits(self, state: dict[Any, Any]) -> bool:
+        """Return whether the next step takes this rank's blocks out of the gradient as it lies, if there is one."""
+        grad = self.parameter.grad
+        is_alike = grad is None or (grad.layout is torch.strided and grad.stride() == self._stride)
+        return is_alike and self._has_state(state.get(self.parameter, {}))
 
     def _take_over(self, values: dict[str, Any]) -> None:
         """Let the blocks have what the optimizer has of the parameter, if they do not have it already."""

@@ -62,15 +62,17 @@ class Stepper:
         self.scaler: torch.amp.GradScaler = session.grad_scaler(settings.precision)
         self.named: NamedParts = NamedParts()
         self.grad_norm: Tensor | None = None
+        self._averaging_s = 0.0  # of the last pass, without waiting
 
     def begin(self, run_log: RunLog, step: int) -> FiniteGuard:
         """Time the phases of the steps after `step` for the run log, and return the guard that looks at them."""
         self._clock = run_log.clock
         how = "never" if self.scaler.is_enabled() else self._divides
-        self._divided = DividedStep(self._optimizer, self._model, self._session, how, run_log.say)
+        clips = self._clip_norm is not None
+        self._divided = DividedStep(self._optimizer, self._model, self._session, how, run_log.say, clips=clips)
         self._guard = FiniteGuard(
             self._settings.on_nan, self._module, self._objective, self._ranks, run_log,
-            autocast=self.autocast, skips_steps=self.scaler.is_enabled(), clips=self._clip_norm is not None, step=step,
+            autocast=self.autocast, skips_steps=self.scaler.is_enabled(), clips=clips, step=step,
         )  # fmt: skip
         if self._clip_norm is not None and self._ddp is not None:
             self._ddp.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
@@ -121,13 +123,17 @@ class Stepper:
         if weight != 1:
             loss = loss * weight
         clock.lap("forward")
+        self._divided.is_next = True
         self.scaler.scale(loss).backward()
+        self._divided.is_next = False
         loss = loss.detach()
         self._guard.look_at_loss(loss, batch, step, epoch)
         clock.lap("backward")
         if self._ddp is not None:
-            clock.move(self._ddp.take_averaging_s(), "backward", "exchange")
-            clock.move(self._ddp.take_waiting_s(), "exchange", "wait")
+            averaging_s, waiting_s = self._ddp.take_averaging_s(), self._ddp.take_waiting_s()
+            clock.move(averaging_s, "backward", "exchange")
+            clock.move(waiting_s, "exchange", "wait")
+            self._averaging_s = averaging_s - waiting_s
         return loss
 
     def optimize(self, step: int, epoch: int) -> None:
@@ -136,7 +142,7 @@ class Stepper:
         if self._clip_norm is not None:
             self.grad_norm = self._clip(self._clip_norm)
             self._guard.look_at_norm(self.grad_norm, step, epoch)
-        self._divided.step(self._step)
+        self._divided.step(self._step, self._averaging_s)
         self.scaler.update()
         self._optimizer.zero_grad()
         if self._scheduler is not None:
