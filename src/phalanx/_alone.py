@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 
-from phalanx import _env, _torch
+from phalanx import _env
 from phalanx._launched import Launch
 
 _wants_others = False
@@ -27,6 +27,8 @@ def watch() -> None:
 
 
 def _tell(launch: Launch, pid: int) -> None:
+    from phalanx import _torch  # not for the supervisor, which only forks
+
     distributed = sys.modules.get("torch.distributed")
     has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if os.getpid() == pid and not (_wants_others or has_group) and _torch.has_made_optimizer():

@@ -34,7 +34,8 @@ def test_how_threads_wait_is_the_users_if_he_has_said_it(name):
     ("environ", "forks"),
     [
         ({}, True), ({"OMP_PROC_BIND": "false"}, True), ({"OMP_PROC_BIND": "FALSE", "OMP_PLACES": "cores"}, True),
-        ({"OMP_PROC_BIND": "true"}, False), ({"OMP_PLACES": "cores"}, False), ({"GOMP_CPU_AFFINITY": "0-3"}, False),
+        ({"OMP_PROC_BIND": "true"}, False), ({"OMP_PLACES": "cores"}, False),
+        ({"OMP_PLACES": "{0},{1}"}, True), ({"GOMP_CPU_AFFINITY": "0-3"}, True),
         ({"KMP_AFFINITY": "compact"}, False),
     ],
 )  # fmt: skip

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,7 +139,8 @@ def grow(trainer):
 
 def shrink(trainer):
     if trainer.step == 4:
-        trainer.optimizer.param_groups[0]["params"].pop(2)  # a divided one
+        parameter = trainer.optimizer.param_groups[0]["params"].pop(2)  # a divided one
+        trainer.optimizer.state.pop(parameter)
 
 
 def clip_and_schedule(trainer):
@@ -335,3 +340,17 @@ def state_after(rank, world_size, folder):
 
 def test_after_the_training_each_rank_has_a_state_of_its_own(run_ranks, tmp_path):
     assert run_ranks(state_after, 2, str(tmp_path), timeout_s=60) == [(0.0, 0.0), (1.0, 1.0)]
+
+
+def bits_of_job(folder, *arguments):
+    script = Path(__file__).parent / "_divided.py"
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", "1", str(script)]
+    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"BITS (\w+)", done.stdout)), "restart 1 of 1" in done.stderr
+
+
+def test_a_rank_that_is_killed_in_a_divided_run_leaves_the_bits_of_a_whole_one(tmp_path):
+    (whole,), was_restarted = bits_of_job(tmp_path, "never", "-1")
+    assert not was_restarted
+    assert bits_of_job(tmp_path, "always", "9") == ({whole}, True)

@@ -128,7 +128,7 @@ class OpensLate(Dataset):
 
 
 class Wrapped(Dataset):
-    """What torch's own wrappers do not know, with a `__getattr__` that no copy can live with."""
+    """What torch's own wrappers do not know, with a `__getattr__` that copy.copy can't live with."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -177,12 +177,28 @@ def test_processes_that_load_do_not_share_a_file_that_was_opened_before_them(run
     assert opened is None
 
 
+class Slotted(Dataset):
+    __slots__ = ("held",)
+
+    def __init__(self, held):
+        self.held = held
+
+    def __len__(self):
+        return len(self.held)
+
+
 def test_what_can_not_be_copied_is_loaded_from_as_it_is():
     samples = Augmented()
-    for data in ([1, 2], samples, Wrapped(samples), torch.utils.data.TensorDataset(torch.zeros(3))):
+    whole = samples, Wrapped(samples), Slotted(samples), torch.utils.data.TensorDataset(torch.zeros(3))
+    for data in ([1, 2], *whole):
         twin = untouched(data)
         assert len(twin) == len(data)
-        assert (twin is data) == isinstance(data, list | Wrapped)
+        assert (twin is data) == isinstance(data, list)
+    assert untouched(whole[1]).dataset is not samples
+
+
+def test_a_dataset_that_drops_something_when_it_is_pickled_has_it_in_this_process():
+    assert untouched(Holding(samples := Augmented()))._held["by"][0] is samples
 
 
 class Holding(Dataset):

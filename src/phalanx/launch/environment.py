@@ -13,13 +13,15 @@ from phalanx.launch.cpus import Share
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # By which a user says how threads of OpenMP wait; the last three are those of GCC's and of LLVM's (Intel's) runtime.
 WAIT_VARIABLES = frozenset(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
-# By which a user binds threads of OpenMP to CPUs; the runtime chooses these when it is loaded.
-_BIND_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET")
+# By which a user binds threads of OpenMP; the runtime then chooses among the CPUs that it finds when it is loaded.
+_BIND_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "KMP_HW_SUBSET")
 
 
 def binds_threads(environ: Mapping[str, str]) -> bool:
     """Whether OpenMP binds threads to CPUs of the process that loads it, which ranks forked from it would share."""
-    return environ.get("OMP_PROC_BIND", "").lower() != "false" and any(map(environ.get, _BIND_VARIABLES))
+    if environ.get("OMP_PROC_BIND", "").lower() == "false" or environ.get("OMP_PLACES", "").startswith("{"):
+        return False  # numbers of CPUs mean the same in every process
+    return any(map(environ.get, _BIND_VARIABLES))
 
 
 def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:

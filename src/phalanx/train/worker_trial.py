@@ -158,8 +158,8 @@ def _apart(value: Any, known: dict[int, Any]) -> Any:
         return known[id(value)]
     if isinstance(value, Dataset) and not isinstance(value, IterableDataset):
         try:
-            twin = known[id(value)] = copy.copy(value)
-        except Exception:  # user code: one with a __getattr__ of its own may recurse before it has its attributes
+            twin = known[id(value)] = _twin(value)
+        except Exception:  # of a class that is more than Python's own
             return value
         for name, held in [*getattr(twin, "__dict__", {}).items()]:
             twin.__dict__[name] = _apart(held, known)
@@ -169,6 +169,16 @@ def _apart(value: Any, known: dict[int, Any]) -> Any:
     if type(value) in (list, tuple) and any(isinstance(held, Dataset) for held in value[:1]):
         return type(value)(_apart(held, known) for held in value)
     return value
+
+
+def _twin(value: Any) -> Any:
+    """Return another object with the same attributes: not a copy as by pickling, for which a class may drop some."""
+    kind = type(value)
+    if any(vars(base).get("__slots__") for base in kind.__mro__):
+        return copy.copy(value)
+    twin = object.__new__(kind)
+    twin.__dict__.update(value.__dict__)
+    return twin
 
 
 class _Numbers:

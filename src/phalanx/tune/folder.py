@@ -34,7 +34,10 @@ def folder_of_jobs() -> Iterator[str]:
 
 def _sweep(parent: str) -> None:
     """Remove our user's folders whose search has ended."""
-    for entry in os.scandir(parent):
+    entries: list[os.DirEntry[str]] = []
+    with contextlib.suppress(PermissionError):  # one may make folders there, and not look what there is
+        entries += os.scandir(parent)
+    for entry in entries:
         with contextlib.suppress(OSError):  # another search is faster, or it is in use
             facts = entry.stat(follow_symlinks=False)
             if entry.name.startswith(PREFIX) and stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid():
