@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import phalanx
+from phalanx.backend._arguments import Arguments
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.backend._memory import OtherDevice
 from tests.backend.test_observers import needs_python_backends, record_flight
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -105,13 +107,21 @@ def use_gloo_for_a_gpu(rank, world_size):
     inner.allreduce([total := torch.full((2,), rank + 1.0)]).wait()
     with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
         dist.all_reduce(torch.empty(2, device="meta"))
-    return type(inner) is Gloo, total.tolist(), summed()
+    before = summed()
+    group._operations._goes_plainly = lambda *_, **__: False
+    Arguments.check = refuse_as_if_on_a_gpu
+    dist.all_reduce(total)
+    return type(inner) is Gloo, total.tolist(), before
+
+
+def refuse_as_if_on_a_gpu(self, tensor):
+    raise OtherDevice("on a GPU", "cuda")
 
 
 def test_tensors_of_a_gpu_have_gloo_itself(run_ranks):
     env = {"PHALANX_REPLACE": "gloo"}
     results = run_ranks(use_gloo_for_a_gpu, 2, init=False, env=env)
-    assert results == [(True, [3.0, 3.0], ("PhalanxGroup", 2.0))] * 2
+    assert results == [(True, [6.0, 6.0], ("PhalanxGroup", 2.0))] * 2
 
 
 def gloo_for_one_rank(rank, world_size):

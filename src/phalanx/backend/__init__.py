@@ -18,7 +18,7 @@ from phalanx import _core, _torch
 from phalanx._env import seconds
 from phalanx._last_words import tell_when_ended
 from phalanx._settings import GroupOptions
-from phalanx.backend._adapters import GroupName, PhalanxGroup, keep, keep_from_compiler, kept_groups
+from phalanx.backend._adapters import CLASSES, GroupName, PhalanxGroup, keep, keep_from_compiler, kept_groups
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._core_failures import from_core, report_core_stall
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
@@ -89,7 +89,7 @@ def _serve_monitored_barrier() -> None:
 def _begin() -> None:
     """Do what a process needs before its first group, but not when it imports this package."""
     atexit.register(_end_as_member)
-    keep_from_compiler()
+    keep_from_compiler(*CLASSES)
     if not HAS_PYTHON_BACKENDS:
         _serve_monitored_barrier()
 
@@ -173,12 +173,18 @@ def build_group(
 def _backend(operations: Operations, timeout: timedelta, store: Store, global_ranks: list[int]) -> Any:
     """Return the backend that C++ callers reach, from torch 2.14 on."""
     if operations.title == GLOO:
-        from phalanx.backend._gloo_shape import GlooShaped
-
-        return GlooShaped(operations, timeout, store, global_ranks)
+        return _gloo_shaped()(operations, timeout, store, global_ranks)
     from phalanx.backend._adapters import PhalanxBackend
 
     return PhalanxBackend(operations, timeout)
+
+
+@functools.cache
+def _gloo_shaped() -> Any:
+    from phalanx.backend._gloo_shape import GlooShaped
+
+    keep_from_compiler(GlooShaped)
+    return GlooShaped
 
 
 def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, backend_options: Any) -> None:

@@ -39,7 +39,7 @@ class _Common:
 
     def getBackendName(self) -> str:
         """Return the name for C++ callers. torch's DDP would read a backend named gloo as a C++ ProcessGroupGloo."""
-        return "phalanx"
+        return "phalanx" if HAS_PYTHON_BACKENDS else self._operations.title  # before, there is one inside
 
     def name(self) -> str:
         return self._operations.title
@@ -266,8 +266,10 @@ if HAS_PYTHON_BACKENDS:
         setattr(PhalanxBackend, _method, _operation(_method))
 
 
-def keep_from_compiler() -> None:
-    """Keep torch.compile from tracing the methods of groups and works."""
-    classes = (_Common, PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))
+CLASSES = (_Common, PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))
+
+
+def keep_from_compiler(*classes: type) -> None:
+    """Keep torch.compile from tracing the methods of classes."""
     members = [member for cls in classes for member in vars(cls).values()]
     _torch.keep_from_compiler(member.__code__ for member in members if isinstance(member, FunctionType))
