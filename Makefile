@@ -51,11 +51,11 @@ release: $(VENV)/built
 	$(BIN)/python tools/release.py check
 	rm -rf dist
 	$(MAKE) wheels ONLY=
-	$(BIN)/python -m pytest -m slow tests/platforms
+	$(BIN)/python -m pytest -m wheels tests/platforms
 	$(BIN)/python tools/release.py tag
 
 test: $(VENV)/built
-	$(BIN)/python -m pytest -m "not cluster and not slow and not integrations" $(TESTS)
+	$(BIN)/python -m pytest -m "not cluster and not slow and not integrations and not wheels" $(TESTS)
 
 integrations:
 	$(MAKE) VENV=.venv-integrations MORE=requirements-integrations.txt test-integrations

@@ -108,6 +108,7 @@ def needs_hosts():
 
 _MARKED = {
     "integrations": ("tests/libraries/",),
+    "wheels": ("tests/platforms/test_wheels.py",),
     "cluster": (
         "tests/clusters/",
         "tests/hosts/test_cuts.py",
@@ -118,6 +119,7 @@ _MARKED = {
     "slow": (
         "tests/bench/",
         "tests/conformance/test_harness.py",
+        "tests/replace/test_exam.py",
         "tests/core/test_core_build.py",
         "tests/core/test_model.py",
         "tests/replace/test_exam.py",

@@ -32,10 +32,7 @@ assert torch.equal(tensor, 2 * torch.arange(1000.0) + 1)
 print("summed")
 """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="installs the wheels for x86-64"),
-]
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="installs the wheels for x86-64")
 
 
 def run(*command, path="", **options):
