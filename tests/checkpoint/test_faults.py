@@ -175,13 +175,34 @@ def test_a_call_that_another_rank_does_not_make_is_told_on_gloo(run_ranks, tmp_p
     run_ranks(save_on_rank_0_of_gloo, 2, str(tmp_path / "c"), backend="gloo")
 
 
+def signed(data):
+    sha256 = Future()
+    sha256.set_result("0" * 64)
+    return memoryview(data), sha256
+
+
+def test_a_rank_whose_signature_another_has_published_at_once_has_written(tmp_path, monkeypatch):
+    """The folder has moved before the rank goes on."""
+    draft = folders.begin(str(tmp_path), 1, 2, None)
+    draft.write(0, *signed(b"x"))
+    rename = os.rename
+
+    def rename_and_publish(path, to):
+        rename(path, to)
+        if to.endswith(f"{folders.file_of(1)}.json"):
+            assert draft.publish()
+
+    monkeypatch.setattr(os, "rename", rename_and_publish)
+    draft.write(1, *signed(b"y"))
+    assert not draft.publish()
+    assert [c.step for c in ckpt.list_checkpoints(tmp_path)] == [1]
+
+
 def test_a_rank_that_comes_to_publish_too_late_does_no_harm(tmp_path, monkeypatch):
     """It has seen all signatures, and another has published and taken them away before it goes on."""
     draft = folders.begin(str(tmp_path), 1, 2, None)
     for rank in range(2):
-        sha256 = Future()
-        sha256.set_result("0" * 64)
-        draft.write(rank, memoryview(b"x"), sha256)
+        draft.write(rank, *signed(b"x"))
     late, published = [], ["manifest.json", *map(folders.file_of, range(2))]
 
     def sync(path):

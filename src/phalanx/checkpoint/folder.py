@@ -190,7 +190,8 @@ class Draft:
         name = file_of(rank)
         _write_past_cache(os.path.join(self.path, name), image)
         signed = {"size_bytes": len(image), "sha256": sha256.result()}
-        _write_whole(os.path.join(self.path, f"{name}.json"), json.dumps(signed))
+        # From here on another rank may publish and move the folder. It syncs the folder, and the signature goes then.
+        write_whole(os.path.join(self.path, f"{name}.json"), json.dumps(signed))
 
     def publish(self) -> bool:
         """Give the checkpoint its name if all ranks have signed; return whether this call did."""

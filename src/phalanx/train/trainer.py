@@ -208,7 +208,7 @@ class Trainer:
         loaded = self._take_up(data)
         if not self._is_over():
             refuse_unwritable(self.checkpoints, self._ranks)
-        with self._begin(loaded) as self._run_log, self._until_signal() as self._preemption, self._stepper:
+        with self._until_signal() as self._preemption, self._begin(loaded) as self._run_log, self._stepper:
             if validation_data is not None and not self._is_over():
                 self._evaluator.rehearse(validation_data, s.monitor)
             self._call("on_fit_start")
@@ -374,6 +374,7 @@ class Trainer:
         return run_log
 
     def _until_signal(self) -> Preemption:
+        """Open it before anything is said: who reads that training begins may already ask for its end."""
         return Preemption(speaks=self.session.is_main, checkpoints=self.checkpoints)
 
     def _may_keep(self) -> bool:
