@@ -90,7 +90,7 @@ def _computing_s() -> float:
 
 
 class AsInWorkers:
-    """Loads batches in this process, with the samples that loading processes would give.
+    """Loads batches in this process, with the samples that any number of loading processes gives.
 
     There, each sample is seeded by itself. To seed takes long, so here it is done once a batch is seen to draw random
     numbers, that batch included; the process's own numbers stay as they are.
@@ -116,9 +116,10 @@ class AsInWorkers:
         self._draws, self._never_draws = False, never_draws
 
     def __iter__(self) -> Iterator[Any]:
-        return _trial.counted(self._load(keys) for keys in self._batches)
+        return _trial.counted(map(self.load, self._batches))
 
-    def _load(self, keys: list[Any]) -> Any:
+    def load(self, keys: list[Any]) -> Any:
+        """Return the batch of these samples."""
         if self._never_draws:
             return self._collate([self._plain(key) for key in keys])
         if not self._draws:
@@ -130,6 +131,20 @@ class AsInWorkers:
             before.restore()
         with random_state_kept():
             return self._collate([self._seeded(key) for key in keys])
+
+
+class WholeBatches(Dataset[Any]):
+    """The same batches for a loader with processes, in each of which samples are seeded only if a batch has drawn.
+
+    To seed takes longer than to load many a sample, and would not have been timed.
+    """
+
+    def __init__(self, batches: AsInWorkers) -> None:
+        self._batches = batches
+
+    def __getitems__(self, keys: list[Any]) -> Any:
+        """Return the batch of these samples, collated."""
+        return self._batches.load(keys)
 
 
 def never_draws(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
