@@ -309,7 +309,16 @@ def trial(load_s, computing, step_s):
 
 
 @pytest.mark.parametrize(
-    ("load_s", "step_s", "want"), [(0.001, 0.1, 0), (0.01, 0.1, 1), (0.1, 0.1, 2), (0.39, 0.1, 5), (9, 0.1, 16)]
+    ("load_s", "step_s", "want"),
+    [
+        (0.001, 0.1, 0),
+        (0.0015, 0.005, 0),
+        (0.0025, 0.005, 1),
+        (0.01, 0.1, 1),
+        (0.1, 0.1, 2),
+        (0.39, 0.1, 5),
+        (9, 0.1, 16),
+    ],
 )
 def test_loading_that_waits_gets_as_many_workers_as_keep_up_with_the_steps(load_s, step_s, want):
     assert trial(load_s, 0.1, step_s) == want

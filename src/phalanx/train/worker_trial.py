@@ -25,6 +25,7 @@ from phalanx.train.shareable import unshareable
 
 _NUM_SETTLING, _NUM_COUNTED = 2, 5  # steps
 _NEGLIGIBLE = 0.03  # of a step
+_HANDED_OVER_S = 2e-3  # that a batch takes from another process to this one; 1.6 ms for two small tensors, on 2 cores
 _HEADROOM = 1.25  # workers share CPUs, and do not all take equally long
 _MOST = 16
 
@@ -65,7 +66,7 @@ class WorkerTrial:
         num_free = len(usable_cpus()) - torch.get_num_threads()
         table = self._ranks.gather_numbers([load_s, computing_s / load_s, max(step_s, 1e-6), num_free])
         load_s, computing, step_s = max(row[0] for row in table), max(row[1] for row in table), min(r[2] for r in table)
-        if load_s < _NEGLIGIBLE * step_s:
+        if load_s < max(_NEGLIGIBLE * step_s, _HANDED_OVER_S):
             return 0
         num = math.ceil(_HEADROOM * load_s / step_s)
         num = min(num, _MOST if computing < 0.5 else max(0, int(min(row[3] for row in table))))
