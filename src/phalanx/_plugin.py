@@ -52,7 +52,7 @@ def autoload() -> None:
         from phalanx import _env
 
         environ = _env.environment()
-        if _env.REPLACE_VARIABLE in environ:
+        if environ.get(_env.REPLACE_VARIABLE):
             from phalanx import _replace
 
             _replace.obey()

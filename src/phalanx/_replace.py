@@ -68,15 +68,14 @@ class _AsPlugin:
     def _create(cls, options: Any, backend_options: Any) -> Any:
         if getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
             _in_place.say_once("a group with enable_reconfigure stays on Gloo: phalanx can't change its ranks")
-            return cls._gloo(options)
+            return cls._gloo(options, enable_reconfigure=True)
         return _make(options, backend_options) or cls._gloo(options)
 
     @staticmethod
-    def _gloo(options: Any) -> Any:
+    def _gloo(options: Any, **asked: Any) -> Any:
         """Return what torch would have made."""
         from torch.distributed import ProcessGroupGloo
 
-        asked = {"enable_reconfigure": True} if getattr(options, "enable_reconfigure", False) else {}
         gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout, **asked)
         gloo.options.global_ranks_in_group = options.global_ranks_in_group
         gloo.options.group_name = options.group_id

@@ -86,6 +86,10 @@ class Collectives:
         kernel, code = (0, -1) if reduce_op is None else codes_of(reduce_op)
         return self._core.run_plain(kind, ins, outs, root, kernel, code, opts.timeout)
 
+    def _profiled(self, op: str, inputs: Tensors, settle: Settle | None = None) -> Settle:
+        """Open a profiler event under the backend's name; return a function that settles and closes it."""
+        return profiled(f"{self.title}:{op}", inputs, settle)
+
     def _run(
         self,
         call: _core.Call,
@@ -108,7 +112,7 @@ class Collectives:
             inputs: Tensors whose shapes a profiler records; None: `result`.
         """
         if is_profiling() and not self._in_event:
-            settle = profiled(f"{self.title}:{call.op}", result if inputs is None else inputs, settle)
+            settle = self._profiled(call.op, result if inputs is None else inputs, settle)
         timeout = opts.timeout  # the core is not bound to a local variable: a traceback would keep it alive
         if not opts.asyncOp:
             self._core.run(call, *at, timeout, None)

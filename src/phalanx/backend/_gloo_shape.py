@@ -34,9 +34,10 @@ class GlooShaped(PhalanxBackend):
         super().__init__(operations, timeout)
         self._store = store
         self._timeout = timeout
+        self._limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
         self._gloo: Any = None
         self._making = threading.Lock()
-        self._options = _torch.gloo_options(timeout=timedelta(seconds=seconds("timeout", timeout)))
+        self._options = _torch.gloo_options(timeout=self._limit)
         self._options.global_ranks_in_group = global_ranks
 
     @property  # type: ignore[misc] # isinstance asks for it
@@ -56,9 +57,8 @@ class GlooShaped(PhalanxBackend):
             if self._gloo is None:
                 self._operations._core.run(BARRIER, [], [], self._timeout, None)
                 store = c10d.PrefixStore("gloo", self._store)
-                limit = timedelta(seconds=seconds("timeout", self._timeout))
                 with closed_at_exec():
-                    self._gloo = c10d.ProcessGroupGloo(store, self.rank(), self.size(), timeout=limit)
+                    self._gloo = c10d.ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._limit)
             return self._gloo
 
     def shutdown(self) -> None:

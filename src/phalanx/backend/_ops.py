@@ -20,7 +20,7 @@ from phalanx._launched import note_progress
 from phalanx._torch import is_profiling  # by name: finding it costs half of what asking does
 from phalanx.backend._arguments import Arguments
 from phalanx.backend._collectives import UNSET, Call, Collectives, Options, Settle
-from phalanx.backend._flight import Joined, profiled
+from phalanx.backend._flight import Joined
 from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, addresses_of, do_overlap
 from phalanx.backend._types import DTYPE_CODES, RedOpType
@@ -71,7 +71,7 @@ class Operations(Collectives):
     ) -> PhalanxWork | None:
         """Run several operations as one, in order."""
         if is_profiling() and not self._in_event:
-            settle = profiled(f"{self.title}:{op}", inputs, settle)
+            settle = self._profiled(op, inputs, settle)
         self._in_event = True
         try:
             works = [work for call in calls if (work := call(opts)) is not None]
@@ -130,7 +130,7 @@ class Operations(Collectives):
             if done is not None:
                 squares, self.average_waited_s = done
                 return squares
-        close = profiled(f"{self.title}:average_coalesced", tensors, None) if is_profiling() else None
+        close = self._profiled("average_coalesced", tensors) if is_profiling() else None
         given = self.arguments("average_coalesced")
         squares = waited_s = 0.0
         by_dtype: dict[torch.dtype, Tensors] = {}
@@ -211,7 +211,7 @@ class Operations(Collectives):
         request = getattr(self._core, given.op)(buffer.data_ptr(), *codes, buffer.numel(), peer, tag, call_site())
         settle: Settle = given.settle
         if is_profiling():
-            settle = profiled(f"{self.title}:{'recvAnySource' if peer < 0 else given.op}", tensors, settle)
+            settle = self._profiled("recvAnySource" if peer < 0 else given.op, tensors, settle)
         return self._started(request, tensors, settle, buffer)
 
     def _started(

@@ -19,7 +19,7 @@ from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.feed import Collate, Part, whatever
 from phalanx.train.worker_init import WorkerInit
-from phalanx.train.worker_trial import AsInWorkers, WholeBatches, WorkerTrial, never_draws, untouched
+from phalanx.train.worker_trial import WholeBatches, WorkerTrial, never_draws, untouched
 
 
 class DatasetFeed:
@@ -55,7 +55,7 @@ class DatasetFeed:
         """Return a loader with so many processes; if the number was `is_chosen` here, it loads as in the trial."""
         samples = self._dataset if self._seeded is None else self._seeded
         return torch_data.DataLoader(
-            WholeBatches(self._seeded_where_drawn(self._dataset)) if is_chosen else samples,
+            self._seeded_where_drawn(self._dataset) if is_chosen else samples,
             batch_sampler=_FilledParts(self._batches, with_epoch=self._seeded is not None),
             num_workers=num_workers,
             collate_fn=_as_it_is if is_chosen else self._collate,
@@ -68,10 +68,10 @@ class DatasetFeed:
     def _without_workers(self) -> Iterable[Any]:
         return self._seeded_where_drawn(untouched(self._dataset) if self._trial else self._dataset)
 
-    def _seeded_where_drawn(self, dataset: Any) -> AsInWorkers:
+    def _seeded_where_drawn(self, dataset: Any) -> WholeBatches:
         samples = _SeededSamples(dataset, self._seed)
         parts = _FilledParts(self._batches, with_epoch=True)
-        return AsInWorkers(
+        return WholeBatches(
             parts, samples.plain, samples.__getitem__, self._collate, never_draws=never_draws(dataset, self._collate)
         )
 

@@ -90,11 +90,11 @@ def _computing_s() -> float:
     return time.process_time() + waited_ns * 1e-9
 
 
-class AsInWorkers:
-    """Loads batches in this process, with the samples that any number of loading processes gives.
+class WholeBatches(Dataset[Any]):
+    """Batches with the samples that any number of loading processes gives: to iterate over here, or to load from there.
 
-    There, each sample is seeded by itself. To seed takes long, so here it is done once a batch is seen to draw random
-    numbers, that batch included; the process's own numbers stay as they are.
+    Those processes seed each sample by itself. To seed takes longer than to load many a sample, so here it is done once
+    a batch is seen to draw random numbers, that batch included; the process's own numbers stay as they are.
 
     Args:
         batches: Keys of the samples in each batch.
@@ -117,10 +117,10 @@ class AsInWorkers:
         self._draws, self._never_draws = False, never_draws
 
     def __iter__(self) -> Iterator[Any]:
-        return _trial.counted(map(self.load, self._batches))
+        return _trial.counted(map(self.__getitems__, self._batches))
 
-    def load(self, keys: list[Any]) -> Any:
-        """Return the batch of these samples."""
+    def __getitems__(self, keys: list[Any]) -> Any:
+        """Return the batch of these samples, collated."""
         if self._never_draws:
             return self._collate([self._plain(key) for key in keys])
         if not self._draws:
@@ -132,20 +132,6 @@ class AsInWorkers:
             before.restore()
         with random_state_kept():
             return self._collate([self._seeded(key) for key in keys])
-
-
-class WholeBatches(Dataset[Any]):
-    """The same batches for a loader with processes, in each of which samples are seeded only if a batch has drawn.
-
-    To seed takes longer than to load many a sample, and would not have been timed.
-    """
-
-    def __init__(self, batches: AsInWorkers) -> None:
-        self._batches = batches
-
-    def __getitems__(self, keys: list[Any]) -> Any:
-        """Return the batch of these samples, collated."""
-        return self._batches.load(keys)
 
 
 def never_draws(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
