@@ -1,5 +1,6 @@
 # make demo   set up a virtual environment, build, train the README's model on two processes
 # make test   set up, run the tests                make check        what CI runs: format, lint, types, all tests
+# make docs   check and build the book, docs/en and docs/zh, into build/docs
 # make integrations  train under Accelerate, transformers, Lightning, ... on Gloo and in its place, in a virtual environment of its own
 # make cluster  the tests of several hosts, Slurm and MPI; as root
 # make slow   the tests of the benchmarks, the exam, the model; random faults; the core's own tests, sanitized
@@ -12,7 +13,7 @@
 # make bench-hosts  collectives between hosts, which are namespaces of this machine; as root
 # make stress the long forms of the fault and start-up tests         make model  check the flag protocol with SPIN
 # make wheels build and check the wheels and the sdist of a release; ONLY="cp312-x86_64 sdist" builds these alone
-# make release  all that comes before an upload, see docs/release.md
+# make release  all that comes before an upload, see docs/en/contributing/releases.md
 #
 # make test TORCH=2.13.0 tests on another torch, in a virtual environment of its own.
 # Packages are installed by uv where it is there; by pip with UV=, and where pip was told of other places to install from, which
@@ -29,7 +30,7 @@ GPUS := $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg)
 CPU_ONLY = $(if $(UV),UV_TORCH_BACKEND=cpu make demo,PIP_EXTRA_INDEX_URL=INDEX make demo; README.md says what INDEX is)
 WHEEL_TOOLS := build/wheels/tools
 
-.PHONY: demo wheels release test integrations test-integrations cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: demo docs wheels release test integrations test-integrations cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -54,8 +55,11 @@ release: $(VENV)/built
 	$(BIN)/python -m pytest -m wheels tests/platforms
 	$(BIN)/python tools/release.py tag
 
+# Two files at a time, which wait more than they compute; then the tests that measure, with nothing beside them.
+# pytest exits with 5 if there is nothing to do.
 test: $(VENV)/built
-	$(BIN)/python -m pytest -m "not cluster and not slow and not integrations and not wheels" $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (cluster or slow or integrations or wheels or alone)" $(TESTS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "alone" $(TESTS) || [ $$? = 5 ]
 
 integrations:
 	$(MAKE) VENV=.venv-integrations MORE=requirements-integrations.txt test-integrations
@@ -66,12 +70,17 @@ test-integrations: $(VENV)/built
 cluster slow: $(VENV)/built
 	$(BIN)/python -m pytest -m $@ tests
 
-check: lint test cluster slow
+check: lint docs test cluster slow
 
 lint: $(VENV)/built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+
+docs: $(VENV)/built
+	$(BIN)/python tools/book.py check
+	$(BIN)/python tools/book.py build
 
 bench: $(VENV)/built
 	$(BIN)/python -m bench

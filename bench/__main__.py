@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from bench import plan, report
+from bench import plan, record, report
 from bench.plan import Point, Settings
 from bench.ranks import RankSet, find_mpi, mpirun_command
 
@@ -22,7 +22,7 @@ def _list(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def parse_arguments(args: list[str] | None = None) -> tuple[Settings, Path]:
+def parse_arguments(args: list[str] | None = None) -> tuple[Settings, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: about a minute")
     parser.add_argument("--only", type=_list, metavar="OP,OP", help=f"of {', '.join(plan.OPS)}")
@@ -32,6 +32,7 @@ def parse_arguments(args: list[str] | None = None) -> tuple[Settings, Path]:
     parser.add_argument("--turn-ms", type=float, help="length of a turn, where operations are faster")
     parser.add_argument("--no-mpi", action="store_true", help="leave out Open MPI")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for bench.json and bench.png")
+    record.add_arguments(parser, "bench.json")
     given = parser.parse_args(args)
     changes = dict(plan.QUICK) if given.quick else {}
     if given.only:
@@ -50,7 +51,7 @@ def parse_arguments(args: list[str] | None = None) -> tuple[Settings, Path]:
         changes["rounds"] = max(given.rounds, 2)
     if given.turn_ms:
         changes["turn_s"] = given.turn_ms / 1e3
-    return replace(Settings(), **changes, mpi=not given.no_mpi), given.out
+    return replace(Settings(), **changes, mpi=not given.no_mpi), given
 
 
 def measure(point: Point, sets: dict[str, RankSet], point_s: float) -> report.Result:
@@ -95,7 +96,8 @@ def measure_world(settings: Settings, world_size: int) -> list[report.Result]:
 
 
 def main() -> None:
-    settings, out = parse_arguments()
+    settings, given = parse_arguments()
+    out, json = given.out, given.json or given.out / "bench.json"
     start = time.monotonic()
     mpi_version = ""
     if settings.mpi:
@@ -114,8 +116,8 @@ def main() -> None:
     report.print_results(results)
     report.print_verdicts(verdicts)
     out.mkdir(parents=True, exist_ok=True)
-    report.write_json(out / "bench.json", facts, results, verdicts)
-    written = [out / "bench.json"]
+    record.write(json, given.note, facts, [report.table(results)], report.raw(results, verdicts))
+    written = [json]
     try:
         report.write_plot(out / "bench.png", results)
         written.append(out / "bench.png")

@@ -12,9 +12,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from bench import record
 from bench.__main__ import measure
 from bench.plan import LABELS, Point, parse_size, size_text
 from bench.ranks import RankSet, find_mpi
+from bench.report import machine_facts
 
 OPS = (
     "all_reduce",
@@ -36,8 +38,9 @@ _TURN_S = 0.003
 
 def measure_world(
     world_size: int, ops: Sequence[str], sizes: Sequence[int], engines: Sequence[str], rounds: int, summary: Summary
-) -> None:
-    """Print what each engine takes in a world of this size, in us."""
+) -> list[list[record.Value]]:
+    """Print what each engine takes in a world of this size, in us; return the rows of a record, in seconds."""
+    rows: list[list[record.Value]] = []
     with ExitStack() as stack:
         own = stack.enter_context(RankSet("calls", world_size))
         sets = {engine: own for engine in engines if engine != "mpi"}
@@ -53,10 +56,13 @@ def measure_world(
                 able = tuple(e for e in engines if e in sets and (e != "direct" or op in _DIRECT))
                 result = measure(Point(op, size_bytes, world_size, able, rounds, _TURN_S), sets, point_s=10.0)
                 us = {engine: summary(result.samples[engine]) * 1e6 for engine in able}
+                seconds = (us[engine] / 1e6 if engine in us else None for engine in engines)
+                rows.append([op, world_size, size_bytes, *seconds])
                 cells = [f"{us[engine]:.2f}" if engine in us else "" for engine in engines]
                 cells.append(f"{us['phalanx'] - us['front_end']:.2f}" if {"phalanx", "front_end"} <= us.keys() else "")
                 cells.append(f"{us['direct'] / us['mpi']:.2f}" if {"direct", "mpi"} <= us.keys() else "")
                 print("".join(f"{cell:>18}" for cell in (op, *cells)), flush=True)
+    return rows
 
 
 def main() -> None:
@@ -69,11 +75,16 @@ def main() -> None:
     parser.add_argument(
         "--least", action="store_true", help="report each engine's best turn, not the median: for a busy machine"
     )
+    record.add_arguments(parser)
     given = parser.parse_args()
     summary = min if given.least else statistics.median
     sizes = [parse_size(size) for size in given.sizes.split(",")]
+    engines, rows = given.engines.split(","), []
     for world_size in map(int, given.world_sizes.split(",")):
-        measure_world(world_size, given.only.split(","), sizes, given.engines.split(","), given.rounds, summary)
+        rows += measure_world(world_size, given.only.split(","), sizes, engines, given.rounds, summary)
+    columns = [("operation", "text"), ("ranks", "count"), ("size", "bytes")]
+    table = record.Table("calls", [*columns, *((LABELS[engine], "seconds") for engine in engines)], rows)
+    record.write(given.json, given.note, machine_facts(find_mpi()[0]), [table], {})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import shutil
 import statistics
@@ -25,6 +24,7 @@ from rich.table import Table
 
 import phalanx
 import phalanx.checkpoint as ckpt
+from bench import record
 from bench.ddp import _large_mlp
 from bench.report import machine_facts, median_ratio, verdict_line
 
@@ -160,6 +160,22 @@ def _print_saves(console: Console, name: str, size_mib: int, samples: Samples) -
     console.print(table)
 
 
+def _tables(saves: dict[str, Samples], snapshots: dict[str, Samples]) -> list[record.Table]:
+    columns = [("ranks", "text"), ("what", "text"), ("median", "seconds"), ("memcpys", "fraction")]
+    rows = [
+        [ranks, what, statistics.median(times), statistics.median(times) / statistics.median(samples["memcpy"])]
+        for ranks, samples in saves.items()
+        for what, times in samples.items()
+    ]
+    names = ("step", "snapshot")
+    of_snapshots = [("ranks, optimizer", "text"), *((name, "seconds") for name in names), ("of a step", "fraction")]
+    snapshot_rows = [
+        [name, *(statistics.median(samples[what]) for what in names), _ratio(samples, "snapshot", "step")]
+        for name, samples in snapshots.items()
+    ]
+    return [record.Table("saves", columns, rows), record.Table("snapshots", of_snapshots, snapshot_rows)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
@@ -169,6 +185,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("out/bench"), help="folder for checkpoint.json; files go there"
     )
+    record.add_arguments(parser, "checkpoint.json")
     given = parser.parse_args()
     console = Console(width=100, highlight=False)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -195,8 +212,9 @@ def main() -> None:
     console.print(table)
     for line in verdicts:
         console.print(line)
-    record = {"machine": machine_facts(""), "saves": saves, "snapshots": snapshots, "verdicts": verdicts}
-    (given.out / "checkpoint.json").write_text(json.dumps(record, indent=1))
+    raw = {"saves": saves, "snapshots": snapshots, "verdicts": verdicts}
+    path = given.json or given.out / "checkpoint.json"
+    record.write(path, given.note, machine_facts(""), _tables(saves, snapshots), raw)
 
 
 if __name__ == "__main__":

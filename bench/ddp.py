@@ -9,7 +9,6 @@ rank and on two, and the memory of parameters and state.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -27,6 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
+from bench import record
 from bench.plan import parse_names
 from bench.report import machine_facts, median_ratio, verdict_line
 from bench.step_models import digits_cnn, mlp
@@ -259,6 +259,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CASES), help="cases to measure, separated by commas")
     parser.add_argument("--images", type=int, help="images of an epoch (default: those of MNIST's test set, or digits)")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for ddp.json and ddp.png")
+    record.add_arguments(parser, "ddp.json")
     given = parser.parse_args()
     console = Console(width=100, highlight=False)
     steps, parts, verdicts = {}, {}, []
@@ -294,15 +295,23 @@ def main() -> None:
         "in shared memory"
     )
     given.out.mkdir(parents=True, exist_ok=True)
-    record = {
-        "machine": machine_facts(""),
+    raw = {
         "steps": steps,
         "parts": parts,
         "epochs": epochs,
         "memory_mib": memory,
         "verdicts": verdicts,
     }
-    (given.out / "ddp.json").write_text(json.dumps(record, indent=1))
+    columns = [("model", "text"), *((variant, "fraction") for variant in _VARIANTS if variant != _NONE)]
+    rows = [
+        [name, *(_ratio(steps[name], variant, _NONE) if variant in steps[name] else None for variant, _ in columns[1:])]
+        for name in names
+    ]
+    table = record.Table("ddp", columns, rows)
+    shared = "ZeroRedundancyOptimizer, shared parameters"
+    memory_rows = [["Adam", memory["plain"] / model_mib], [shared, memory["sharded"] / model_mib]]
+    tables = [table, record.Table("memory", [("optimizer", "text"), ("times the model", "fraction")], memory_rows)]
+    record.write(given.json or given.out / "ddp.json", given.note, machine_facts(""), tables, raw)
     _plot(given.out / "ddp.png", steps)
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import plan, report
+from bench import plan, record, report
 from bench.__main__ import measure
 from bench.plan import KiB, MiB, Point, Settings
 from bench.ranks import ROOT, RankSet
@@ -123,6 +123,7 @@ def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=_sizes, default=SIZES, metavar="SIZE,SIZE", help="as in 4,64K,1M")
     parser.add_argument("--rounds", type=int, default=Settings.rounds, help="turns of each engine, at least 3")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for hosts.json")
+    record.add_arguments(parser, "hosts.json")
     return parser.parse_args(args)
 
 
@@ -143,9 +144,10 @@ def main() -> None:
     facts["load_after"] = os.getloadavg()[0]
     layout = f"{given.hosts} hosts x {given.ranks_per_host} ranks on {plan.usable_cpus()} CPUs"
     print_results(f"{layout}, {given.rate}, {given.delay_ms:g} ms one way: medians", given.engines, results)
-    given.out.mkdir(parents=True, exist_ok=True)
-    report.write_json(given.out / "hosts.json", facts, results, [])
-    print(f"\n{given.out / 'hosts.json'} written, {time.monotonic() - start:.0f} s")
+    path = given.json or given.out / "hosts.json"
+    table = report.table(results, link=f"{given.rate}, {given.delay_ms:g} ms")
+    record.write(path, given.note, facts, [table], report.raw(results, []))
+    print(f"\n{path} written, {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

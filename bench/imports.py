@@ -12,6 +12,9 @@ import statistics
 import subprocess
 import sys
 
+from bench import record
+from bench.report import machine_facts
+
 _PROGRAM = """
 import time, torch
 from importlib.metadata import entry_points
@@ -42,9 +45,15 @@ def main() -> None:
     """Print the median and the quartiles of each kind, in ms."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15, help="fresh interpreters of each kind (default: 15)")
-    for kind, seconds in measure(max(2, parser.parse_args().rounds)).items():
-        low, median, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
+    record.add_arguments(parser)
+    given = parser.parse_args()
+    samples = measure(max(2, given.rounds))
+    for kind, seconds in samples.items():
+        low, median, high = (1e3 * value for value in statistics.quantiles(seconds, n=4, method="inclusive"))
         print(f"{kind:22} {median:.2f} ms ({low:.2f} to {high:.2f})")
+    rows = [[kind, statistics.median(seconds)] for kind, seconds in samples.items()]
+    table = record.Table("imports", [("import torch, with phalanx", "text"), ("adds", "seconds")], rows)
+    record.write(given.json, given.note, machine_facts(""), [table], {"samples": samples})
 
 
 if __name__ == "__main__":

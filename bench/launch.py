@@ -1,13 +1,14 @@
 """``python -m bench.launch``: whole jobs, command to exit, of phalanx run, torchrun and plain python in turns.
 
-The job is one all_reduce on two ranks; plain python is one rank of it. Also measured: how long it takes from the death
-of a rank to the end of the command, and from there to the first all_reduce of the next attempt.
+The job is one all_reduce on two ranks; plain python is one rank of it. A warm start is one that finds its process: the
+turn that does not count has started it. Also measured: how long it takes from the death of a rank to the end of the
+command, and from there to the first all_reduce of the next attempt.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import shutil
 import statistics
@@ -15,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from bench.report import verdict_line
+from bench import record
+from bench.report import machine_facts, verdict_line
 
 _JOB = """
 import os, torch, torch.distributed as dist
@@ -42,6 +45,8 @@ while True:
 
 # Ratio to another engine's median, or seconds above it, that the launcher is to stay within.
 _MOST_OF_TORCHRUN = 0.45
+_WARM_MOST_OF_COLD = 0.35
+_WARM_MOST_OF_TORCHRUN = 0.12
 _MOST_ABOVE_PYTHON_S = 0.25
 _MOST_TO_REPORT_S = 0.3
 _MOST_TO_RESTART_S = 0.5
@@ -53,6 +58,7 @@ def _commands(script: str) -> dict[str, list[str]]:
     ours = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2"]
     return {
         "phalanx run": [*ours, script],
+        "phalanx run --warm": [*ours, "--warm", script],
         "phalanx run --no-preload": [*ours, "--no-preload", script],
         "phalanx run --dry-run": [*ours, "--dry-run", script],  # the supervisor alone
         "torchrun": [
@@ -89,9 +95,23 @@ def _failures(folder: str, restarts: int) -> tuple[float, list[float]]:
     return ended - moments["dead", restarts], took
 
 
+@contextlib.contextmanager
+def _own_warm_processes(folder: str) -> Iterator[None]:
+    """Keep warm processes apart from those of the user, and end them."""
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    os.environ["XDG_RUNTIME_DIR"] = folder
+    try:
+        yield
+    finally:
+        subprocess.run([sys.executable, "-m", "phalanx", "warm", "--stop"], capture_output=True, check=False)
+        del os.environ["XDG_RUNTIME_DIR"]
+        if before is not None:
+            os.environ["XDG_RUNTIME_DIR"] = before
+
+
 def measure(rounds: int, restarts: int) -> dict[str, list[float]]:
     """Return the seconds of every run, by what ran."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder, _own_warm_processes(folder):
         script = Path(folder, "job.py")
         script.write_text(_JOB)
         commands = _commands(str(script))
@@ -114,10 +134,15 @@ def verdicts(samples: dict[str, list[float]]) -> dict[str, bool]:
     median = {name: statistics.median(values) for name, values in samples.items()}
     ratio = median["phalanx run"] / median["torchrun"]
     above = median["phalanx run"] - median["python, one rank"]
+    warm = median["phalanx run --warm"]
+    of_cold, of_torchrun = warm / median["phalanx run"], warm / median["torchrun"]
     end, restart = median["death to end of command"], median["death to next all_reduce"]
     up = median["phalanx run --dry-run"]
     return {
         f"{ratio:.2f} of torchrun's time (at most {_MOST_OF_TORCHRUN})": ratio <= _MOST_OF_TORCHRUN,
+        f"warm: {of_cold:.2f} of the cold start's time (at most {_WARM_MOST_OF_COLD})": of_cold <= _WARM_MOST_OF_COLD,
+        f"warm: {of_torchrun:.3f} of torchrun's time (at most {_WARM_MOST_OF_TORCHRUN})": of_torchrun
+        <= _WARM_MOST_OF_TORCHRUN,
         f"{above:+.2f} s against python, one rank (at most +{_MOST_ABOVE_PYTHON_S})": above <= _MOST_ABOVE_PYTHON_S,
         f"{up:.2f} s for the supervisor alone, start to exit (at most {_MOST_TO_BE_UP_S})": up <= _MOST_TO_BE_UP_S,
         f"{end:.2f} s from a rank's death to the end of the command (at most {_MOST_TO_REPORT_S})": end
@@ -132,14 +157,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each command (default 7)")
     parser.add_argument("--restarts", type=int, default=5, help="restarts of each failing job (default 5)")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for launch.json")
+    record.add_arguments(parser, "launch.json")
     given = parser.parse_args()
     samples = measure(given.rounds, given.restarts)
     for name, values in samples.items():
         print(f"{name:28} median {statistics.median(values):6.3f} s   {min(values):6.3f} to {max(values):6.3f}")
     for target, reached in verdicts(samples).items():
         print(verdict_line(reached, target))
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "launch.json").write_text(json.dumps(samples, indent=1))
+    table = record.Table(
+        "launch",
+        [("what", "text"), ("median", "seconds")],
+        [[name, statistics.median(values)] for name, values in samples.items()],
+    )
+    path = given.json or given.out / "launch.json"
+    record.write(path, given.note, machine_facts(""), [table], {"samples": samples})
 
 
 if __name__ == "__main__":

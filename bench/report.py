@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -12,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from bench.plan import COLUMNS, LABELS, TARGETS, Point, Target, size_text, usable_cpus
+from bench.record import Table
 
 _COLORS = {"phalanx": "#d62728", "core": "#ff9896", "gloo": "#1f77b4", "mpi": "#2ca02c", "memcpy": "#7f7f7f"}
 _LINES = {2: "-", 4: "--", 8: ":"}
@@ -197,10 +197,27 @@ def _engine_record(result: Result, engine: str) -> dict[str, object]:
     }
 
 
-def write_json(path: Path, facts: dict[str, object], results: Sequence[Result], verdicts: Sequence[Verdict]) -> None:
-    """Write everything: the machine, every sample of every engine, and the targets."""
-    record = {
-        "machine": facts,
+def table(results: Sequence[Result], **first: str) -> Table:
+    """Return medians, and each engine's as a multiple of phalanx's; `first` are columns with one text in all rows."""
+    with_ours = [r for r in results if "phalanx" in r.samples]
+    others = [e for e in COLUMNS if e != "phalanx" and any(e in r.samples for r in with_ours)]
+    columns = [(name, "text") for name in (*first, "operation")]
+    columns += [("ranks", "count"), ("size", "bytes"), (LABELS["phalanx"], "seconds")]
+    for engine in others:
+        columns += [(LABELS[engine], "seconds"), ("ratio", "ratio")]
+    rows: list[list[str | float | None]] = []
+    for r in with_ours:
+        row: list[str | float | None] = [*first.values(), r.point.op, r.point.world_size, r.point.size_bytes]
+        row.append(r.median("phalanx"))
+        for engine in others:
+            row += [r.median(engine), r.ratio(engine, "phalanx")] if engine in r.samples else [None, None]
+        rows.append(row)
+    return Table("collectives", columns, rows)
+
+
+def raw(results: Sequence[Result], verdicts: Sequence[Verdict]) -> dict[str, object]:
+    """Return every sample of every engine, and the targets."""
+    return {
         "results": [
             {
                 "op": r.point.op,
@@ -216,7 +233,6 @@ def write_json(path: Path, facts: dict[str, object], results: Sequence[Result], 
             for v in verdicts
         ],
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def write_plot(path: Path, results: Sequence[Result]) -> None:

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench import record
 from bench.plan import parse_names
 from bench.report import machine_facts, median_ratio, verdict_line
 from bench.step_models import CASES
@@ -151,6 +153,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of steps in a turn")
     parser.add_argument("--allocators", default="", metavar="PATH,...", help="libraries for malloc to compare with")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for step.json")
+    record.add_arguments(parser, "step.json")
     given = parser.parse_args()
     names = parse_names(given.only, CASES, parser)
     libraries = [path for path in given.allocators.split(",") if path]
@@ -158,7 +161,8 @@ def main() -> None:
         if not os.path.isfile(path):  # the loader would only warn, and plain python would be measured
             parser.error(f"--allocators: there is no file {path!r}")
     console = Console(width=110, highlight=False)
-    found, judged = {}, []
+    found, judged, peak_rows = {}, [], []
+    ratios: dict[str, dict[str, float]] = defaultdict(dict)  # other launcher -> model -> how many times ours is as fast
     for name in names:
         for num_ranks in map(int, given.ranks.split(",")):
             if num_ranks > 1 and CASES[name].optimizer is None:
@@ -169,11 +173,19 @@ def main() -> None:
                 variant: [vars(sample) for sample in turns] for variant, turns in samples.items()
             }
             judged += verdicts(name, num_ranks, samples)
+            like = _variants(num_ranks)[-2].name  # differs from ours in the launcher alone
+            peak_rows.append([name, num_ranks, _memory(samples[_OURS]) / _memory(samples[like])])
+            for other in samples.keys() - {_OURS}:
+                ratios[f"{num_ranks}: {other}"][name] = speedup(samples, other)
     for reached, text in judged:
         print(verdict_line(reached, text))
-    given.out.mkdir(parents=True, exist_ok=True)
-    record = {"facts": machine_facts(""), "samples": found, "verdicts": judged}
-    (given.out / "step.json").write_text(json.dumps(record, indent=1))
+    path = given.json or given.out / "step.json"
+    raw = {"samples": found, "verdicts": judged}
+    columns = sorted(ratios)
+    rows = [[name, *(ratios[column].get(name) for column in columns)] for name in names]
+    table = record.Table("step", [("model", "text"), *((column, "ratio") for column in columns)], rows)
+    peaks = record.Table("memory", [("model", "text"), ("ranks", "count"), ("peak memory", "fraction")], peak_rows)
+    record.write(path, given.note, machine_facts(""), [table, peaks], raw)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx
+from bench import record
+from bench.report import machine_facts
 from phalanx.testing import run_ranks
 
 _BATCH = 64  # of each rank
@@ -89,6 +91,7 @@ def _measure(rank: int, world_size: int, num_steps: int, folder: str) -> list[tu
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1500)
+    record.add_arguments(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         turns = run_ranks(_measure, 2, args.steps, folder, timeout_s=600)[0]
@@ -98,6 +101,9 @@ def main() -> None:
     low, _, high = statistics.quantiles(differences, n=4)
     error = (high - low) / len(differences) ** 0.5
     print(f"by hand {by_hand:.3f} ms, Trainer {with_trainer:.3f} ms a step (medians of {len(turns)} turns)")
+    rows = [["by hand", by_hand / 1e3], ["Trainer", with_trainer / 1e3], ["added by the Trainer", added / 1e3]]
+    table = record.Table("trainer", [("a step", "text"), ("median", "seconds")], rows)
+    record.write(args.json, args.note, machine_facts(""), [table], {"turns_ms": turns})
     verdict = "reached" if added <= _MOST_MS else "missed"
     print(f"{verdict}: the Trainer adds {added:.3f} +- {error:.3f} ms to a step (at most {_MOST_MS})")
 

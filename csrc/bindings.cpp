@@ -160,6 +160,8 @@ void bind_group(nb::module_& m) {
   group.def_prop_ro("spins", [](Group& g) { return g.board().spins(); });
   group.def_prop_ro("ended", [](Group& g) { return g.board().ended(); });
   group.def_prop_ro("told", [](Group& g) { return g.board().told(); }, "Whether any rank has ended it.");
+  group.def_prop_rw("records_collectives", [](Group& g) { return g.collectives().records; },
+                    [](Group& g, bool records) { g.collectives().records = records; });
   group.def_prop_rw("compares_calls", [](Group& g) { return g.collectives().compares_calls; },
                     [](Group& g, bool compares) { g.collectives().compares_calls = compares; });
   group.def("tune", [](Group& g, std::size_t one_shot_bytes, std::size_t chunk_bytes) {
@@ -245,8 +247,9 @@ NB_MODULE(_core, m) {
       PyErr_SetObject(PyExc_OSError, nb::make_tuple(refused.code().value(), refused.what()).ptr());
     }
   });
-  m.def("configure", [](nb::object call_site, nb::object make_error, nb::object report_stall) {
+  m.def("configure", [](nb::object call_site, nb::object shown_file, nb::object make_error, nb::object report_stall) {
     g_call_site = new nb::object(std::move(call_site));
+    g_shown_file = new nb::object(std::move(shown_file));
     g_make_error = new nb::object(std::move(make_error));
     g_report_stall = new nb::object(std::move(report_stall));
   });
@@ -254,6 +257,8 @@ NB_MODULE(_core, m) {
   for (std::uint32_t kind = 1; kind <= static_cast<std::uint32_t>(FailureKind::kSystem); ++kind)
     kinds.append(kind_name(static_cast<FailureKind>(kind)));
   m.attr("FAILURE_KINDS") = kinds;
+  m.def("say_where", &Board::say_on_all, nb::arg("text"));
+  m.def("hold", &Board::hold_on_all, nb::arg("text"));
   m.def("end_stall_reports", [] { g_stall_reports.close(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("reduces", [](int dtype, int op) {
     return find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)) != nullptr;
@@ -280,6 +285,7 @@ NB_MODULE(_core, m) {
     }
     return nb::bytes(found.data(), found.size() * sizeof(Digest));
   }, nb::arg("pieces"), nb::arg("sizes"), nb::arg("num_threads"), "16 bytes of each piece, one after the other.");
+  bind_recorder(m);
   bind_memory(m);
   bind_segment(m);
   bind_handles(m);

@@ -160,6 +160,27 @@ void Board::say_everywhere(const std::string& text) {
       board->members_[board->rank()].site.write(text);
 }
 
+void Board::say_on_all(const std::string& text) {
+  std::lock_guard lock(g_boards.mutex);
+  for (Board* board : g_boards.all)
+    if (!board->forked() && !board->ended()) board->members_[board->rank()].site.write(text);
+}
+
+void Board::hold_on_all(const std::string& text) {
+  std::lock_guard lock(g_boards.mutex);
+  for (Board* board : g_boards.all) {
+    if (board->forked()) continue;
+    SharedText& site = board->members_[board->rank()].site;
+    if (text.empty()) {
+      board->segment_->let_go();
+    } else {
+      board->said_before_hold_ = site.read();
+      board->segment_->hold(board->global(board->rank()));
+    }
+    site.write(text.empty() ? board->said_before_hold_ : text);
+  }
+}
+
 std::shared_ptr<const Failure> Board::ended_by() {
   std::lock_guard lock(ended_mutex_);
   return ended_by_;
@@ -177,7 +198,7 @@ void Board::depart(const std::string& why) {
     ended_.store(true, std::memory_order_release);
   }
   if (members_[rank()].state.load(std::memory_order_relaxed) == MemberState::kFell) return;  // that has been said
-  if (!why.empty()) members_[rank()].site.write(why);
+  if (!why.empty()) members_[rank()].why.write(why);
   // RELEASE publishes the text; pairs with is_dead().
   members_[rank()].state.store(why.empty() ? MemberState::kDeparted : MemberState::kFell, std::memory_order_release);
   ring_all();

@@ -15,6 +15,7 @@
 #include "failure.h"
 #include "layout.h"
 #include "peers.h"
+#include "record.h"
 #include "reduce.h"
 #include "segment.h"
 #include "wait.h"
@@ -44,7 +45,13 @@ struct Wait {
   double timeout_s = 0;
   std::chrono::nanoseconds patience{0};  // before it sleeps: spinning, or yielding where a peer may need this CPU
   Clock::time_point start{}, next_look{}, next_report{};
+  Clock::duration left_out{};      // of the deadline: the time in debuggers
+  Clock::time_point held_until{};  // the last look that found a rank in one
+  bool told_of_debugger = false;   // in a stall report, of which one is enough
   bool announced = false;
+  std::vector<Waiter> circle;        // in which this rank waits, at the last look before the group ended
+  Recorded recorded;                 // in this rank's black box, until the operation ends
+  std::function<Awaited()> awaited;  // the message without which this rank can do no other; none: there are others
 };
 
 class Board {
@@ -74,6 +81,9 @@ class Board {
   bool spins() const { return spins_; }
   /// True if all ranks live in one pid namespace, so that the pid of each means the same to all.
   bool shares_pids() const;
+
+  /// Begin an event of the black box, which lasts as long as the operation.
+  Recorded recorded(EventKind kind, const Call& call, std::uint64_t seq);
 
   /// Begin an operation: throws if the group has ended.
   Wait begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell);
@@ -116,6 +126,13 @@ class Board {
     return false;
   }
 
+  /// Write on the boards of all groups of this process where this rank waits outside of any; empty: nowhere.
+  static void say_on_all(const std::string& text);
+
+  /// Say on the boards of all groups of this process that a debugger holds it, and where; empty: no longer. The clocks of
+  /// peers that wait stand still meanwhile.
+  static void hold_on_all(const std::string& text);
+
   /// Record that the group has ended, for this process and for the peers, and return the failure to throw.
   Failure end(Failure failure);
   /// End the group from another thread: every wait in it, here and at the peers, ends.
@@ -153,14 +170,14 @@ class Board {
   Failure failure(FailureKind kind, Op op, std::string site) const;
   Failure failure(FailureKind kind, const Wait& wait) const;
 
+  /// How people count: the join of the group comes before the first collective.
+  static std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
+
  private:
   static constexpr int kEagerLooks = 50;  // before a look at the clock and pauses, which cost as much as a small message
 
   using DoneFn = std::function<bool()>;
   using MissingFn = std::function<bool(int)>;
-
-  /// How people count: the join of the group comes before the first collective.
-  static std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
 
   void sleep(Wait& wait, const DoneFn& done, const MissingFn& missing);
   std::optional<Failure> look_up(Wait& wait, const MissingFn& missing);
@@ -170,9 +187,12 @@ class Board {
   void come_late(Wait& wait);
   std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
   Failure timed_out(const Wait& wait, const MissingFn& missing);
+  std::vector<Waiter> circle();
+  bool is_on_its_way(int src, int dst);
   template <class Body>
   void handle_signals(const Wait& wait, Body&& body);
   void report_stall(Wait& wait, const MissingFn& missing);
+  void stop_clock(Wait& wait);
   void announce(Wait& wait);
   void say_here(const std::string& text);
   void say_everywhere(const std::string& text);
@@ -181,6 +201,7 @@ class Board {
   void ring_all();
 
   std::shared_ptr<Segment> segment_;
+  std::atomic<std::uint32_t> recorded_name_{0};  // the group's name as a text of the recorder
   std::uint64_t offset_;
   GroupConfig config_;
   int made_after_forks_;
@@ -198,6 +219,7 @@ class Board {
   std::atomic<bool> ended_{false};
   std::mutex ended_mutex_;
   std::string collective_;
+  std::string said_before_hold_;
   std::shared_ptr<const Failure> ended_by_;
 };
 

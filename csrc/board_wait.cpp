@@ -33,6 +33,16 @@ Wait Board::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double time
   return wait;
 }
 
+Recorded Board::recorded(EventKind kind, const Call& call, std::uint64_t seq) {
+  Recorder* const recorder = g_recorder.load(std::memory_order_acquire);
+  if (recorder == nullptr) return {};
+  // RELAXED: every thread finds the same number.
+  std::uint32_t name = recorded_name_.load(std::memory_order_relaxed);
+  if (name == 0) recorded_name_.store(name = recorder->text(config_.name), std::memory_order_relaxed);
+  const auto code = static_cast<std::uint16_t>(static_cast<unsigned>(call.op) | static_cast<unsigned>(call.dtype) << 8);
+  return Recorded(kind, code, name, seq, call.count);
+}
+
 /// A peer has ended the group: a call that comes later must fail too, though all data may lie there.
 void Board::come_late(Wait& wait) {
   // After a mismatch the call goes on as far as its own comparison, which adds this rank's row to the table.
@@ -56,6 +66,7 @@ void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
   }
   if (!wait.announced) return;
   wait.announced = false;
+  if (wait.awaited) members_[rank()].awaits.store(Awaited{}.pack(), std::memory_order_release);
   say_everywhere("");
 }
 
@@ -72,7 +83,14 @@ void Board::handle_signals(const Wait& wait, Body&& body) {
 
 std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
   if (!wait.announced) announce(wait);  // before the signals: a handler may need to be told what it interrupted
+  const auto before = Clock::now();
   handle_signals(wait, [&] { wait.hooks->tick(); });
+  wait.left_out += Clock::now() - before;  // a handler may open a debugger, and a person takes long
+  if (wait.awaited) {
+    // RELEASE: `site` tells where; pairs with circle().
+    members_[rank()].awaits.store(wait.awaited().pack(), std::memory_order_release);
+    if (!told()) wait.circle = circle();  // a peer that has ended the group may say something else by now
+  }
   if (wait.arriving)
     for (int r = 0; r < config_.size; ++r)
       if (call_differs(r, wait.seq)) mismatch(wait);
@@ -84,11 +102,28 @@ std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
     return dead;
   }
   if (ended()) return failure(FailureKind::kDestroyed, wait);
-  if (seconds_since(wait.start) >= wait.timeout_s) return timed_out(wait, missing);
+  stop_clock(wait);
+  if (seconds_since(wait.start + wait.left_out) >= wait.timeout_s) return timed_out(wait, missing);
   if (!wait.quiet && Clock::now() >= wait.next_report) report_stall(wait, missing);
   return std::nullopt;
 }
 
+/// Leave the time out in which a debugger holds a rank, of this group or of another: whoever waits for it is held up, and
+/// so is whoever waits for them.
+void Board::stop_clock(Wait& wait) {
+  if (!segment_->is_held()) {
+    wait.held_until = {};
+    wait.told_of_debugger = false;
+    return;
+  }
+  const auto now = Clock::now();
+  if (wait.held_until != Clock::time_point{}) {
+    wait.left_out += now - wait.held_until;
+    if (wait.told_of_debugger) wait.next_report += now - wait.held_until;
+  }
+  wait.told_of_debugger |= now >= wait.next_report;
+  wait.held_until = now;
+}
 
 /// Tell who does not come, now and then.
 void Board::report_stall(Wait& wait, const MissingFn& missing) {

@@ -36,6 +36,7 @@ class Collectives {
   explicit Collectives(Board& board) : board_(board) {}
 
   Tuning tuning;
+  bool records = true;         // false where each call is a step of a larger one, which is recorded itself
   bool compares_calls = true;  // false only to measure what the comparison costs; the same on every rank
   std::uint32_t seq() const { return seq_; }
   /// How long the last collective waited until every rank had come.

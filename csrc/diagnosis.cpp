@@ -66,7 +66,7 @@ std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
                           : ending.is_replaced        ? FailureKind::kRankReplaced
                                                       : FailureKind::kRankEnded,
                           wait);
-  if (state == MemberState::kFell) found.detail = members_[r].site.read();
+  if (state == MemberState::kFell) found.detail = members_[r].why.read();
   found.ranks = {global(r)};
   found.pid = members_[r].pid;
   found.exit_code = ending.exit_code;
@@ -113,7 +113,42 @@ Failure Board::timed_out(const Wait& wait, const MissingFn& missing) {
     late.ranks.push_back(global(r));
     late.standings.push_back(stand_of(r));
   }
+  if (!late.ranks.empty()) late.circle = wait.circle;
   return late;
+}
+
+/// The ranks from this one to itself, each of which waits for a message of the next and can do nothing else meanwhile;
+/// none if there is no such circle. What ranks say of themselves may be old, as of a stopped one: so no edge counts
+/// whose message is on its way.
+std::vector<Waiter> Board::circle() {
+  std::vector<Waiter> found;
+  for (int r = rank(); static_cast<int>(found.size()) < config_.size;) {
+    // ACQUIRE makes `site` readable; pairs with look_up().
+    const Awaited own = Awaited::unpack(members_[r].awaits.load(std::memory_order_acquire));
+    if (own.peer < 0 || own.peer >= config_.size || own.peer == r) return {};
+    const Awaited next = Awaited::unpack(members_[own.peer].awaits.load(std::memory_order_acquire));
+    if (next.peer == r && next.is_send != own.is_send) return {};  // they meet
+    if (!own.is_send && is_on_its_way(own.peer, r)) return {};
+    found.push_back({global(r), global(own.peer), members_[r].site.read()});
+    r = own.peer;
+    if (r == rank()) return found;
+  }
+  return {};
+}
+
+/// True if `src` has sent a fragment that `dst` has not taken, or that can't be learned.
+bool Board::is_on_its_way(int src, int dst) {
+  const std::uint64_t at = channel(src, dst).load(std::memory_order_acquire);
+  if (at == 0 || at == kNoMemory) return false;
+  try {
+    const Mapping mapping = segment_->map(at, align_up(sizeof(Channel), kPage));
+    const auto* channel = reinterpret_cast<const Channel*>(mapping.data());
+    const std::uint64_t num_taken = channel->num_taken.load(std::memory_order_acquire);
+    // ACQUIRE like the receiver's, though nothing is read but the number.
+    return channel->records[num_taken % Channel::kRecords].number.load(std::memory_order_acquire) == num_taken + 1;
+  } catch (const std::exception&) {  // no address space left: nothing is known
+    return true;
+  }
 }
 
 void Board::mismatch(Wait& wait, std::optional<SizeDispute> sizes) {

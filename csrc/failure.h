@@ -75,6 +75,13 @@ struct Standing {
   std::uint32_t last = 0;  // number of its last collective here
 };
 
+/// One of the ranks that wait for each other's messages in a circle.
+struct Waiter {
+  int rank = -1;
+  int awaits = -1;    // the next rank of the circle
+  std::string where;  // "recv of group 'default' at train.py:31"
+};
+
 /// What a rank called: a row of a mismatch's table.
 struct MadeCall {
   int rank = -1;
@@ -111,6 +118,7 @@ class Failure : public std::exception {
   int exit_code = -1;      // of the dead rank, -1 when unknown
   int signal = 0;          // that killed it, 0 when none or unknown
   std::vector<Standing> standings;
+  std::vector<Waiter> circle;  // this rank first; empty: the ranks do not wait for each other in a circle
   std::vector<MadeCall> calls;
   std::optional<SizeDispute> sizes;
   double timeout_s = 0;

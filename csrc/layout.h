@@ -21,7 +21,7 @@
 namespace phalanx {
 
 inline constexpr std::uint64_t kMagic = 0x3158'4e41'4c41'4850;  // "PHALANX1"
-inline constexpr std::uint32_t kLayoutVersion = 2;
+inline constexpr std::uint32_t kLayoutVersion = 3;
 inline constexpr std::size_t kPage = 4096;
 inline constexpr std::size_t kCacheLine = 64;
 inline constexpr std::size_t kInlineBytes = 48;
@@ -50,7 +50,16 @@ struct SharedText {
   std::atomic<std::uint64_t> words[kWords];
 };
 
-/// kFell: departed because of an error, which `site` then tells.
+/// The one message for which a rank waits: from or to which rank of the group; packed, 0 is none.
+struct Awaited {
+  int peer = -1;
+  bool is_send = false;
+
+  std::uint32_t pack() const { return static_cast<std::uint32_t>(peer + 1) << 1 | static_cast<std::uint32_t>(is_send); }
+  static Awaited unpack(std::uint32_t packed) { return {static_cast<int>(packed >> 1) - 1, (packed & 1) != 0}; }
+};
+
+/// kFell: departed because of an error, which `why` then tells.
 enum class MemberState : std::uint32_t { kAbsent = 0, kJoined, kDeparted, kFell };
 
 /// Who a rank is and where it stands. Identity is written once, before `state` is released.
@@ -63,7 +72,9 @@ struct alignas(kCacheLine) Member {
   std::uint32_t cpu_words;
   std::uint64_t cpu_mask[kMaxRanks / 64];
   std::atomic<std::uint32_t> site_seq;  // collective for which `site` was written last
+  std::atomic<std::uint32_t> awaits;    // an Awaited, while this rank can send and receive nothing else
   SharedText site;                      // "all_reduce #42 (float32, 1024) at train.py:31"
+  SharedText why;                       // the error with which it left; `site` stays, for peers that ask what it called
 };
 
 /// Arrival of one rank at one collective: what it called, and up to 48 bytes of data. Two lines alternate by parity of

@@ -11,7 +11,9 @@
 namespace phalanx {
 
 Wait Collectives::begin(const Context& context, const Call& call) {
-  return board_.begin(call, ++seq_, *context.hooks, context.timeout_s, board_.header().bell);
+  Wait wait = board_.begin(call, ++seq_, *context.hooks, context.timeout_s, board_.header().bell);
+  if (records) wait.recorded = board_.recorded(EventKind::kCollective, call, Board::number(seq_));
+  return wait;
 }
 
 /// Where rank `r` leaves `bytes` for its peers before the muster.

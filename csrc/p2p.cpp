@@ -119,9 +119,14 @@ bool PointToPoint::cancel(const std::shared_ptr<Request>& request) {
   return true;
 }
 
-bool PointToPoint::pending() const {
-  return !posted_.empty() || std::any_of(outgoing_.begin(), outgoing_.end(), [](auto& out) { return !out.queue.empty(); }) ||
-         std::any_of(incoming_.begin(), incoming_.end(), [](auto& in) { return in.into != nullptr; });
+bool PointToPoint::pending() const { return num_pending() > 0; }
+
+/// The messages that are not done; under the lock.
+std::size_t PointToPoint::num_pending() const {
+  std::size_t num = posted_.size();
+  for (const Outgoing& out : outgoing_) num += out.queue.size();
+  for (const Incoming& in : incoming_) num += in.into != nullptr;
+  return num;
 }
 
 void PointToPoint::fail_all(std::exception_ptr error) {
@@ -157,6 +162,7 @@ void PointToPoint::wait(const std::shared_ptr<Request>& request, Hooks& hooks, d
     call.dtype = request->items_.dtype;
     call.count = request->items_.count;
     Wait wait = board_.begin(call, 0, hooks, timeout_s, board_.p2p_bell(board_.rank()));
+    wait.recorded = board_.recorded(EventKind::kMessage, call, static_cast<std::uint64_t>(request->peer_ + 1));
     try {
       await_request(wait, *request, [&] { return request->done(); });
     } catch (...) {
@@ -194,6 +200,12 @@ void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done
       if (!gone(r)) return false;
     return true;
   };
+  if (!wait.quiet && peer >= 0)
+    wait.awaited = [this, &request] {  // two words: kept without an allocation
+      std::lock_guard lock(mutex_);
+      const bool is_all = num_pending() == 1 && !request.done();
+      return is_all ? Awaited{request.peer_, request.op_ == Op::kSend} : Awaited{};
+    };
   board_.await(wait, [&](int r) {
     if (peer >= 0 && r != peer) return false;
     if (peer < 0 && board_.size() > 1 && (r == board_.rank() || (gone(r) && !all_gone()))) return false;

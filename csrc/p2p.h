@@ -101,6 +101,7 @@ class PointToPoint {
   void await_request(Wait& wait, const Request& request, Done&& done);
   void run_background();
   bool pending() const;
+  std::size_t num_pending() const;
 
   Board& board_;
   std::mutex mutex_;

@@ -25,6 +25,8 @@ namespace nb = nanobind;
 // Returns the line of a call. Set once by configure(); leaked on purpose, the interpreter may be gone when statics are
 // destroyed.
 inline nb::object* g_call_site = nullptr;
+// Returns how the file of a code object is shown, "" for those that are not the user's.
+inline nb::object* g_shown_file = nullptr;
 
 /// Hooks of a thread that came from Python and waits without the GIL.
 class PythonHooks : public Hooks {
@@ -55,9 +57,13 @@ class PythonHooks : public Hooks {
   std::exception_ptr raised_;
 };
 
+/// The line that calls, as a text of the recorder; 0 where nothing is recorded. With the GIL.
+std::uint32_t recorded_site();
+
 /// Run `body` in a thread that came from Python, without the GIL.
 template <class Body>
 void run_without_gil(Body&& body) {
+  const AtSite at(recorded_site());
   nb::gil_scoped_release release;
   PythonHooks hooks;
   try {
@@ -121,5 +127,6 @@ std::shared_ptr<CollectiveWork> start(Group& group, Op op, const Site& site, dou
 }
 
 void bind_calls(nb::module_& m, nb::class_<Group>& group);
+void bind_recorder(nb::module_& m);
 
 }  // namespace phalanx

@@ -32,6 +32,14 @@ nb::dict facts_of(const Standing& stand) {
   return facts;
 }
 
+nb::dict facts_of(const Waiter& waiter) {
+  nb::dict facts;
+  facts["rank"] = waiter.rank;
+  facts["awaits"] = waiter.awaits;
+  facts["where"] = waiter.where;
+  return facts;
+}
+
 nb::dict facts_of(const MadeCall& made) {
   nb::dict facts;
   facts["rank"] = made.rank;
@@ -69,6 +77,7 @@ nb::dict facts_of(const Failure& failure) {
   facts["exit_code"] = failure.exit_code;
   facts["signal"] = failure.signal;
   facts["standings"] = facts_of(failure.standings);
+  facts["circle"] = facts_of(failure.circle);
   facts["calls"] = facts_of(failure.calls);
   facts["sizes"] = nb::none();
   if (failure.sizes)

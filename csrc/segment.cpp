@@ -111,6 +111,15 @@ Fd receive_fd(int socket) {
   return Fd(fd);
 }
 
+/// A lock of one byte for each rank that there may be.
+struct flock whole_world() {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_len = static_cast<off_t>(kMaxRanks);
+  return lock;
+}
+
 void reserve(int fd, std::uint64_t offset, std::size_t bytes) {
   int rc;
   do {
@@ -221,6 +230,28 @@ void Segment::bring_near(std::uint64_t offset, std::size_t bytes, std::uint32_t 
 void Segment::free(std::uint64_t offset, std::size_t bytes) noexcept {
   fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
             static_cast<off_t>(align_up(bytes, kPage)));
+}
+
+void Segment::hold(int rank) {
+  // An open file of its own: locks conflict between open files, and all ranks share the one that was handed over. The
+  // kernel drops the lock with its process, so a killed rank holds nobody up.
+  hold_ = Fd(open(("/proc/self/fd/" + std::to_string(fd_.get())).c_str(), O_RDWR | O_CLOEXEC));
+  struct flock lock = whole_world();
+  lock.l_start = rank;
+  lock.l_len = 1;
+  if (hold_) fcntl(hold_.get(), F_OFD_SETLK, &lock);
+}
+
+void Segment::let_go() {
+  struct flock all = whole_world();
+  all.l_type = F_UNLCK;  // a child that was forked meanwhile has the same open file
+  if (hold_) fcntl(hold_.get(), F_OFD_SETLK, &all);
+  hold_ = Fd();
+}
+
+bool Segment::is_held() const noexcept {
+  struct flock lock = whole_world();
+  return fcntl(fd_.get(), F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
 SegmentServer::SegmentServer(std::shared_ptr<Segment> segment)

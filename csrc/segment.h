@@ -75,11 +75,18 @@ class Segment {
   void free(std::uint64_t offset, std::size_t bytes) noexcept;
   Mapping map(std::uint64_t offset, std::size_t bytes) const { return Mapping(fd_.get(), offset, bytes); }
 
+  /// Show the processes of the segment that a debugger holds this rank, until it is let go or its process ends.
+  void hold(int rank);
+  void let_go();
+  /// True while a debugger holds a rank of another process.
+  bool is_held() const noexcept;
+
  private:
   Segment(Fd fd, Mapping header, std::string nonce);
   SegmentHeader& header() const { return *reinterpret_cast<SegmentHeader*>(header_.data()); }
 
   Fd fd_;
+  Fd hold_;  // locked while a debugger holds this process
   Mapping header_;
   std::string nonce_;
 };

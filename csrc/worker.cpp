@@ -175,6 +175,7 @@ bool Worker::run_if_next(const std::shared_ptr<CollectiveWork>& work, Hooks& hoo
 
 /// Run an operation that was taken from the queue in its turn.
 void Worker::execute(CollectiveWork& work, Hooks& hooks) {
+  const AtSite at(work.site_);
   std::exception_ptr error;
   try {
     run_queued(work.body_, hooks);

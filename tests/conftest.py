@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from multiprocessing import forkserver
@@ -13,15 +14,30 @@ import pytest
 import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and need not each import it
 
 import phalanx.testing
+from phalanx.record.box import MEMORY_NAME
 from tests import namespaces, shm
 
-_SETTLE_S = 3.0  # a process that was told to end needs a moment; a leak stays
+_SETTLE_S = 20.0  # what was told to end needs a moment, more so beside another file's tests; a leak stays
 
 # A shell starts its background jobs with these ignored, and so would every process be that a test starts: tests of
 # Ctrl-C would wait for ever.
 for _sig in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_sig) == signal.SIG_IGN:
         signal.signal(_sig, signal.default_int_handler if _sig == signal.SIGINT else signal.SIG_DFL)
+
+
+_leave_process = subprocess.Popen.__exit__
+
+
+def _leave_or_kill(process: subprocess.Popen, kind: type | None, *rest: object) -> None:
+    """Leave a ``with`` block; a process that a failed test has left running would be waited for without end."""
+    if kind is not None:
+        process.kill()
+    _leave_process(process, kind, *rest)
+
+
+subprocess.Popen.__exit__ = _leave_or_kill
+_LONG = {"slow": 3600, "cluster": 900, "wheels": 3600, "integrations": 1800}  # limits of their tests, in seconds
 
 
 @pytest.fixture(scope="session")
@@ -61,9 +77,11 @@ def _holdings() -> dict[str, set[str]]:
     descriptors = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
-            descriptors.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
+            place = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:  # the listing's own
             continue
+        if MEMORY_NAME not in place:  # the black box of a training in this process stays as long as it
+            descriptors.add(f"{fd} -> {place}")
     threads = {f"{thread.name} ({thread.native_id})" for thread in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -109,6 +127,7 @@ def needs_hosts():
 _MARKED = {
     "integrations": ("tests/libraries/",),
     "wheels": ("tests/platforms/test_wheels.py",),
+    "alone": ("tests/tune/test_command.py",),
     "cluster": (
         "tests/clusters/",
         "tests/hosts/test_cuts.py",
@@ -133,3 +152,6 @@ def pytest_collection_modifyitems(items):
         for marker, places in _MARKED.items():
             if item.nodeid.startswith(places):
                 item.add_marker(marker)
+        for marker, limit_s in _LONG.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.timeout(limit_s))

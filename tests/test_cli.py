@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import phalanx.checkpoint
+from phalanx import cli
 from phalanx.cli import main
 from tests.train.runs import FakeRun
 
@@ -25,7 +26,7 @@ def run_phalanx(*args, **options):
 
 
 RIGHT = "phalanx run --nproc-per-node 2 train.py [args]"
-COMMANDS = ("run", "tune", "doctor", "report", "ckpt", "verify-resume")
+COMMANDS = tuple(cli._COMMANDS)
 
 
 def refused(args, said, right, **options):
@@ -35,7 +36,7 @@ def refused(args, said, right, **options):
     assert (done.returncode, done.stdout, more) == (2, "", []), done
     assert usage.startswith("usage: phalanx ")
     assert f": {said}" in mistake
-    assert mistake.endswith(f"; right: {right}"), mistake
+    assert mistake.endswith((f"; right: {right}", f"? Right: {right}")), mistake
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,12 @@ def test_a_misspelt_subcommand_of_ckpt_shows_the_nearest(capsys):
     for name, near in (("list", "ls"), ("verfy", "verify")):
         assert main(["ckpt", name, "runs"]) == 2
         assert f"unknown command {name!r}, did you mean {near}?" in capsys.readouterr().err
+
+
+def test_a_misspelt_variable_is_named_without_a_call_that_would_not_mend_it():
+    done = run_phalanx("run", "train.py", env={**os.environ, "PHALANX_STAL_S": "1"})
+    last = done.stderr.splitlines()[-1]
+    assert last == "phalanx run: unknown environment variable PHALANX_STAL_S, did you mean PHALANX_STALL_S?"
 
 
 def test_a_script_that_cannot_run_is_refused_with_the_call_that_would_do(tmp_path):
@@ -205,8 +212,13 @@ _COMMANDS = [
     ["report", "run"],
     ["verify-resume", "--help"],
     ["tune", "--help"],
+    ["check", "--help"],
+    ["attach", "--help"],
     ["doctor", "--help"],
     ["doctor", "--no-engines"],
+    ["explain"],
+    ["explain", "timeout"],
+    ["trace", "--help"],
     ["ckpt", "--help"],
     ["ckpt", "show", "--help"],
     ["ckpt", "show", "run/ckpt"],
@@ -258,16 +270,9 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 from phalanx import cli
-cli.make_plan = lambda *_: os.kill(os.getpid(), signal.SIGINT)
 sys.exit(cli.main(sys.argv[2:]))
 """
-    module = {
-        "report": "phalanx.train.report",
-        "ckpt": "phalanx.checkpoint.command",
-        "doctor": "phalanx.doctor.command",
-        "tune": "phalanx.tune.command",
-    }
-    command_line = [sys.executable, "-c", program, module.get(command, "none"), command, "nothing.py"]
+    command_line = [sys.executable, "-c", program, f"phalanx.{cli._COMMANDS[command].module}", command, "nothing.py"]
     done = subprocess.run(command_line, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 

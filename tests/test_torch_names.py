@@ -16,12 +16,14 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import _torch
+from phalanx._torch import lookup
 
 PACKAGE = Path(phalanx.__file__).parent
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 # Private names of Python's own library, and the ones that a namedtuple has.
 PYTHONS = {
     *("_exit", "_getframe", "_replace", "_asdict", "_fields"),
+    *("_xoptions", "_startTime", "_Py_GetConfig", "_Py_GetConfigsAsDict"),  # of sys, of logging, of CPython itself
     *("_config", "_inheriting", "_forkserver", "_forkserver_alive_fd"),  # of multiprocessing
     *("_option_string_actions", "_optionals", "_positionals"),  # of argparse
 }
@@ -174,16 +176,16 @@ def test_a_name_that_nothing_replaces_raises(monkeypatch):
     def lack(path):
         raise ImportError(path)
 
-    monkeypatch.setattr(_torch, "_find", lack)
+    monkeypatch.setattr(lookup, "_find", lack)
     for key, name in _torch.NAMES.items():
-        monkeypatch.delitem(vars(_torch), key, raising=False)
+        monkeypatch.delitem(vars(lookup), key, raising=False)
         if name.instead is not None:
             with pytest.warns(RuntimeWarning, match=f"torch {torch.__version__.replace('+', '.')} has no {name.path}"):
-                assert getattr(_torch, key) is name.instead
-            vars(_torch).pop(key)
+                assert getattr(lookup, key) is name.instead
+            vars(lookup).pop(key)
         else:
             with pytest.raises(ImportError, match=f"has no {name.path}, which phalanx needs"):
-                getattr(_torch, key)
+                getattr(lookup, key)
     with pytest.raises(ImportError, match=r"Joinable._join_config, which phalanx needs for model.join()"):
         _torch.attribute_of(object(), "_join_config")
 

@@ -20,6 +20,7 @@ import torch._dynamo  # here, and not by each rank
 import torch.distributed as dist
 
 from phalanx import _torch
+from phalanx._torch import lookup
 
 _LIMIT_S = 60
 
@@ -47,16 +48,17 @@ def train(rank: int) -> None:
 def run_rank(rank: int, keys: list[str], folder: str) -> None:
     """Be a rank: never returns."""
     signal.alarm(_LIMIT_S)
-    gone, find = {_torch.NAMES[key].path for key in keys}, _torch._find
+    gone, find = {_torch.NAMES[key].path for key in keys}, lookup._find
 
     def find_the_rest(path: str) -> object:
         if path in gone:
             raise ImportError(path)
         return find(path)
 
-    _torch._find = find_the_rest
+    lookup._find = find_the_rest
     for key in keys:
-        vars(_torch).pop(key, None)
+        for module in (_torch, lookup):
+            vars(module).pop(key, None)
     error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,6 +1,6 @@
 """What surrounds the build of a release: ``make release`` calls ``check`` before it and ``tag`` after it.
 
-Neither uploads anything. See ``docs/release.md``.
+Neither uploads anything. See ``docs/en/contributing/releases.md``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def problems_of(repository: Path, version: str) -> list[str]:
     if in_code != version:
         problems.append(f"pyproject.toml says version {version}, src/phalanx/__init__.py {in_code}")
     heading = _found(r"^## (.+)$", repository / "CHANGELOG.md")
-    if not re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", heading):
-        problems.append(f'CHANGELOG.md begins with "{heading}"; right: "{version} (YYYY-MM-DD)"')
+    if not re.fullmatch(rf"\[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d", heading):
+        problems.append(f'CHANGELOG.md begins with "{heading}"; right: "[{version}] - YYYY-MM-DD"')
     if changed := git(repository, "status", "--porcelain"):
         problems.append(f"there are uncommitted changes:\n{changed}")
     if git(repository, "tag", "--list", f"v{version}"):

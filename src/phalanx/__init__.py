@@ -5,8 +5,8 @@ The names and packages below are loaded on first use, so that importing :mod:`ph
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # type checkers take it for true; to import typing would take longer than all the rest
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
     from phalanx import checkpoint, data, parallel, testing, train
     from phalanx._errors import (
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         OutOfSharedMemory,
         PhalanxError,
         RankFailed,
+        ReplicaMismatch,
     )
     from phalanx._memory import tune_process
     from phalanx._plugin import install_as_default, replace_gloo
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         seed_everything,
         shard_iterable,
     )
+    from phalanx.debugging.breakpoints import breakpoint
     from phalanx.launch.outcome import RankError
     from phalanx.launch.spawn import SpawnContext, spawn
     from phalanx.parallel import (
@@ -42,6 +44,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         SyncBatchNorm,
         ZeroRedundancyOptimizer,
         average_gradients,
+        check_replicas,
         convert_sync_batchnorm,
         host_groups,
         ring_all_reduce,
@@ -72,6 +75,7 @@ __all__ = [
     "RandomState",
     "RankError",
     "RankFailed",
+    "ReplicaMismatch",
     "Session",
     "SpawnContext",
     "SyncBatchNorm",
@@ -79,6 +83,8 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "__version__",
     "average_gradients",
+    "breakpoint",
+    "check_replicas",
     "checkpoint",
     "communicator",
     "convert_sync_batchnorm",
@@ -103,14 +109,15 @@ _EXPORTS = {
     name: f"phalanx.{module}"
     for module, names in {
         "_errors": "PhalanxError CheckpointError CollectiveMismatch CollectiveTimeout GroupAborted GroupUnusable "
-        "NonFinite OutOfSharedMemory RankFailed",
+        "NonFinite OutOfSharedMemory RankFailed ReplicaMismatch",
         "_settings": "GroupOptions",
+        "debugging.breakpoints": "breakpoint",
         "launch.outcome": "RankError",
         "launch.spawn": "SpawnContext spawn",
         "session": "Session init shutdown",
         "data": "DataLoader DataPartitioner DistributedSampler RandomState seed_everything shard_iterable",
         "parallel": "DataParallel DistributedDataParallel HostGroups LocalSGD ZeroRedundancyOptimizer SyncBatchNorm "
-        "average_gradients convert_sync_batchnorm host_groups ring_all_reduce",
+        "average_gradients check_replicas convert_sync_batchnorm host_groups ring_all_reduce",
         "train.trainer": "Trainer",
         "backend._communicator": "Communicator communicator",
         "_plugin": "install_as_default replace_gloo",
@@ -122,7 +129,7 @@ _EXPORTS = {
 
 if not TYPE_CHECKING:  # they would accept any name
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name in _PACKAGES:
             return importlib.import_module(f"phalanx.{name}")
         if name in _EXPORTS:

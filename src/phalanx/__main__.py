@@ -12,6 +12,11 @@ def main() -> int:
     on_interrupt = signal.getsignal(signal.SIGINT)
     if on_interrupt is signal.default_int_handler:  # its exception would show an import, or get lost in one
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.argv[1:2] == ["run"]:
+        from phalanx.launch.warm import client
+
+        if client.is_asked_for(sys.argv):
+            client.hand_over("run", sys.argv[2:])  # and end as it ends, before anything else is imported
     from phalanx.cli import main
 
     signal.signal(signal.SIGINT, on_interrupt)

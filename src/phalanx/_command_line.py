@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import contextlib
+import os
 import re
+import select
 import shlex
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from phalanx._env import nearest
@@ -18,10 +23,10 @@ class UsageError(ValueError):
     """A mistake in the command line, in one line.
 
     Attributes:
-        right: Call that was probably meant; empty: the command's usual call.
+        right: Call that was probably meant; empty: the command's usual call; None: the call itself is right.
     """
 
-    def __init__(self, message: str, right: str = "") -> None:
+    def __init__(self, message: str, right: str | None = "") -> None:
         super().__init__(message)
         self.right = right
 
@@ -91,9 +96,12 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, error: UsageError) -> int:
         """Print the usage, the mistake and a correct call; return the exit code."""
-        is_anothers = error.right.startswith("phalanx run ") and self.prog not in ("phalanx", "phalanx run")
-        right = self.right if is_anothers else error.right or self.right
-        print(f"usage: {self.usage}\n{self.prog}: {error}; right: {right}", file=sys.stderr)
+        said = f"{self.prog}: {error}"
+        if error.right is not None:
+            is_anothers = error.right.startswith("phalanx run ") and self.prog not in ("phalanx", "phalanx run")
+            right = self.right if is_anothers else error.right or self.right
+            said += f" Right: {right}" if said.endswith("?") else f"; right: {right}"
+        print(f"usage: {self.usage}\n{said}", file=sys.stderr)
         return 2
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -109,6 +117,54 @@ def whole_number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text!r}")
     return int(text)
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code.
+
+    If the reader of our output goes early, as ``head`` does, the code is that of a program killed by SIGPIPE; after
+    Ctrl-C, that of one killed by SIGINT.
+    """
+    _print_any_name()
+    try:
+        try:
+            return command()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if not _drop_output_without_reader():
+            raise
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _drop_output_without_reader() -> bool:
+    """Redirect output whose reader has gone, so that Python does not flush it again; return whether there was any."""
+    waiting = select.poll()
+    for fd in (1, 2):
+        waiting.register(fd, 0)
+    gone = [fd for fd, event in waiting.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for fd in gone:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), fd)
+    return bool(gone)
+
+
+def _print_any_name() -> None:
+    """Make every path and name printable, whatever the encoding of the output."""
+    codecs.register_error("phalanx.name", _encode_name)
+    with contextlib.suppress(AttributeError):  # no stream, or a replacement for one
+        sys.stdout.reconfigure(errors="phalanx.name")  # type: ignore[union-attr]
+
+
+def _encode_name(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Encode a path as its original bytes, for the program that reads it; escape what the output can't encode."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
 
 
 class _Help(argparse.HelpFormatter):

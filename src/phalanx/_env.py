@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
+
+TYPE_CHECKING = False  # typing is not imported for its own, nor datetime, where a command only passes a job on
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 LONGEST_S = 1e9
 """Longest timeout, which stands for forever: 30 years. The clocks under torch overflow after 292."""
@@ -20,6 +23,8 @@ def seconds(name: str, timeout: timedelta | float) -> float:
     Raises:
         ValueError: `timeout` is not more than 0.
     """
+    from datetime import timedelta
+
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if value < -LONGEST_S:  # torch's clocks have overflowed: timedelta.max becomes a large negative time
         return LONGEST_S
@@ -32,10 +37,13 @@ def seconds(name: str, timeout: timedelta | float) -> float:
 _FLAGS = """
     DRY_RUN LOCAL_ADDR LOCAL_RANKS_FILTER LOG_DIR MASTER_ADDR MASTER_PORT MAX_RESTARTS MEMORY MODULE MONITOR_INTERVAL
     NNODES NODE_RANK NO_PIN NO_PRELOAD NO_PYTHON NO_USE_ENV NPROC_PER_NODE RDZV_BACKEND RDZV_CONF RDZV_ENDPOINT RDZV_ID
-    REDIRECTS REGROW_AFTER REPLACE ROLE SHUTDOWN_TIMEOUT SIGNALS_TO_HANDLE STANDALONE START_METHOD TEE USE_ENV
+    REDIRECTS REGROW_AFTER REPLACE ROLE SHUTDOWN_TIMEOUT SIGNALS_TO_HANDLE STANDALONE START_METHOD TEE USE_ENV WARM
+    WARM_FOR
 """
 SNAPSHOT_VARIABLE = "PHALANX_SNAPSHOTS"
 """Set by ``phalanx run`` for its ranks: the file in which they keep snapshots of their state."""
+RECORD_VARIABLE = "PHALANX_RECORD"
+"""Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the file in which they keep black boxes, see `record`."""
 LAUNCH_VARIABLE = "PHALANX_LAUNCH"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the facts of the launch, see `_launched`."""
 MEMORY_VARIABLE = "PHALANX_MEMORY"
@@ -50,10 +58,19 @@ FOLDER_VARIABLE = "PHALANX_RUN_FOLDER"
 """Folder in which a `Trainer` keeps its run, in place of the one that it was given."""
 TRIAL_VARIABLE = "PHALANX_TRIAL"
 """Set by ``phalanx tune`` for the ranks of its trials, see `_trial`."""
+PROMPT_VARIABLE = "PHALANX_PROMPTS"
+"""Set by ``phalanx run`` for its ranks: the socket on which it lends its terminal to debuggers; empty: it has none."""
+WARM_VARIABLE = "PHALANX_WARM"
+"""Asks ``phalanx run``, `phalanx.spawn` and `phalanx.testing` to start ranks from a warm process, see `launch.warm`."""
+WARM_SERVER_VARIABLE = "PHALANX_WARM_SERVER"
+"""Set for a warm process alone: where it serves."""
 PREEMPTED_CODE = 75
 """Exit code of a rank that saved its state after it was preempted: EX_TEMPFAIL, try again later."""
 _OF_LAUNCHES = frozenset(
-    (SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, ALLOCATION_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE, TRIAL_VARIABLE)
+    {
+        *(SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, ALLOCATION_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE, TRIAL_VARIABLE),
+        *(WARM_SERVER_VARIABLE, RECORD_VARIABLE, PROMPT_VARIABLE),
+    }
 )
 LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}
 
@@ -61,6 +78,16 @@ LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}
 def environment() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)
+
+
+def is_on(word: str) -> bool:
+    """Return whether a switch's value turns it on; see `is_off` for the words that do not."""
+    return word.lower() in ("1", "true", "yes", "on")
+
+
+def is_off(word: str) -> bool:
+    """Return whether a switch's value leaves it off. What is neither is no value of a switch."""
+    return word.lower() in ("", "0", "false", "no", "off")
 
 
 def replaces_gloo(word: str) -> bool:

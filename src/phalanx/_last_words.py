@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx import _env
@@ -79,6 +79,11 @@ class LastWords:
         """The exception in one line; empty if there was none."""
         return (f"{self.kind}: {self.message}" if self.message else self.kind) if self.kind else ""
 
+    @property
+    def note(self) -> str:
+        """The exception in one line, for the black box, with the line of the user's that raised it."""
+        return f"{self.summary}, raised at {self.site}" if self.site else self.summary
+
     def record(self, rank: int, pid: int, message: str = "") -> dict[str, Any]:
         """Return the content of the file.
 
@@ -138,16 +143,20 @@ def site_of(lines: Sequence[str]) -> str:
 # ---------------------------------------------------------------- the rank's side
 
 _teller_pid = 0
+_note: Callable[[str], None] | None = None
 
 
-def tell_when_ended() -> None:
+def tell_when_ended(note: Callable[[str], None]) -> None:
     """From now on, write the facts of an exception that ends this process for its launcher. Idempotent.
 
     The hook runs before the existing ones, which print as usual.
+
+    Args:
+        note: Function that takes the exception in one line, whether or not a launcher has asked for its facts.
     """
-    global _teller_pid
-    is_set, _teller_pid = _teller_pid != 0, os.getpid()
-    if is_set or not _error_file():
+    global _teller_pid, _note
+    is_set, _teller_pid, _note = _teller_pid != 0, os.getpid(), note
+    if is_set:
         return
     print_it = sys.excepthook
 
@@ -164,9 +173,13 @@ def tell_when_ended() -> None:
 
 def _tell(error: BaseException) -> None:
     words = LastWords.of_error(error)
+    if _note is not None:
+        _note(words.note)
+    path = _error_file()
+    if not path:
+        return
     rank = _env.environment().get("RANK", "")
     record = words.record(int(rank) if rank.isdigit() else -1, os.getpid(), f"{words.name}: {_text_of(error)}")
-    path = _error_file()
     before = _read(path)
     if isinstance(before, dict) and "message" in before:  # written by @record, or by the user's handler
         record = {**before, **record, "message": before["message"]}

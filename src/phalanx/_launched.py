@@ -13,6 +13,8 @@ import json
 import os
 from typing import Any, NamedTuple
 
+MEMORY_NAME = "phalanx-notes"
+"""Name of the memory in which the notes lie, as ``/proc/PID/fd`` shows it."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -88,6 +90,10 @@ class Launch:
         waits = {facts[0]: (facts[1], facts[2]) for kind, facts in self._read() if kind == "waits"}
         return {given: wait for given, wait in waits.items() if wait[0] >= 0}
 
+    def lender_for(self, pid: int) -> str:
+        """Return the socket that `note_lender` noted last for a process; empty if it never did."""
+        return next((facts[1] for kind, facts in reversed(self._read()) if kind == "lends" and facts[0] == pid), "")
+
     def _note(self, kind: str, facts: tuple[Any, ...]) -> None:
         with contextlib.suppress(OSError), open(self.notes, "ab", buffering=0) as file:
             file.write(_line(kind, facts))
@@ -108,17 +114,84 @@ def note_progress(launch: str) -> None:
         started.note_progress()
 
 
+def note_lender(notes: str, pid: int, path: str) -> None:
+    """Note that a terminal is lent to the debugger of a rank's process at a socket.
+
+    Args:
+        notes: Path of the launcher's notes.
+    """
+    with open(notes, "ab", buffering=0) as file:
+        file.write(_line("lends", (pid, path)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """An attempt of a launcher as its notes tell of it.
+
+    Attributes:
+        launcher: Name of the launcher for users: ``phalanx run`` or ``phalanx.spawn``.
+        command: Command that the ranks run, as a shell would take it; empty if nobody typed it.
+        folder: Folder of the run's logs; empty if there is none.
+        world_size: Number of ranks, also on other hosts.
+        pids: Processes of the ranks of this host, by rank.
+        ended: Those of them that have ended.
+    """
+
+    launcher: str
+    command: str
+    folder: str
+    world_size: int
+    pids: dict[int, int]
+    ended: dict[int, End]
+
+
+def read_started(path: str) -> Started | None:
+    """Return the attempt that notes tell of; None if there is none yet.
+
+    Raises:
+        OSError: They can't be read.
+    """
+    with open(path) as file:
+        notes = [json.loads(line) for line in file.read().splitlines()]
+    attempt = [facts for kind, facts in notes if kind == "attempt"]
+    if not attempt:
+        return None
+    launcher, command, folder, world_size = attempt[-1]
+    pids = {facts[0]: facts[1] for kind, facts in notes if kind == "started"}
+    ended = {facts[0]: End(*facts) for kind, facts in notes if kind == "ended"}
+    return Started(launcher, command, folder, world_size, pids, ended)
+
+
+def start_time(pid: int) -> int:
+    """Return the start time of a process in clock ticks since boot, which tells it from others with its number.
+
+    0: it has ended.
+    """
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    return 0
+
+
 class Notes:
-    """The launcher's side: the memory, and the notes of ranks that have ended."""
+    """The launcher's side: the memory, and the notes of ranks that have started and ended."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("phalanx-notes")
+        self._fd = os.memfd_create(MEMORY_NAME)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def clear(self) -> None:
         """Forget the ranks of the previous attempt."""
         os.ftruncate(self._fd, 0)
+
+    def note_attempt(self, launcher: str, command: str, folder: str, world_size: int) -> None:
+        """Tell whoever asks about the job what it runs; see `Started`."""
+        os.write(self._fd, _line("attempt", (launcher, command, folder, world_size)))
+
+    def note_start(self, rank: int, pid: int) -> None:
+        """Tell whoever asks about the job which process a rank is."""
+        os.write(self._fd, _line("started", (rank, pid)))
 
     def note_end(self, rank: int, pid: int, returncode: int, why: str = "") -> None:
         """Tell the surviving ranks that a rank has ended.

@@ -17,6 +17,7 @@ from torch import Tensor
 from phalanx._errors import PhalanxError
 from phalanx._rank_group import RankGroup
 
+_NUMBERS = "numbers"
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,14 +60,18 @@ class LoopTools:
         Ranks may have different numbers of rows.
 
         Args:
-            value: Tensor, or mappings, lists and tuples of tensors. Tensors without a dimension count as one row;
-                anything else becomes a list with one entry for each rank.
+            value: Tensor, or mappings, lists and tuples of tensors, which are gathered position by position: of a list
+                of batches, each becomes the batches of all ranks. Join batches first, ``torch.cat(batches)``, for
+                one tensor. Tensors without a dimension count as one row; anything else becomes a list with one entry
+                for each rank.
             total: Number of samples in the dataset. The rows are then returned in the dataset's order, as ours and
                 torch's `DistributedSampler` without shuffling deal it out, and padding is dropped. By default the
                 rows of rank 0 come first, then those of rank 1, and so on.
 
         Raises:
             ValueError: The ranks' values differ in structure, dtype or shape, or have too few rows; on every rank.
+                Or a list holds nothing but numbers, which may be samples or separate values: pass samples as a tensor,
+                separate values as a tuple.
         """
         return _gather(value, total)
 
@@ -141,6 +146,7 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
             op="main_process_first",
             ranks=tuple(failed),
             is_victim=True,
+            entry="first-rank-failed",
         )
     if not is_first:
         yield
@@ -178,6 +184,11 @@ def _gather_tensor(tensor: Tensor, num_rows: Sequence[int], total: int | None, r
 
 def _check(told: Sequence[Any]) -> None:
     """Raise ValueError unless all ranks have values of the same structure, and enough rows."""
+    if any(_has_numbers(shape) for shape, *_ in told):
+        raise ValueError(
+            "gather: a list of numbers may be samples or separate values; pass samples as a tensor, "
+            "torch.tensor(numbers), and separate values as a tuple, tuple(numbers)"
+        )
     kinds = [(shape, [leaf[1:] if len(leaf) > 1 else None for leaf in leaves], total) for shape, leaves, total in told]
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:
@@ -207,10 +218,17 @@ def _take_apart(value: Any, leaves: list[Any]) -> Any:
     """Append everything that is not a container to `leaves`, and return the structure of the containers."""
     if isinstance(value, Mapping):
         return [(repr(key), _take_apart(item, leaves)) for key, item in value.items()]
+    if type(value) is list and value and all(isinstance(item, int | float) for item in value):
+        return _NUMBERS  # which every rank refuses
     if isinstance(value, tuple | list):
         return [_take_apart(item, leaves) for item in value]
     leaves.append(value)
     return "tensor" if isinstance(value, Tensor) else "value"
+
+
+def _has_numbers(shape: Any) -> bool:
+    """Whether a list of nothing but numbers is in the structure."""
+    return shape == _NUMBERS or (isinstance(shape, list | tuple) and any(map(_has_numbers, shape)))
 
 
 def _put_together(value: Any, leaves: Iterator[Any]) -> Any:

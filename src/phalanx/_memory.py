@@ -173,6 +173,11 @@ def tune_process() -> MemoryPolicy:
 
     Returns:
         What is in force now; its ``str`` says it in a few words.
+
+    Example:
+        >>> memory = phalanx.tune_process()
+        >>> print(f"freed memory: {memory}")
+        freed memory: ...
     """
     import torch  # noqa: F401  what is tuned has to be there
 

@@ -21,6 +21,10 @@ def install_as_default() -> None:
     """Make phalanx the backend that torch picks for CPU tensors if none is named, in place of gloo.
 
     Call it before ``init_process_group()``. It affects this process only.
+
+    Example:
+        >>> phalanx.install_as_default()
+        >>> group = dist.new_group()
     """
     import torch.distributed as dist
 
@@ -34,6 +38,12 @@ def replace_gloo() -> None:
     Every group made afterwards that asks for ``gloo``, or for torch's default on the CPU, is phalanx's; a program need
     not change. Every rank of a job must do the same. ``PHALANX_REPLACE=gloo`` and ``phalanx run --replace-gloo`` do it
     without a line of code.
+
+    Example:
+        >>> phalanx.replace_gloo()
+        >>> group = dist.new_group(backend="gloo")  # runs on phalanx
+        >>> dist.get_backend(group)
+        'gloo'
     """
     from phalanx import _env, _replace
 

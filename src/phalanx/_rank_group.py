@@ -98,3 +98,15 @@ def group_or_world(process_group: dist.ProcessGroup | None, caller: str) -> dist
             'torch.distributed.init_process_group("phalanx") first'
         )
     return group
+
+
+def group_with_this_rank(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
+    """Return the given group, else the default group.
+
+    Raises:
+        ValueError: There is no process group yet, or this rank is not in it.
+    """
+    group = group_or_world(process_group, caller)
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()}: {caller}: this rank is not in the group")
+    return group

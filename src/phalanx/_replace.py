@@ -6,18 +6,28 @@ can't make is Gloo's, and a line on stderr says why.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
-from phalanx import _env, _in_place, _torch
+from phalanx import _env, _torch
 
 _GLOO = "gloo"
 _log = logging.getLogger("phalanx")
+_origins: list[str] = []
+_said: set[str] = set()
+
+
+def origin() -> str:
+    """Return who asked for it, ``PHALANX_REPLACE`` or ``phalanx.replace_gloo()``; empty: Gloo is Gloo."""
+    return _origins[0] if _origins else ""
+
+
+def say_once(line: str) -> None:
+    """Print a line on stderr, unless this process has printed it before."""
+    if line not in _said:
+        _said.add(line)
+        print(f"phalanx: {line}", file=sys.stderr, flush=True)
 
 
 def obey() -> None:
@@ -26,7 +36,7 @@ def obey() -> None:
     try:
         is_wanted = _env.replaces_gloo(word)
     except ValueError as error:
-        return _in_place.say_once(f"{_env.REPLACE_VARIABLE} {error}, got {word!r}: Gloo stays")
+        return say_once(f"{_env.REPLACE_VARIABLE} {error}, got {word!r}: Gloo stays")
     if is_wanted:
         begin(_env.REPLACE_VARIABLE)
 
@@ -39,16 +49,21 @@ def begin(who: str) -> None:
     """
     import torch.distributed as dist
 
-    if _in_place.origin():
+    if _origins:
         return
     if not dist.is_available() or not dist.is_gloo_available():
-        _in_place.say_once(f"{who}: this torch is built without Gloo, so there is nothing to replace")
+        say_once(f"{who}: this torch is built without Gloo, so there is nothing to replace")
         return
     _note_direct_uses(dist.ProcessGroupGloo)
-    (_AsPlugin if _torch.version() >= (2, 14) else _AsStandIn).install()  # last: nothing is replaced by halves
-    _in_place.note(who)
+    if _torch.version() >= (2, 14):
+        _AsPlugin.install()
+    else:
+        from phalanx._torch.stand_in import install
+
+        install(_make)
+    _origins.append(who)
     if dist.is_initialized() and _GLOO in str(dist.get_backend_config()):
-        _in_place.say_once(f"{who}: the groups that exist already stay on Gloo; call it before init_process_group")
+        say_once(f"{who}: the groups that exist already stay on Gloo; call it before init_process_group")
 
 
 class _AsPlugin:
@@ -67,7 +82,7 @@ class _AsPlugin:
     @classmethod
     def _create(cls, options: Any, backend_options: Any) -> Any:
         if getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
-            _in_place.say_once("a group with enable_reconfigure stays on Gloo: phalanx can't change its ranks")
+            say_once("a group with enable_reconfigure stays on Gloo: phalanx can't change its ranks")
             return cls._gloo(options, enable_reconfigure=True)
         return _make(options, backend_options) or cls._gloo(options)
 
@@ -82,75 +97,13 @@ class _AsPlugin:
         return gloo
 
 
-class _AsStandIn:
-    """torch 2.11 to 2.13: stands where torch finds `ProcessGroupGloo` while it makes a group, and makes phalanx's.
-
-    Args:
-        gloo: torch's class.
-        options: Fields of torch's ``_DistributedBackendOptions`` that are known before the group is made.
-        backend_options: The user's ``pg_options``.
-    """
-
-    def __init__(self, gloo: Any, options: SimpleNamespace, backend_options: Any) -> None:
-        self._gloo, self._options, self._backend_options = gloo, options, backend_options
-
-    @classmethod
-    def install(cls) -> None:
-        _torch.wrap_making_of_groups(cls._wrap)
-
-    @classmethod
-    def _wrap(cls, torchs: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(torchs)
-
-        def new_process_group_helper(*args: Any, **named: Any) -> Any:
-            from torch.distributed import ProcessGroupGloo
-
-            asked = signature.bind(*args, **named).arguments
-            options = SimpleNamespace(
-                group_id=asked["group_name"], global_ranks_in_group=asked["global_ranks_in_group"]
-            )
-            with _found_as_gloo(cls(ProcessGroupGloo, options, asked.get("backend_options"))):
-                return torchs(*args, **named)
-
-        return new_process_group_helper
-
-    def __call__(self, store: Any, rank: int, size: int, *, timeout: Any) -> Any:
-        options = SimpleNamespace(store=store, group_rank=rank, group_size=size, timeout=timeout, **vars(self._options))
-        with _found_as_gloo(self._gloo):  # the group has one inside
-            group = _make(options, self._backend_options)
-        if group is None:
-            return self._gloo(store, rank, size, timeout=timeout)
-        group.options = SimpleNamespace()  # in which torch notes ranks and name
-        return group
-
-    def __instancecheck__(self, instance: object) -> bool:
-        """Whether torch may take `instance` for what it has asked for."""
-        return True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gloo, name)
-
-
-@contextlib.contextmanager
-def _found_as_gloo(found: Any) -> Iterator[None]:
-    """Let torch find `found` under the name of ProcessGroupGloo."""
-    from torch.distributed import distributed_c10d
-
-    c10d: Any = distributed_c10d
-    before, c10d.ProcessGroupGloo = c10d.ProcessGroupGloo, found
-    try:
-        yield
-    finally:
-        c10d.ProcessGroupGloo = before
-
-
 def _make(options: Any, backend_options: Any) -> Any:
-    """Return phalanx's group; None if this one is Gloo's."""
+    """Return a group of phalanx in the place of Gloo's; None if this one is Gloo's, after a line that says why."""
     create: Any = _torch.backend_plugins["PHALANX"].creator_fn
     try:
         return create(options, backend_options, own=_GLOO)
     except ImportError as error:
-        _in_place.say_once(f"can't be loaded, so Gloo goes on itself: {error}")
+        say_once(f"can't be loaded, so Gloo goes on itself: {error}")
         return None
 
 

@@ -52,6 +52,10 @@ class GroupOptions:
     Attributes:
         bridge: Engine between hosts, "gloo" or "mpi"; None: the value of PHALANX_BRIDGE.
         silence_s: Seconds of silence after which a connection to another host counts as lost; None: PHALANX_SILENCE_S.
+
+    Example:
+        >>> options = phalanx.GroupOptions(silence_s=5)
+        >>> group = dist.new_group(backend="phalanx", pg_options=options)
     """
 
     bridge: str | None = None

@@ -1,4 +1,4 @@
-"""The side of a rank in ``phalanx tune``: it takes the optimizer steps that it is asked for, and waits in between.
+"""The side of a rank in ``phalanx tune`` and ``phalanx check``: it takes optimizer steps when it is asked to.
 
 The jobs of a trial live side by side and take turns, so that other load on the machine slows all of them alike.
 Requests and answers are files in a folder, because a script may have any process group, or none.
@@ -64,14 +64,15 @@ def company_file(folder: str) -> str:
     return os.path.join(folder, "company")
 
 
-def variables(folder: str, changes: Mapping[str, Any]) -> dict[str, str]:
+def variables(folder: str, changes: Mapping[str, Any], first_steps: int = WARM_UP_STEPS) -> dict[str, str]:
     """Return the variables that make ranks part of a trial.
 
     Args:
         folder: Folder for what is asked and told.
         changes: Settings of the Trainer to try; without one, ``num_workers`` is that of every DataLoader that has none.
+        first_steps: Number of steps before a rank's first word and its first wait.
     """
-    return {_env.TRIAL_VARIABLE: json.dumps({"folder": folder, "changes": {**changes}})}
+    return {_env.TRIAL_VARIABLE: json.dumps({"folder": folder, "changes": {**changes}, "first_steps": first_steps})}
 
 
 def begin() -> None:
@@ -105,8 +106,8 @@ def counted(batches: Iterator[Any]) -> Iterator[Any]:
 class Trial:
     """This rank's part in a trial."""
 
-    def __init__(self, folder: str, changes: Mapping[str, Any]) -> None:
-        self._folder, self._changes = folder, dict(changes)
+    def __init__(self, folder: str, changes: Mapping[str, Any], first_steps: int) -> None:
+        self._folder, self._changes, self._first_steps = folder, dict(changes), first_steps
         self._given: dict[str, Any] | None = None  # to a Trainer
         self._has_stream = False
         self._optimizer: Any = None  # the first that steps, of a script that may have several
@@ -128,7 +129,8 @@ class Trial:
         self._hook.remove()  # the optimizer may step in pieces; `on_step` tells when it is done
         endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
         unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
-        return {**given, **endless, **unsaved, **self._changes}
+        uncompared = {"compare_every": 0}  # ranks change threads and optimizers, not all at the same step
+        return {**given, **endless, **unsaved, **uncompared, **self._changes}
 
     def watch(self) -> None:
         """Time every step of the first optimizer, and count the samples that loaders hand out for it."""
@@ -180,7 +182,7 @@ class Trial:
         if self._turn is None:
             self._warm_up_samples.append(self._num_samples)
             self._num_samples = 0
-            if self._num_steps >= WARM_UP_STEPS:
+            if self._num_steps >= self._first_steps:
                 self._can_fuse = _can_fuse(self._optimizer)
                 self._refuse_company()
                 self._tell(0, self._facts())

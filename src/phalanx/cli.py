@@ -5,101 +5,109 @@ Imports no torch; subcommands that need it import it themselves.
 
 from __future__ import annotations
 
-import codecs
-import contextlib
-import os
-import select
-import signal
+import importlib
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import phalanx
-from phalanx import _env
-from phalanx._command_line import Parser, UsageError
+from phalanx._command_line import Parser, UsageError, exit_code_of
 from phalanx._env import nearest
 from phalanx._errors import PhalanxError, require_linux
-from phalanx.launch.flags import RIGHT_CALL, add_flags, run_parser
-from phalanx.launch.plan import make_plan
-from phalanx.launch.run import run
+from phalanx.launch.flags import RIGHT_CALL
+
+
+class _Command(NamedTuple):
+    """A subcommand: its right call, what it does, the module whose `main` it is, and whether it needs Linux."""
+
+    usage: str
+    about: str
+    module: str
+    needs_linux: bool = True
+
 
 _COMMANDS = {
-    "run": (RIGHT_CALL, "start a script on several ranks, with torchrun's flags"),
-    "tune": ("phalanx tune train.py [args]", "measure which settings make a script the fastest on this machine"),
-    "doctor": ("phalanx doctor [flags]", "check that this machine can train, and that hosts reach each other"),
-    "report": ("phalanx report FOLDER", "write the report of a run, finished or not"),
-    "ckpt": ("phalanx ckpt ls|show|verify|diff|export FOLDER", "list, verify, compare and export checkpoints"),
-    "verify-resume": (
+    "run": _Command(RIGHT_CALL, "start a script on several ranks, with torchrun's flags", "launch.command"),
+    "tune": _Command(
+        "phalanx tune train.py [args]",
+        "measure which settings make a script the fastest on this machine",
+        "tune.command",
+    ),
+    "check": _Command(
+        "phalanx check --nproc 8 train.py [args]",
+        "try a script's first steps: do all ranks make the same calls?",
+        "check.command",
+    ),
+    "doctor": _Command(
+        "phalanx doctor [flags]", "check that this machine can train, and that hosts reach each other", "doctor.command"
+    ),
+    "top": _Command(
+        "phalanx top [JOB | PID]", "show what the ranks of running jobs are doing, and what they use", "diagnose.top"
+    ),
+    "why": _Command(
+        "phalanx why [JOB | PID | RUN]", "say why a job hangs, or why it ended: which rank, which line", "diagnose.why"
+    ),
+    "stacks": _Command(
+        "phalanx stacks [JOB | PID]", "print the Python stacks of all processes of a job", "diagnose.stacks_command"
+    ),
+    "attach": _Command(
+        "phalanx attach RANK", "open a debugger in a rank of a running job, while the others wait", "attach.command"
+    ),
+    "trace": _Command(
+        "phalanx trace [RUN | JOB | PID]",
+        "write what all ranks did as one trace for ui.perfetto.dev",
+        "diagnose.trace_command",
+        needs_linux=False,
+    ),
+    "report": _Command(
+        "phalanx report FOLDER", "write the report of a run, finished or not", "train.report_command", needs_linux=False
+    ),
+    "explain": _Command(
+        "phalanx explain [NAME | MESSAGE]",
+        "say what an error message means and what to do about it",
+        "explain.command",
+        needs_linux=False,
+    ),
+    "ckpt": _Command(
+        "phalanx ckpt ls|show|verify|diff|export FOLDER",
+        "list, verify, compare and export checkpoints",
+        "checkpoint.command",
+        needs_linux=False,
+    ),
+    "verify-resume": _Command(
         "phalanx verify-resume --nproc-per-node 2 train.py [args]",
         "prove that a script with a Trainer resumes to the same bits",
+        "train.verification_command",
+    ),
+    "warm": _Command(
+        "phalanx warm --list|--stop",
+        "show or end the processes that phalanx run --warm forks jobs from",
+        "launch.warm.command",
     ),
 }
-_LINUX_ONLY = ("run", "tune", "doctor", "verify-resume")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code: 2 for a mistake in the command line.
-
-    If the reader of our output goes early, as ``head`` does, the code is that of a program killed by SIGPIPE; after
-    Ctrl-C, that of one killed by SIGINT.
-    """
-    _print_any_name()
-    try:
-        try:
-            return _command(list(sys.argv[1:] if argv is None else argv))
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-    except BrokenPipeError:
-        if not _drop_output_without_reader():
-            raise
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-
-
-def _drop_output_without_reader() -> bool:
-    """Redirect output whose reader has gone, so that Python does not flush it again; return whether there was any."""
-    waiting = select.poll()
-    for fd in (1, 2):
-        waiting.register(fd, 0)
-    gone = [fd for fd, event in waiting.poll(0) if event & (select.POLLERR | select.POLLHUP)]
-    for fd in gone:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), fd)
-    return bool(gone)
+    """Run one subcommand and return its exit code: 2 for a mistake in the command line."""
+    return exit_code_of(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _command(args: list[str]) -> int:
     name, rest = (args[0], args[1:]) if args else ("", [])
-    if name in _LINUX_ONLY:
+    if name == "help":
+        return _command([*rest, "--help"])
+    command = _COMMANDS.get(name)
+    if command is None:
+        return _no_command(args)
+    if command.needs_linux:
         try:
             require_linux(f"phalanx {name}", "start scripts with torchrun, on the backend gloo")
         except PhalanxError as error:
             print(error, file=sys.stderr)
             return 2
-    if name in _COMMANDS and rest == ["--version"]:
+    if rest == ["--version"]:
         return _no_command(rest)
-    if name == "help":
-        return _command([*rest, "--help"])
-    if name == "run":
-        return _run(rest)
-    if name == "report":
-        return _report(rest)
-    if name == "ckpt":
-        from phalanx.checkpoint.command import main as ckpt  # brings torch
-
-        return ckpt(rest)
-    if name == "doctor":
-        from phalanx.doctor.command import main as doctor  # not where a job is started
-
-        return doctor(rest)
-    if name == "tune":
-        from phalanx.tune.command import main as tune
-
-        return tune(rest)
-    if name == "verify-resume":
-        return _verify_resume(rest)
-    return _no_command(args)
+    return int(importlib.import_module(f"phalanx.{command.module}").main(rest))
 
 
 def _no_command(args: list[str]) -> int:
@@ -112,7 +120,7 @@ def _no_command(args: list[str]) -> int:
     parser.add_argument(
         "--version", action="version", version=f"phalanx {phalanx.__version__}", help="show the version"
     )
-    parser.add_commands(dict(_COMMANDS.values()))
+    parser.add_commands({command.usage: command.about for command in _COMMANDS.values()})
     try:
         if not args:
             raise UsageError("no command given")
@@ -128,67 +136,3 @@ def _no_command(args: list[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     return 0
-
-
-def _print_any_name() -> None:
-    """Make every path and name printable, whatever the encoding of the output."""
-    codecs.register_error("phalanx.name", _encode_name)
-    with contextlib.suppress(AttributeError):  # no stream, or a replacement for one
-        sys.stdout.reconfigure(errors="phalanx.name")  # type: ignore[union-attr]
-
-
-def _encode_name(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encode a path as its original bytes, for the program that reads it; escape what the output can't encode."""
-    try:
-        return codecs.lookup_error("surrogateescape")(error)
-    except UnicodeError:
-        return codecs.lookup_error("backslashreplace")(error)
-
-
-def _run(args: list[str]) -> int:
-    parser = run_parser()
-    try:
-        plan = make_plan(args, _env.environment(), parser)
-    except UsageError as error:
-        return parser.refuse(error)
-    if plan.is_dry:
-        print(plan.describe())
-        return 0
-    if plan.settings["replace-gloo"].value:
-        _env.update({_env.REPLACE_VARIABLE: "gloo"})  # the ranks inherit it
-    return run(plan.job)
-
-
-def _report(args: list[str]) -> int:
-    from phalanx.train.report import write_report  # not where a job is started
-
-    about = "Write FOLDER/report.html: one page with the state, curves, timings and restarts of a run."
-    parser = Parser("phalanx report", "phalanx report FOLDER", about, "phalanx report runs/train")
-    parser.add_argument("folder", metavar="FOLDER", help="folder of the run, such as runs/train")
-    try:
-        page = write_report(parser.parse_args(args).folder)
-    except UsageError as error:
-        return parser.refuse(error)
-    except (OSError, ValueError) as error:
-        print(f"phalanx report: {error}", file=sys.stderr)
-        return 2
-    print(page)
-    return 0
-
-
-def _verify_resume(args: list[str]) -> int:
-    right, _ = _COMMANDS["verify-resume"]
-    parser = Parser(
-        "phalanx verify-resume",
-        right,
-        "Run a script that trains with a Trainer three times: whole, with a rank killed, and preempted and resumed. "
-        "Compare the results bit for bit; the exit code is 1 if they differ. Every flag of phalanx run is accepted.",
-    )
-    add_flags(parser, {})
-    try:
-        make_plan(args, _env.environment(), parser)
-    except UsageError as error:
-        return parser.refuse(error)
-    from phalanx.train.verification import verify_resume  # brings torch
-
-    return verify_resume(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 
 import pytest
@@ -33,6 +34,11 @@ def opts(cls, **fields):
     return made
 
 
+def call_with_root(op, root, group, num_ranks):
+    tensors = {"gather": [[], [ones()]], "scatter": [[ones()], []]}.get(op, [[ones()]])
+    getattr(group, op)(*tensors, opts(getattr(dist, f"{op.capitalize()}Options"), rootRank=root))
+
+
 # Each: what the message must say besides rank and operation, the operation, and the call. torch's own checks come
 # before ours in the functions of torch.distributed; below them, in the group's methods, ours stand alone.
 WRONG_CALLS = {
@@ -49,11 +55,18 @@ WRONG_CALLS = {
         ("to_dense()", "all_reduce", lambda g, n: dist.all_reduce(ones(3, 3).to_sparse_csr())),
     ],
     "root": [
-        ("[0, 2), got 2", "broadcast", lambda g, n: g.broadcast([ones()], opts(dist.BroadcastOptions, rootRank=n))),
-        ("[0, 2), got -1", "reduce", lambda g, n: g.reduce([ones()], opts(dist.ReduceOptions, rootRank=-1))),
-        ("[0, 2), got 7", "gather", lambda g, n: g.gather([], [ones()], opts(dist.GatherOptions, rootRank=7))),
-        ("[0, 2), got 7", "scatter", lambda g, n: g.scatter([ones()], [], opts(dist.ScatterOptions, rootRank=7))),
-        ("[0, 2), got 2", "send", lambda g, n: g.send([ones()], n, 0)),
+        *(
+            (f"{name} must lie in [0, 2), got {root}", op, functools.partial(call_with_root, op, root))
+            for op, name, root in (
+                ("broadcast", "src", 2),
+                ("reduce", "dst", -1),
+                ("gather", "dst", 7),
+                ("scatter", "src", 7),
+            )
+        ),
+        ("dst must lie in [0, 2), got 5", "send", lambda g, n: dist.send(ones(), dst=5)),
+        ("src must lie in [0, 2), got 5", "recv", lambda g, n: dist.recv(ones(), src=5)),
+        ("src must lie in [0, 2), got 5", "recv", lambda g, n: dist.irecv(ones(), group_src=5)),
     ],
     "list": [
         ("each of the 2 ranks, got 3", "all_gather", lambda g, n: dist.all_gather([ones()] * 3, ones())),

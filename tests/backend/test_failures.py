@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed, _core
-from phalanx._errors import KINDS, Failure, Peer
+from phalanx._errors import KINDS, Failure
+from phalanx._errors.facts import Peer
 from phalanx.backend._wording import error_of
 from phalanx.testing import await_release, reached
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from phalanx import PhalanxError
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.record.box import MEMORY_NAME
 
 _SETTLE_S = 3.0  # a thread that was joined is yet seen for a moment
 
@@ -27,14 +28,17 @@ def holdings():
         for name in os.listdir(f"/proc/self/{kind}"):
             try:
                 if kind == "fd":
-                    found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+                    place = os.readlink(f"/proc/self/fd/{name}")
+                    if MEMORY_NAME not in place:  # the black box stays as long as its process
+                        found.add((name, place))
                 else:
                     with open(f"/proc/self/task/{name}/comm") as comm:
                         found.add((name, comm.read().strip()))
             except OSError:  # closed or ended since: the listing's own
                 continue
     with open("/proc/self/maps") as maps:
-        segments = {line.strip() for line in maps if "memfd" in line or "phalanx (" in line}
+        found = {line.strip() for line in maps if "memfd" in line or "phalanx (" in line}
+        segments = {line for line in found if MEMORY_NAME not in line}
     return {"threads": threads, "descriptors": descriptors, "mappings": segments}
 
 

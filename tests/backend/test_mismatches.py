@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import signal
 import time
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import CollectiveMismatch, GroupUnusable
+from tests.faults._watch import wait_until_asleep
 
 ReduceOp = dist.ReduceOp
 
@@ -144,6 +147,25 @@ def disagree_in_a_group(rank, world_size):
     return text, total.tolist()
 
 
+def disagree_and_die_before_the_other_looks(rank, world_size):
+    """Rank 0 waits; rank 1 holds it, sees the mismatch and dies of it before rank 0 may look."""
+    pids = torch.tensor([os.getpid() if rank == 0 else 0])
+    dist.all_reduce(pids)
+    if rank == 0:
+        with pytest.raises(CollectiveMismatch) as error:
+            dist.all_reduce(ones(4))
+        return str(error.value)
+    wait_until_asleep(int(pids))
+    os.kill(int(pids), signal.SIGSTOP)
+    try:
+        dist.all_reduce(ones(5))
+    except CollectiveMismatch as error:
+        dist.group.WORLD._operations.shutdown(str(error))
+    finally:
+        os.kill(int(pids), signal.SIGCONT)
+    return ""
+
+
 def send_the_wrong_size(rank, world_size, what):
     """A receive that does not fit what was sent fails; so does the sender, at the latest in its next call."""
     if rank == 0:
@@ -188,6 +210,12 @@ def test_a_mismatch_is_an_error_on_every_rank_with_a_table(run_ranks, kind):
 def test_a_mismatch_is_seen_on_any_number_of_ranks(run_ranks, world_size):
     for text, *_ in run_ranks(disagree, world_size, "count"):
         assert text.count("\n  rank ") == world_size
+
+
+def test_the_line_of_a_rank_that_has_died_of_the_mismatch_is_still_named(run_ranks):
+    text, _ = run_ranks(disagree_and_die_before_the_other_looks, 2)
+    (row,) = (row for row in text.splitlines() if row.startswith("  rank 1: "))
+    assert re.search(r"all_reduce\(float32, count=5, op=SUM\) at .*test_mismatches.py:\d+$", row)
 
 
 def test_different_split_sizes_are_named(run_ranks):

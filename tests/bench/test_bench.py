@@ -27,6 +27,8 @@ def test_a_quick_run_writes_json_and_a_plot_with_every_engine(tmp_path):
             assert 0 < low <= facts["median_s"] <= high
             assert min(facts["samples_s"]) > 0
     assert record["machine"]["torch"]
+    (table,) = record["tables"]
+    assert [row[:3] for row in table["rows"]] == [["all_reduce", 2, 4], ["all_reduce", 2, 4096]]
     assert len(record["targets"]) >= 4
     assert all(isinstance(target["reached"], bool) and target["value"] > 0 for target in record["targets"])
     assert (tmp_path / "bench.png").read_bytes().startswith(PNG)
@@ -67,9 +69,15 @@ def test_sizes_are_read_as_people_write_them(text, size_bytes):
 def test_the_launchers_benchmark_measures_every_command_in_turns(tmp_path):
     done = run_bench("bench.launch", "--rounds", "1", "--restarts", "1", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    samples = json.loads((tmp_path / "launch.json").read_text())
-    for name in ("phalanx run", "phalanx run --no-preload", "torchrun", "python, one rank", "death to end of command"):
+    record = json.loads((tmp_path / "launch.json").read_text())
+    samples = record["samples"]
+    commands = ("phalanx run", "phalanx run --warm", "phalanx run --no-preload", "torchrun", "python, one rank")
+    for name in (*commands, "death to end of command"):
         assert len(samples[name]) == 1
         assert name in done.stdout
     judged = [line for line in done.stdout.splitlines() if line.startswith(("reached ", "missed "))]
-    assert len(judged) == 5
+    assert len(judged) == 7
+    (table,) = record["tables"]
+    assert dict(table["rows"])["torchrun"] == samples["torchrun"][0]
+    assert record["command"] == "python -m bench.launch --rounds 1 --restarts 1"
+    assert record["machine"]["torch"]

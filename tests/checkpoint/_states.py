@@ -525,7 +525,7 @@ def what_does_not_fit_is_told_once_with_counts_and_the_first_names(rank, world_s
         f"checkpoint.load of step 3 from {folder}: {ranks}: a: model: "
         "6 missing from the checkpoint (l4.weight, l5.weight, l6.weight, l7.weight, l8.weight and 1 more), "
         "3 unexpected in it (l0.weight, l1.weight, l2.weight); "
-        "make the model as it was when it was saved, or pass strict=False"
+        "make the model as it was when it was saved, or pass strict=False (phalanx explain checkpoint-not-loaded)"
     )
     with pytest.raises(
         CheckpointError,
@@ -603,7 +603,7 @@ def nothing_yet_is_no_error_but_a_line_unless_it_is_to_be_one(rank, world_size, 
         return printed.getvalue()
 
     for told in (f"{folder} is no folder", f"{folder} holds no checkpoint"):
-        assert said() == (f"phalanx: checkpoint.load: {told}: beginning anew\n" if rank == 0 else "")
+        assert said() == (f"phalanx: checkpoint.load: {told}: starting from the beginning\n" if rank == 0 else "")
         assert said(missing="ignore") == ""
         with pytest.raises(CheckpointError, match=f"{told}: name the folder of a run or of its checkpoints"):
             ckpt.load(folder, {"x": 0}, missing="error")

@@ -140,7 +140,7 @@ def test_a_format_of_the_future_is_said_to_be_one(damaged):
         del manifest["checksum"]
         path.write_text(_sign({**manifest, "format": 2}))
 
-    with pytest.warns(UserWarning, match=r"is of a newer phalanx \(format 2\)"):
+    with pytest.warns(UserWarning, match=r"was written by a newer phalanx \(format 2\)"):
         ckpt.load(damaged(date_forward, "manifest.json"), {"epoch": 0})
 
 

@@ -1,4 +1,4 @@
-"""docs/clusters/by_hand.md: `phalanx run` on each of two hosts."""
+"""docs/en/guides/clusters/by_hand.md: `phalanx run` on each of two hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/clusters/docker.md: what a container's limits do, with the namespaces that Docker makes."""
+"""docs/en/guides/clusters/docker.md: what a container's limits do, with the namespaces that Docker makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/clusters/kubernetes.md: the commands of the manifests, with the variables that each operator sets.
+"""docs/en/guides/clusters/kubernetes.md: the commands of the manifests, with the variables that each operator sets.
 
 Pods are hosts in namespaces; the names are those that the cluster's DNS gives them.
 """

@@ -1,4 +1,4 @@
-"""docs/clusters/mpi.md: real mpiruns over a hostfile; a remote shell of ours stands in for ssh."""
+"""docs/en/guides/clusters/mpi.md: real mpiruns over a hostfile; a remote shell of ours stands in for ssh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/clusters/ray.md: Ray starts two workers on this machine and makes their group with phalanx."""
+"""docs/en/guides/clusters/ray.md: Ray starts two workers on this machine and makes their group with phalanx."""
 
 from __future__ import annotations
 

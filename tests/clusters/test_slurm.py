@@ -1,4 +1,4 @@
-"""docs/clusters/slurm.md on a real Slurm: a controller and two nodes, which are hosts in namespaces."""
+"""docs/en/guides/clusters/slurm.md on a real Slurm: a controller and two nodes, which are hosts in namespaces."""
 
 from __future__ import annotations
 

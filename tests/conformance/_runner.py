@@ -38,6 +38,7 @@ GRACE_S = 5.0
 
 # How long a process that a rank forgot may take to end by itself.
 _ORPHAN_S = 1.0
+_SETTLE_S = 20.0  # files of another test, which runs beside this one, go when that one ends
 
 _OUTPUT_CHARS = 8_000
 
@@ -260,7 +261,7 @@ def _children() -> list[int]:
 
 def _orphaned_files(before: set[str]) -> set[str]:
     """Return the files in /dev/shm that came up since and that no living process maps, after a moment to settle."""
-    deadline = time.monotonic() + _ORPHAN_S
+    deadline = time.monotonic() + _SETTLE_S
     while (new := shm.unmapped(shm.files() - before)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return new

@@ -101,7 +101,7 @@ def test_a_mistake_shows_the_usage_and_the_right_call(args, said):
     done = doctor(*args)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
-    assert "right: phalanx doctor" in done.stderr
+    assert "right: phalanx doctor" in done.stderr.lower()
     assert done.stderr.count("\n") == 2
 
 

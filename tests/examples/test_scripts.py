@@ -175,9 +175,9 @@ def test_local_sgd(tmp_path):
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
-def test_every_example_is_in_the_readme_with_its_own_command(readme):
+def test_every_example_is_in_the_table_with_its_own_command(readme):
     scripts = {path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()}
-    shown = dict(reversed(found) for found in COMMAND.findall((REPOSITORY / readme).read_text()))
+    shown = dict(reversed(found) for found in COMMAND.findall((EXAMPLES / readme).read_text()))
     assert set(shown) == scripts
     for name, num_ranks in shown.items():
         assert f"phalanx run --nproc-per-node {num_ranks} examples/{name}" in (EXAMPLES / name).read_text()

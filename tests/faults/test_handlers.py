@@ -296,7 +296,7 @@ def interrupt_the_look_for_the_line(rank, world_size):
         raise Interruption
 
     on_usr1(handler)
-    show, armed = _work._show, rank == 0
+    show, armed = _work.shown_file, rank == 0
 
     def show_and_signal(code):
         nonlocal armed
@@ -306,7 +306,7 @@ def interrupt_the_look_for_the_line(rank, world_size):
         return show(code)
 
     _work._shown.clear()
-    _work._show = show_and_signal
+    _work.shown_file = show_and_signal
     if rank == 1:
         await_release("rank 0 is done")
         return None

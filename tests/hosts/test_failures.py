@@ -378,7 +378,8 @@ def test_hosts_that_do_not_reach_each_other_are_named_on_every_rank(run_ranks, t
         assert second.startswith("rank 0 (pid ")
         assert "does not reach rank 1 (pid " in second
         assert second.endswith(": Connection refused")
-        assert rest == ["Run phalanx doctor on them: it tests names, ports and interfaces."]
+        advice = "Run phalanx doctor on them: it tests names, ports and interfaces."
+        assert rest == [f"{advice} (phalanx explain unreachable)"]
 
 
 # ---------------------------------------------------------------- forks, and what is left behind

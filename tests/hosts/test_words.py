@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx import PhalanxError
-from phalanx._errors import Failure, MadeCall, Peer, SizeDispute, Standing
+from phalanx._errors import Failure
+from phalanx._errors.facts import MadeCall, Peer, SizeDispute, Standing
 from phalanx._store import JsonStore, fits
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import _SHAPES, Meeting

@@ -145,7 +145,7 @@ def test_when_the_least_fails_too_the_cause_is_named_and_its_code_returned(tmp_p
     source = "if RANK == 1: sys.exit('no such device')\nsignal.pause()\n"
     code, attempts, said = run(tmp_path, source, "--max-restarts", "9", num_ranks="2:3")
     assert (code, attempts) == (1, [(0, 3), (1, 2)])
-    assert "rank 1 failed again before any progress, and 2 ranks of 2 to 3 is the least" in said
+    assert "rank 1 failed again before any progress, and 2 ranks of 2 to 3 is the minimum" in said
     assert "  no such device" in said
 
 

@@ -29,21 +29,33 @@ def folder_of(tmp_path, base="runs/train"):
 
 
 @pytest.mark.parametrize(
-    ("source", "code", "said", "hint"),
+    ("source", "code", "said", "hint", "entry"),
     [
-        ("import no_such_package", 1, "ModuleNotFoundError", "-m pip install no_such_package"),
-        ("raise MemoryError", 1, "MemoryError", "smaller batch, or fewer ranks"),
-        ("os.kill(os.getpid(), signal.SIGILL)", 132, "was killed by SIGILL", "this processor lacks"),
-        ("import faulthandler; faulthandler._sigsegv()", 139, "was killed by SIGSEGV", "native code crashed"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL", "somebody killed it from outside"),
-        ("os.abort()", 134, "was killed by SIGABRT", "native code gave up"),
-        ("raise OSError(28, 'No space left on device')", 1, "OSError", "the disk or /dev/shm is full"),
-        ("raise RuntimeError('No CUDA GPUs are available')", 1, "RuntimeError", "torch finds no GPU here"),
-        ("sys.exit(3)", 3, "exited with code 3", ""),
-        ("sys.exit('bad configuration')", 1, "exited with code 1", ""),
+        ("import no_such_package", 1, "ModuleNotFoundError", "-m pip install no_such_package", ""),
+        ("raise MemoryError", 1, "MemoryError", "smaller batch, or fewer ranks", "out-of-memory"),
+        ("os.kill(os.getpid(), signal.SIGILL)", 132, "was killed by SIGILL", "this processor lacks", "rank-killed"),
+        (
+            "import faulthandler; faulthandler._sigsegv()",
+            139,
+            "was killed by SIGSEGV",
+            "native code crashed",
+            "exit-139",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "was killed by SIGKILL",
+            "it was killed from outside",
+            "exit-137",
+        ),
+        ("os.abort()", 134, "was killed by SIGABRT", "native code gave up", "exit-134"),
+        ("raise OSError(28, 'No space left on device')", 1, "OSError", "the disk or /dev/shm is full", "disk-full"),
+        ("raise RuntimeError('No CUDA GPUs are available')", 1, "RuntimeError", "torch finds no GPU here", "no-gpu"),
+        ("sys.exit(3)", 3, "exited with code 3", "", ""),
+        ("sys.exit('bad configuration')", 1, "exited with code 1", "", ""),
     ],
 )
-def test_the_end_says_how_where_and_what_to_do(tmp_path, source, code, said, hint):
+def test_the_end_says_how_where_and_what_to_do(tmp_path, source, code, said, hint, entry):
     done = run_job(tmp_path, f"if RANK == 1: {source}\nwhile True: signal.pause()", "--no-preload")
     assert done.returncode == code, done.stderr
     last = done.stderr[done.stderr.index("phalanx run: rank 1 (pid ") :]
@@ -53,6 +65,7 @@ def test_the_end_says_how_where_and_what_to_do(tmp_path, source, code, said, hin
     assert f"  log: {folder_of(tmp_path).relative_to(tmp_path)}/logs/attempt_0/rank_1/stderr.log\n" in last
     assert ("  hint: " in last) == bool(hint)
     assert hint in last.splitlines()[-1] or not hint
+    assert last.rstrip().endswith(f" (phalanx explain {entry})") or not entry
     assert len(last.splitlines()) < 24
 
 
@@ -67,10 +80,10 @@ def test_a_crash_in_native_code_shows_the_line_of_python(tmp_path):
 
 def test_memory_that_the_kernel_took_is_told_from_a_kill_by_hand():
     killed = Outcome(rank=0, pid=1, exitcode=-signal.SIGKILL)
-    assert "for want of memory" in hint_for(killed, num_oom_kills=1)
-    assert "somebody killed it" in hint_for(killed, num_oom_kills=0)
+    assert "because memory ran out" in hint_for(killed, num_oom_kills=1)
+    assert "killed from outside" in hint_for(killed, num_oom_kills=0)
     shells = Outcome(rank=0, pid=1, exitcode=128 + signal.SIGKILL)
-    assert "for want of memory" in hint_for(shells, num_oom_kills=1)
+    assert "because memory ran out" in hint_for(shells, num_oom_kills=1)
 
 
 def test_the_cause_is_named_and_its_victims_take_one_line(tmp_path):
@@ -352,7 +365,7 @@ def test_logs_that_cannot_be_written_are_said_to_be_not_whole(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("x" * 1000) == 100
-    assert done.stderr.count("are not whole: File too large") == 1
+    assert done.stderr.count("are incomplete: File too large") == 1
 
 
 def test_too_few_descriptors_are_said_before_anything_starts(tmp_path):

@@ -294,6 +294,13 @@ def test_a_call_that_means_nothing_shows_the_right_one(run_ranks, call, said):
     assert said in error
 
 
+@pytest.mark.parametrize("backend", ["foo", "cpu:foo"])
+def test_an_unknown_backend_is_refused_before_ranks_wait_for_each_other(run_ranks, backend):
+    for error in errors_of(run_ranks, {"backend": backend}, {"backend": "gloo"})[:1]:
+        assert f"unknown backend '{backend}'; torch knows no backend of that name: init_process_group(" in error
+        assert '"gloo"' in error
+
+
 def part(rank, world_size, ports):
     """Ranks 0 and 1 meet and part, then 0, 2 and 3, while 1 has ended; then 2 and 3 alone, elsewhere."""
 

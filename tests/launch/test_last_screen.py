@@ -153,7 +153,7 @@ def test_a_job_ends_with_its_victims_on_one_line():
     ends = [Outcome(rank=rank, pid=rank + 11, exitcode=1, last_words=gone, when_s=1.0) for rank in (0, 1, 2, 4, 5)]
     asked = [Outcome(rank=rank, pid=rank + 11, exitcode=-15, ended_by_us=True) for rank in (6, 7)]
     assert report(dead, [dead, *ends, *asked], hint="") == (
-        "phalanx run: rank 3 (pid 10) was killed by SIGKILL; exit code 137\n"
+        "phalanx run: rank 3 (pid 10) was killed by SIGKILL; exit code 137 (phalanx explain exit-137)\n"
         "  ranks 0-2,4-5: RankFailed, because of it\n"
         "  ranks 6-7: ended because of it\n"
         "  log: logs/stderr.log\n"
@@ -182,6 +182,19 @@ def test_a_flag_of_ours_behind_the_script_is_put_before_it():
             f"--nproc-per-node 2 {' '.join(target)} --lr 3"
         )
     assert hint_for(end, command=["python", "train.py", "--verbosity"]) == ""
+
+
+def test_what_another_rank_said_is_not_cut_in_mid_sentence():
+    said = "send of group 'default' at big.py:9: rank 0 (pid 10) has reached its deadline and ended the group"
+    words = LastWords("RuntimeError", f"rank 1: {said}", is_told=True)
+    first = Outcome(rank=0, pid=10, exitcode=1, last_words=LastWords("ValueError", "no", is_told=True))
+    second = Outcome(rank=1, pid=11, exitcode=1, last_words=words)
+    assert f"\n  rank 1: RuntimeError: {said}\n" in report(first, [first, second], hint="")
+    words = LastWords("ValueError", "word " * 100, is_told=True)
+    outcomes = [first, *(Outcome(rank=n, pid=n, exitcode=1, last_words=words) for n in (1,))]
+    lines = report(first, outcomes, hint="").splitlines()
+    assert any(line.startswith("  rank 1: ValueError: word") and line.endswith("...") for line in lines)
+    assert max(map(len, lines)) <= 2 * COLUMNS
 
 
 def test_many_frames_and_a_long_message_keep_the_innermost_and_the_advice():

@@ -12,7 +12,7 @@ from phalanx.launch.job import Job
 
 from .jobs import run_job
 
-ALONE = "phalanx run: the ranks made no process group, so each has trained all by itself;\n"
+ALONE = "phalanx run: the ranks made no process group, so each has trained on its own;\n"
 STEP = """
 weight = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -74,4 +74,4 @@ def test_ranks_that_train_without_a_process_group_are_told(tmp_path, flags):
 def test_no_other_job_is_told_so(tmp_path, source, num_ranks):
     done = run_job(tmp_path, source, num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr
-    assert "trained all by itself" not in done.stderr
+    assert "trained on its own" not in done.stderr

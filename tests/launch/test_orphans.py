@@ -86,11 +86,11 @@ def test_those_who_watch_a_job_leave_nothing_when_they_are_killed_together(tmp_p
 
 
 SLOW_WARDEN = """
-import os, signal, socket
+import os, signal
 from phalanx.launch import keeper
-supervisor, (ours, theirs), (told, tell) = os.getpid(), socket.socketpair(), os.pipe()
+supervisor, (told, tell) = os.getpid(), os.pipe()
 if os.fork() == 0:
-    keeper.fork_warden(supervisor, tell, theirs)
+    keeper.fork_warden(supervisor, tell)
     child = os.posix_spawnp("sleep", ["sleep", "1000"], os.environ, setsid=True)
     print(os.getppid(), os.getpid(), child, flush=True)
 signal.pause()

@@ -273,6 +273,20 @@ def unused_parameters_are_named_once(rank, world_size):
 
 
 @behaviour
+def an_unused_parameter_is_named_when_it_is_first_left_out(rank, world_size):
+    model = wrap(Net(spare=True))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for number in range(4):
+            train_step(model, rank, number, more=number < 2)
+    first, later = (str(one.message) for one in warned)
+    assert "spare.weight" in first
+    assert "more." not in first
+    assert "more.weight" in later
+    assert "spare." not in later
+
+
+@behaviour
 def expected_unused_parameters_are_not_named(rank, world_size):
     model = wrap(Net(spare=True), find_unused_parameters=True)
     for number in range(3):

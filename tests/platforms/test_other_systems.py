@@ -67,13 +67,15 @@ def test_the_package_imports_with_all_names_but_the_backend_s_own(tmp_path):
 def test_a_group_of_the_backend_is_refused_in_a_sentence(tmp_path, place):
     done = run_code(GROUP.format(place.format(tmp_path)), tmp_path)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"phalanx.PhalanxError: {INSTEAD}which chooses it"
+    assert (
+        done.stderr.splitlines()[-1] == f"phalanx.PhalanxError: {INSTEAD}which chooses it (phalanx explain linux-only)"
+    )
 
 
 def test_ranks_that_phalanx_would_start_are_refused_in_a_sentence(tmp_path):
     done = run_code(SPAWN, tmp_path)
     assert done.stderr.splitlines()[-1].endswith(
-        "starting ranks needs Linux, and this is darwin: start the script with torchrun"
+        "starting ranks needs Linux, and this is darwin: start the script with torchrun (phalanx explain linux-only)"
     )
 
 
@@ -82,7 +84,8 @@ def test_a_command_that_starts_ranks_is_refused_in_a_sentence(tmp_path, command)
     done = run_code(COMMAND.format(command), tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        f"phalanx {command} needs Linux, and this is darwin: start scripts with torchrun, on the backend gloo\n"
+        f"phalanx {command} needs Linux, and this is darwin: start scripts with torchrun, on the backend gloo "
+        "(phalanx explain linux-only)\n"
     )
 
 

@@ -12,7 +12,7 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "release.py"
 FILES = {
     "pyproject.toml": '[project]\nversion = "1.2.0"\n',
     "src/phalanx/__init__.py": '__version__ = "1.2.0"\n',
-    "CHANGELOG.md": "# Changelog\n\n## 1.2.0 (2026-12-01)\n- All.\n",
+    "CHANGELOG.md": "# Changelog\n\n## [1.2.0] - 2026-12-01\n- All.\n",
 }
 
 
@@ -56,15 +56,15 @@ def test_a_release_is_tagged_once_and_the_upload_is_left_to_the_maintainer(repos
 
 
 OTHER_CODE = "pyproject.toml says version 1.2.0, src/phalanx/__init__.py 1.1.0"
-OTHER_HEADING = 'CHANGELOG.md begins with "{}"; right: "1.2.0 (YYYY-MM-DD)"'
+OTHER_HEADING = 'CHANGELOG.md begins with "{}"; right: "[1.2.0] - YYYY-MM-DD"'
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("src/phalanx/__init__.py", '__version__ = "1.1.0"', OTHER_CODE),
-        ("CHANGELOG.md", "## 1.2.0 (unreleased)", OTHER_HEADING.format("1.2.0 (unreleased)")),
-        ("CHANGELOG.md", "## 1.1.0 (2026-01-01)", OTHER_HEADING.format("1.1.0 (2026-01-01)")),
+        ("CHANGELOG.md", "## [Unreleased]", OTHER_HEADING.format("[Unreleased]")),
+        ("CHANGELOG.md", "## [1.1.0] - 2026-01-01", OTHER_HEADING.format("[1.1.0] - 2026-01-01")),
     ],
 )
 def test_what_contradicts_the_version_is_named(repository, name, text, said):

@@ -62,6 +62,9 @@ def gathering_in_order(session, folder):
 
 def mismatches(session, folder):
     errors = []
+    with pytest.raises(ValueError, match=r"a list of numbers .* torch.tensor\(numbers\)"):
+        session.gather({"batches": [[4, 7][: 1 + session.rank % 2], [3, 0], [6]]})
+    assert session.gather((4, 7)) == ([4] * session.world_size, [7] * session.world_size)
     if session.world_size > 1:
         for value, total in ((torch.ones(2, 2 + session.rank), None), (torch.ones(2), 100)):
             with pytest.raises(ValueError, match="gather: ") as caught:

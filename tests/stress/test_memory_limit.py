@@ -40,7 +40,7 @@ def test_a_job_that_its_cgroup_kills_goes_on_without_snapshots(tmp_path):
     command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", "3", "train.py"]
     done = run_limited(command, LIMIT_BYTES, tmp_path, LIMIT_S)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no more snapshots in memory are taken") == 1
+    assert done.stderr.count("no more snapshots are taken in memory") == 1
     assert "restart 1 of 3" in done.stderr
     assert "restart 2 of 3" not in done.stderr
     lines = [line.split("] ", 1)[1].split() for line in done.stdout.splitlines()]

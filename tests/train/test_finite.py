@@ -108,6 +108,43 @@ def a_gradient(folder):
     return plain, fails(f"{folder}/clipped", model=model, save_every=1, keep_last=100, clip_norm=1.0)
 
 
+class NanForLarge(torch.autograd.Function):
+    """Its gradient is not finite where its input is large; the output always is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(-3, 3)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * torch.where(x.abs() > 1e3, math.nan, 1.0)
+
+
+class Clamps(nn.Module):
+    def forward(self, x):
+        return NanForLarge.apply(x)
+
+
+class Large(Poisoned):
+    def __getitem__(self, index):
+        inputs, targets = self._data[index]
+        return inputs * 1e5 if index == self._bad else inputs, targets
+
+
+def a_backward_pass(folder):
+    """One sample makes a module's gradient NaN; who had it, and which module it was, is asked of the batch again."""
+    found = []
+    for number, options in enumerate(({}, {"clip_norm": 1.0}, {"micro_batch_size": 1})):
+        model = nn.Sequential(nn.Linear(6, 16), nn.Sequential(Clamps()), nn.Linear(16, 1))
+        try:
+            train(f"{folder}/{number}", model=model, data=Large(17), max_epochs=1, log_every=100, **options)
+        except phalanx.NonFinite as error:
+            found.append((str(error), error.step, error.ranks, error.tensor, error.module))
+    return found
+
+
 def accumulation_and_bf16(folder):
     accumulated = fails(f"{folder}/accumulated", data=Poisoned(17), micro_batch_size=1, max_epochs=1)
     in_bf16 = fails(f"{folder}/bf16", data=Poisoned(17), precision="bf16", max_epochs=1)
@@ -205,9 +242,7 @@ def a_gradient_that_nobody_looks_at(folder):
     """Its step makes the parameters bad, and the next one's loss."""
     model = nn.Sequential(nn.Linear(6, 16), nn.Identity(), nn.Linear(16, 1))
     calls = iter(range(999))
-    model[1].register_forward_hook(
-        lambda _, inputs, output: _BackwardOfNan.apply(output) if next(calls) == 4 else output
-    )
+    model[2].weight.register_hook(lambda grad: grad * math.nan if next(calls) == 4 else grad)
     return fails(folder, model=model, snapshot_every=0, save_every=3, keep_last=100)
 
 
@@ -236,7 +271,7 @@ def evaluations_of_nan(folder):
 
 PROGRAMS = (
     found_in_the_log, a_sample_of_nan, a_module_on_one_rank, a_gradient, accumulation_and_bf16, skipped_steps, warned,
-    a_loss_that_is_only_inf, by_design, a_gradient_that_nobody_looks_at, evaluations_of_nan,
+    a_backward_pass, a_loss_that_is_only_inf, by_design, a_gradient_that_nobody_looks_at, evaluations_of_nan,
 )  # fmt: skip
 
 
@@ -274,12 +309,24 @@ def test_a_gradient_that_is_not_finite_is_named_and_its_weights_are_not_saved(re
         plain, clipped = of_rank["a_gradient"]
         assert (plain[1], plain[4]) == (4, [1, 2, 3])
         assert "epoch 1, rank" in plain[0]
-        assert "parameter '0.weight' is not finite. It became so in step 4. " in plain[0]
+        assert "a gradient is not finite, although the loss is. The first gradient that is not" in plain[0]
         assert (clipped[1], clipped[4]) == (4, [1, 2, 3])
         assert "lower the learning rate or set clip_norm; on_nan" in plain[0]
         assert "fix the data or lower the learning rate; on_nan" in clipped[0]
         assert "the gradient's norm is nan, although the loss is finite" in clipped[0]
         assert "that of parameter '0.weight'" in clipped[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_rank_and_the_module_that_made_a_gradient_nan_are_named(results, world_size):
+    every = [of_rank["a_backward_pass"] for of_rank in results[world_size]]
+    assert every == [every[0]] * world_size
+    assert len(every[0]) == 3
+    for message, step, ranks, tensor, module in every[0]:
+        assert (step, len(ranks)) == (every[0][0][1], 1)
+        assert "although the loss is" in message
+        assert "It began in the backward pass of module '1.0' (Clamps): the gradient of its inputs[0]" in message
+        assert (tensor, module) == ("gradient of the inputs of module '1.0'", "1.0")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -349,7 +396,7 @@ def test_a_gradient_that_nobody_looks_at_is_not_blamed_on_the_next_step(results,
     for of_rank in results[world_size]:
         message, step, _, _, saved = of_rank["a_gradient_that_nobody_looks_at"]
         assert (step, saved) == (6, [3])
-        assert "It began before, in one of the steps 4 to 5: parameter '0.weight' was not finite any more" in message
+        assert "It began before, in one of the steps 4 to 5: parameter '2.weight' was not finite any more" in message
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

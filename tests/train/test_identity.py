@@ -98,6 +98,7 @@ def test_another_run_is_refused_alike_on_all_ranks_with_what_differs_and_the_way
         assert 'resume="never"' in message
         assert "folder=" in message
         assert ('resume="force"' in message) == (name != "model")
+        assert message.endswith("(phalanx explain another-run)")
         assert message.count("\n") < 20
 
 

@@ -101,6 +101,21 @@ def wait_until_ready(folder):
         time.sleep(0.01)
 
 
+def test_a_keeper_holds_nobodys_socket_so_that_each_end_is_noticed_at_once(tmp_path):
+    held = {}
+
+    def send(job, line):
+        if "processes of the ranks" in line:
+            wait_until_ready(tmp_path)
+            for pid in family_of(job.pid):
+                if Path(f"/proc/{pid}/comm").read_text() == "rank-keeper\n":
+                    held[pid] = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if int(fd.name) > 2]
+            job.send_signal(signal.SIGTERM)
+
+    run_and_interrupt(tmp_path / "run", ["--epochs", "1000"], send, ("--max-restarts", "1"))
+    assert [sorted(set(names)) for names in held.values()] == [["anon_inode:[pidfd]"]] * 2
+
+
 def test_a_restart_is_forked_from_a_process_that_has_the_scripts_imports(tmp_path):
     parents, printed = [], []
 
@@ -234,7 +249,7 @@ def test_verify_resume_refuses_what_run_refuses(tmp_path):
     assert done.returncode == 2
     usage, line = done.stderr.splitlines()
     assert usage.startswith("usage: phalanx verify-resume ")
-    assert f"did you mean --nproc-per-node?; right: phalanx verify-resume --nproc-per-node 2 {SCRIPT}" in line
+    assert f"did you mean --nproc-per-node? Right: phalanx verify-resume --nproc-per-node 2 {SCRIPT}" in line
 
 
 @pytest.mark.parametrize("columns", [80, 160])

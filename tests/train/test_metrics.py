@@ -155,8 +155,8 @@ def test_csv_has_a_row_for_each_step_and_the_union_of_columns(tmp_path):
 
 
 def test_it_is_documented_where_epochs_count_from_0_and_where_from_1():
-    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
-    assert "The first epoch is number 0 in the metrics and for loggers, as in `trainer.epoch`, and epoch 1 on" in readme
+    page = (Path(__file__).parents[2] / "docs" / "en" / "reference" / "files.md").read_text()
+    assert "`epoch` counts from 0 here; the screen and the report count from 1" in page
     assert "``epoch`` counts from 0 here, in the CSV and for loggers" in (metrics.__doc__ or "")
 
 

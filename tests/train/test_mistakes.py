@@ -278,8 +278,8 @@ class Samples(torch.utils.data.Dataset):
 EXPECTED = {
     "loader of another size": ("ValueError", "global_batch_size=64, but a step takes the loader's batches of all "),
     "sampler of another size": ("ValueError", "global_batch_size=64, but batch_sampler makes batches of 4 samples"),
-    "monitor": ("ValueError", "monitor='accuracy' is no value of the evaluation, which has loss, distance"),
-    "monitor of a step": ("ValueError", "monitor='accuracy' is no value of the evaluation, which has distance"),
+    "monitor": ("ValueError", "monitor='accuracy' is not a value of the evaluation, which has loss, distance"),
+    "monitor of a step": ("ValueError", "monitor='accuracy' is not a value of the evaluation, which has distance"),
     "one cycle": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 4 times, once each step: make"),
     "one cycle after a warm-up": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 3 times, once"),
     "one cycle in a chain": ("ValueError", "OneCycleLR ends after 2 steps, and this run steps it 4 times, once each"),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
-import shutil
-import subprocess
 from pathlib import Path
 
 import matplotlib.image
@@ -13,10 +10,10 @@ import numpy as np
 import pytest
 
 from phalanx.train.report import write_report
+from tests.browser import browse, needs_browser, run_page
 from tests.train.runs import FakeRun
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome on the PATH")
+pytestmark = needs_browser
 
 WIDTHS = (320, 400, 768, 1200)
 # Frames are windows of their own: their width is what media queries and percentages see. Only what scrolls by itself
@@ -44,26 +41,13 @@ onload = () => {
 """
 
 
-def browse(folder: Path, page: Path, *flags: str) -> str:
-    done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-         "--no-first-run", f"--user-data-dir={folder}/profile", *flags, page.as_uri()],
-        capture_output=True, text=True, timeout=60, cwd=folder,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def measure(folder: Path, *pages: tuple[int, str]) -> list[dict]:
     """Return what a browser sees of each page in a window of that width."""
     frames = "".join(
         f'<iframe srcdoc="{html.escape(page)}" style="width:{width}px;height:900px;border:0"></iframe>'
         for width, page in pages
     )
-    wrapper = folder / "wrapper.html"
-    wrapper.write_text(f"<!DOCTYPE html><meta charset=utf-8><body>{frames}{MEASURE}")
-    dom = browse(folder, wrapper, "--dump-dom")
-    return json.loads(html.unescape(dom.split("<body>", 1)[1].split("</body>", 1)[0]))
+    return run_page(folder, frames + MEASURE)
 
 
 @pytest.fixture(scope="module")

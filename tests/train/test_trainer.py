@@ -234,9 +234,9 @@ def stop_within_an_epoch(folder):
 
 
 def refuse_data_without_a_step(folder):
-    with pytest.raises(ValueError, match="makes no step"):
+    with pytest.raises(ValueError, match="yields no step"):
         train(folder, data=make_data(5), drop_last=True)
-    with pytest.raises(ValueError, match="makes no step"):
+    with pytest.raises(ValueError, match="yields no step"):
         train(f"{folder}2", data=[])
     with pytest.raises(ValueError, match="patience needs validation_data"):
         train(f"{folder}3", patience=2)

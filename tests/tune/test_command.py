@@ -17,9 +17,10 @@ import torch
 
 from phalanx._trial import _can_fuse
 from phalanx.launch.cpus import read_machine
+from phalanx.launch.flags import without_flags
+from phalanx.launch.trial_folder import folder_of_jobs
 from phalanx.launch.tuned import Tuned, recall, remember, tuned_file
-from phalanx.tune.command import _SEARCHED, _without
-from phalanx.tune.folder import folder_of_jobs
+from phalanx.tune.command import _SEARCHED
 from phalanx.tune.trials import Setup, Trials, _rate
 
 TUNE = (sys.executable, "-m", "phalanx", "tune")
@@ -104,7 +105,7 @@ def test_ranks_without_a_process_group_are_no_choice(tmp_path):
     assert done.returncode == 0, done.stderr
     table = found(tmp_path)
     assert table["best"]["ranks"] == 1
-    assert reasons(table, "2 ranks") == {"makes no process group, so each rank would train all by itself"}
+    assert reasons(table, "2 ranks") == {"makes no process group, so each rank would train on its own"}
 
 
 def test_a_script_that_is_over_soon_is_started_again(tmp_path):
@@ -190,9 +191,9 @@ def test_an_optimizer_of_sparse_gradients_has_no_fused_form(is_sparse):
 def test_trials_leave_the_log_folder_alone(tmp_path):
     words = ["--log-dir", "logs", "--seconds=5", "--memory", "auto", "--tee=3", "train.py", "--log-dir", "mine"]
     target = words[-3:]
-    kept = _without([*_SEARCHED, "--seconds"], words, target)
+    kept = without_flags([*_SEARCHED, "--seconds"], words, target)
     assert kept == ["--log-dir", "logs", "--tee=3", *target]
-    assert _without(["--log-dir"], kept, target) == ["--tee=3", *target]
+    assert without_flags(["--log-dir"], kept, target) == ["--tee=3", *target]
 
 
 def test_trials_without_room_are_one_line(tmp_path):

@@ -4,260 +4,29 @@ Nothing else in phalanx uses one; ``tests/test_torch_names.py`` holds this. A na
 first asked for: `from phalanx._torch import dispatch_keys` binds it once, for hot paths and for classes;
 ``_torch.get_default_store()`` asks where it is used, so that a missing name fails there and nowhere else. All of
 them were seen in torch 2.11, 2.13 and 2.15.
+
+Every ``import torch`` runs this module where phalanx is installed; the table and the rest are loaded when the first
+other name is asked for.
 """
 
-from __future__ import annotations
-
-import contextlib
-import functools
 import importlib
 import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
-
-from phalanx._torch.names import (
-    ATTRIBUTES,
-    HOOKS_OF_OPTIMIZER,
-    MARK_IGNORED_BY_DDP,
-    MARK_MADE_OPTIMIZER,
-    MARK_STEPS_IN_BACKWARD,
-    MILESTONES_OF_SCHEDULER,
-    NAMES,
-    OVERRIDDEN,
-    PARTS_OF_SCHEDULER,
-    SCHEDULER_COUNTERS,
-    Name,
-)
-
-if TYPE_CHECKING:  # while torch is imported, it calls our plugin, which needs this module
-    import torch
-
-__all__ = [
-    "ATTRIBUTES",
-    "HOOKS_OF_OPTIMIZER",
-    "MARK_IGNORED_BY_DDP",
-    "MARK_MADE_OPTIMIZER",
-    "MARK_STEPS_IN_BACKWARD",
-    "MILESTONES_OF_SCHEDULER",
-    "NAMES",
-    "OVERRIDDEN",
-    "PARTS_OF_SCHEDULER",
-    "SCHEDULER_COUNTERS",
-]
-
-_TESTED = "2.11 to 2.15"
+from typing import Any
 
 
-@functools.cache
+def __getattr__(key: str) -> Any:
+    if key == "rendezvous_handlers" and hasattr(
+        sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers"
+    ):
+        found = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # without the table
+    else:
+        found = getattr(importlib.import_module("phalanx._torch.lookup"), key)
+    globals()[key] = found
+    return found
+
+
 def version() -> tuple[int, ...]:
     """Return torch's version, major and minor."""
     import torch
 
     return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-
-
-def __getattr__(key: str) -> Any:
-    if key not in NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {key!r}")
-    name = NAMES[key]
-    try:
-        found = _find(name.path)
-    except ImportError:
-        if name.instead is None:
-            raise missing(name.path, name.use) from None
-        _warn_of(name)
-        found = name.instead
-    globals()[key] = found
-    return found
-
-
-def _find(path: str) -> Any:
-    """Return what is at a path; modules on the way are imported.
-
-    Raises:
-        ImportError: It is not there.
-    """
-    names = path.split(".")
-    found: Any = importlib.import_module(names[0])
-    for i, name in enumerate(names[1:], 2):
-        below = ".".join(names[:i])
-        if below in sys.modules:  # torch.distributed has a function of the name of its module rendezvous
-            found = sys.modules[below]
-        else:
-            found = getattr(found, name) if hasattr(found, name) else importlib.import_module(below)
-    return found
-
-
-def missing(path: str, use: str) -> ImportError:
-    """Return the error of a name that this torch lacks."""
-    import torch
-
-    return ImportError(
-        f"torch {torch.__version__} has no {path}, which phalanx needs {use}. Use a torch that this phalanx is tested "
-        f"with, {_TESTED}, or a newer phalanx"
-    )
-
-
-def _warn_of(name: Name) -> None:
-    _warn(f"has no {name.path}: {name.loses}")
-
-
-def _warn(what: str) -> None:
-    import torch
-
-    warnings.warn(
-        f"torch {torch.__version__} {what}. This phalanx is tested with torch {_TESTED}", RuntimeWarning, stacklevel=4
-    )
-
-
-def attribute_of(value: object, attribute: str) -> Any:
-    """Return one of `ATTRIBUTES` of an object.
-
-    Raises:
-        ImportError: This torch's objects have none.
-    """
-    try:
-        return getattr(value, attribute)
-    except AttributeError:
-        owner, use = ATTRIBUTES[attribute]
-        raise missing(f"{owner}.{attribute}", use) from None
-
-
-def has_made_optimizer() -> bool:
-    """Return whether this process has made an optimizer of torch's, or of a class derived from one."""
-    module = sys.modules.get("torch.optim.optimizer")
-    kinds = [] if module is None else [module.Optimizer]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    return any(getattr(kind.step, MARK_MADE_OPTIMIZER, False) for kind in kinds)
-
-
-# ---- what takes several names --------------------------------------------------------------------------------------
-
-
-def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Open an event of the profiler with the shapes of `inputs`, and return what closes it, in whatever order.
-
-    It ends on a thread of its own: so the profiler takes it for an asynchronous one, which need not nest in others.
-    torch 2.11 would lose it.
-    """
-    try:
-        enter, leave = __getattr__("record_function_enter"), __getattr__("record_function_exit")
-    except ImportError:
-        from torch.autograd.profiler import record_function
-
-        _warn_of(NAMES["record_function_enter"])
-        event = record_function(name)
-        event.__enter__()
-        return lambda: event.__exit__(None, None, None)
-    opened = enter(name, *inputs)
-
-    def close() -> None:
-        if version() < (2, 13):
-            return leave(opened)
-        closer = threading.Thread(target=leave, args=(opened,))
-        closer.start()
-        closer.join()
-
-    return close
-
-
-def keep_from_compiler(codes: Iterable[CodeType]) -> None:
-    """Have torch.compile run functions as they are; a graph that calls one breaks there."""
-    try:
-        strategy, action = __getattr__("FrameExecStrategy"), __getattr__("FrameAction")
-        choose = __getattr__("set_code_exec_strategy")
-    except ImportError:
-        _warn_of(NAMES["set_code_exec_strategy"])
-        return
-    for code in codes:
-        choose(code, strategy(action.SKIP, action.SKIP))
-
-
-def gloo_options(**given: Any) -> Any:
-    """Return options of ProcessGroupGloo: `timeout`, `threads`, `devices`."""
-    options = __getattr__("GlooOptions")()
-    for name, value in given.items():
-        attribute_of(options, f"_{name}")
-        setattr(options, f"_{name}", value)
-    return options
-
-
-@contextlib.contextmanager
-def outside_of_workers() -> Iterator[None]:
-    """Let ``get_worker_info()`` return None, as it does outside the workers of a DataLoader."""
-    from torch.utils.data._utils import worker
-
-    info, worker._worker_info = attribute_of(worker, "_worker_info"), None
-    try:
-        yield
-    finally:
-        worker._worker_info = info
-
-
-def uncompiled(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module that torch.compile has wrapped in `module`; None if it has not."""
-    from torch import nn
-
-    if type(module).__name__ != "OptimizedModule" and not hasattr(module, "_orig_mod"):
-        return None
-    inner = attribute_of(module, "_orig_mod")
-    return inner if isinstance(inner, nn.Module) else None
-
-
-# ---- what torch does not tell --------------------------------------------------------------------------------------
-
-
-def devices_of_new_group(own: str) -> dict[str, str]:
-    """Return the devices of the group that torch is making, and the backend of each.
-
-    A creator that returns a ProcessGroup ends torch's loop over the devices, and is not told the others. So they are
-    read from torch's frames: from the nearest local variable, whatever its name, that is a BackendConfig.
-
-    Args:
-        own: Name of the backend whose creator asks.
-
-    Raises:
-        ImportError: There is none, and this machine has a device beside the CPU.
-    """
-    import torch
-    import torch.distributed as dist
-
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == dist.distributed_c10d.__file__:
-            for value in frame.f_locals.values():
-                if isinstance(value, dist.BackendConfig):
-                    return value.get_device_backend_map()
-        frame = frame.f_back
-    if torch.accelerator.is_available():
-        raise missing("BackendConfig where it makes a group", "to serve other devices than the CPU")
-    return {"cpu": own}
-
-
-def wrap_making_of_groups(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put a function in the place of the one with which torch makes every group."""
-    from torch.distributed import distributed_c10d as c10d
-
-    c10d._new_process_group_helper = wrap(__getattr__("new_process_group_helper"))
-
-
-def backend_argument(frame: FrameType) -> str | None:
-    """Return the `backend` that ``init_process_group`` was given, "" for none, if that is what runs in `frame`.
-
-    Neither torch's rendezvous nor a store is told the backend.
-    """
-    import torch.distributed as dist
-
-    code = frame.f_code
-    if code.co_name != "init_process_group" or code.co_filename != dist.distributed_c10d.__file__:
-        return None
-    if "backend" not in code.co_varnames:
-        loses = NAMES["rendezvous_handlers"].loses
-        _warn(f"does not tell the backend that init_process_group was given: {loses}")
-        return None
-    backend = str(frame.f_locals.get("backend") or "")
-    return "" if backend == dist.Backend.UNDEFINED else backend  # what torch makes of None

@@ -26,7 +26,9 @@ from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._members import Ranks
 from phalanx.backend._ops import Operations
-from phalanx.backend._work import call_site
+from phalanx.backend._work import call_site, shown_file
+from phalanx.debugging import attached
+from phalanx.record import writer
 
 __all__ = ["PhalanxGroup"]
 
@@ -48,7 +50,7 @@ class Guise:
 
 _ITSELF = Guise()
 
-_core.configure(call_site, from_core, report_core_stall)
+_core.configure(call_site, shown_file, from_core, report_core_stall)
 
 
 def _end_as_member() -> None:
@@ -89,6 +91,7 @@ def _serve_monitored_barrier() -> None:
 def _begin() -> None:
     """Do what a process needs before its first group, but not when it imports this package."""
     atexit.register(_end_as_member)
+    attached.listen()  # a rank that was not forked from a warden does so only now
     keep_from_compiler(*CLASSES)
     if not HAS_PYTHON_BACKENDS:
         _serve_monitored_barrier()
@@ -115,7 +118,7 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
     devices = _torch.devices_of_new_group(own)
     if devices.get("cpu") != own and own == GLOO:
         return None
-    tell_when_ended()
+    tell_when_ended(writer.note)
     given = backend_options if isinstance(backend_options, GroupOptions) else None
     size = options.group_size
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
@@ -140,6 +143,7 @@ def build_group(
 ) -> PhalanxGroup:
     """Join the group and return it, with a backend registered for the devices of its guise."""
     _begin()
+    writer.begin(global_ranks[rank], size)
     core, segment = join_group(
         store, rank, size, name, global_ranks, timeout.total_seconds(), options, is_in_place=guise.name == GLOO
     )

@@ -7,11 +7,13 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from phalanx import _core
 from phalanx._tensors import is_dense, is_stored, unusual_keys
 from phalanx.backend._memory import Buffers, NotPlain, OtherDevice, Tensors
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, SUM_CODES, RedOpType, is_inexact, premul_factor
+from phalanx.backend._wording import root_name
 
 _core.set_tensor_types([torch.Tensor, torch.nn.Parameter], torch.strided)
 
@@ -78,9 +80,13 @@ class Arguments(Buffers):
         return tensor
 
     def root(self, root: int) -> int:
-        if not 0 <= root < self.ranks.size:
-            raise ValueError(f"{self.where()}: root must lie in [0, {self.ranks.size}), got {root}")
-        return root
+        """Check the rank of the group that the call names, under the name that the caller gave it."""
+        if 0 <= root < self.ranks.size:
+            return root
+        # torch itself checks a rank of the world that is to lie in a smaller group.
+        is_world = not dist.is_initialized() or self.ranks.size == dist.get_world_size()
+        name = root_name(self.op) if is_world else f"group_{root_name(self.op)}"
+        raise ValueError(f"{self.where()}: {name} must lie in [0, {self.ranks.size}), got {root}")
 
     def each(self, name: str, tensors: Tensors, like: torch.Tensor, *, may_differ: bool = False) -> Tensors:
         """Check a list of one tensor per rank, each like `like`; if `may_differ`, others' sizes may differ from it."""
@@ -99,7 +105,8 @@ class Arguments(Buffers):
         """Check the list of a gather or scatter, which only the root passes; return it, empty on other ranks."""
         name = f"{self.op}_list"
         if is_root != (len(lists) == 1):
-            role, argument = ("destination", "dst") if self.op == "gather" else ("source", "src")
+            argument = root_name(self.op)
+            role = {"dst": "destination", "src": "source"}[argument]
             raise ValueError(
                 f"{self.where()}: {name} must be given on the {role} rank only; call dist.{self.op}(tensor, {name} if "
                 f"rank == {argument} else None, {argument}={argument})"

@@ -27,6 +27,7 @@ from phalanx.backend._messages import Messages
 from phalanx.backend._steps import Steps
 from phalanx.backend._tasks import Task, Tasks, Watch
 from phalanx.backend._work import call_site
+from phalanx.record import writer
 
 _SLICE = timedelta(seconds=LOOK_S)
 _CALLER_BYTES = 1 << 20  # larger calls run on the group's thread, so that Ctrl-C need not wait for the network
@@ -70,6 +71,7 @@ class BridgedGroup:
         self.send, self.recv, self.wait_request = self._messages.send, self._messages.recv, self._messages.wait
         channels = [channel for channel in (rail, everyone) if channel is not None]
         failures.watch(core, channels, self._messages.end)
+        core.records_collectives = False  # they are steps of ours, which this group records
         note_bridged(members)
 
     # ---- what surrounds a collective -------------------------------------------------------------------------------
@@ -147,6 +149,7 @@ class BridgedGroup:
         running.seq = self._seq
         running.began_s = time.monotonic()
         self._current = running
+        event = self._record(running)
         try:
             with self._watch:
                 return work(running)
@@ -157,6 +160,13 @@ class BridgedGroup:
             raise explained from None
         finally:
             self._current = None
+            writer.end(event)
+
+    def _record(self, running: Running) -> int:
+        call = running.call
+        return writer.begin_collective(
+            running.op, call.dtype, self._members.group, running.seq, call.count, self._site(running)
+        )
 
     def _explain(self, error: BaseException, running: Running) -> BaseException:
         """End the group on all hosts and return the error that says why."""

@@ -66,7 +66,9 @@ def bridge(
     except RuntimeError as error:
         engine.close()
         names = ", ".join(dict.fromkeys(members.hosts))
-        raise meeting.refusal(f"{settings.bridge} could not connect the hosts {names}: {error}\n{_ADVICE}") from error
+        raise meeting.refusal(
+            f"{settings.bridge} could not connect the hosts {names}: {error}\n{_ADVICE}", entry="unreachable"
+        ) from error
     failures = Failures(meeting.store.raw, members, engine.mailbox, engine.boxes)
     watch_store(_master(meeting.store.raw)[1], settings.silence_s)
     return BridgedGroup(core, hosts, members, own_rail, everyone, failures, meeting.timeout_s, settings.stall_s)
@@ -85,7 +87,8 @@ class _Mpi:
         if len(set(self._ranks)) < meeting.size:
             raise meeting.refusal(
                 f"PHALANX_BRIDGE=mpi, and mpi4py has loaded {library()}, which did not start these ranks. Start them "
-                "with its mpirun, or install the mpi4py of the MPI that did."
+                "with its mpirun, or install the mpi4py of the MPI that did.",
+                entry="mpi",
             )
 
     def connect(self, ranks: list[int], name: str) -> Channel:
@@ -132,7 +135,7 @@ class _Gloo:
             meeting.part()
             more = [f"... and {len(lines) - _MOST_LINES} more"] * (len(lines) > _MOST_LINES)
             told = "\n".join([*lines[:_MOST_LINES], *more, _ADVICE])
-            raise meeting.refusal(f"hosts can't reach each other:\n{told}")
+            raise meeting.refusal(f"hosts can't reach each other:\n{told}", entry="unreachable")
 
     def connect(self, ranks: list[int], name: str) -> Channel:
         store = c10d.PrefixStore(f"bridge/{name}", self._meeting.store.raw)
@@ -171,13 +174,15 @@ def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], members: Member
     except NetworkError as error:
         raise meeting.refusal(
             f"host {members.hosts[meeting.rank]} has no way to the other hosts: {error}. Set MASTER_ADDR to an address "
-            "that every host reaches, or GLOO_SOCKET_IFNAME to the interface."
+            "that every host reaches, or GLOO_SOCKET_IFNAME to the interface.",
+            entry="unreachable",
         ) from error
     if is_loopback(address) and not is_one_network:
         raise meeting.refusal(
             f"host {members.hosts[meeting.rank]} would listen on its loopback ({address}), which the hosts "
             f"{', '.join(sorted(set(members.hosts)))} can't reach from each other. Set MASTER_ADDR to rank 0's address "
-            "in the network, or GLOO_SOCKET_IFNAME to the interface."
+            "in the network, or GLOO_SOCKET_IFNAME to the interface.",
+            entry="unreachable",
         )
     return address
 

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx import _core
-from phalanx._errors import MadeCall, Peer
+from phalanx._errors.facts import MadeCall, Peer
 from phalanx.backend._types import DTYPE_NAMES, REDUCE_NAMES
 
 LATE = timedelta(seconds=5)  # beyond its deadline, after which a call is over in any case

@@ -44,6 +44,27 @@ class Communicator:
     Attributes:
         rank: Number of this rank in the group.
         size: Number of ranks in the group.
+
+    Example:
+        >>> comm = phalanx.communicator()
+        >>> tensor = torch.ones(3)
+        >>> comm.all_reduce(tensor, dist.ReduceOp.MAX)
+        >>> comm.broadcast(tensor, src=0)
+        >>> everything = torch.empty(comm.size, 3)
+        >>> comm.all_gather(everything, tensor)
+        >>> comm.reduce_scatter(tensor, everything)
+        >>> comm.all_to_all(everything, everything.clone())
+        >>> comm.barrier()
+        >>> def pass_on(rank):
+        ...     with phalanx.init():
+        ...         comm, tensor = phalanx.communicator(), torch.full((2,), float(rank))
+        ...         if rank == 0:
+        ...             comm.send(tensor, dst=1)
+        ...         else:
+        ...             comm.recv(tensor, src=0)
+        ...         return tensor.tolist()
+        >>> phalanx.spawn(pass_on, nprocs=2)
+        [[0.0, 0.0], [0.0, 0.0]]
     """
 
     def __init__(self, group: PhalanxGroup) -> None:
@@ -174,6 +195,9 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
 
     Raises:
         ValueError: This rank is not a member of the group, or the group has another backend.
+
+    Example:
+        >>> phalanx.communicator().all_reduce(torch.ones(3))
     """
     found = dist.group.WORLD if group is None else group
     if found is None:

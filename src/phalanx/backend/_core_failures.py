@@ -7,7 +7,8 @@ import re
 import weakref
 from typing import Any
 
-from phalanx._errors import Failure, MadeCall, Peer, PhalanxError, SizeDispute, Standing
+from phalanx._errors import Failure, PhalanxError
+from phalanx._errors.facts import MadeCall, Peer, SizeDispute, Standing, Waiter
 from phalanx.backend._members import Members
 from phalanx.backend._types import DTYPE_NAMES, ITEM_BYTES, REDUCE_NAMES
 from phalanx.backend._wording import error_of, report_stall
@@ -54,6 +55,7 @@ def _failure_of_core(facts: dict[str, Any]) -> Failure:
         exit_code=facts["exit_code"] if facts["exit_code"] >= 0 else None,
         signal=facts["signal"] or None,
         standings=tuple(map(_standing_of_core, facts["standings"])),
+        circle=tuple(Waiter(**waiter) for waiter in facts["circle"]),
         calls=tuple(map(_call_of_core, facts["calls"])),
         sizes=facts["sizes"] and _dispute_of_core(*facts["sizes"]),
         timeout_s=facts["timeout_s"] or None,

@@ -19,7 +19,8 @@ from typing import Any
 from torch.distributed import Store
 
 from phalanx import _core
-from phalanx._errors import Failure, GroupAborted, MadeCall, PhalanxError, SizeDispute, Standing
+from phalanx._errors import Failure, GroupAborted, PhalanxError, address
+from phalanx._errors.facts import MadeCall, SizeDispute, Standing
 from phalanx.backend._calls import Running
 from phalanx.backend._channels import Channel
 from phalanx.backend._deadlines import GRACE_S, POLL_S
@@ -220,7 +221,7 @@ class Failures:
         if found is not None:
             return found
         if not lost:
-            return self._failure("refused", detail=f"the bridge between hosts failed: {why}")
+            return self._failure("refused", detail=f"the bridge between hosts failed: {why}{address('rank-lost')}")
         if left := [rank for rank in lost if self.has_left(rank)]:
             return self._failure("rank_left", culprits=members.peers(left))
         return self._failure("rank_lost", culprits=members.peers(lost), hosts=members.whole_hosts(lost))

@@ -69,6 +69,7 @@ def join_group(
 
 def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
     rank, global_ranks = meeting.rank, meeting.global_ranks
+    meeting.stall_s = settings.stall_s
     meeting.set(f"hello/{rank}", _hello(settings))
     if rank == 0:
         hellos = [meeting.get(f"hello/{r}", f"rank {g} did not answer") for r, g in enumerate(global_ranks)]
@@ -130,7 +131,9 @@ def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
         said = [hello[fact] for hello in hellos]
         if len(set(said)) > 1:
             told = ", ".join(f"{one} on rank {meeting.global_ranks[said.index(one)]}" for one in sorted(set(said)))
-            raise meeting.refusal(f"the ranks run different {what}: {told}. Give all the same.")
+            raise meeting.refusal(
+                f"the ranks run different {what}: {told}. Use the same on every rank.", entry="different-versions"
+            )
 
 
 def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
@@ -173,7 +176,8 @@ def _proved(meeting: Meeting, hosts: list[list[int]]) -> list[list[int]]:
         proved += [together, *([r] for r in ranks if r not in together)]
     if sorted(r for ranks in proved for r in ranks) != list(range(meeting.size)) or not all(proved):
         raise meeting.refusal(
-            f"the ranks disagree on who shares memory: {proved}. Let nothing else write to the job's store."
+            f"the ranks disagree on who shares memory: {proved}. Let nothing else write to the job's store.",
+            entry="store-lost",
         )
     return sorted(proved)
 

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from phalanx import _core, _env
-from phalanx._errors import CollectiveTimeout, Failure, Peer, PhalanxError
+from phalanx._errors import CollectiveTimeout, Failure, PhalanxError, address
+from phalanx._errors.facts import Peer, Standing
 from phalanx._launched import Launch
 from phalanx._store import (
     GarbledError,
@@ -31,7 +32,8 @@ from phalanx._store import (
 )
 from phalanx._text import enumerated
 from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
-from phalanx.backend._wording import error_of
+from phalanx.backend._wording import error_of, join_call, report_stall
+from phalanx.backend._work import call_site
 
 T = TypeVar("T")
 
@@ -79,6 +81,7 @@ class Meeting:
         timeout_s: Seconds allowed for the meeting.
         deadline: End of the meeting on the monotonic clock.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
+        stall_s: Seconds of waiting after which the ranks that have not come are named, again and again; 0: never.
         watches: Watches of this host's other ranks, by rank, once they have said hello.
     """
 
@@ -93,6 +96,10 @@ class Meeting:
     watches: dict[int, _core.PeerWatch] = field(default_factory=dict)
     _suspects: set[int] = field(default_factory=set)
     _has_parted: bool = False
+    stall_s: float = 0.0
+    _begin_s: float = field(default_factory=time.monotonic)
+    _num_reports: int = 0
+    _has_said_where: bool = False
 
     @property
     def me(self) -> int:
@@ -126,6 +133,7 @@ class Meeting:
             f"what rank {rank} said of itself ({key}) is not understood: {error}. Run the same version of phalanx on "
             "every rank, and let nothing else write to the store.",
             ranks=(rank,),
+            entry="store-lost",
         )
 
     def set(self, key: str, value: Any) -> None:
@@ -149,9 +157,13 @@ class Meeting:
         culprits = tuple(Peer(rank=rank) for rank in ranks)
         return Failure(**{"rank": self.me, "group": self.name, "op": "join", "culprits": culprits, **facts}, kind=kind)
 
-    def refusal(self, why: str, ranks: Sequence[int] = ()) -> PhalanxError:
-        """Return the error for a rank that can't join."""
-        return error_of(self.failure("refused", ranks, detail=why))
+    def refusal(self, why: str, ranks: Sequence[int] = (), *, entry: str) -> PhalanxError:
+        """Return the error for a rank that can't join.
+
+        Args:
+            entry: Name of its explanation; it travels with the detail to the other ranks.
+        """
+        return error_of(self.failure("refused", ranks, detail=f"{why}{address(entry)}"))
 
     def share(self, key: str, value: Any) -> list[Any]:
         """Share a value with all ranks of the group; return the values of all, in rank order."""
@@ -199,6 +211,8 @@ class Meeting:
             for fd in spare:
                 os.close(fd)
             self.store.close()
+            if self._has_said_where:
+                _core.say_where("")
 
     def look(self) -> None:
         """Raise the error that keeps another rank from joining, or RankFailed if a rank of this host has died."""
@@ -219,6 +233,28 @@ class Meeting:
             self._look_at_launch()
         if self.is_in_place:
             self._look_for_gloo()
+        self._report_stall()
+
+    def _report_stall(self) -> None:
+        """Tell the ranks of other groups where this one waits, and print every `stall_s` which ranks have not come."""
+        if not self._has_said_where:
+            self._has_said_where = True
+            _core.say_where(self._call())
+        waited_s = time.monotonic() - self._begin_s
+        if not self.stall_s or waited_s < (self._num_reports + 1) * self.stall_s:
+            return
+        self._num_reports += 1
+        standings = tuple(Standing(rank=rank, has_joined=False) for rank in self._absent())
+        if not standings:
+            return
+        ranks = [standing.rank for standing in standings]
+        missing = self.failure("rank_missing", ranks, site=call_site(), timeout_s=self.timeout_s, standings=standings)
+        report_stall(missing, waited_s)
+
+    def _call(self) -> str:
+        """Return ``new_group at train.py:31``."""
+        site = call_site()
+        return join_call(self.name) + f" at {site}" * bool(site)
 
     def _look_for_gloo(self) -> None:
         """Raise if a rank that has not said hello waits in Gloo itself, which leaves its address in the store."""
@@ -231,7 +267,8 @@ class Meeting:
                 "refused",
                 ranks,
                 detail=f"{enumerated('rank', ranks)} {waits} in Gloo, and this rank has phalanx in its place. Set "
-                f"{_env.REPLACE_VARIABLE}=gloo on every rank or on none, and install phalanx where they run.",
+                f"{_env.REPLACE_VARIABLE}=gloo on every rank or on none, and install phalanx where they run."
+                + address("replace-gloo"),
             )
             self._tell(cause)
             raise error_of(cause)
@@ -277,7 +314,7 @@ class Meeting:
 
     def too_late(self, what: str, ranks: Sequence[int] = ()) -> PhalanxError:
         """Return the error for a rank that has waited in vain."""
-        return error_of(self.failure("not_met", ranks, detail=what, timeout_s=self.timeout_s))
+        return error_of(self.failure("not_met", ranks, site=call_site(), detail=what, timeout_s=self.timeout_s))
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error for a store that is gone; raise RankFailed if its server is seen dead within a moment."""
@@ -287,7 +324,8 @@ class Meeting:
             time.sleep(POLL_S)
         return self.refusal(
             f"the job's store is gone ({error}). Look at what the rank or launcher that serves it, most often rank 0, "
-            "printed last."
+            "printed last.",
+            entry="store-lost",
         )
 
     def _absent(self) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from phalanx._errors import Failure, Peer
+from phalanx._errors import Failure
+from phalanx._errors.facts import Peer
 from phalanx.backend._wording import describe
 
 _Some = TypeVar("_Some", bound=Peer)
@@ -73,6 +74,7 @@ class Members:
             culprits=tuple(map(self._located, failure.culprits)),
             by=failure.by and self._located(failure.by),
             standings=tuple(map(self._located, failure.standings)),
+            circle=tuple(map(self._located, failure.circle)),
             calls=tuple(map(self._located, failure.calls)),
             sizes=sizes and replace(sizes, one=self._located(sizes.one), other=self._located(sizes.other)),
         )

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx._errors import MadeCall, PhalanxError
+from phalanx._errors import PhalanxError
+from phalanx._errors.facts import MadeCall
 from phalanx.backend._channels import FOR_EVER, Channel
 from phalanx.backend._deadlines import END_S, LOOK_S
 from phalanx.backend._failures import Failures

@@ -29,9 +29,10 @@ def _mpi() -> Any:
             f"PHALANX_BRIDGE=mpi needs mpi4py, which can't be imported here ({error}): pip install mpi4py, with the "
             "MPI whose mpirun starts the ranks",
             op="join",
+            entry="mpi",
         ) from error
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        raise PhalanxError("PHALANX_BRIDGE=mpi needs an MPI with MPI_THREAD_SERIALIZED", op="join")
+        raise PhalanxError("PHALANX_BRIDGE=mpi needs an MPI with MPI_THREAD_SERIALIZED", op="join", entry="mpi")
     return MPI
 
 

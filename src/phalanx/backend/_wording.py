@@ -9,8 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx._errors import KINDS, Failure, MadeCall, Peer, PhalanxError, RankFailed, Standing
+from phalanx._errors import KINDS, Failure, PhalanxError, RankFailed
+from phalanx._errors.facts import MadeCall, Peer, Standing
 from phalanx._text import enumerated, plural
+from phalanx.backend._answer import answer_to, ask_about
+from phalanx.debugging import HELD_BY
+from phalanx.record import writer
 
 _ORDER = "ake every rank of the group call the same collectives in the same order."
 _FEWER_CALLS = (
@@ -18,6 +22,10 @@ _FEWER_CALLS = (
     "(if rank == 0), or give every rank equally many batches (DistributedSampler, drop_last=True; or join())."
 )
 _LATER = "Pass a larger timeout to init_process_group if that is slow but right."
+_BREAK = (
+    "Have one of them make the matching call first, or start all messages before any wait: "
+    "batch_isend_irecv, or isend and irecv."
+)
 _TRANSMIT_ALIKE = "Make input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."
 _LISTS_ALIKE = "Give every rank a list of the same sizes."
 _ANEW = "Destroy the group and make a new one: destroy_process_group(), then init_process_group()."
@@ -34,14 +42,16 @@ def error_of(failure: Failure) -> PhalanxError:
 
 
 def report_stall(failure: Failure, waited_s: float) -> None:
-    """Print that an operation is waiting, for which ranks, and what each of them is doing."""
+    """Print that an operation is waiting, for which ranks, and what each of them is doing; later, why."""
     missing = several(failure.culprits)
     lines = [
         f"phalanx: {_head(failure)} has waited {waited_s:.1f} s for {missing} (timeout {failure.timeout_s or 0:.1f} s)",
-        *_standings(failure),
+        *_stuck(failure),
     ]
+    writer.note(lines[0])
     with contextlib.suppress(OSError, ValueError):  # closed
         print("\n".join(lines), file=sys.stderr, flush=True)
+    ask_about(failure, waited_s)
 
 
 # ---- parts of sentences --------------------------------------------------------------------------------------------
@@ -75,10 +85,20 @@ def call_text(call: MadeCall) -> str:
     if call.reduce_op:
         facts.append(f"op={call.reduce_op}")
     if call.root is not None:
-        facts.append(f"{'src' if call.op in ('broadcast', 'scatter', 'recv') else 'dst'}={call.root}")
+        facts.append(f"{root_name(call.op)}={call.root}")
     if call.tag is not None:
         facts.append(f"tag={call.tag}")
     return f"{call.op}({', '.join(facts)})"
+
+
+def join_call(group: str) -> str:
+    """Return the call by which a rank joins a group of this name."""
+    return "init_process_group" if group in ("", "default") else "new_group"
+
+
+def root_name(op: str) -> str:
+    """Return the argument that names the one rank of an operation: ``src`` or ``dst``."""
+    return "src" if op in ("broadcast", "scatter", "recv") else "dst"
 
 
 def _by_host(failure: Failure) -> str:
@@ -95,9 +115,19 @@ def _standings(failure: Failure) -> list[str]:
     return [f"  {describe(stand)} {_stands(stand, failure.seq)}" for stand in failure.standings]
 
 
+def _stuck(failure: Failure) -> list[str]:
+    """Return a line for each rank that is waited for, or for each rank of the circle in which they wait."""
+    if not failure.circle:
+        return _standings(failure)
+    lines = [f"  {describe(one)} waits for rank {one.awaits} in {one.where or 'a call'}" for one in failure.circle]
+    return ["This is a deadlock: each of these ranks waits for the next.", *lines, _BREAK]
+
+
 def _stands(stand: Standing, seq: int) -> str:
     if not stand.has_joined:
         return "has not joined"
+    if stand.waits_in.startswith(HELD_BY):
+        return f"is held by {stand.waits_in}"
     if stand.waits_in:
         return f"waits in {stand.waits_in}"
     if not seq:
@@ -113,7 +143,7 @@ def _stands(stand: Standing, seq: int) -> str:
 def _head(failure: Failure) -> str:
     """Return the rank that reports the failure and its operation, with which every message begins."""
     if failure.op == "join":
-        return f"rank {failure.rank}: init_process_group"
+        return f"rank {failure.rank}: {join_call(failure.group)}" + f" at {failure.site}" * bool(failure.site)
     if failure.kind == "aborted" and not failure.op:
         return f"rank {failure.rank}"
     op = "the wait for " * (failure.kind == "nested_wait") + (failure.op or "an operation")
@@ -257,7 +287,9 @@ def _rank_missing(failure: Failure) -> str:
         text = f": {_reporter(failure)} has reached its deadline and ended the group; still missing: {missing}"
     else:
         text = f" timed out after {failure.timeout_s or 0:.1f} s waiting for {missing}"
-    return "\n".join([text, *_standings(failure), _LATER])
+    answer = answer_to(failure)
+    asked = [f"phalanx why: {answer}"] if answer else []
+    return "\n".join([text, *_stuck(failure), *([] if failure.circle else [_LATER]), *asked])
 
 
 def _came_late(failure: Failure) -> str:
@@ -272,10 +304,11 @@ def _no_turn(failure: Failure) -> str:
 
 
 def _not_met(failure: Failure) -> str:
-    return (
-        f": {failure.detail} within the timeout. Start every rank with the same MASTER_ADDR, MASTER_PORT and "
-        "WORLD_SIZE (or init_method)."
-    )
+    if join_call(failure.group) == "new_group":
+        advice = "Call new_group on every rank, in the same order; look for one under a condition (if rank == 0)."
+    else:
+        advice = "Start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE (or init_method)."
+    return f": {failure.detail} within the timeout. {advice}"
 
 
 def _aborted(failure: Failure) -> str:

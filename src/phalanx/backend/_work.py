@@ -34,8 +34,9 @@ _PYTHON = os.path.dirname(os.__file__) + os.sep
 _shown: dict[int, tuple[str, CodeType]] = {}
 
 
-def _show(code: CodeType) -> str:
-    path = code.co_filename
+def shown_file(code: CodeType) -> str:
+    """Return how the file of a code object is shown; empty if it is torch's, ours or the standard library's."""
+    path = code.co_filename.encode(errors="backslashreplace").decode()  # a name need not be UTF-8; the core's texts are
     if path.startswith((*_SKIPPED, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path):
         return ""
     try:
@@ -58,7 +59,7 @@ def call_site(frame: FrameType | None = None) -> str:
         code = frame.f_code
         known = _shown.get(id(code))
         if known is None:
-            known = _shown[id(code)] = _show(code), code
+            known = _shown[id(code)] = shown_file(code), code
         if known[0]:
             return f"{known[0]}:{frame.f_lineno}"
         frame = frame.f_back

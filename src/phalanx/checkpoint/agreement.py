@@ -6,7 +6,7 @@ import linecache
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx._errors import CheckpointError, GroupUnusable, printable
+from phalanx._errors import CheckpointError, GroupUnusable, addressed, printable
 from phalanx._rank_group import RankGroup
 
 _MISSING_S = 60.0  # before a rank that does not make the call is missed
@@ -29,6 +29,7 @@ def require_all(op: str) -> None:
             f"call out of `if rank == 0:`. {error}",
             op=op,
             ranks=getattr(error, "ranks", ()),
+            entry="checkpoint-alone",
         ) from error
 
 
@@ -55,7 +56,8 @@ def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = N
         elif len(found) == len(problems) and len({*found.values()}) == 1:
             lines = f" ranks 0 to {len(found) - 1}: {found[0]}"
         about = printable(f" {about}" if about else "")
-        raise CheckpointError(f"checkpoint.{op}{about}:{lines}", op=op, ranks=tuple(found)) from (
+        entry = addressed(lines) or ("checkpoint-not-loaded" if op == "load" else "checkpoint-not-saved")
+        raise CheckpointError(f"checkpoint.{op}{about}:{lines}", op=op, ranks=tuple(found), entry=entry) from (
             cause if _tells_more(cause) else None
         )
 

@@ -6,7 +6,6 @@ import collections
 import hashlib
 import itertools
 import math
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -14,12 +13,10 @@ import torch
 from torch import Tensor
 
 from phalanx import _torch
+from phalanx._digest import bytes_of, digests
 from phalanx._ranges import share
-from phalanx.checkpoint.image import Image, Part, as_stored
+from phalanx.checkpoint.image import Image, Part
 from phalanx.checkpoint.tree import Json, Leaf, as_dtype
-
-if sys.platform == "linux":
-    from phalanx import _core
 
 _SMALL_BYTES = 64 * 1024
 _MAX_CUT_DIMS = 8  # more than the dimensions of any mesh
@@ -243,10 +240,7 @@ def names_alike(descriptions: Sequence[Description]) -> frozenset[str]:
 @torch.no_grad()
 def _digest(tensor: Tensor) -> bytes:
     """Return 128 bits of each few MiB of a tensor, computed by as many threads as torch would copy it with."""
-    bits = as_stored(tensor.resolve_neg()).contiguous().cpu()
-    if sys.platform != "linux":  # there is no core
-        return hashlib.blake2b(bits.reshape(-1).view(torch.uint8).numpy(), digest_size=16).digest()
-    size, num_pieces = _size(bits), max(_size(bits) // _PIECE_BYTES, 1)
-    pieces = [share(size, piece, num_pieces) for piece in range(num_pieces)]
-    addresses = [bits.data_ptr() + piece.start for piece in pieces]
-    return _core.digests(addresses, [len(piece) for piece in pieces], torch.get_num_threads())
+    bits = bytes_of(tensor.cpu())
+    num_pieces = max(len(bits) // _PIECE_BYTES, 1)
+    pieces = (share(len(bits), piece, num_pieces) for piece in range(num_pieces))
+    return digests([bits[piece.start : piece.stop] for piece in pieces], torch.get_num_threads())

@@ -47,6 +47,12 @@ class Checkpoint:
         saved_at: Time of the save, in seconds since 1970.
         metric: Score that was passed to `save`, or None.
         files: Size in bytes and SHA-256 of each file, by name.
+
+    Example:
+        >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1, wait=True)
+        >>> [checkpoint] = phalanx.checkpoint.list_checkpoints("runs/linear")
+        >>> checkpoint.step, checkpoint.world_size
+        (1, 1)
     """
 
     step: int
@@ -60,6 +66,8 @@ class Checkpoint:
 
 class Damaged(CheckpointError):
     """A checkpoint is damaged: it differs from what was saved."""
+
+    entry = ""
 
 
 def path_of(folder: str, step: int) -> str:
@@ -116,7 +124,7 @@ def read_manifest(folder: str, step: int) -> Checkpoint:
         if text != _sign(manifest).encode() or manifest["step"] != step:
             raise ValueError
         if manifest["format"] > _FORMAT:
-            raise Damaged(f"{path} is of a newer phalanx (format {manifest['format']:d})")
+            raise Damaged(f"{path} was written by a newer phalanx (format {manifest['format']:d})")
         return _checkpoint(step, path, manifest)
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None

@@ -133,7 +133,7 @@ class Image:
         self.blocks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], str]]] = {}
         for key, (name, offset, shape) in blocks.items():
             if len(offset) != len(shape) or not _are_counts([*offset, *shape]):
-                raise ValueError(f"the place of {key!r} is none")
+                raise ValueError(f"{key!r} has no valid place in the state")
             self.blocks.setdefault(name, []).append((tuple(offset), tuple(shape), key))
 
     def block(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -171,7 +171,7 @@ def _check_entries(entries: Mapping[str, Any], size_bytes: int) -> None:
     for key, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         if not _are_counts([begin, end, *entry["shape"]]) or begin != at or end < begin or end > size_bytes:
-            raise ValueError(f"the place of {key!r} in the data is none")
+            raise ValueError(f"{key!r} has no valid place in the data")
         if math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize != end - begin:
             raise ValueError(f"{key!r} is of another size than its shape")
         at = end

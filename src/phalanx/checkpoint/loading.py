@@ -28,6 +28,12 @@ class Loaded:
     Attributes:
         step: Step of the checkpoint.
         source: "memory" for a snapshot, "disk" for a saved checkpoint.
+
+    Example:
+        >>> state = {"weight": torch.ones(3)}
+        >>> phalanx.checkpoint.save("runs/linear", state, step=1, wait=True)
+        >>> phalanx.checkpoint.load("runs/linear", state)
+        Loaded(step=1, source='disk')
     """
 
     step: int
@@ -63,6 +69,15 @@ def load(
         ValueError: `missing` is none of these.
         CheckpointError: There is no whole checkpoint of that step, it does not fit `state`, or not all ranks call
             this; on every rank.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> phalanx.checkpoint.save("runs/linear", {"model": model, "epoch": 3}, step=100, wait=True)
+        >>> state = {"model": nn.Linear(2, 1), "epoch": 0}
+        >>> phalanx.checkpoint.load("runs/linear", state)
+        Loaded(step=100, source='disk')
+        >>> state["epoch"], torch.equal(state["model"].weight, model.weight)
+        (3, True)
     """
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
@@ -83,8 +98,9 @@ def load(
         return Loaded(number, source)
     raise CheckpointError(
         f"rank {ranks.rank}: checkpoint.load: no whole checkpoint in {printable(path)}: {_joined(damage)}. "
-        "Put a whole copy there, or begin anew in another folder",
+        "Put a whole copy there, or start over in another folder",
         op="load",
+        entry="checkpoint-damaged",
     )
 
 
@@ -111,11 +127,13 @@ def _say_missing(path: str, rank: int, missing: str) -> None:
     said = printable(folders.say_missing(path))
     if missing == "error":
         raise CheckpointError(
-            f"rank {rank}: checkpoint.load: {said}: name the folder of a run or of its checkpoints", op="load"
+            f"rank {rank}: checkpoint.load: {said}: name the folder of a run or of its checkpoints",
+            op="load",
+            entry="checkpoint-missing",
         )
     if missing == "note" and rank == 0:
         with contextlib.suppress(OSError, ValueError):  # the log may lie on a disk that is full
-            print(f"phalanx: checkpoint.load: {said}: beginning anew", file=sys.stderr, flush=True)
+            print(f"phalanx: checkpoint.load: {said}: starting from the beginning", file=sys.stderr, flush=True)
 
 
 def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, int]]]:

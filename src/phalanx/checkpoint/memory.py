@@ -36,6 +36,7 @@ from phalanx.checkpoint import blocks
 from phalanx.checkpoint.agreement import gather, raise_problems
 from phalanx.checkpoint.image import Image, fill, lay_out
 from phalanx.checkpoint.tree import Leaf, pack
+from phalanx.record import writer
 
 _PAGE_BYTES = mmap.PAGESIZE
 _SLACK_BYTES = 64 * 1024  # headers grow a little
@@ -73,7 +74,7 @@ class SnapshotMemory:
             return f"the supervisor's memory can't be opened: {error.strerror}"
         self._is_forbidden = are_forbidden(self._fd)
         if self._is_forbidden:
-            return "the kernel has killed an attempt before for want of memory"
+            return "the kernel has killed an earlier attempt because memory ran out"
         return ""
 
     # ---- writing ---------------------------------------------------------------------------------------------------
@@ -232,11 +233,16 @@ def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int
         step: Step of the training, at least 0.
 
     Returns:
-        The reason why there is no snapshot: no launcher holds memory for it, memory is short, or the kernel killed an
-        earlier attempt because memory ran out. Empty if there is a snapshot.
+        A sentence that says why there is no snapshot; empty if there is one. Reasons are that no launcher holds memory
+        for it, that memory is short, or that the kernel killed an earlier attempt because memory ran out.
 
     Raises:
         CheckpointError: A value can't be saved on some rank; on every rank.
+
+    Example:
+        >>> print(phalanx.checkpoint.snapshot("runs/linear", {"weight": torch.ones(3)}, step=1))
+        no supervisor holds memory for them: start with phalanx run --max-restarts
     """
-    memory().write(os.path.abspath(folder), state, step)
+    with writer.phase("snapshot", step):
+        memory().write(os.path.abspath(folder), state, step)
     return memory().problem

@@ -14,6 +14,11 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
+
+    Example:
+        >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1, wait=True)
+        >>> [checkpoint.step for checkpoint in phalanx.checkpoint.list_checkpoints("runs/linear")]
+        [1]
     """
     path, found = folders.find(folder), []
     for step in folders.steps(path):
@@ -31,6 +36,11 @@ def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> list[s
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
+
+    Example:
+        >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1, wait=True)
+        >>> phalanx.checkpoint.verify("runs/linear")
+        []
     """
     path = folders.find(folder)
     published = folders.steps(path)
@@ -63,6 +73,12 @@ def prune(
 
     Raises:
         ValueError: A number is less than 1.
+
+    Example:
+        >>> for step in range(5):
+        ...     phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step, wait=True)
+        >>> phalanx.checkpoint.prune("runs/linear", keep_last=2)
+        [0, 1, 2]
     """
     check_numbers(keep_last, keep_every, keep_best)
     found = list_checkpoints(folder)

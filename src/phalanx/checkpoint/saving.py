@@ -21,6 +21,7 @@ from phalanx.checkpoint.agreement import gather, raise_problems, require_all
 from phalanx.checkpoint.image import Part, fill, lay_out
 from phalanx.checkpoint.retention import check_numbers, prune
 from phalanx.checkpoint.tree import Leaf, pack
+from phalanx.record import writer
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -58,8 +59,14 @@ def save(
     Raises:
         CheckpointError: A rank can't save, an earlier save failed in the background, or not all ranks call this; on
             every rank.
+
+    Example:
+        >>> state = {"model": nn.Linear(2, 1), "random": phalanx.RandomState()}
+        >>> phalanx.checkpoint.save("runs/linear", state, step=1)
+        >>> phalanx.checkpoint.wait()
     """
-    _saver.save(os.path.abspath(folder), state, step, metric, dict(keep or {}), wait)
+    with writer.phase("checkpoint", step):
+        _saver.save(os.path.abspath(folder), state, step, metric, dict(keep or {}), wait)
 
 
 def wait() -> None:
@@ -67,8 +74,13 @@ def wait() -> None:
 
     Raises:
         CheckpointError: A rank could not write; on every rank.
+
+    Example:
+        >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1)
+        >>> phalanx.checkpoint.wait()
     """
-    raise_problems("wait", gather("wait", _saver.settle()))
+    with writer.phase("checkpoint"):
+        raise_problems("wait", gather("wait", _saver.settle()))
 
 
 class Saver:
@@ -206,6 +218,7 @@ def _give_up(draft: folders.Draft, rank: int, why: str) -> str:
 
 def _say(rank: int, problem: str) -> str:
     """Say on stderr what the next call reports, since there may be none."""
+    writer.note(problem)
     with contextlib.suppress(OSError, ValueError):  # the log may lie on the disk that is full
         print(f"phalanx: rank {rank}: {problem}", file=sys.stderr, flush=True)
     return problem

@@ -50,6 +50,11 @@ def unwrap(module: nn.Module) -> nn.Module:
 
     Args:
         module: Module that may be wrapped.
+
+    Example:
+        >>> ddp = phalanx.DistributedDataParallel(nn.Linear(2, 1))
+        >>> phalanx.checkpoint.unwrap(ddp)
+        Linear(in_features=2, out_features=1, bias=True)
     """
     while True:
         if (inner := _torch.uncompiled(module)) is not None:
@@ -301,7 +306,7 @@ def name_kind(node: Json) -> str:
 
 
 def _no_tensor(node: Json, _: Tensor | None) -> Tensor:
-    raise ValueError("a key is no tensor")
+    raise ValueError("a key is not a tensor")
 
 
 def _unpack_bytes(data: Json, read: Read) -> bytes:

@@ -34,6 +34,18 @@ class GlobalBatches:
 
     Raises:
         ValueError: The sizes do not fit the number of ranks.
+
+    Example:
+        >>> batches = phalanx.data.GlobalBatches(10, 4, shuffle=False)
+        >>> list(batches.sizes())
+        [(4, [4]), (4, [4]), (2, [2])]
+        >>> for parts in batches:
+        ...     print(parts)
+        ...     batches.advance()
+        [[0, 1, 2, 3]]
+        [[4, 5, 6, 7]]
+        [[8, 9]]
+        >>> batches.load_state_dict(batches.state_dict())
     """
 
     def __init__(

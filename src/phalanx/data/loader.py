@@ -15,6 +15,7 @@ from phalanx.data.replica import rank_and_size
 from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.data.shards import Shard
+from phalanx.record.loop import loading
 
 
 class DataLoader(torch_data.DataLoader[Any]):
@@ -38,6 +39,19 @@ class DataLoader(torch_data.DataLoader[Any]):
     Raises:
         RuntimeError: There are several ranks and no process group yet.
         ValueError: The dataset is a `Partition`, and `is_own_part` does not say whether it is this rank's part.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.arange(6))
+        >>> loader = phalanx.DataLoader(data, batch_size=2, shuffle=False)
+        >>> loader.set_epoch(0)
+        >>> for (batch,) in loader:
+        ...     print(batch.tolist())
+        ...     position = loader.state_dict()
+        ...     break
+        [0, 1]
+        >>> loader.load_state_dict(position)
+        >>> [batch.tolist() for (batch,) in loader]
+        [[2, 3], [4, 5]]
     """
 
     def __init__(
@@ -86,7 +100,12 @@ class DataLoader(torch_data.DataLoader[Any]):
         return self._count(batches)
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+        end = object()
+        while True:
+            with loading():
+                batch = next(batches, end)
+            if batch is end:
+                break
             self._num_batches += 1
             yield batch
         self._is_over = True

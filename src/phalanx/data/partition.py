@@ -16,6 +16,11 @@ class Partition(Subset[Any]):
     Args:
         data: Whole dataset.
         indices: Indices of the samples in this part.
+
+    Example:
+        >>> part = phalanx.data.Partition("abcd", [3, 1])
+        >>> list(part)
+        ['d', 'b']
     """
 
     def __init__(self, data: Any, indices: Sequence[int]) -> None:
@@ -34,6 +39,14 @@ class DataPartitioner:
 
     Raises:
         ValueError: A size is negative, or the sizes add up to more than 1.
+
+    Example:
+        >>> partitioner = phalanx.DataPartitioner(range(10), sizes=(0.7, 0.3))
+        >>> train, test = partitioner.use(0), partitioner.use(1)
+        >>> len(train), len(test)
+        (7, 3)
+        >>> sorted([*train, *test]) == list(range(10))
+        True
     """
 
     def __init__(self, data: Any, sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234) -> None:

@@ -20,6 +20,14 @@ class RandomState:
 
     Each rank gets its own state back. With another number of ranks, each rank's generators are seeded anew, from rank
     0's state and the rank.
+
+    Example:
+        >>> random = phalanx.RandomState()
+        >>> saved = random.state_dict()
+        >>> numbers = torch.rand(3)
+        >>> random.load_state_dict(saved)
+        >>> torch.equal(torch.rand(3), numbers)
+        True
     """
 
     def state_dict(self) -> dict[str, Any]:

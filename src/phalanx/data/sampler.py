@@ -35,6 +35,13 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         RuntimeError: There are several ranks and no process group yet.
         ValueError: `rank` is outside the group.
 
+    Example:
+        >>> sampler = phalanx.DistributedSampler(range(5), num_replicas=2, rank=0, shuffle=False)
+        >>> sampler.set_epoch(0)
+        >>> list(sampler)
+        [0, 2, 4]
+        >>> sampler.load_state_dict(sampler.state_dict())
+
     Source: ``torch/utils/data/distributed.py``.
     """
 

@@ -25,6 +25,15 @@ def seed_everything(seed: int, *, per_rank: bool = False) -> int:
     Raises:
         ValueError: `seed` is negative.
         RuntimeError: `per_rank` is set, and there are several ranks and no process group yet.
+
+    Example:
+        >>> phalanx.seed_everything(0)
+        0
+        >>> first = torch.rand(3)
+        >>> phalanx.seed_everything(0)
+        0
+        >>> torch.equal(torch.rand(3), first)
+        True
     """
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")

@@ -30,6 +30,10 @@ def shard_iterable(
         TypeError: `iterable` is an iterator, which can be read only once.
         RuntimeError: There are several ranks and no process group yet.
         ValueError: `rank` is outside the group.
+
+    Example:
+        >>> list(phalanx.shard_iterable("abcde", num_replicas=2, rank=0))
+        ['a', 'c', 'e']
     """
     if isinstance(iterable, Iterator):
         raise TypeError(f"an iterator can be read only once, got {iterable!r}: pass the iterable that it came from")

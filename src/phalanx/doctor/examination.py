@@ -148,6 +148,7 @@ def _examine_host(role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
         "shared memory": limits.try_shared_memory,
         "liveness": limits.try_watching,
         "/dev/shm": lambda: limits.examine_dev_shm(limits.read_dev_shm()),
+        "warm start": lambda: limits.examine_warm_start(num_ranks, environ),
         "CPUs": lambda: processors.examine_cpus(machine, num_ranks, os.cpu_count()),
         "places": lambda: processors.examine_places(machine),
         "swap": limits.examine_swap,

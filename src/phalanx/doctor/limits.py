@@ -18,6 +18,7 @@ from phalanx import _cgroups
 from phalanx._memory import choose, huge_pages
 from phalanx._text import in_units
 from phalanx.doctor.finding import Finding, note, ok, problem, warning
+from phalanx.launch.warm import starter
 
 _RANK_BYTES = 512 << 20  # a process that has imported torch, and a small model
 _LEAST_BYTES = 256 << 20  # about what importing torch takes
@@ -137,6 +138,15 @@ def count_threads(root: str = "/proc") -> int:
             if os.stat(os.path.join(root, name)).st_uid == uid:
                 total += len(os.listdir(os.path.join(root, name, "task")))
     return total
+
+
+def examine_warm_start(num_ranks: int, environ: Mapping[str, str]) -> list[Finding]:
+    """Find out whether ``phalanx run --warm`` would fork a job from a process that is there already."""
+    words = ["--warm", "--nproc-per-node", str(num_ranks), "-m", "phalanx"]
+    found = starter.foresee("run", words, environ)
+    if not found.startswith(starter.NOT_WARM):
+        return [ok("warm start", f"phalanx run --warm: {found}")]
+    return [note("warm start", found, "phalanx run --warm imports torch for each job")]
 
 
 def try_shared_memory(size_bytes: int = _SEGMENT_BYTES) -> list[Finding]:

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 import phalanx
-from phalanx import _in_place
+from phalanx import _replace
 from phalanx.doctor.exercise import in_processes, one_line, run_ranks
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.warden import die_with_parent
@@ -67,7 +67,7 @@ def _versions(torch: Any, dist: Any) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda or torch.version.hip or "",
         "gloo": False,
-        "replaced_by": _in_place.origin(),
+        "replaced_by": _replace.origin(),
         "nccl": False,
         "mpi": False,
     }

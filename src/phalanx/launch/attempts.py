@@ -66,10 +66,10 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
         say_failure(ranks, culprit)
         if count_oom_kills() > num_oom_kills:
             forbid(ranks.snapshots_fd)
-            ranks.memory = MemoryPolicy(why="the kernel has killed for want of memory")
+            ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")
             ranks.say(
-                "the kernel has killed for want of memory: no more snapshots in memory are taken, and freed memory is "
-                "not kept"
+                "the kernel has killed a process because memory ran out: no more snapshots are taken in memory, and "
+                "freed memory is not kept"
             )
         for step in steps:
             ranks.say(step)
@@ -165,7 +165,7 @@ class Course:
         elif not has_progress and lived_s < AT_ONCE_S and job.min_local_ranks < most:
             if self.num_ranks == job.min_local_ranks:
                 self.is_over = True
-                return [f"{failed}, and {counted(self.num_ranks, 'rank')} of {self._bounds} is the least"]
+                return [f"{failed}, and {counted(self.num_ranks, 'rank')} of {self._bounds} is the minimum"]
             if proven:
                 self._wait_s *= 2
             number, proven = proven or self.num_ranks - 1, 0

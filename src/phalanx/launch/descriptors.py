@@ -18,6 +18,23 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
+def take_streams(output_fd: int) -> None:
+    """Take the streams of a process that reads nothing, and whose own output goes to `output_fd`."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    for fd, number in ((null, 0), (output_fd, 1), (output_fd, 2)):
+        os.dup2(fd, number)
+    if null > 2:
+        os.close(null)
+
+
+def is_in_background(pid: int) -> bool:
+    """Whether process `pid` belongs to a shell's job that does not have the terminal."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        _, _, group, _, _, foreground, *_ = file.read().rpartition(b")")[2].split()
+        return group != foreground and int(foreground) > 0
+    return False
+
+
 def raise_descriptor_limit() -> tuple[int, int]:
     """Make room for the streams of many ranks; return the limits that the user gave us, and that the ranks keep."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx._text import named
+from phalanx._text import named, shortened
 from phalanx.launch.causes import is_victim
 from phalanx.launch.folding import COLUMNS, ROWS, fold, num_rows
-from phalanx.launch.hints import hint_for
+from phalanx.launch.hints import explanation_for, hint_for
 from phalanx.launch.outcome import Outcome, RankError, alike, find_culprit, signal_name
 from phalanx.launch.tracebacks import find_last_block
 
 _MAX_OTHERS = 4
+_OTHERS_ROWS = 2  # of the screen, for each
 _MAX_ROWS = 14  # of the culprit's traceback: the interpreter prints that of the call above it
 
 
 def report(culprit: Outcome, outcomes: Sequence[Outcome], *, hint: str) -> str:
     """Return the last words of a job that failed: the cause, then what became of the others, on one screen."""
     where = f"{culprit.host}:" if culprit.host else ""
-    others = [line[: COLUMNS - 2] for line in _others(culprit, outcomes)]
+    others = [shortened(line, _OTHERS_ROWS * COLUMNS - 2) for line in _others(culprit, outcomes)]
     if len(others) > _MAX_OTHERS:
         others[_MAX_OTHERS:] = ["others: see the logs"]
-    after = [*others, f"log: {where}{culprit.log}", *([f"hint: {hint}"] if hint else [])]
+    explained = explanation_for(culprit)
+    after = [*others, f"log: {where}{culprit.log}", *([f"hint: {hint}{explained}"] if hint else [])]
     code = f"; exit code {culprit.exit_code}" if culprit.signal else ""
-    head = f"phalanx run: {culprit.describe()}{code}"
+    head = f"phalanx run: {culprit.describe()}{code}{'' if hint else explained}"
     rows_left = ROWS - 1 - num_rows(head) - sum(num_rows(f"  {line}") for line in after)
     lines = [head, *(f"  {line}" for line in [*fold(culprit.last_words.lines, rows_left), *after])]
     return "\n".join(lines) + "\n"
@@ -53,7 +55,8 @@ def _in_brief(outcome: Outcome, culprit: Outcome) -> str:
             return f"{words.name}, because of it"
         if alike(words, culprit.last_words):
             return "the same error"
-        said = f"{words.name}: {words.message}" if words.message else words.name
+        message = words.message.removeprefix(f"rank {outcome.rank}: ")  # the line begins with it
+        said = f"{words.name}: {message}" if message else words.name
         return f"ended because of it; before: {said}" if outcome.ended_by_us and outcome.exitcode != 1 else said
     if outcome.ended_by_us:
         return "ended because of it"
@@ -81,7 +84,7 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, f
     if folds and culprit.error is not None:
         lines += _folded(culprit)
         if hint := hint_for(culprit, outcomes):
-            lines.append(f"  hint: {hint}")
+            lines.append(f"  hint: {hint}{explanation_for(culprit)}")
     else:
         for outcome in hung if culprit.hung else [culprit]:
             if outcome.last_words.lines:

@@ -13,11 +13,11 @@ import argparse
 import dataclasses
 import math
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from phalanx._command_line import Parser, UsageError
-from phalanx._env import REPLACE_VARIABLE, is_service_link, replaces_gloo
+from phalanx._env import REPLACE_VARIABLE, is_off, is_on, is_service_link, replaces_gloo
 from phalanx._memory import CHOICES
 
 RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"
@@ -80,11 +80,9 @@ def number(
 
 
 def _switch(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("", "0", "false", "no", "off"):
-        return False
-    raise ValueError("must be 1 or 0")
+    if not (is_on(text) or is_off(text)):
+        raise ValueError("must be 1 or 0")
+    return is_on(text)
 
 
 def _gloo(text: str) -> bool:
@@ -245,6 +243,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             variable=REPLACE_VARIABLE,
         ),
         Flag("no-preload", "import torch in each rank, instead of once for all", _switch),
+        Flag(
+            "warm",
+            "fork the job from a process that has torch imported and stays for the next job; it is started if there is "
+            "none that fits (see phalanx warm)",
+            _switch,
+        ),
+        Flag("warm-for", "seconds that this process stays after its last job", _seconds, "SECONDS", "600"),
         Flag("no-pin", "let ranks run on any CPU", _switch),
         Flag(
             "memory",
@@ -341,6 +346,9 @@ _ELSEWHERE = {
         ),
     ),
     "--run-path": ("the script always runs as python runs it: leave it out", "phalanx run train.py [args]"),
+    "--logs-specs": ("logs are kept by --log-dir, --redirects and --tee: leave it out", RIGHT_CALL),
+    "--event-log-handler": ("no events of torchelastic are recorded: leave it out", RIGHT_CALL),
+    "--virtual-local-rank": ("every rank keeps its own LOCAL_RANK: leave it out", RIGHT_CALL),
     "--numa-binding": ("ranks are bound to their NUMA node unless --no-pin is given: leave it out", RIGHT_CALL),
 }
 
@@ -403,6 +411,26 @@ def split_off_flags(words: Sequence[str], also: Sequence[Flag] = ()) -> tuple[li
         if flag is not None and flag.placeholder and not has_value and rest:
             ours.append(rest.pop(0))
     return ours, others
+
+
+def without_flags(
+    names: Collection[str], argv: Sequence[str], target: Sequence[str], switches: Collection[str] = ()
+) -> list[str]:
+    """Return a command line that ends in `target`, without the flags of these names and their values.
+
+    Args:
+        switches: Those of the names that have no value.
+    """
+    flags = list(argv[: len(argv) - len(target)])
+    kept: list[str] = []
+    while flags:
+        word = flags.pop(0)
+        name, has_value, _ = word.replace("_", "-").partition("=")
+        if name not in names:
+            kept.append(word)
+        elif not has_value and name not in switches:
+            flags.pop(0)
+    return [*kept, *target]
 
 
 def add_flags(parser: Parser, shown: Mapping[str, Sequence[Flag]]) -> None:

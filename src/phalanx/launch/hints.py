@@ -7,8 +7,9 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from phalanx._errors import address, addressed
 from phalanx.launch.flags import split_off_flags
 from phalanx.launch.outcome import Outcome
 
@@ -21,12 +22,22 @@ _BY_SIGNAL = {
     signal.SIGXCPU: "the limit of CPU time was reached (ulimit -t)",
 }
 _OUT_OF_MEMORY = (
-    "the kernel has just killed for want of memory: smaller batch, fewer ranks, or fewer DataLoader workers"
+    "the kernel has just killed a process because memory ran out: smaller batch, fewer ranks, or fewer DataLoader "
+    "workers"
 )
-_KILLED = "somebody killed it from outside: a person, a job limit, or a container's memory limit"
+_KILLED = "it was killed from outside: by a person, a job's limit, or a container's memory limit"
 _ADVISED = re.compile("it made fewer calls: |another rank ran out of data earlier: ")  # by the error itself
 _REFUSED = re.compile(r"(?:unrecognized arguments|[Nn]o such option|Unknown command line flag)\b(.*)")
 _SHELLS_SIGKILL = 128 + signal.SIGKILL
+_EXPLAINED_SIGNALS = {
+    signal.SIGABRT: "exit-134",
+    signal.SIGBUS: "bus-error",
+    signal.SIGKILL: "exit-137",
+    signal.SIGSEGV: "exit-139",
+    signal.SIGPIPE: "exit-141",
+    signal.SIGTERM: "exit-143",
+    signal.SIGINT: "exit-130",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +47,16 @@ class Hint:
     Attributes:
         kind: Pattern of the exception's class, without its module.
         text: Pattern to be found in the traceback and its message.
-        advice: May have {1} for the first group of `text`, {python} and {script}.
+        advice: May have {python}, for the interpreter's path.
         seen: The release in which the message was seen: look there first if a newer one says it otherwise.
+        entry: Name of the explanation; empty if there is none.
     """
 
     kind: str
     text: str
     advice: str
     seen: str
+    entry: str = ""
 
 
 _HINTS = (
@@ -58,7 +71,7 @@ _HINTS = (
     ),
     Hint(
         r"\w+", r"nccl2? requires at least one CUDA device|only supported with GPUs|doesn't have NCCL built in",
-        'NCCL needs GPUs, and torch finds none here; on a CPU: init_process_group("phalanx")', "torch 2.15",
+        'NCCL needs GPUs, and torch finds none here; on a CPU: init_process_group("phalanx")', "torch 2.15", "no-gpu",
     ),
     Hint(
         r"\w+", r"doesn't have MPI built in|MPI backend is not available",
@@ -66,18 +79,19 @@ _HINTS = (
     ),
     Hint(
         r"\w+", r"invalid device ordinal",
-        "there are more ranks than GPUs: --nproc-per-node gpu starts one rank per GPU", "torch 2.15",
+        "there are more ranks than GPUs: --nproc-per-node gpu starts one rank per GPU",
+        "torch 2.15", "more-ranks-than-gpus",
     ),
     Hint(
         r"\w+", r"not compiled with CUDA|No CUDA GPUs|Found no NVIDIA driver",
         "torch finds no GPU here: leave cuda() and set_device() out, or use phalanx.init().device, "
         "which is the CPU where there is no GPU",
-        "torch 2.15",
+        "torch 2.15", "no-gpu",
     ),
     # ---- places and groups
     Hint(
         "ValueError", r"world size cannot be 0",
-        "leave rank and world_size out: init_process_group() takes them from phalanx run", "torch 2.15",
+        "leave rank and world_size out: init_process_group() takes them from phalanx run", "torch 2.15", "world-size",
     ),
     Hint(
         r"\w+", r"timed out after -\d+ ?ms",
@@ -85,50 +99,56 @@ _HINTS = (
     ),
     Hint(
         "(Assertion|Value)Error", r"Unknown (?:c10d )?backend type",
-        'torch knows no backend of that name: init_process_group("phalanx"), or "gloo", "nccl", "mpi"', "torch 2.15",
+        'torch knows no backend of that name: init_process_group("phalanx"), or "gloo", "nccl", "mpi"',
+        "torch 2.15", "unknown-backend",
     ),
     Hint(
         r"\w+", r"Default process group has not been initialized",
-        "call phalanx.init() or torch.distributed.init_process_group() first", "torch 2.15",
+        "call phalanx.init() or torch.distributed.init_process_group() first", "torch 2.15", "no-process-group",
     ),
     Hint(
         "RuntimeError", r"before the\s+current process has finished its bootstrapping phase",
-        'guard the call that starts processes: if __name__ == "__main__": main()', "Python 3.11",
+        'guard the call that starts processes: if __name__ == "__main__": main()', "Python 3.11", "spawn",
     ),
     Hint(
         r"\w+", r"EADDRINUSE|[Aa]ddress already in use",
-        "the port is taken: name another --master-port, or leave it out to have a free one chosen", "torch 2.15",
+        "the port is taken: name another --master-port, or leave it out to have a free one chosen",
+        "torch 2.15", "port-in-use",
     ),
     Hint(
         r"(EnforceNotMet|\w*Error)", r"op\.preamble\.length <= op\.nbytes",
-        'the ranks gave Gloo tensors of different sizes; init_process_group("phalanx") names them', "torch 2.15",
+        'the ranks gave Gloo tensors of different sizes; init_process_group("phalanx") names them',
+        "torch 2.15", "gloo-sizes",
     ),
     # ---- models and data
     Hint(
         "RuntimeError", r'(?:Missing|Unexpected) key\(s\) in state_dict:\s+"module\.',
-        "one of the two is wrapped: save model.module.state_dict(), and load into model.module", "torch 2.15",
+        "one of the two is wrapped: save model.module.state_dict(), and load into model.module",
+        "torch 2.15", "module-prefix",
     ),
     Hint(
         r"\w+", r"DataLoader worker \(pid[^)]*\).*killed by signal: (?:Killed|Bus error)",
-        "the memory or /dev/shm was full: fewer DataLoader workers, or a smaller batch", "torch 2.15",
+        "the memory or /dev/shm was full: fewer DataLoader workers, or a smaller batch",
+        "torch 2.15", "dataloader-worker",
     ),
     Hint(
         r"(AttributeError|PicklingError|TypeError)", r"torch/utils/data/[^$]*(?:[Cc]an't|cannot) (?:pickle|get local)",
         "spawned DataLoader workers pickle the data set: no lambdas, open files or local functions in it; "
         "or leave multiprocessing_context out",
-        "torch 2.15",
+        "torch 2.15", "unpicklable",
     ),
     # ---- the host
     Hint(r"(CUDA)?OutOfMemoryError|\w+", r"CUDA out of memory|OutOfMemoryError",
-         "the GPU is full: smaller batch, or see which process holds it: nvidia-smi", "torch 2.15"),
+         "the GPU is full: smaller batch, or see which process holds it: nvidia-smi",
+         "torch 2.15", "cuda-out-of-memory"),
     Hint(
         r"\w+", r"^MemoryError|can't allocate memory|Cannot allocate memory",
-        "no memory left: smaller batch, or fewer ranks", "torch 2.15",
+        "no memory left: smaller batch, or fewer ranks", "torch 2.15", "out-of-memory",
     ),
-    Hint(r"\w+", r"No space left on device", "the disk or /dev/shm is full", "Linux"),
+    Hint(r"\w+", r"No space left on device", "the disk or /dev/shm is full", "Linux", "disk-full"),
     Hint(
         r"(|SystemExit)", r"unrecognized arguments: --local[-_]rank",
-        "the script wants no --local-rank: leave --no-use-env out", "Python 3.11",
+        "the script wants no --local-rank: leave --no-use-env out", "Python 3.11", "usage",
     ),
     Hint(
         "ImportError", r"^ImportError(?!.*pip install)",
@@ -152,7 +172,7 @@ def hint_for(end: Outcome, ends: Sequence[Outcome] = (), *, num_oom_kills: int =
     if -code in _BY_SIGNAL and not end.raised:
         return _BY_SIGNAL[signal.Signals(-code)]
     kind = end.last_words.name
-    text = "\n".join([*end.last_words.lines, end.last_words.summary])
+    text = _said(end)
     if end.is_victim and (finished := [other.rank for other in ends if other.exitcode == 0]):
         if _ADVISED.search(text):
             return ""
@@ -168,10 +188,40 @@ def hint_for(end: Outcome, ends: Sequence[Outcome] = (), *, num_oom_kills: int =
         advice = _hint_for_flags(found[1], command)
         if advice:
             return advice
-    for hint in _HINTS:
-        if re.fullmatch(hint.kind, kind) and (found := re.search(hint.text, text, re.MULTILINE)):
-            return hint.advice.replace("{python}", command[0] if command else "python")
+    for hint in _hints_that_fit(end):
+        return hint.advice.replace("{python}", command[0] if command else "python")
     return _BY_SIGNAL.get(signal.Signals(-code), "") if -code in _BY_SIGNAL else ""
+
+
+def explanation_for(end: Outcome) -> str:
+    """Return the short address of what explains the end of a rank; empty if its message has it, or nothing does."""
+    entry = _entry_for(end)
+    return address(entry) if entry else ""
+
+
+def _entry_for(end: Outcome) -> str:
+    code = end.exitcode or 0
+    if addressed(_said(end)):
+        return ""
+    if code in (-signal.SIGKILL, _SHELLS_SIGKILL):
+        return "exit-137"
+    for hint in _hints_that_fit(end):
+        if hint.entry:
+            return hint.entry
+    number = -code if code < 0 else code - 128
+    if number in _EXPLAINED_SIGNALS and not (code > 0 and end.raised):
+        return _EXPLAINED_SIGNALS[signal.Signals(number)]
+    return "rank-killed" if code < 0 else ""
+
+
+def _said(end: Outcome) -> str:
+    return "\n".join([*end.last_words.lines, end.last_words.summary])
+
+
+def _hints_that_fit(end: Outcome) -> Iterator[Hint]:
+    for hint in _HINTS:
+        if re.fullmatch(hint.kind, end.last_words.name) and re.search(hint.text, _said(end), re.MULTILINE):
+            yield hint
 
 
 def _hint_for_flags(refused: str, command: Sequence[str]) -> str:

@@ -11,34 +11,31 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import select
 import signal
-import socket
 from typing import NoReturn
 
-from phalanx.launch.warden import adopt_orphans, die_with_parent, end_children, hold_signals
+from phalanx.launch.endings import end_like
+from phalanx.launch.warden import adopt_orphans, children_of, die_with_parent, end_children, hold_signals
 
-_PR_SET_NAME = 15
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NAME = b"rank-keeper"
 _WARDEN_S = 6.0  # more than a warden takes to end its children, or to import what ranks share
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
 
-def fork_warden(supervisor_pid: int, told: int, channel: socket.socket) -> None:
+def fork_warden(supervisor_pid: int, told: int) -> None:
     """Return in the warden, a child of this process; this process becomes its keeper and does not return.
 
     Args:
         told: Pipe on which the supervisor is told the warden's pid.
-        channel: Channel of the warden, which no other process may keep open.
     """
     supervisor, warden_pid = _fork_below(supervisor_pid)
     if warden_pid == 0:
+        os.write(told, b"%d" % os.getpid())  # before it prints anything: the supervisor reads that later
         os.close(told)
         return
-    channel.close()
-    os.write(told, b"%d" % warden_pid)
-    os.close(told)
+    _close_all_but(supervisor)
     _keep(supervisor, warden_pid, patience_s=_WARDEN_S)
 
 
@@ -56,9 +53,14 @@ def fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         adopt_orphans()
         return
-    os.closerange(3, spawner)  # the server's sockets and pipes are to be its alone
-    os.closerange(spawner + 1, os.sysconf("SC_OPEN_MAX"))
+    _close_all_but(spawner)
     _keep(spawner, server_pid)
+
+
+def _close_all_but(descriptor: int) -> None:
+    """Close what this process has inherited: another's end of a socket, kept open here, would hide the other's end."""
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def _fork_below(parent_pid: int) -> tuple[int, int]:
@@ -67,6 +69,7 @@ def _fork_below(parent_pid: int) -> tuple[int, int]:
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:  # it ended before the line above
         os._exit(128 + signal.SIGKILL)
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)  # of a warm start: from here on we have something to do when the parent ends
     adopt_orphans()
     pid = os.fork()
     if pid == 0:
@@ -85,25 +88,14 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
     _take_name()
     child = os.pidfd_open(pid)
     select.select([parent, child], [], [])
-    select.select([child], [], [], patience_s)
+    if children_of(pid):  # a second warden, which imports, has none
+        select.select([child], [], [], patience_s)
     os.kill(pid, signal.SIGKILL)  # the kernel then kills the ranks, and makes us the parent of the rest
     # It stays a zombie until we end, so that its pid is nobody else's while the supervisor may kill it.
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     end_children((pid,))
     assert ended is not None
-    _end_like(ended)
-
-
-def _end_like(ended: os.waitid_result) -> NoReturn:
-    """End this process as its child has ended, for whoever waits for it."""
-    if ended.si_code == os.CLD_EXITED:
-        os._exit(ended.si_status)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # SIGKILL
-        signal.signal(ended.si_status, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [ended.si_status])
-    os.kill(os.getpid(), ended.si_status)
-    os._exit(128 + ended.si_status)
+    end_like(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
 
 def _take_name() -> None:

@@ -37,6 +37,11 @@ class Outcome:
         folder: Folder of its logs.
         host: Host on which it ran; empty: this one.
         when_s: Time of the failure on the machine's monotonic clock.
+
+    Example:
+        >>> [outcome] = phalanx.testing.run_ranks(divmod, 1, expect_failures=True)
+        >>> outcome.value, outcome.describe()
+        ((0, 0), '...')
     """
 
     rank: int
@@ -150,6 +155,15 @@ class RankError(RuntimeError):
         traceback: Remote traceback of that rank.
         hung: Ranks that hung.
         outcomes: Outcomes of all ranks, in rank order.
+
+    Example:
+        >>> def fail(rank):
+        ...     raise KeyError(rank)
+        >>> try:
+        ...     phalanx.spawn(fail, nprocs=1)
+        ... except phalanx.RankError as error:
+        ...     print(error.rank, repr(error.error))
+        0 KeyError(0)
     """
 
     def __init__(self, message: str, culprit: Outcome, outcomes: Sequence[Outcome]) -> None:

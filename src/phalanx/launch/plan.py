@@ -12,11 +12,11 @@ from typing import Any
 
 from phalanx import _settings
 from phalanx._command_line import Parser, UsageError
-from phalanx._env import did_you_mean
+from phalanx._env import REPLACE_VARIABLE, did_you_mean
 from phalanx._memory import choose
 from phalanx._text import counted, format_ranges
 from phalanx.launch.cpus import Machine, count_gpus, divide, has_module, read_machine, torch_uses_gpus
-from phalanx.launch.environment import binds_threads
+from phalanx.launch.environment import binds_threads, shared_environment
 from phalanx.launch.flags import Flag, Setting, read_flags
 from phalanx.launch.job import Job
 from phalanx.launch.run_folder import name_of
@@ -38,6 +38,20 @@ class Plan:
     @property
     def is_dry(self) -> bool:
         return bool(self.settings["dry-run"].value)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the job is to be forked from a process that has torch imported already."""
+        return bool(self.settings["warm"].value)
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment in which the job is run: `inherited`, and what its flags ask for in variables."""
+        return {**inherited, **({REPLACE_VARIABLE: "gloo"} if self.settings["replace-gloo"].value else {})}
+
+    def shared_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment with which torch is imported for all ranks, see `environment.shared_environment`."""
+        share = self.job.divide(self.job.num_local_ranks).shares[0]
+        return shared_environment(self.environment(inherited), share)
 
     def describe(self) -> str:
         """Return a table of name, value and origin, then what each rank would run and on which CPUs."""
@@ -145,7 +159,7 @@ def read_command(
         _settings.read_settings(environ)
         place = detect_node(environ)
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error), right=None) from None
     who = place.scheduler if place else ""
     return *read_flags(argv, environ, _scheduled(place), who, parser=parser, also=also), place
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from phalanx import _env
 from phalanx._cgroups import count_oom_kills
@@ -15,14 +16,20 @@ from phalanx.launch.ports import port_advice, port_problem
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.supervisor import Supervisor
 
+if TYPE_CHECKING:
+    from phalanx.launch.warm.embryo import Embryo
 
-def run(job: Job) -> int:
+
+def run(job: Job, embryo: Embryo | None = None) -> int:
     """Run `job` and return the exit code for the shell.
 
     0 if every rank exits with 0. Otherwise the code of the rank that was the cause, 128 plus the signal if one ended
     it. When the supervisor itself is told to end while ranks live: 128 plus that signal; whoever read its output and
     has gone is such a signal, SIGPIPE. Nothing that the job has
     started lives when this returns; signals are held back from then on, since the outcome is decided.
+
+    Args:
+        embryo: Process that becomes the first warden, of a warm start.
     """
     if job.served_port and (problem := port_problem(job.served_port)):
         print(f"phalanx run: {problem}; {port_advice(job)}", file=sys.stderr)
@@ -36,7 +43,7 @@ def run(job: Job) -> int:
     except OSError as error:
         print(f"phalanx run: can't write to --log-dir {job.log_dir}: {error.strerror}", file=sys.stderr)
         return 1
-    with Supervisor(job, folder) as supervisor:
+    with Supervisor(job, folder, embryo) as supervisor:
         return _run_attempts(supervisor, job, folder)
 
 
@@ -54,7 +61,7 @@ def _run_attempts(supervisor: Supervisor, job: Job, folder: RunFolder) -> int:
         supervisor.say(f"all ranks have saved and made room; exit code {_env.PREEMPTED_CODE}, start again to go on")
         return _env.PREEMPTED_CODE
     if culprit is None and supervisor.have_trained_alone:
-        supervisor.say("the ranks made no process group, so each has trained all by itself;")
+        supervisor.say("the ranks made no process group, so each has trained on its own;")
         supervisor.say("use a Trainer, or phalanx.init() and DistributedDataParallel")
     if supervisor.received is not None:
         cause = supervisor.cause_before

@@ -29,6 +29,8 @@ def spawn(
     join: bool = True,
     daemon: bool = False,
     start_method: str = "spawn",
+    *,
+    warm: bool = False,
 ) -> Any:
     """Run ``fn(rank, *args)`` in `nprocs` processes, like ``torch.multiprocessing.spawn``, and return the results.
 
@@ -46,12 +48,23 @@ def spawn(
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``: they may have no children.
         start_method: Accepted as in torch, which warns of anything but "spawn", too. Ranks are forked from a server
             process that has imported torch.
+        warm: Whether that server process is forked from one that has torch imported already and outlives this script;
+            the first call of each script is then as fast as the others. PHALANX_WARM=1 asks for it, too.
 
     Raises:
         RankError: A rank raised or died. It names the first true failure and has its remote traceback; its
             ``error`` is the exception itself.
         TypeError: `fn` is not a function, or `fn` or `args` can't be sent to another process.
         ValueError: `nprocs` is not a whole number of at least 1.
+
+    Example:
+        >>> def total(rank, scale):
+        ...     with phalanx.init():
+        ...         tensor = torch.tensor(rank * scale)
+        ...         dist.all_reduce(tensor)
+        ...         return tensor.item()
+        >>> phalanx.spawn(total, args=(10,), nprocs=2)
+        [10, 10]
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function, got {fn!r}; {_RIGHT}")
@@ -64,7 +77,7 @@ def spawn(
         raise TypeError(f"args must be a tuple, got {args!r}; right: phalanx.spawn(fn, args=({args!r},))")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(_NO_GUARD)  # the parent tells, once
-    context = SpawnContext(fn, args, nprocs, daemon=daemon)
+    context = SpawnContext(fn, args, nprocs, daemon=daemon, warm=warm)
     if not join:
         return context
     context.join()
@@ -76,15 +89,24 @@ class SpawnContext:
 
     Attributes:
         results: Results of the ranks, in rank order, once `join` has returned True.
+
+    Example:
+        >>> context = phalanx.spawn(lambda rank: rank * 10, nprocs=2, join=False)
+        >>> len(context.pids())
+        2
+        >>> context.join(timeout=30)
+        True
+        >>> context.results
+        [0, 10]
     """
 
-    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, daemon: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, daemon: bool, warm: bool) -> None:
         inherited = _env.environment()
         given = inherited.get("OMP_NUM_THREADS", "")
         share = divide(nprocs, read_machine(), pin=False, omp_num_threads=given).shares[0]
         num_threads = int(given) if given.isdigit() and int(given) else share.num_threads
         environ = thread_environment(inherited, share)
-        self._workers = Workers(fn, args, nprocs, environ=environ, num_threads=num_threads, daemon=daemon)
+        self._workers = Workers(fn, args, nprocs, environ=environ, num_threads=num_threads, daemon=daemon, warm=warm)
         self._is_daemon = daemon
         self._joined = False
         self.results: list[Any] = []

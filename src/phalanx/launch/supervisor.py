@@ -12,6 +12,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx import _env
 from phalanx._launched import Notes
@@ -24,28 +26,35 @@ from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
+from phalanx.launch.keyboard import Keyboard
 from phalanx.launch.notes import has_made_room, words_of_checkpoints
 from phalanx.launch.outcome import Outcome, find_culprit, read_stderr
 from phalanx.launch.output import Screen, prefix, printable
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.standby import Standby
+from phalanx.launch.stragglers import StragglerWatch
 from phalanx.launch.warden import adopt_orphans
 from phalanx.launch.warden_client import Warden
+from phalanx.record.memory import BoxMemory
+
+if TYPE_CHECKING:
+    from phalanx.launch.warm.embryo import Embryo
 
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
 _STDOUT, _STDERR = 1, 2
-_END_OF_INPUT = b"\x04"  # as a terminal writes it
 _LOOK_S = 0.2  # between questions whether the attempt is to end
 
 
 class Supervisor:
     """Owns the warden, the ranks' streams and this process's signals."""
 
-    def __init__(self, job: Job, folder: RunFolder) -> None:
+    def __init__(self, job: Job, folder: RunFolder, embryo: Embryo | None = None) -> None:
         self._job = job
         self._folder = folder
+        self._embryo = embryo
+        self._terminal_pid = embryo.client_pid if embryo is not None else os.getpid()  # whom a shell has started
         self.memory = job.memory  # what the ranks of the next attempt do about freed memory
         self._out, self._err = (Screen(fd, self._is_ending, self._lose_reader) for fd in (_STDOUT, _STDERR))
         if self._out.is_terminal and self._err.is_terminal:
@@ -70,15 +79,20 @@ class Supervisor:
             self._job, self.events, self._err, os.path.join(self._folder.path, "standby.log"), self._descriptors
         )
         self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
+        self._boxes = BoxMemory(self._job.num_local_ranks)  # in which ranks record what they do
         self._notes = Notes()
+        shown = next((screen for screen in (self._out, self._err) if screen.is_terminal), Screen(0))
+        self._keyboard = Keyboard(self.events, shown, self._terminal_pid)
         self._start_warden(self._job.divide(self._job.num_local_ranks).shares)
-        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see _pass_input_on
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see Keyboard
         return self
 
     def _warden_environment(self, shares: Sequence[Share]) -> dict[str, str]:
         """Return what the ranks have in common; torch is imported with their number of threads."""
         environ = shared_environment(_env.environment(), shares[0])
         environ[_env.COMMAND_VARIABLE] = self._job.typed
+        environ[_env.RECORD_VARIABLE] = self._boxes.path
+        environ |= self._keyboard.environment()
         if not self._job.max_restarts:  # nobody would read them
             return environ
         return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self.snapshots_fd}"}
@@ -95,7 +109,9 @@ class Supervisor:
             preload=job.preload,
             output_fd=self._warden_output.rank_fd,
             descriptors=self._descriptors,
+            embryo=self._embryo,
         )
+        self._embryo = None  # it is no process to start another from
         self._warden_output.hand_over()
         self.events.watch_output(self._warden_output)
         self.events.watch(self._warden.channel.fileno(), self._hear_warden)
@@ -131,7 +147,9 @@ class Supervisor:
             output.close()
         with contextlib.suppress(BrokenPipeError):
             self._out.show_cursor()
+        self._keyboard.close()
         os.close(self.snapshots_fd)
+        self._boxes.close()
         self._notes.close()
         self.events.close()
 
@@ -168,6 +186,7 @@ class Supervisor:
         if self.received is not None:
             return None
         self._notes.clear()
+        self._notes.note_attempt("phalanx run", self._job.typed, os.path.abspath(self._folder.path), attempt.world_size)
         for local_rank, rank in enumerate(self._ranks):
             error_file = os.path.abspath(os.path.join(rank.folder, "error.json"))
             environ = rank_environment(attempt, local_rank, error_file)
@@ -175,9 +194,11 @@ class Supervisor:
             self._start_rank(rank, local_rank, environ, shares[local_rank])
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
         self.began_s = time.monotonic()
+        stragglers = StragglerWatch(self._boxes.places(len(self._ranks)), self.say)
         while any(rank.end is None for rank in self._ranks):
             holds = self._chorus.is_waiting or any(rank.stderr.is_holding for rank in self._ranks)
-            self.wait(_LOOK_S if until or holds or self._wants_standby() else None)
+            self.wait(_LOOK_S if until or holds or self._wants_standby() else stragglers.timeout_s)
+            stragglers.look()
             for rank in self._ranks:
                 rank.stderr.release_late()
             self._chorus.flush(late_only=True)
@@ -188,6 +209,7 @@ class Supervisor:
             self._keep_deadline()
         self.events.deadline = None
         self._chorus.flush()
+        self._save_boxes()
         return self._warden_failure or find_culprit(self.ends)
 
     @property
@@ -204,6 +226,13 @@ class Supervisor:
     def have_trained_alone(self) -> bool:
         """Whether several ranks have trained in the last attempt, each without meeting any other."""
         return self._notes.num_alone == len(self._ranks) > 1
+
+    def _save_boxes(self) -> None:
+        """Keep what the ranks of this attempt have recorded, and make room for those of the next."""
+        try:
+            self._boxes.save(Path(self._folder.path, "blackbox", f"attempt_{self._num_attempts - 1}"))
+        except OSError as error:
+            self._say_log_problem(str(error))
 
     def _open_ranks(self, attempt: Attempt) -> None:
         job = self._job
@@ -236,7 +265,7 @@ class Supervisor:
 
     def _start_rank(self, rank: Rank, local_rank: int, environ: dict[str, str], share: Share) -> None:
         job = self._job
-        stdin = self._stdin_of(rank) if local_rank == 0 else os.open(os.devnull, os.O_RDONLY)
+        stdin = self._keyboard.stdin_of(rank) if local_rank == 0 else os.open(os.devnull, os.O_RDONLY)
         self._warden.start_rank(
             rank.rank,
             environ,
@@ -248,26 +277,6 @@ class Supervisor:
         for output in rank.outputs:
             output.hand_over()
 
-    def _stdin_of(self, rank: Rank) -> int:
-        """Return what the first rank reads: our own input, or its terminal, to which ours is passed on."""
-        if not os.isatty(0):
-            with contextlib.suppress(OSError):  # closed
-                return os.dup(0)
-        elif os.isatty(rank.stdout.rank_fd):
-            if not self.events.is_watched(0):
-                self.events.watch(0, self._pass_input_on)
-            return os.dup(rank.stdout.rank_fd)
-        return os.open(os.devnull, os.O_RDONLY)
-
-    def _pass_input_on(self) -> None:
-        typed = b""
-        with contextlib.suppress(OSError):  # EIO: we are in the background
-            typed = os.read(0, 4096)
-        if not typed:
-            self.events.unwatch(0)
-        with contextlib.suppress(BlockingIOError):  # it does not read: so much for typing ahead
-            os.write(self._ranks[0].stdout.fd, typed or _END_OF_INPUT)
-
     # ------------------------------------------------------------ events
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -278,7 +287,7 @@ class Supervisor:
     def _say_log_problem(self, problem: str) -> None:
         if not self._said_log_problem:
             self._said_log_problem = True
-            self.say(f"the logs in {self._folder.path} are not whole: {problem}")
+            self.say(f"the logs in {self._folder.path} are incomplete: {problem}")
 
     def _hear_warden(self) -> None:
         for packet in self._warden.channel.receive():
@@ -295,6 +304,7 @@ class Supervisor:
     def _rank_started(self, number: int, pid: int) -> None:
         rank = next(rank for rank in self._ranks if rank.rank == number)
         rank.pid = pid
+        self._notes.note_start(number, pid)
         if self._ending_by is not None:
             self._warden.signal(self._ending_by, [pid])
 

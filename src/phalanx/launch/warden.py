@@ -31,6 +31,7 @@ from typing import Any
 
 from phalanx import _alone, _env, _trial
 from phalanx._memory import obey_launcher
+from phalanx.debugging import attached
 from phalanx.launch.packets import MAX_PACKET_BYTES
 
 FD_VARIABLE = "PHALANX_WARDEN_FD"
@@ -75,7 +76,7 @@ def end_children(spared: Collection[int] = (), limit_s: float = 5.0) -> None:
         spared: Children that stay.
     """
     deadline = time.monotonic() + limit_s
-    while (pids := set(_children()).difference(spared)) and time.monotonic() < deadline:
+    while (pids := set(children_of(os.getpid())).difference(spared)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -99,13 +100,13 @@ def reap(pid: int, limit_s: float) -> int | None:
     return None
 
 
-def _children() -> list[int]:
-    me = os.getpid()
+def children_of(parent: int) -> list[int]:
+    """Return the pids of the children of a process's main thread."""
     try:
-        with open(f"/proc/self/task/{me}/children") as file:
+        with open(f"/proc/{parent}/task/{parent}/children") as file:
             return [int(pid) for pid in file.read().split()]
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == me]
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == parent]
 
 
 def _parent_of(pid: int) -> int:
@@ -247,21 +248,30 @@ def serve_preloaded(loaded_before: Collection[str]) -> None:
 
 
 def _prepare_and_serve(channel: socket.socket, modules_file: str, loaded_before: Collection[str]) -> None:
-    trouble = ""
     gc.disable()  # what an import leaves is not worth looking for: a sixth of the time
-    for name in _PRELOADED_MODULES:
-        try:
-            __import__(name)
-        except BaseException as error:  # the script will meet it itself, and tell it as it would without us
-            trouble = f"{type(error).__name__}: {error}"
-            break
+    trouble = import_shared()
     if modules_file and not trouble:
         _import_all(modules_file)
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
-    can_go_on = not _has_threads_or_devices() and not _hides_modules_of_the_script(loaded_before)
-    begin = _go_on if can_go_on else execute(sys.orig_argv)
+    begin, can_go_on = way_into_script(sys.orig_argv, loaded_before)
     serve(channel, begin, trouble=trouble, can_go_on=can_go_on and not trouble)
+
+
+def import_shared() -> str:
+    """Import what every rank needs; return why that failed, empty if it did not."""
+    for name in _PRELOADED_MODULES:
+        try:
+            __import__(name)
+        except BaseException as error:  # the script will meet it itself, and tell it as it would without us
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def way_into_script(command: Sequence[str], loaded_before: Collection[str]) -> tuple[Begin, bool]:
+    """Return how a rank begins, and whether it is by going on where this process stands."""
+    can_go_on = not has_threads_or_devices() and not _hides_modules_of_the_script(command, loaded_before)
+    return (_go_on if can_go_on else execute(command)), can_go_on
 
 
 def _import_all(modules_file: str) -> None:
@@ -273,7 +283,7 @@ def _import_all(modules_file: str) -> None:
             importlib.import_module(name)
 
 
-def _has_threads_or_devices() -> bool:
+def has_threads_or_devices() -> bool:
     """Whether something is up that a fork would break: what else Python loads at start may have begun it.
 
     Threads of OpenBLAS do not count: it ends them before a fork and starts them anew.
@@ -283,11 +293,11 @@ def _has_threads_or_devices() -> bool:
     return has_threads or (cuda is not None and cuda.is_initialized())
 
 
-def _hides_modules_of_the_script(loaded_before: Collection[str]) -> bool:
+def _hides_modules_of_the_script(command: Sequence[str], loaded_before: Collection[str]) -> bool:
     """Whether the script's folder has a module, such as its own json.py, of which we have imported a namesake."""
     if getattr(sys.flags, "safe_path", False):
         return False
-    first = sys.orig_argv[1]
+    first = command[1]
     path = os.getcwd() if first == "-m" else os.path.realpath(first)
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     names = {name.removesuffix(".py") for name in os.listdir(folder) if name.endswith(".py")}
@@ -295,12 +305,25 @@ def _hides_modules_of_the_script(loaded_before: Collection[str]) -> bool:
     return not names.isdisjoint({name.partition(".")[0] for name in sys.modules} - set(loaded_before))
 
 
+def _leave_libraries_alone() -> None:
+    """Have this process end without the destructors of the libraries that it shares with the warden.
+
+    torch's alone take longer than the rest of the interpreter's end, and free what the kernel frees anyway. Those of
+    libraries that the script loads run before. A preloaded library, such as a profiler, may have waited for the end.
+    """
+    if not _env.environment().get("LD_PRELOAD") and hasattr(_libc, "on_exit"):
+        _libc.on_exit(_libc._exit, None)  # called with the exit status
+        _libc.__cxa_atexit(_libc.fflush, None, None)  # before that
+
+
 def _go_on(packet: Mapping[str, Any]) -> None:
     """Undo what a rank shares with its siblings only because it was forked."""
+    _leave_libraries_alone()
     if "torch" in sys.modules:
         obey_launcher()
         _alone.watch()
         _trial.begin()
+    attached.listen()
     # The script's namespace must not be among what the collector passes by: it holds all that the script holds.
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)

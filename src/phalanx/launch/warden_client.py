@@ -8,12 +8,17 @@ import signal
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from phalanx import _env
 from phalanx.launch import warden
 from phalanx.launch.deadlines import KILL_S
+from phalanx.launch.descriptors import take_streams
 from phalanx.launch.keeper import fork_warden
 from phalanx.launch.packets import PacketSocket
+
+if TYPE_CHECKING:
+    from phalanx.launch.warm.embryo import Embryo
 
 _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preload")
 
@@ -30,6 +35,7 @@ class Warden:
         output_fd: Descriptor for the warden's own output, such as a warning of ``import torch``.
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
         modules_file: File that names modules to import beside torch, with `preload`; empty: none.
+        embryo: Process that becomes the keeper and the warden and has imported torch, with `preload`.
 
     Attributes:
         pid: Process id of the warden.
@@ -45,6 +51,7 @@ class Warden:
         output_fd: int,
         descriptors: tuple[int, int],
         modules_file: str = "",
+        embryo: Embryo | None = None,
     ) -> None:
         self._descriptors = descriptors
         self._status: int | None = None
@@ -52,15 +59,18 @@ class Warden:
         self.channel, theirs = PacketSocket.pair()
         supervisor_pid = os.getpid()
         told, tell = os.pipe()
-        self.keeper_pid: int = os.fork()
+        if embryo is not None:
+            embryo.hatch(command, environ, (theirs.fileno(), tell, output_fd))
+        self.keeper_pid: int = os.fork() if embryo is None else embryo.pid
         if self.keeper_pid == 0:
             try:
                 os.setpgid(0, 0)  # Ctrl-C at the terminal is ours to pass on
                 self.channel.close()
                 os.close(told)
-                _settle(output_fd)
+                _forget_handlers()
+                take_streams(output_fd)
                 warden.hold_signals()
-                fork_warden(supervisor_pid, tell, theirs)
+                fork_warden(supervisor_pid, tell)
                 if preload:
                     _execute_preloading(command, environ, theirs, modules_file)
                 _env.replace_all(environ)
@@ -114,27 +124,27 @@ class Warden:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def _settle(output_fd: int) -> None:
-    """Undo what the supervisor has set up for itself, and take the streams of a warden."""
+def _forget_handlers() -> None:
+    """Undo what the supervisor has set up for itself."""
     signal.set_wakeup_fd(-1)
     for sig in (*signal.valid_signals(), signal.SIGTTIN):
         if callable(signal.getsignal(sig)) or sig == signal.SIGTTIN:
             signal.signal(sig, signal.SIG_DFL)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for fd, number in ((null, 0), (output_fd, 1), (output_fd, 2)):
-        os.dup2(fd, number)
-    os.close(null)
 
 
 def _execute_preloading(
     command: Sequence[str], environ: Mapping[str, str], channel: socket.socket, modules_file: str
 ) -> None:
     os.set_inheritable(channel.fileno(), True)
-    path = environ.get("PYTHONPATH")
     hooked = {
-        **environ,
-        "PYTHONPATH": f"{_PRELOAD_FOLDER}{os.pathsep}{path}" if path else _PRELOAD_FOLDER,
+        **with_hook(environ),
         warden.FD_VARIABLE: str(channel.fileno()),
         warden.MODULES_VARIABLE: modules_file,
     }
     os.execvpe(command[0], list(command), hooked)
+
+
+def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a Python interpreter that is to stop in our site hook."""
+    path = environ.get("PYTHONPATH")
+    return {**environ, "PYTHONPATH": f"{_PRELOAD_FOLDER}{os.pathsep}{path}" if path else _PRELOAD_FOLDER}

@@ -233,6 +233,9 @@ def _let_go_of_server() -> None:
 def _report(pipe: connection.Connection, error: BaseException) -> None:
     when_s = time.monotonic()
     words = LastWords.of_error(error)
+    from phalanx.record import writer  # loads the core, which the parent of ranks may do without
+
+    writer.note(words.note)
     try:
         message = dumps(("raised", error, words, when_s))
         pickle.loads(message)

@@ -30,6 +30,7 @@ from phalanx.launch.environment import WAIT_VARIABLES, Attempt
 from phalanx.launch.outcome import Outcome, read_stderr
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.worker import Assignment, Function, Inherited, dumps, worker_main
+from phalanx.record.memory import BoxMemory
 
 # What every rank needs, imported once in the server, under its keeper. None of it may start a thread there.
 _PRELOAD = (
@@ -41,16 +42,22 @@ _PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")
 _PRELOAD_LAST = "phalanx.launch.shared_pages"
 
 
-def start_server(environ: Mapping[str, str] | None = None) -> None:
+def start_server(environ: Mapping[str, str] | None = None, *, warm: bool = False) -> None:
     """Start the process that ranks are forked from, unless it runs; it and all below it end with this one.
 
     Args:
         environ: Environment of its first ranks; how threads wait is read once, when the server imports torch.
+        warm: Whether it is forked from a process that has torch imported and outlives this one, as with ``phalanx run
+            --warm``; the default without PHALANX_WARM=1.
+
+    Example:
+        >>> phalanx.testing.start_server()
     """
     keep_paths_short()
     loaded = [name for name in sys.modules if _PRELOAD_IF_LOADED.fullmatch(name)]
     forkserver.set_forkserver_preload([*_PRELOAD, *loaded, _PRELOAD_LAST])
-    exported = _env.export({name: value for name, value in (environ or {}).items() if name in WAIT_VARIABLES})
+    wanted = {name: value for name, value in (environ or {}).items() if name in WAIT_VARIABLES}
+    exported = _env.export(wanted | ({_env.WARM_VARIABLE: "1"} if warm else {}))
     try:
         forkserver.ensure_running()
     finally:
@@ -64,6 +71,7 @@ class Workers:
         environ: Environment of every rank, beside torchrun's variables.
         num_threads: Number of torch's threads in each rank.
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``.
+        warm: Whether the first ranks of this process may come from a warm process, see `start_server`.
 
     Raises:
         TypeError: `fn` or `args` can't be sent to another process.
@@ -78,6 +86,7 @@ class Workers:
         environ: Mapping[str, str],
         num_threads: int,
         daemon: bool = False,
+        warm: bool = False,
     ) -> None:
         require_linux("starting ranks", "start the script with torchrun")
         try:
@@ -91,13 +100,15 @@ class Workers:
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-ranks-")
         self._port = ReservedPort()
         self._notes = Notes()
+        self._notes.note_attempt("phalanx.spawn", "", "", num_ranks)
+        self._boxes = BoxMemory(num_ranks)
         self.handles: list[Handle] = []
         assignment = Assignment(
             call=call,
             folder=self._folder.name,
             attempt=Attempt(world_size=num_ranks, num_local_ranks=num_ranks, master_port=self._port.port),
             notes=self._notes.path,
-            environ=dict(environ),
+            environ={**environ, _env.RECORD_VARIABLE: self._boxes.path},
             memory=choose(environ, wanted=environ.get(_env.MEMORY_VARIABLE, "auto"), num_ranks=num_ranks),
             cpus=os.sched_getaffinity(0),
             num_threads=num_threads,
@@ -105,13 +116,13 @@ class Workers:
             or multiprocessing.get_all_start_methods()[0],
         )
         try:
-            self._start(assignment, daemon)
+            self._start(assignment, daemon, warm)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, assignment: Assignment, daemon: bool) -> None:
-        start_server(assignment.environ)
+    def _start(self, assignment: Assignment, daemon: bool, warm: bool) -> None:
+        start_server(assignment.environ, warm=warm)
         context = multiprocessing.get_context("forkserver")
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -129,6 +140,7 @@ class Workers:
             finally:
                 theirs.close()
             self.handles.append(Handle(rank, process, ours, assignment.folder))
+            self._notes.note_start(rank, process.pid or 0)
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -175,6 +187,7 @@ class Workers:
             handle.close()
         self._port.close()
         self._notes.close()
+        self._boxes.close()
         self._folder.cleanup()
 
 

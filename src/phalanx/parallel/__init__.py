@@ -4,6 +4,7 @@ from phalanx.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from phalanx.parallel.bridge import Bf16State, bf16_feedback_hook, bridge_hook
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.ddp import DistributedDataParallel
+from phalanx.parallel.divergence import check_replicas
 from phalanx.parallel.exercises import average_gradients, ring_all_reduce
 from phalanx.parallel.hosts import HostGroups, host_groups
 from phalanx.parallel.local_sgd import LocalSGD
@@ -20,6 +21,7 @@ __all__ = [
     "average_gradients",
     "bf16_feedback_hook",
     "bridge_hook",
+    "check_replicas",
     "convert_sync_batchnorm",
     "host_groups",
     "ring_all_reduce",

@@ -36,6 +36,11 @@ class SyncBatchNorm(BatchNorm):
         ValueError: In ``forward()``: the input has fewer than two dimensions, or all ranks together have only one value
             for each channel.
 
+    Example:
+        >>> layer = phalanx.SyncBatchNorm(3)
+        >>> layer(torch.randn(4, 3, 8, 8)).shape
+        torch.Size([4, 3, 8, 8])
+
     Source: Chan, Golub, LeVeque 1979 for joining the statistics of the ranks.
     """
 
@@ -121,6 +126,11 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
     Args:
         module: Module to convert in place, unless it is a BatchNorm layer itself.
         process_group: Ranks to normalize over; by default all.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3))
+        >>> type(phalanx.convert_sync_batchnorm(model)[1]).__name__
+        'SyncBatchNorm'
     """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 

@@ -36,6 +36,13 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
 
     Raises:
         ValueError: `hook_state` averages over another group.
+
+    Example:
+        >>> groups = phalanx.host_groups()
+        >>> state = phalanx.parallel.Bf16State(groups.across)
+        >>> hook = phalanx.parallel.bridge_hook(groups, state, phalanx.parallel.bf16_feedback_hook)
+        >>> ddp = phalanx.DistributedDataParallel(nn.Linear(2, 1))
+        >>> ddp.register_comm_hook(None, hook)
     """
     group = getattr(hook_state, "process_group", hook_state)
     if (group is None or isinstance(group, dist.ProcessGroup)) and group is not groups.across:
@@ -139,6 +146,10 @@ class Bf16State:
 
     Args:
         process_group: Ranks to average over; None means all.
+
+    Example:
+        >>> ddp = phalanx.DistributedDataParallel(nn.Linear(2, 1))
+        >>> ddp.register_comm_hook(phalanx.parallel.Bf16State(None), phalanx.parallel.bf16_feedback_hook)
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -158,6 +169,11 @@ def bf16_feedback_hook(state: Bf16State, bucket: dist.GradBucket) -> torch.futur
 
     Returns:
         Future of the averaged ``bucket.buffer()``.
+
+    Example:
+        >>> ddp = phalanx.DistributedDataParallel(nn.Linear(2, 1))
+        >>> ddp.register_comm_hook(phalanx.parallel.Bf16State(None), phalanx.parallel.bf16_feedback_hook)
+        >>> ddp(torch.ones(4, 2)).mean().backward()
 
     Source: Seide et al. 2014, Karimireddy et al. 2019 (error feedback).
     """

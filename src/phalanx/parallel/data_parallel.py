@@ -19,6 +19,11 @@ class DataParallel(nn.DataParallel[nn.Module]):
         device_ids: GPUs to use; by default all.
         output_device: GPU that collects the outputs; by default the first of `device_ids`.
         dim: Dimension along which inputs are divided.
+
+    Example:
+        >>> model = phalanx.DataParallel(nn.Linear(8, 1))
+        >>> model(torch.ones(4, 8)).shape
+        torch.Size([4, 1])
     """
 
     def __init__(

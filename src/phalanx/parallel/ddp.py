@@ -36,8 +36,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     What differs from torch's:
 
     - Parameters without a gradient in a backward pass cause neither a hang nor an error. If another rank has a
-      gradient, this rank counts as zeros; if no rank has one, ``.grad`` stays as it was. Each rank names such
-      parameters once, unless `find_unused_parameters` is set.
+      gradient, this rank counts as zeros; if no rank has one, ``.grad`` stays as it was. Each rank names each such
+      parameter once, when it is first left out, unless `find_unused_parameters` is set.
     - If the models differ between ranks, all ranks raise the same error, which names the first difference.
     - If a loop forgets to call ``set_epoch`` of torch's DistributedSampler, rank 0 warns once.
     - ``grad_norm()`` returns the norm of all gradients. Parameters may be frozen and unfrozen at any time.
@@ -68,6 +68,20 @@ class DistributedDataParallel(nn.Module, Joinable):
         ValueError: The module has nothing to train, is on devices that do not fit, or differs between ranks; or an
             argument is not supported.
         RuntimeError: Both `process_group` and `device_mesh` are given, or the mesh has several dimensions.
+
+    Example:
+        >>> ddp = phalanx.DistributedDataParallel(nn.Linear(2, 1))
+        >>> with ddp.no_sync():
+        ...     ddp(torch.ones(4, 2)).mean().backward()
+        >>> ddp(torch.ones(4, 2)).mean().backward()
+        >>> ddp.grad_norm()
+        tensor(3.4641)
+        >>> ddp.take_averaging_s() >= ddp.take_waiting_s()
+        True
+        >>> with ddp.join():
+        ...     ddp(torch.ones(4, 2)).mean().backward()
+        >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+        >>> ddp.register_comm_hook(None, bf16_compress_hook)
     """
 
     broadcast_buffers: bool
@@ -176,6 +190,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     @disable_dynamo
     def _before_forward(self, inputs: Any, kwargs: Any) -> Any:
         self._reducer.follow_freezing()
+        if torch.is_grad_enabled():
+            self._reducer.loop.begin_forward()
         if self._is_joining():
             Join.notify_join_context(self)
         if self._has_buffers and self.require_forward_param_sync:
@@ -190,6 +206,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _after_forward(self, output: Any) -> None:
         # As in torch: buffers become rank 0's before the first evaluation after training, then stay. So ranks may
         # evaluate different numbers of batches.
+        self._reducer.loop.end_phase()
         averages = self._averages_now()
         if averages != self.require_forward_param_sync:  # an attribute of a module takes a microsecond to set
             self.require_forward_param_sync = averages

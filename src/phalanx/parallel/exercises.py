@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx._rank_group import RankGroup, group_or_world
+from phalanx._rank_group import RankGroup, group_with_this_rank
 from phalanx._tensors import is_expanded
 from phalanx.parallel.buckets import make_buckets
 
@@ -28,8 +28,13 @@ def average_gradients(
 
     Raises:
         ValueError: There is no process group yet, or this rank is not in it.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> model(torch.ones(4, 2)).mean().backward()
+        >>> phalanx.average_gradients(model)
     """
-    group = _group_with_this_rank(process_group, "average_gradients")
+    group = group_with_this_rank(process_group, "average_gradients")
     parameters = model.parameters() if isinstance(model, nn.Module) else model
     trained = list(dict.fromkeys(p for p in parameters if p.requires_grad))  # one that is given twice: once
     for parameter in trained:
@@ -57,9 +62,13 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
     Raises:
         ValueError: There is no process group yet, or this rank is not in it.
 
+    Example:
+        >>> phalanx.ring_all_reduce(torch.ones(3))
+        tensor([1., 1., 1.])
+
     Source: Patarasuk & Yuan 2009; Baidu's ring all-reduce, 2017.
     """
-    group = _group_with_this_rank(process_group, "ring_all_reduce")
+    group = group_with_this_rank(process_group, "ring_all_reduce")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     right, left = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
     flat = tensor.detach().contiguous().view(-1)
@@ -84,13 +93,6 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
     with torch.no_grad():
         tensor.copy_(flat.view_as(tensor))
     return tensor
-
-
-def _group_with_this_rank(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
-    group = group_or_world(process_group, caller)
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()}: {caller}: this rank is not in the group")
-    return group
 
 
 def _sparse_anywhere(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:

@@ -28,6 +28,11 @@ class HostGroups(NamedTuple):
         num_hosts: Number of hosts.
         num_rails: Number of rails, as many as the smallest host has ranks.
         num_ranks: Number of ranks on all hosts together.
+
+    Example:
+        >>> groups = phalanx.host_groups()
+        >>> dist.get_world_size(groups.host), groups.num_hosts
+        (1, 1)
     """
 
     host: dist.ProcessGroup | None
@@ -64,6 +69,10 @@ def host_groups(
 
     Raises:
         ValueError: There is no process group yet.
+
+    Example:
+        >>> groups = phalanx.host_groups()
+        >>> dist.all_reduce(torch.ones(3), group=groups.host)
     """
     world = RankGroup(group_or_world(None, "host_groups"))
     rank, world_size = world.rank, world.world_size

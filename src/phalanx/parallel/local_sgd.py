@@ -63,6 +63,19 @@ class LocalSGD:
     Raises:
         ValueError: An argument is out of range, or differs between ranks; on every rank.
 
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> local = phalanx.LocalSGD(model.parameters(), every=2)
+        >>> for _ in range(5):
+        ...     model(torch.ones(4, 2)).mean().backward()
+        ...     optimizer.step()
+        ...     print(local.step(), end=" ")
+        False True False True False
+        >>> local.sync()
+        True
+        >>> local.load_state_dict(local.state_dict())
+
     Source: Stich 2018 (local SGD), Lin et al. 2018 (post-local SGD), Douillard et al. 2023 (DiLoCo).
     """
 

@@ -28,6 +28,7 @@ from phalanx.parallel.buckets import make_buckets
 from phalanx.parallel.coalesced import CoalescedBucket, Division
 from phalanx.parallel.replica import Replica
 from phalanx.parallel.uneven_inputs import add_hint
+from phalanx.record.loop import Loop
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,9 +54,10 @@ class Reducer:
         bucket_cap_mb: MiB of gradients that are reduced together.
         as_view: Whether gradients become views of their buckets.
         comm_hook: Function that averages a bucket; None: the reducer does.
-        warns_of_unused: Whether to name the parameters that no gradient reached, once.
+        warns_of_unused: Whether to name each parameter that no gradient reached, the first time.
 
     Attributes:
+        loop: Recorder of the passes, for the black box.
         trained: Parameters that require a gradient.
 
     Raises:
@@ -71,11 +73,13 @@ class Reducer:
         comm_hook: BoundHook | None,
         warns_of_unused: bool,
     ) -> None:
+        self.loop: Loop = Loop()
         self._replica = replica
         self._bucket_cap_mb = bucket_cap_mb
         self._as_view = as_view
         self._comm_hook = comm_hook
         self._warns_of_unused = warns_of_unused
+        self._named: set[nn.Parameter] = set()  # in such a warning
         self._averaging_s = self._waiting_s = 0.0
         self._division: Division | None = None
         self._buckets: list[Bucket] = []
@@ -160,6 +164,7 @@ class Reducer:
         if self._pass.task is not None:
             self._abandon()
         self._pass = _Pass(task, _torch.current_autograd_node())
+        self.loop.begin_backward()
         for bucket in self._buckets:
             if bucket.overlaps:
                 bucket.num_awaited = sum(self._expected[p] for p in bucket.parameters) if self._expected else -1
@@ -211,6 +216,7 @@ class Reducer:
             self._pass = _Pass()  # another backward pass ran within this one, and what it averaged is not all
         elif not self._pass.reached and not _fills_grads(self._pass.node):
             self._pass = _Pass(armed=True)
+            self.loop.end_phase()
             return  # it was torch.autograd.grad()
         begin_s = time.perf_counter()
         try:
@@ -225,6 +231,7 @@ class Reducer:
             raise
         finally:
             unused = self._end_pass()
+            self.loop.end_averaging()
         repeated_orders.count_pass()
         if unused and self._warns_of_unused:
             self._warn_of_unused(unused)
@@ -242,8 +249,12 @@ class Reducer:
         return unused
 
     def _warn_of_unused(self, parameters: list[nn.Parameter]) -> None:
-        self._warns_of_unused = False
-        some = listed([self._names[p] for p in parameters], 8)
+        """Name those of the parameters that no earlier warning has named."""
+        fresh = [p for p in parameters if p not in self._named]
+        if not fresh:
+            return
+        self._named.update(fresh)
+        some = listed([self._names[p] for p in fresh], 8)
         warn_caller(  # in the same words on every rank, which the launcher shows once
             f"DistributedDataParallel: no gradient reached {some} in this backward pass. "
             "They count as zeros where another rank has a gradient, and stay as they are where none has. "

@@ -53,6 +53,16 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         TypeError: `optimizer_class` is not a class.
         ValueError: A parameter to be shared is not on the CPU; `overlap_with_ddp` is set; or the optimizer is LBFGS.
 
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        >>> model(torch.ones(4, 2)).mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.consolidate_state_dict(to=0)
+        >>> if session.is_main:
+        ...     state = optimizer.state_dict()
+        >>> optimizer.load_state_dict(state)
+
     Source: Rajbhandari et al. 2020 (ZeRO).
     """
 

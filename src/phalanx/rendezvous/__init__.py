@@ -42,7 +42,7 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]
     backend, where = caller()
     if backend is None:
         return torchs()
-    _check_backend(backend, where)
+    _check_backend(backend, where, is_launched=launch_of(_env.environment()) is not None)
     if "phalanx" in backend.lower():
         require_linux()  # not only when the group is created: the ranks would first wait for one another
     is_ours = "phalanx" in backend.lower() or launch_of(_env.environment()) is not None
@@ -108,10 +108,19 @@ def _meet(asked: Asked) -> Any:
         return dist.PrefixStore(RollCall(store, asked, patience).answer(), store)
 
 
-def _check_backend(backend: str, where: str) -> None:
-    """Raise ValueError for a misspelling of ``phalanx``, which torch would reject only after waiting for all ranks."""
+def _check_backend(backend: str, where: str, *, is_launched: bool) -> None:
+    """Raise ValueError for an unknown backend, which torch would reject only after waiting for all ranks.
+
+    Args:
+        is_launched: Whether phalanx started this process; otherwise only a misspelling of ``phalanx`` is our concern.
+    """
+    known = [f'"{name}"' for name in dist.Backend.backend_list if name not in (dist.Backend.UNDEFINED, "phalanx")]
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2]
+        if not name or name in dist.Backend.backend_list:
+            continue
         guess = _env.did_you_mean(name, ["phalanx"])
-        if name and guess and name not in dist.Backend.backend_list:
-            raise ValueError(f"init_process_group at {where}: unknown backend {backend!r}{guess}")
+        if guess or is_launched:
+            right = f'init_process_group("phalanx"), or {", ".join(known)}'
+            advice = guess or f"; torch knows no backend of that name: {right}"
+            raise ValueError(f"init_process_group at {where}: unknown backend {backend!r}{advice}")

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 import torch.distributed as dist
 
-from phalanx import _env, _in_place, _torch
+from phalanx import _env, _replace, _torch
 from phalanx._launched import Launch
 from phalanx._text import plural
 
@@ -74,7 +74,7 @@ class Asked:
     @property
     def is_in_place(self) -> bool:
         """Whether phalanx stands in the place of Gloo, for which the script asked."""
-        return self.backend is not None and cpu_backend(self.backend) == "gloo" and bool(_in_place.origin())
+        return self.backend is not None and cpu_backend(self.backend) == "gloo" and bool(_replace.origin())
 
     def check(self, backend: str = "phalanx") -> None:
         """Raise ValueError for an impossible rank or world size."""

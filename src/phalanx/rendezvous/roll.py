@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
+from phalanx._launched import start_time
 from phalanx._network import host_identity
 from phalanx._store import (
     GarbledError,
@@ -81,7 +82,7 @@ class RollCall:
             "is_in_place": asked.is_in_place,
             "version": phalanx.__version__,
             "token": os.urandom(8).hex(),
-            "process": [host_identity(), os.getpid(), _start_time(os.getpid())],
+            "process": [host_identity(), os.getpid(), start_time(os.getpid())],
             "host": socket.gethostname(),
         }
         self._keys = [
@@ -127,7 +128,7 @@ class RollCall:
         if before is None or before["process"] == self._mine["process"]:
             return
         if before["process"][0] == here and not _has_ended(before):  # on another host it may have ended unseen
-            self._fail(_two_of(before, self._mine), (rank,), also=before)
+            self._fail(_two_of(before, self._mine), (rank,), facts={"entry": "same-rank"}, also=before)
 
     def raise_rival(self) -> None:
         """Raise if the rank 0 that serves this store is alive; it is not this process."""
@@ -136,7 +137,7 @@ class RollCall:
             # The rival listens a moment before it writes this.
             server = wait_until(lambda: self._read("server", _RECORD), deadline)
             if server is not None and not _has_ended(server):
-                self._fail(_two_of(server, self._mine), (0,), also=server)
+                self._fail(_two_of(server, self._mine), (0,), facts={"entry": "same-rank"}, also=server)
 
     # ---- what lies in the store ------------------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class RollCall:
         self._word()
         mine = self._record(rank)
         if mine is not None and mine["token"] != self._mine["token"]:
-            self._fail(_two_of(self._mine, mine), (rank,), also=mine)
+            self._fail(_two_of(self._mine, mine), (rank,), facts={"entry": "same-rank"}, also=mine)
         if rank == 0:
             records = self._all_here()
             self._compare(records)
@@ -245,23 +246,24 @@ class RollCall:
 
     def _timed_out(self) -> CollectiveTimeout:
         """Tell the others that the time is up, and return the error."""
-        asked = self._asked
+        asked, entry = self._asked, "not-met"
         what = f"{self._awaited} did not come to {asked.point}, and WORLD_SIZE is {asked.world_size}. {_ADVICE}."
         if self._store.is_silent:
+            entry = "store-lost"
             what = (
                 f"the store at {asked.point} does not answer. Look whether the process that serves it, rank 0 or the "
                 "launcher's agent, is stopped or its host overloaded."
             )
         text = f"timed out after {asked.timeout_s:g} s: {what}"
-        self._tell(text, tuple(self._missing), CollectiveTimeout)
-        return CollectiveTimeout(f"{asked.name}: {text}", op="join", ranks=tuple(self._missing))
+        self._tell(text, tuple(self._missing), CollectiveTimeout, {"entry": entry})
+        return CollectiveTimeout(f"{asked.name}: {text}", op="join", ranks=tuple(self._missing), entry=entry)
 
     def _look_for_deaths(self, records: list[Record | None]) -> None:
         left = who_left(self._asked)
         dead = [record for record in records if record is not None and _has_ended(record)]
         if left is not None and self._doubts:
             text, facts = left
-            self._fail(text, facts.pop("ranks"), kind=RankFailed, facts=facts)
+            self._fail(text, facts.pop("ranks"), kind=RankFailed, facts={**facts, "entry": "rank-failed-early"})
         if dead and self._doubts:
             one = dead[0]
             self._fail(
@@ -269,7 +271,12 @@ class RollCall:
                 f"at {one['where']}\nLook at what rank {one['rank']} printed last.",
                 tuple(record["rank"] for record in dead),
                 kind=RankFailed,
-                facts={"pid": one["process"][1], "exit_code": None, "signal": None},
+                facts={
+                    "pid": one["process"][1],
+                    "exit_code": None,
+                    "signal": None,
+                    "entry": "rank-failed-early",
+                },
             )
         self._doubts = left is not None or bool(dead)
 
@@ -279,20 +286,24 @@ class RollCall:
         sizes = _first_of_each(here, lambda record: record["world_size"])
         if len(sizes) > 1:
             told = [f"{size} on {_place(one)}" for size, one in sorted(sizes.items())]
-            self._contradict("give different values of world_size", told, "the number of all ranks", sizes.values())
+            self._contradict(
+                "give different values of world_size", told, "the number of all ranks", sizes.values(), "world-size"
+            )
         kinds = _first_of_each([record for record in here if record["backend"] is not None], _kind)
         if len(kinds) > 1 and any("phalanx" in kind for kind in kinds):
             told = [f"{_asked_for(one)} on {_place(one)}" for one in kinds.values()]
             right = "PHALANX_REPLACE=gloo, or none" if _GLOO_REPLACED in kinds else "the same backend"
-            self._contradict("ask for different backends", told, right, kinds.values())
+            self._contradict("ask for different backends", told, right, kinds.values(), "different-backends")
         versions = _first_of_each(here, lambda record: record.get("version", "an older one"))
         if len(versions) > 1:
             told = [f"{version} on {_place(one)}" for version, one in versions.items()]
-            self._contradict("run different versions of phalanx", told, "the same", versions.values())
+            self._contradict(
+                "run different versions of phalanx", told, "the same", versions.values(), "different-versions"
+            )
 
-    def _contradict(self, what: str, told: list[str], right: str, records: Collection[Record]) -> None:
+    def _contradict(self, what: str, told: list[str], right: str, records: Collection[Record], entry: str) -> None:
         text = f"the ranks {what}: {', '.join(told)}\nGive every rank {right}."
-        self._fail(text, tuple(one["rank"] for one in records))
+        self._fail(text, tuple(one["rank"] for one in records), facts={"entry": entry})
 
     def _fail(
         self,
@@ -332,7 +343,7 @@ class RollCall:
         deadline = time.monotonic() + NOTE_S
         while time.monotonic() < deadline:
             if (left := who_left(self._asked)) is not None:
-                return RankFailed(f"{self._asked.name}: {left[0]}", op="join", **left[1])
+                return RankFailed(f"{self._asked.name}: {left[0]}", op="join", entry="rank-failed-early", **left[1])
             time.sleep(_PAUSE_S)
         server = "the launcher's agent" if self._asked.is_served else "rank 0"
         return RankFailed(
@@ -340,6 +351,7 @@ class RollCall:
             f"({error})\nLook at what {server} printed last.",
             op="join",
             ranks=() if self._asked.is_served else (0,),
+            entry="store-lost",
             pid=None,
             exit_code=None,
             signal=None,
@@ -380,13 +392,5 @@ def _is_here(record: Record) -> bool:
 
 def _has_ended(record: Record) -> bool:
     """Whether a process of this host has ended; False for other hosts, whose processes can't be seen."""
-    _, pid, start_time = record["process"]
-    return _is_here(record) and _start_time(pid) != start_time
-
-
-def _start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot; 0 if it has ended."""
-    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-        return 0 if fields[0] in "ZX" else int(fields[19])
-    return 0
+    _, pid, started = record["process"]
+    return _is_here(record) and start_time(pid) != started

@@ -68,6 +68,7 @@ def _refuse_stranger(asked: Asked) -> None:
             "every rank",
             op="join",
             ranks=(0,),
+            entry="port-in-use",
         )
 
 
@@ -101,7 +102,7 @@ def _open_file(asked: Asked, patience: Patience) -> dist.Store:
         except OSError as error:
             why = f"it can't be written to ({error.strerror}): name a file that every rank can read and write"
     if why:
-        raise PhalanxError(f"{asked.name}: {asked.point}: {why}", op="join", ranks=(asked.rank,))
+        raise PhalanxError(f"{asked.name}: {asked.point}: {why}", op="join", ranks=(asked.rank,), entry="init-file")
     patience.awaits = (f"{asked.point} to be locked", "Another process may hold it")
     return dist.FileStore(asked.path, asked.world_size)
 
@@ -116,7 +117,9 @@ def _await_name(asked: Asked, patience: Patience) -> None:
             text = unresolved(asked.host, error)
         advice = "Correct MASTER_ADDR (or init_method), or add the name to DNS or /etc/hosts"
         if asked.launch is not None:  # all ranks are on this host, so no name is yet to appear
-            raise PhalanxError(f"{asked.name}: {text}. {advice}", op="join", ranks=(asked.rank,))
+            raise PhalanxError(
+                f"{asked.name}: {text}. {advice}", op="join", ranks=(asked.rank,), entry="name-not-found"
+            )
         patience.awaits = (f"rank 0 at {asked.point}: {text}", advice)
         _pause(asked, patience, _PAUSE_S)
 
@@ -168,16 +171,20 @@ def _require_rank_0(asked: Asked, launch: Launch) -> None:
             f"out: {asked.call} takes them from {launch.launcher}",
             op="join",
             ranks=tuple(sorted(waiting)),
+            entry="no-rank-0",
         )
 
 
 def _pause(asked: Asked, patience: Patience, pause_s: float) -> None:
     if (left := who_left(asked)) is not None:
-        raise RankFailed(f"{asked.name}: {left[0]}", op="join", **left[1])
+        raise RankFailed(f"{asked.name}: {left[0]}", op="join", entry="rank-failed-early", **left[1])
     if patience.left_s <= 0.001:
         whom, advice = patience.awaits
         raise CollectiveTimeout(
-            f"{asked.name} timed out after {asked.timeout_s:g} s waiting for {whom}. {advice}.", op="join", ranks=(0,)
+            f"{asked.name} timed out after {asked.timeout_s:g} s waiting for {whom}. {advice}.",
+            op="join",
+            ranks=(0,),
+            entry="no-rank-0",
         )
     time.sleep(pause_s)
 

@@ -21,6 +21,7 @@ from phalanx._last_words import tell_when_ended
 from phalanx._loop import LoopTools
 from phalanx._sockets import keep_paths_short
 from phalanx.launch.schedulers import Placement
+from phalanx.record import writer
 from phalanx.session.meeting_point import contract, find_place, meet, place_by_hosts
 
 
@@ -39,6 +40,25 @@ class Session(LoopTools):
         backend: Backend of the process group, as ``init_process_group`` takes it.
         reason: Reason why `backend` is not phalanx for CPU tensors; empty if it is, or if the caller chose it.
         scheduler: Name of the launcher or scheduler that assigned the rank.
+
+    Example:
+        >>> session.rank, session.world_size, session.device
+        (0, 1, device(type='cpu'))
+        >>> session.print("once, on rank 0")
+        once, on rank 0
+        >>> with session.main_process_first():
+        ...     inputs = torch.ones(10, 1)
+        >>> session.barrier()
+        >>> session.gather(inputs, total=10).shape
+        torch.Size([10, 1])
+        >>> ddp = phalanx.DistributedDataParallel(nn.Linear(1, 1))
+        >>> scaler = session.grad_scaler("bf16")
+        >>> with session.accumulate(ddp, step=0, every=2) as is_last:
+        ...     with session.autocast("bf16"):
+        ...         loss = ddp(inputs).mean() / 2
+        ...     scaler.scale(loss).backward()
+        >>> is_last
+        False
     """
 
     rank: int
@@ -123,9 +143,16 @@ def init(
         ValueError: The environment or the arguments contradict themselves, torch knows no such backend, or `timeout` is
             not positive.
         RuntimeError: This host has fewer GPUs than ranks, or a session with other arguments exists.
+
+    Example:
+        >>> with phalanx.init() as session:
+        ...     tensor = torch.ones(3, device=session.device)
+        ...     dist.all_reduce(tensor)
+        ...     print(tensor)
+        tensor([1., 1., 1.])
     """
     global _current
-    tell_when_ended()
+    tell_when_ended(writer.note)
     limit = None if timeout is None else timedelta(seconds=_env.seconds("timeout", timeout))
     arguments = (backend, device, timeout, init_method, rank, world_size)
     if _current is not None and not dist.is_initialized():
@@ -142,6 +169,7 @@ def init(
     else:
         session, exported = _create_group(find_place(rank, world_size), backend, device, limit, init_method)
     _current = _Current(session, arguments, exported)
+    writer.begin(session.rank, session.world_size)
     if session.reason and session.is_main:
         print(f"phalanx.init: backend {session.backend}: {session.reason}", file=sys.stderr)
     return session
@@ -186,6 +214,11 @@ def shutdown() -> None:
     """Leave the job: destroy the process group that `init` made, and unset the variables that it set.
 
     A process group that existed before `init` stays. Without a session, nothing happens.
+
+    Example:
+        >>> phalanx.shutdown()
+        >>> dist.is_initialized()
+        False
     """
     _end(None)
 

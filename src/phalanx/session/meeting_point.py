@@ -93,6 +93,7 @@ def place_by_hosts(place: Placement, store: Any) -> Placement:
                 "every rank must call phalanx.init, and the process that serves the store, most often rank 0, must run",
                 op="join",
                 ranks=(rank,),
+                entry="not-met",
             )
         hosts.append(host)
     told.close()

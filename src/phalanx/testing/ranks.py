@@ -40,6 +40,10 @@ def run_ranks(
     Raises:
         RankError: A rank raised, died or hung. The error names the first true failure: a rank that was killed comes
             before one that raised or exited, one that raised because a peer was gone after both, one that hung last.
+
+    Example:
+        >>> phalanx.testing.run_ranks(divmod, 2)  # divmod(rank, world_size)
+        [(0, 0), (0, 1)]
     """
     with spawn_ranks(fn, world_size, *args, **options) as ranks:
         outcomes = ranks.join(timeout_s, stop_at_failure=not expect_failures)
@@ -61,6 +65,7 @@ def spawn_ranks(
     group_timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
     hosts: Sequence[int] = (),
+    warm: bool = False,
 ) -> Iterator[Ranks]:
     """Start the ranks and yield them. Ranks that are alive at the end of the block are killed.
 
@@ -76,9 +81,17 @@ def spawn_ranks(
         env: Variables to add to the environment of every rank.
         hosts: Numbers of ranks on simulated hosts, in rank order. Ranks of different hosts share no memory, so what
             crosses hosts can be tested on one. Empty: all ranks are on one host.
+        warm: Whether the process that ranks are forked from may come from one that outlives the tests, see
+            `phalanx.spawn`. The first call decides.
 
     Raises:
         ValueError: `world_size` is less than 1, or `hosts` does not add up to it.
+
+    Example:
+        >>> with phalanx.testing.spawn_ranks(divmod, 2) as ranks:
+        ...     outcomes = ranks.join()
+        >>> [outcome.value for outcome in outcomes]
+        [(0, 0), (0, 1)]
     """
     if hosts and sum(hosts) != world_size:
         raise ValueError(f"hosts must add up to the {world_size} ranks, got {list(hosts)}")
@@ -90,7 +103,8 @@ def spawn_ranks(
         )
         environ = {**_env.environment(), **(env or {})}
         call = (group, Function.of(fn), *args)
-        with contextlib.closing(Workers(run_in_group, call, world_size, environ=environ, num_threads=1)) as workers:
+        workers = Workers(run_in_group, call, world_size, environ=environ, num_threads=1, warm=warm)
+        with contextlib.closing(workers):
             yield Ranks(workers)
 
 

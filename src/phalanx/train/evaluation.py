@@ -15,6 +15,7 @@ from phalanx._nested import to_device
 from phalanx._rank_group import RankGroup
 from phalanx._text import counted
 from phalanx.data.random_state import random_state_kept
+from phalanx.record import writer
 from phalanx.train.evaluation_data import Counted, Own, Planned, plan
 from phalanx.train.feed import Collate, is_dataset
 from phalanx.train.memory_format import lay_out_batch
@@ -66,7 +67,7 @@ class Evaluator:
         tally = _Tally()
         metrics = self._objective.stateful
         self._reset_metrics()
-        with _evaluating(self._model):
+        with writer.phase("evaluate"), _evaluating(self._model):
             for batch, size in self._batches(data):
                 values = self._objective.values_of(self._evaluated, batch, counts=size > 0)
                 if size:
@@ -95,7 +96,7 @@ class Evaluator:
             tally.add(values, size)
         problem = tally.problem
         if values and not problem and monitor not in values and not self._objective.stateful:
-            problem = f"Trainer: monitor={monitor!r} is no value of the evaluation, which has {', '.join(values)}"
+            problem = f"Trainer: monitor={monitor!r} is not a value of the evaluation, which has {', '.join(values)}"
         for told in filter(None, self._ranks.gather(problem)):
             raise ValueError(told)
 

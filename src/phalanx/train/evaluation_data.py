@@ -127,8 +127,8 @@ def count_samples(batch: Any) -> int:
     tensor = next((tensor for _, tensor in tensors_in(batch) if tensor.dim()), None)
     if tensor is None:
         raise ValueError(
-            f"Trainer.evaluate: nobody knows how many samples are in a batch, a {type(batch).__name__} without a "
-            "tensor: pass the dataset and collate_fn instead of the loader"
+            f"Trainer.evaluate: the number of samples in a batch, a {type(batch).__name__} without a tensor, is not "
+            "known: pass the dataset and collate_fn instead of the loader"
         )
     return len(tensor)
 

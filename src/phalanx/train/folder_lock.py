@@ -72,6 +72,7 @@ class FolderLock:
                 f"rank {self._ranks.rank}: Trainer.fit: the run folder {os.path.abspath(self._folder)} can't be made: "
                 f"{unmade}. Give the run another one (folder=... or PHALANX_RUN_FOLDER)",
                 op="fit",
+                entry="run-folder",
             )
         if holder is not None:
             who = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
@@ -79,6 +80,7 @@ class FolderLock:
                 f"rank {self._ranks.rank}: Trainer.fit: another job is training in {self._folder}: {printable(who)}. "
                 "Wait until it has ended, end it, or give this one another folder (folder=... or PHALANX_RUN_FOLDER)",
                 op="fit",
+                entry="folder-in-use",
                 holder=holder,
             )
         return self

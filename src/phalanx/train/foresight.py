@@ -111,4 +111,5 @@ def refuse_unwritable(folder: str, ranks: RankGroup) -> None:
             "folder writable, or give the run another one (folder=... or PHALANX_RUN_FOLDER)",
             op="save",
             ranks=tuple(problems),
+            entry="checkpoint-not-saved",
         )

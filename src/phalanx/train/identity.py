@@ -195,7 +195,7 @@ class Identity:
             self.is_forced = True
             self.news = f'resume="force": weights and counters of step {step}; changed: {"; ".join(_lines(changed))}'
         elif not self._is_known:
-            raise CheckpointError(_refusal(self._folder, step, changed, can_be_forced), op="load")
+            raise CheckpointError(_refusal(self._folder, step, changed, can_be_forced), op="load", entry="another-run")
 
 
 def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
@@ -215,7 +215,7 @@ def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
 
 
 def _refusal(folder: str, step: int, changed: Mapping[str, tuple[str, str]], can_be_forced: bool) -> str:
-    ways = ['resume="never" begins anew here, and sets aside what is there', "folder=... trains elsewhere"]
+    ways = ['resume="never" starts over here, and sets aside what is there', "folder=... trains elsewhere"]
     ways.append(
         'resume="force" goes on with the weights and the counters, and with the settings of this script'
         if can_be_forced

@@ -36,7 +36,7 @@ class Judge:
         value = evaluation.get(self._monitor)
         if value is None:
             known = ", ".join(evaluation)
-            raise ValueError(f"Trainer: monitor={self._monitor!r} is no value of the evaluation: {known}")
+            raise ValueError(f"Trainer: monitor={self._monitor!r} is not a value of the evaluation: {known}")
         score = -value if is_minimized(self._monitor) else value
         self._score, self._step = score if math.isfinite(score) else None, step
         is_best = math.isfinite(score) and (self.best is None or score > self.best)

@@ -11,6 +11,7 @@ Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from
 - ``evaluation``: ``step``, ``epoch``, and each value under its name
 - ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``
 - ``not_finite``: ``step``, ``epoch``, ``ranks`` that saw it first, ``message``
+- ``replicas_differ``: ``step``, ``ranks`` that differ from the majority, ``tensors`` that differ, ``message``
 
 ``epoch`` counts from 0 here, in the CSV and for loggers, as `Trainer.epoch` does; screen and report count from 1.
 Numbers that are not finite are written as Python writes them: ``NaN``, ``Infinity``. Imports no torch.
@@ -95,6 +96,10 @@ def read_metrics(folder: str | Path) -> list[Record]:
 
     Raises:
         FileNotFoundError: `folder` is not the folder of a run.
+
+    Example:
+        >>> [record["kind"] for record in phalanx.train.read_metrics("runs/example")]
+        ['start', ...'end']
     """
     path = Path(folder, _NAME)
     try:
@@ -145,6 +150,10 @@ def write_csv(folder: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: `folder` is not the folder of a run.
+
+    Example:
+        >>> phalanx.train.write_csv("runs/example")
+        PosixPath('runs/example/metrics.csv')
     """
     records = without_undone(read_metrics(folder))
     rows = {record["step"]: _flat(record) for record in records if record["kind"] == "step"}

@@ -65,8 +65,8 @@ class Objective:
         self.is_split: bool = loss is not None and evaluation_step is None  # into inputs and targets, to evaluate
         if self._functions and not self.is_split:
             raise ValueError(
-                f"Trainer: metrics need a loss: of a training_step or evaluation_step nobody knows outputs and "
-                f"targets. Return {', '.join(self._functions)} from evaluation_step instead: "
+                f"Trainer: metrics need a loss: with a training_step or evaluation_step, outputs and targets are not "
+                f"known. Return {', '.join(self._functions)} from evaluation_step instead: "
                 'return {"loss": loss, "accuracy": (outputs.argmax(1) == targets).float()}'
             )
 
@@ -79,7 +79,7 @@ class Objective:
         may_be_of_several = name.startswith(tuple(f"{metric}_" for metric in self.stateful))
         if self.is_split and name not in self._names and not may_be_of_several:
             raise ValueError(
-                f"Trainer: monitor={name!r} is no value of the evaluation, which has {', '.join(self._names)}: name "
+                f"Trainer: monitor={name!r} is not a value of the evaluation, which has {', '.join(self._names)}: name "
                 "one of these, or add the metric to metrics"
             )
 

@@ -20,7 +20,8 @@ from urllib.parse import quote
 import phalanx
 from phalanx._files import write_whole
 from phalanx._text import counted
-from phalanx.train import plots
+from phalanx.record.box import Box
+from phalanx.train import black_box, plots
 from phalanx.train.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
 from phalanx.train.plots import Point, number, seconds
 from phalanx.train.settings import is_minimized
@@ -42,6 +43,10 @@ def write_report(folder: str | Path) -> Path:
     Raises:
         FileNotFoundError: `folder` is not the folder of a run.
         ValueError: The run has recorded nothing yet.
+
+    Example:
+        >>> phalanx.train.write_report("runs/example")
+        PosixPath('runs/example/report.html')
     """
     records = read_metrics(folder)
     if not records:
@@ -63,6 +68,7 @@ class _Run:
     """
 
     def __init__(self, folder: Path, records: list[Record]) -> None:
+        self.folder = folder
         self.name = folder.resolve().name
         self.num_records = len(records)
         records = _without_idle(records)
@@ -88,6 +94,17 @@ class _Run:
         """Return step and value of what step records have under `name`."""
         return [(record["step"], record[name]) for record in self.steps if is_number(record.get(name))]
 
+    def boxes(self, attempt: int) -> list[Box]:
+        """Return the black boxes of an attempt's ranks, if there are any."""
+        records = self.attempts[attempt]
+        return black_box.boxes_of(self.folder, self.logs, (records[0]["time"], records[-1]["time"]))
+
+    @property
+    def logs(self) -> list[str]:
+        """Folders of the logs of all launches, relative to the run's."""
+        found = (start["origin"]["logs"] for start in self.starts if start.get("origin", {}).get("logs"))
+        return list(dict.fromkeys(map(str, found)))
+
     def marks(self) -> dict[int, str]:
         """Return the steps from which later attempts went on."""
         return {resumed_at(start): f"attempt {start['attempt']} goes on from here" for start in self.starts[1:]}
@@ -109,7 +126,7 @@ def _without_idle(records: list[Record]) -> list[Record]:
 def _ending(records: Sequence[Record]) -> str:
     """Return how an attempt ended: finished, preempted, diverged or interrupted."""
     kinds = {record["kind"] for record in records}
-    if records[-1]["kind"] == "not_finite":  # behind it others come only if that was to be ignored
+    if records[-1]["kind"] in ("not_finite", "replicas_differ"):  # behind it others come only if that was to be ignored
         return "diverged"
     return "finished" if "end" in kinds else "preempted" if "preempted" in kinds else "interrupted"
 
@@ -118,7 +135,8 @@ def _ending(records: Sequence[Record]) -> str:
 
 
 def _page(run: _Run) -> str:
-    sections = [_key_figures(run), _curves(run), _phases(run), _restarts(run), _origin(run), _settings(run)]
+    sections = [_key_figures(run), _curves(run), _phases(run), _stragglers(run), _last_moments(run)]
+    sections += [_restarts(run), _origin(run), _settings(run)]
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     name = escape(run.name)
     note = {
@@ -265,6 +283,28 @@ def _phases(run: _Run) -> str:
     )
 
 
+def _stragglers(run: _Run) -> str:
+    """Who waited for whom in the last steps of the newest attempt, as far as that was recorded."""
+    verdict = black_box.verdict_of(run.boxes(max(run.attempts)))
+    if verdict.kind == "unknown":
+        return ""
+    words = str(verdict)
+    head = ["Rank", "Others waited for it", "Cost of a step", "Where it loses the time"]
+    table = _table("Stragglers", head, black_box.rows_of(verdict))
+    return _section("Stragglers", table, f"{escape(words[0].upper() + words[1:])}.")
+
+
+def _last_moments(run: _Run) -> str:
+    """The timeline of the newest attempt that failed and left black boxes."""
+    for attempt in sorted(run.attempts, reverse=True):
+        is_over = attempt < max(run.attempts) or run.state != "running"
+        if is_over and _ending(run.attempts[attempt]) in ("interrupted", "diverged"):
+            figure, note = black_box.timeline(run.boxes(attempt))
+            if figure:
+                return _section("The last moments", figure, f"Attempt {attempt}. {note}")
+    return ""
+
+
 def _restarts(run: _Run) -> str:
     rows = []
     for before, start in itertools.pairwise(run.starts):
@@ -298,9 +338,8 @@ def _origin(run: _Run) -> str:
     """What was run, and where: as the last start says; links to the logs of all."""
     origin = run.starts[-1].get("origin", {}) if run.starts else {}
     rows = [(str(name), str(value)) for name, value in origin.items() if name != "logs"]
-    folders = dict.fromkeys(str(start["origin"]["logs"]) for start in run.starts if start.get("origin", {}).get("logs"))
     # Always a path from here, whatever it says: no link leads to another host.
-    links = ", ".join(f'<a href="./{quote(logs.lstrip("/"))}">{escape(logs)}</a>' for logs in folders)
+    links = ", ".join(f'<a href="./{quote(logs.lstrip("/"))}">{escape(logs)}</a>' for logs in run.logs)
     note = f"Logs of the ranks: {links}" if links else ""
     return _section("Origin", _table("Origin", ["What", "Value"], rows), note) if rows else ""
 

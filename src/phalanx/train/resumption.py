@@ -84,7 +84,7 @@ def words_of_resumption(loaded: checkpoint.Loaded | None, step: int, epoch: int,
     if is_over:
         return (
             f"already finished at step {step}; nothing to train. To go on, raise max_epochs, max_steps or patience; to "
-            'begin anew, set resume="never" or another folder'
+            'start over, set resume="never" or another folder'
         )
     return f"going on after step {step}, from {loaded.source}: epoch {epoch + 1}, in {folder}"
 
@@ -126,4 +126,5 @@ def catch_up(scheduler: Any, num_steps: int) -> None:
                     f"Trainer: the run is behind step {num_steps} of its schedule, and this {type(scheduler).__name__} "
                     f"ends at step {number}: make it longer ({error})",
                     op="load",
+                    entry="schedule",
                 ) from error

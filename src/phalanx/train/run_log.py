@@ -17,6 +17,7 @@ from phalanx._errors import RankFailed
 from phalanx._rank_group import RankGroup
 from phalanx._text import one_line
 from phalanx.checkpoint import Loaded
+from phalanx.record import writer
 from phalanx.session import Session
 from phalanx.train.loggers import CLOSE_S, Loggers, Run
 from phalanx.train.metrics import MetricsLog, write_csv
@@ -30,23 +31,37 @@ PHASES = ("data", "forward", "backward", "exchange", "wait", "optimizer", "callb
 
 Between hosts and with torch's wrappers nobody tells the two apart: there "exchange" is both.
 """
+_RECORDED = {"data": "load data"}  # other names are the same in the black box
 _LINE_EVERY_S = 10.0
 _VICTIMS_CLOSE_S = 0.5
 
 
 class Clock:
-    """Seconds that this rank has spent in each phase since it was asked last."""
+    """Seconds that this rank has spent in each phase since it was asked last.
+
+    Attributes:
+        step: Number of the step to which phases belong.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.step: int = 0
         self._at = time.perf_counter()
+        self._event = 0
 
     def restart(self) -> None:
         """Count from now on: what was before belongs to no phase."""
         self._at = time.perf_counter()
 
+    def begin(self, phase: str) -> None:
+        """Record that a phase begins, which the next lap ends."""
+        writer.end(self._event)  # an error may have ended that one
+        self._event = writer.begin_phase(_RECORDED.get(phase, phase), self.step)
+
     def lap(self, phase: str) -> None:
         """Count the time since the last lap to `phase`."""
+        writer.end(self._event)
+        self._event = 0
         now = time.perf_counter()
         self.seconds[phase] += now - self._at
         self._at = now
@@ -68,11 +83,12 @@ class RunLog:
 
     Args:
         folder: Folder of the run.
-        num_steps: Largest number of steps that the run can have.
+        num_steps: See the attribute.
         ranks: All ranks of the job.
         loggers: Loggers that get what metrics.jsonl gets, once `begin` was called.
 
     Attributes:
+        num_steps: Largest number of steps that the run can have.
         clock: Clock of this rank's phases.
         last_losses: Loss of each rank when it was logged last.
     """
@@ -82,7 +98,7 @@ class RunLog:
         self._ranks = ranks
         self._loggers = loggers
         self._log: MetricsLog | None = None
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         self._bar: ProgressBar | None = None
         self._said_missing: set[str] = set()
         self._said_s = time.monotonic()
@@ -135,7 +151,9 @@ class RunLog:
         except Exception as error:
             if what not in self._said_missing:
                 self._said_missing.add(what)
-                self.say(f"can't write {what} ({one_line(error)}); the training goes on")
+                words = f"can't write {what} ({one_line(error)}); the training goes on"
+                writer.note(words)
+                self.say(words)
 
     def record(self, kind: str, **values: Any) -> None:
         """Write a line of metrics.jsonl, on rank 0, and let the loggers have it."""
@@ -154,7 +172,7 @@ class RunLog:
     def begin_epoch(self, first_step: int, *, is_whole: bool) -> None:
         """Let the mean loss of an epoch begin; not `is_whole` where an earlier attempt has done a part of it."""
         if self._bar is None and self._ranks.rank == 0 and sys.stdout.isatty():
-            self._bar = ProgressBar.open(self._num_steps, first_step - 1)
+            self._bar = ProgressBar.open(self.num_steps, first_step - 1)
         self._epoch = _Mean(first_step, is_whole)
 
     def count(self, loss: torch.Tensor, num_samples: int) -> None:
@@ -227,7 +245,7 @@ class RunLog:
             self._bar.update(step, loss, f"epoch {epoch + 1}, {more}")
         elif time.monotonic() - self._said_s > _LINE_EVERY_S:
             self._said_s = time.monotonic()
-            self.say(f"step {step} of {self._num_steps}, epoch {epoch + 1}: {loss}, {more}")
+            self.say(f"step {step} of {self.num_steps}, epoch {epoch + 1}: {loss}, {more}")
 
 
 @dataclasses.dataclass

@@ -30,9 +30,10 @@ _CHOICES = {
 }  # fmt: skip
 _LEAST = {  # of whole numbers
     "max_epochs": 1, "max_steps": 1, "micro_batch_size": 1, "patience": 1, "save_every": 1, "global_batch_size": 1,
-    "keep_last": 1, "log_every": 1, "virtual_shards": 1, "num_workers": 0, "snapshot_every": 0, "seed": 0,
+    "keep_last": 1, "log_every": 1, "virtual_shards": 1, "num_workers": 0, "snapshot_every": 0, "compare_every": 0,
+    "seed": 0,
 }  # fmt: skip
-_CAN_BE_AUTO = ("num_workers", "snapshot_every")
+_CAN_BE_AUTO = ("num_workers", "snapshot_every", "compare_every")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -65,6 +66,9 @@ class Settings:
         on_nan: Reaction to a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
             once, or "ignore" it. In any case, a state with such a parameter or buffer is never saved, unless it was
             not finite when `fit` began.
+        compare_every: Number of steps in which all ranks' copies of the parameters and of the optimizer's state are
+            compared once, slice by slice; an error on every rank names the first tensor that differs. "auto": as often
+            as costs at most 0.5 % of the time; 0: never.
         scheduler_interval: Interval at which the learning rate scheduler steps: "step" or "epoch".
         monitor: Name of the evaluated value that decides which checkpoint is best.
         patience: Number of evaluations without a better one after which training stops; None: unlimited.
@@ -80,6 +84,11 @@ class Settings:
         deterministic: "world" for the same weights, bit for bit, on 1, 2, 4, ... ranks; None: no such guarantee.
         virtual_shards: Number of parts in which `deterministic` computes a batch: a power of two, at least the number
             of ranks.
+
+    Example:
+        >>> settings = phalanx.train.Settings(max_epochs=1, global_batch_size=32, on_resize="scale")
+        >>> settings.batch_size_for(world_size=4, first_world_size=2)
+        64
     """
 
     max_epochs: int | None = None
@@ -95,6 +104,7 @@ class Settings:
     divide_optimizer: Literal["auto", "always", "never"] = "auto"
     clip_norm: float | None = None
     on_nan: Literal["raise", "warn", "ignore"] = "raise"
+    compare_every: int | Literal["auto"] = "auto"
     scheduler_interval: Literal["step", "epoch"] = "step"
     monitor: str = "loss"
     patience: int | None = None

@@ -15,6 +15,7 @@ from phalanx._nested import to_device
 from phalanx._rank_group import RankGroup
 from phalanx._torch import foreach_mul_
 from phalanx.parallel import DistributedDataParallel
+from phalanx.parallel.sentinel import Sentinel, kind_of_processor
 from phalanx.session import Session
 from phalanx.train import determinism
 from phalanx.train.divided_step import DividedStep
@@ -78,6 +79,18 @@ class Stepper:
             self._ddp.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
         return self._guard
 
+    def sentinel(self, step: int) -> tuple[Sentinel, str]:
+        """Return what compares the ranks' copies after `step`, and why it can't, if so. Every rank calls it."""
+        group, kinds = getattr(self._model, "process_group", None), []
+        if self._ranks.world_size == 1 or group is None or group.size() < self._ranks.world_size:
+            group = None  # one rank, FSDP2, or ranks that train apart
+        elif self._settings.compare_every:
+            kinds = list(dict.fromkeys(self._ranks.gather(kind_of_processor(self._device))))
+        why = f"the ranks' copies are not compared: they round otherwise ({', '.join(kinds)})" if len(kinds) > 1 else ""
+        every = 0 if why else self._settings.compare_every
+        divided = self._divided
+        return Sentinel(self._model, self._optimizer, group, every, lambda p: divided.length(p) > 0, step), why
+
     def backward(self, parts: Sequence[Part], num_samples: int, step: int, epoch: int) -> Tensor:
         """Leave the averaged gradients of a global batch, and return this rank's part of its mean loss.
 
@@ -112,6 +125,7 @@ class Stepper:
 
     def _forward_backward(self, batch: Any, weight: float, step: int, epoch: int) -> Tensor:
         clock = self._clock
+        clock.begin("forward")
         if self._device.type != "cpu":
             batch = to_device(batch, self._device)
         if self._settings.channels_last:
@@ -123,6 +137,7 @@ class Stepper:
         if weight != 1:
             loss = loss * weight
         clock.lap("forward")
+        clock.begin("backward")
         self._divided.is_next = True
         self.scaler.scale(loss).backward()
         self._divided.is_next = False
@@ -139,9 +154,12 @@ class Stepper:
     def optimize(self, step: int, epoch: int) -> None:
         """Clip the averaged gradients, step the optimizer and the schedule, and forget the gradients."""
         self._clock.lap("exchange")
+        self._clock.begin("optimizer")
         if self._clip_norm is not None:
             self.grad_norm = self._clip(self._clip_norm)
             self._guard.look_at_norm(self.grad_norm, step, epoch)
+        else:
+            self._guard.look_at_gradient(step, epoch)
         self._divided.step(self._step, self._averaging_s)
         self.scaler.update()
         self._optimizer.zero_grad()

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from phalanx import _trial, checkpoint, session
 from phalanx._env import PREEMPTED_CODE
-from phalanx._errors import NonFinite, RankFailed
+from phalanx._errors import NonFinite, RankFailed, ReplicaMismatch
 from phalanx._rank_group import RankGroup
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules
+from phalanx.record import writer
 from phalanx.train import determinism, restarts
 from phalanx.train.arguments import check_arguments, check_fit
 from phalanx.train.evaluation import Evaluator
@@ -97,6 +98,20 @@ class Trainer:
         ValueError: Arguments contradict each other.
         TypeError: An argument does not exist, or is of the wrong kind.
         ImportError: A logger's package is missing on rank 0.
+
+    Example:
+        >>> inputs = torch.randn(64, 8)
+        >>> data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+        >>> model = nn.Linear(8, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> trainer = phalanx.Trainer(model, optimizer, nn.functional.mse_loss, max_epochs=1, folder="runs/linear")
+        >>> trainer.fit(data, data)
+        global batch 32 = ...
+        {'loss': ...}
+        >>> trainer.evaluate(data)
+        {'loss': ...}
+        >>> trainer.predict(data).shape
+        torch.Size([64, 1])
     """
 
     def __init__(
@@ -180,15 +195,16 @@ class Trainer:
                 checkpoint can be saved there.
             NonFinite: A loss, gradient or parameter is not finite; on every rank. See `Settings.on_nan`.
             PhalanxError: Another job trains in the folder, or the folder can't be made.
+            ReplicaMismatch: The ranks' copies of the model differ; on every rank. See `Settings.compare_every`.
             ValueError: The data does not fit the settings, an evaluation lacks the value that `monitor` names, or the
                 schedule is shorter than the run.
             SystemExit: Any rank got SIGTERM, SIGUSR1 or Ctrl-C, and everything is saved. The code is 75, or 130 after a
                 Ctrl-C without a launcher.
         """
         try:
-            with FolderLock(self.folder, self._ranks) as self._lock:
+            with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
                 return self._fit(data, validation_data, batch_sampler)
-        except NonFinite:
+        except (NonFinite, ReplicaMismatch):
             self._run_log.report()
             raise
         except RankFailed:
@@ -239,7 +255,7 @@ class Trainer:
                 break
         if is_empty:
             raise ValueError(
-                "Trainer: the data makes no step: fewer samples than a batch, an empty loader, or a generator "
+                "Trainer: the data yields no step: fewer samples than a batch, an empty loader, or a generator "
                 "that an earlier epoch has used up"
             )
         if self._run_log.has_news:
@@ -256,20 +272,33 @@ class Trainer:
             if self._agreed_signal:
                 self._make_room(self._agreed_signal)
             clock.restart()
+            clock.step = self.step + 1
+            clock.begin("data")
             step = next(steps, None)
             clock.lap("data")
             if self._ranks.largest(step is None) if self._feed.may_differ else step is None:
                 return
             assert step is not None
-            yield step
+            event = writer.begin_step(clock.step, step[1], self._run_log.num_steps)
+            try:
+                yield step
+            finally:
+                writer.end(event)
             del step
 
     def _agree(self) -> None:
-        agreed = self._ranks.largest(_NOT_FINITE if self._guard.has_finding else self._preemption.signal)
+        urgent = _NOT_FINITE if self._guard.has_finding else self._preemption.signal
+        agreed, *largest = self._ranks.largest_of_each([urgent, *self._sentinel.look(self.step)])
         if agreed == _NOT_FINITE:
             self._guard.settle()
         else:
             self._agreed_signal = agreed
+        try:
+            self._sentinel.hear(largest)
+        except ReplicaMismatch as error:
+            facts = {"step": error.step, "ranks": error.ranks, "tensors": error.tensors}
+            self._run_log.record("replicas_differ", **facts, message=str(error))
+            raise
 
     def _after_step(self, loss: Tensor, num_samples: int) -> None:
         s, run_log = self.settings, self._run_log
@@ -286,9 +315,12 @@ class Trainer:
             self._save()
 
     def _log(self) -> None:
-        lr = self.optimizer.param_groups[0]["lr"]
+        s, lr = self.settings, self.optimizer.param_groups[0]["lr"]
         by_rank = self._run_log.log(self.step, self.epoch, lr, self._stepper.grad_norm, self._stepper.named)
+        self._sentinel.adapt(self.step, min(map(sum, by_rank)))
         self._agree_every = max(1, int(_AGREE_S / max(map(sum, by_rank))))  # the same on every rank
+        if isinstance(s.compare_every, int) and s.compare_every:
+            self._agree_every = min(self._agree_every, s.compare_every)
         if news := self._snapshots.adapt(by_rank):
             self._run_log.say(news)
         self._guard.look_at_scale(self._stepper.scaler, self.step, self.epoch)
@@ -358,6 +390,7 @@ class Trainer:
         num_steps, of_schedule = foresee(self.scheduler, s, self._feed, self._ranks, self.step, self.epoch)
         run_log = RunLog(self.folder, num_steps, self._ranks, self._loggers)
         self._guard = self._stepper.begin(run_log, self.step)
+        self._sentinel, of_sentinel = self._stepper.sentinel(self.step)
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._saver = RunSaver(self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded)
         self._began_s, self._first_step = time.monotonic(), self.step + 1
@@ -366,6 +399,7 @@ class Trainer:
         lines = [
             f"{self._feed.describe(num_steps)}; run folder {self.folder}", processes_of(self._ranks),
             self._lock.problem, self._set_aside, self._identity.news, of_schedule, self._guard.what_is_meant(),
+            of_sentinel,
             restarts.words_of_another(self, self.folder, loaded is not None),
             words_of_resumption(loaded, self.step, self.epoch, self.folder, is_over=self._is_over()),
         ]  # fmt: skip

@@ -11,7 +11,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 from phalanx import _env
@@ -19,11 +19,11 @@ from phalanx._command_line import Parser, UsageError
 from phalanx._memory import MemoryPolicy, choose
 from phalanx._text import columns
 from phalanx.launch.cpus import read_machine
-from phalanx.launch.flags import Flag, Setting, add_flags, number, split_off_flags
+from phalanx.launch.flags import Flag, Setting, add_flags, number, split_off_flags, without_flags
 from phalanx.launch.job import Job
 from phalanx.launch.plan import count_local_ranks, make_plan, read_command
+from phalanx.launch.trial_folder import PREFIX, folder_of_jobs
 from phalanx.launch.tuned import Tuned, remember, tuned_file
-from phalanx.tune.folder import PREFIX, folder_of_jobs
 from phalanx.tune.offers import advice
 from phalanx.tune.search import Limits, Search, Step, default_ranks
 from phalanx.tune.trials import Failed, Setup, Trials
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError("--nnodes: phalanx tune measures on one machine", RIGHT_CALL)
         if settings["dry-run"].value:
             raise UsageError("--dry-run is for phalanx run: phalanx tune has to run the script to measure it")
-        words = _without((*_SEARCHED, *(f"--{flag.name}" for flag in OWN_FLAGS)), argv, target)
+        words = without_flags((*_SEARCHED, *(f"--{flag.name}" for flag in OWN_FLAGS)), argv, target)
         job = make_plan(words, _env.environment(), parser).job  # refuses what could not be started
         limits, policy = _limits(settings)
     except UsageError as error:
@@ -100,21 +100,6 @@ def _check_json(path: str) -> None:
         raise UsageError(f"--json must name a file that can be written, got {path!r}")
 
 
-def _without(names: Collection[str], argv: Sequence[str], target: Sequence[str]) -> list[str]:
-    """Return a command line that ends in `target`, without the flags of these names and their values."""
-    flags = list(argv[: len(argv) - len(target)])
-    kept: list[str] = []
-    while flags:
-        word = flags.pop(0)
-        name, has_value, _ = word.replace("_", "-").partition("=")
-        if name in names:
-            if not has_value:
-                flags.pop(0)
-            continue
-        kept.append(word)
-    return [*kept, *target]
-
-
 def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limits, json_file: str) -> int:
     for end in _ENDS:
         if signal.getsignal(end) != signal.SIG_IGN:  # nohup
@@ -123,7 +108,7 @@ def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limit
     script = shlex.join(target)
     if behind := [word for word in split_off_flags(target[1:], OWN_FLAGS)[0] if word.startswith("--")]:
         _say(f"{', '.join(behind)} goes to {target[0]}: flags of phalanx tune come before the script")
-    in_trials = _without(["--log-dir"], words, target)  # each has a folder of its own
+    in_trials = without_flags(["--log-dir"], words, target)  # each has a folder of its own
     with folder_of_jobs() as folder, Trials(in_trials, folder, limits.deadline) as trials:
         search = Search(trials, limits, _say)
         try:

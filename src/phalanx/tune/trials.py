@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from phalanx import _env, _trial
+from phalanx import _trial
 from phalanx._files import write_whole
-from phalanx.launch.warden import die_with_parent
+from phalanx.launch.trial_job import Ended, TrialJob
 
 _Answer = TypeVar("_Answer")
 
@@ -29,10 +26,6 @@ _SKIPPED = 0.25  # of the steps that are measured, before them
 _OUTLIERS = 0.1  # share of the steps that do not count: those with an evaluation, or a new epoch, before them
 _MOST_RESTARTS = 20
 _LATE = "has not taken its steps in time; --seconds gives it more"
-
-
-class _Ended(Exception):
-    """A job has ended before every rank has told what it was asked."""
 
 
 class Failed(Exception):
@@ -98,30 +91,14 @@ class Trial:
     def _start(self) -> None:
         setup = self._setup
         self._serial, self._began_s = 0, time.monotonic()
-        self._room = os.path.join(self._folder, f"start_{self._num_restarts}")
-        os.makedirs(self._room)
-        environ = {**_env.environment(), **_trial.variables(self._room, dict(setup.changes))}
-        environ[_env.FOLDER_VARIABLE] = os.path.join(self._room, "run")
-        environ["PHALANX_LOG_DIR"] = os.path.join(self._room, "logs")
-        environ.pop("OMP_NUM_THREADS", None)  # each turn says how many
-        flags = ("--nproc-per-node", str(setup.ranks), "--memory", setup.memory, "--shutdown-timeout", "0")
-        command = [sys.executable, "-m", "phalanx", "run", *flags, *self._words]
-        with open(self._output, "wb") as output:
-            self._process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us, and then we end it
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # its keeper then ends the ranks
-            )  # fmt: skip
-
-    @property
-    def _output(self) -> str:
-        return os.path.join(self._folder, "output.txt")
+        room = os.path.join(self._folder, f"start_{self._num_restarts}")
+        flags = ("--nproc-per-node", str(setup.ranks), "--memory", setup.memory)
+        self._job = TrialJob((*flags, *self._words), room, setup.ranks, _trial.variables(room, dict(setup.changes)))
 
     @property
     def printed(self) -> str:
         """What the job has printed."""
-        with open(self._output, errors="replace") as output:
-            return output.read()
+        return self._job.printed
 
     def has_met(self) -> bool:
         """Return whether every rank has taken its first steps, and learn what the job is once they have.
@@ -131,10 +108,8 @@ class Trial:
         """
         try:
             told = self._told(0)
-        except _Ended:
-            raise Failed(
-                "ended before its optimizer had taken three steps", self.printed, self._process.returncode
-            ) from None
+        except Ended:
+            raise Failed("ended before its optimizer had taken three steps", self.printed, self._job.code) from None
         if not told:
             return False
         self.start_s = time.monotonic() - self._began_s
@@ -142,7 +117,7 @@ class Trial:
         if not self.facts["device"].startswith("cpu"):
             raise Failed(f"trains on {self.facts['device']}, and phalanx tune measures training on a CPU")
         if self._setup.ranks > 1 and not self.facts["has_group"]:
-            raise Failed("makes no process group, so each rank would train all by itself")
+            raise Failed("makes no process group, so each rank would train on its own")
         return True
 
     def rate(self, setup: Setup, *, counts_samples: bool) -> float:
@@ -171,11 +146,11 @@ class Trial:
             steps = max(_LEAST_STEPS, min(steps, self._most_steps))
             skip = max(1, round(steps * _SKIPPED))  # caches are cold, and loaders have loaded ahead
             turn = _trial.Turn(serial=self._serial, steps=steps, skip=skip, threads=setup.threads, fused=setup.fused)
-            write_whole(_trial.asked_file(self._room), json.dumps(dataclasses.asdict(turn)))
+            write_whole(_trial.asked_file(self._job.room), json.dumps(dataclasses.asdict(turn)))
             try:
                 told = self._await(lambda: self._told(self._serial))
                 break
-            except _Ended:
+            except Ended:
                 self._most_steps = min(self._most_steps, max(_LEAST_STEPS, steps // 2))
                 self._begin_again()
         every = told[0]["steps"]
@@ -186,7 +161,7 @@ class Trial:
 
     def _begin_again(self) -> None:
         """Start a script anew whose training is over."""
-        code = self._process.returncode
+        code = self._job.code
         if code:
             raise Failed(f"has ended with code {code}", self.printed, code)
         self._num_restarts += 1
@@ -217,37 +192,20 @@ class Trial:
         """Return what each rank has told, in their order; nothing as long as one has not.
 
         Raises:
-            _Ended: It never will.
+            Ended: It never will.
             Failed: A rank has started processes that train.
         """
-        company = _trial.company_file(self._room)
-        if os.path.exists(company):
-            with open(company) as file:
-                raise Failed(file.read(), self.printed)
-        has_ended = self._process.poll() is not None  # asked first, for what was told before the end
-        files = [_trial.told_file(self._room, serial, rank) for rank in range(self._setup.ranks)]
-        if not all(map(os.path.exists, files)):
-            if has_ended:
-                raise _Ended
-            return []
-        told = []
-        for name in files:
-            with open(name) as file:
-                told.append(json.load(file))
-        return told
+        if company := self._job.company:
+            raise Failed(company, self.printed)
+        return self._job.told(serial)
 
     def ask_to_end(self) -> None:
         """Let the job end; `end` waits for it."""
-        self._process.terminate()
+        self._job.ask_to_end()
 
     def end(self) -> None:
         """End the job, and wait until it is gone."""
-        self.ask_to_end()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._job.end()
 
 
 def _rate(steps: Sequence[tuple[float, int, float]], usual_samples: float) -> float:

@@ -26,10 +26,10 @@ def tell(trained: torch.nn.Module, **more: object) -> None:
     """Write what was trained to the file that OUT names."""
     if dist.get_rank():
         return
-    from phalanx import _in_place
+    from phalanx import _replace
 
     weights = [value.double().sum().item() for value in trained.state_dict().values() if value.is_floating_point()]
-    words = {"weights": weights, "backend": dist.get_backend(), "replaced_by": _in_place.origin(), **more}
+    words = {"weights": weights, "backend": dist.get_backend(), "replaced_by": _replace.origin(), **more}
     with open(os.environ["OUT"], "w") as file:
         json.dump(words, file)
     print(json.dumps(words), file=sys.stderr)

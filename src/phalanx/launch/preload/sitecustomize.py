@@ -2,7 +2,8 @@
 
 Python imports this module at start, before it opens the script. Here torch is imported once, and here the process stays
 as the warden; each rank is a fork that comes back from :func:`serve_preloaded` and goes on as ``python script.py``
-would: the interpreter itself runs the script, so ``__main__``, ``sys.argv``, ``sys.path`` and tracebacks are its own.
+would: the interpreter itself runs the script, so ``__main__``, ``sys.argv``, ``sys.path`` and tracebacks are its own. A
+warm process stays here for jobs to come, started on no script at all.
 """
 
 import os
@@ -23,13 +24,16 @@ else:
 
 sys.path.insert(0, _PACKAGES)  # phalanx may have been found by the supervisor's path alone
 try:
-    from phalanx.launch.warden import serve_preloaded
+    if "PHALANX_WARM_SERVER" in os.environ:
+        from phalanx.launch.warm.loader import serve_warm as serve
+    else:
+        from phalanx.launch.warden import serve_preloaded as serve
 except BaseException as error:  # site would go on, and the script would run here, alone
     print(f"can't load phalanx from {_PACKAGES}: {error!r}", file=sys.stderr, flush=True)
     os._exit(1)
 
 sys.path.remove(_PACKAGES)
-serve_preloaded(_LOADED_BEFORE)
+serve(_LOADED_BEFORE)
 
 # Whoever else owns the name runs now. If nobody does, the import fails as it would have without us: site expects that,
 # and takes this module out of sys.modules.

@@ -1,0 +1,41 @@
+"""Digests of tensors: a few bytes by which ranks see whether they hold the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+if sys.platform == "linux":
+    from phalanx import _core
+
+_LEAST_BYTES = 241  # a shorter piece is none for the core: see csrc/digest.h
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """View the bits of a strided tensor as bytes, in the order of its elements; of a copy if they lie otherwise."""
+    elements = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return elements.reshape(-1).view(torch.uint8)
+
+
+def digests(pieces: Sequence[Tensor], num_threads: int = 1) -> bytes:
+    """Return 16 bytes for each piece, one after the other.
+
+    Args:
+        pieces: Contiguous bytes on the CPU.
+        num_threads: Number of threads that share the pieces.
+    """
+    long = [piece for piece in pieces if len(piece) >= _LEAST_BYTES]
+    if sys.platform != "linux":  # there is no core
+        found = b"".join(_blake(piece.numpy()) for piece in long)
+    else:
+        found = _core.digests([piece.data_ptr() for piece in long], [len(piece) for piece in long], num_threads)
+    of_long = (found[at : at + 16] for at in range(0, len(found), 16))
+    return b"".join(next(of_long) if len(p) >= _LEAST_BYTES else _blake(bytes(p.tolist())) for p in pieces)
+
+
+def _blake(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,0 +1,143 @@
+"""Ranks, calls and sizes as an error and the other hosts are told of them: plain data that travels as JSON."""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+if typing.TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Facts:
+    """Plain data that JSON can hold."""
+
+    def to_facts(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]  # subclasses are dataclasses
+
+    @classmethod
+    def from_facts(cls, facts: object) -> Self:
+        """Return the object that `to_facts` was called on; the facts may have travelled as JSON.
+
+        Raises:
+            ValueError: `to_facts` would not return this; the sender may have sent anything.
+        """
+        try:
+            value: Self = _read(facts, cls)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer(Facts):
+    """A rank of the world, with its process and its host as far as they are known.
+
+    Attributes:
+        host: Name of its host; empty if all ranks of the group share one.
+    """
+
+    rank: int
+    pid: int | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing(Peer):
+    """What a rank is doing that others are waiting for.
+
+    Attributes:
+        has_joined: Whether it has joined the group.
+        waits_in: Call in which it is waiting, in any group; empty if it is not waiting.
+        last: Number of its last collective in the group; None: unknown.
+    """
+
+    has_joined: bool = True
+    waits_in: str = ""
+    last: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiter(Peer):
+    """A rank in a circle of ranks that wait for each other's messages.
+
+    Attributes:
+        awaits: Next rank of the circle, for which it waits.
+        where: Call in which it waits, such as ``"recv of group 'default' at train.py:31"``.
+    """
+
+    awaits: int
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeCall(Peer):
+    """The call that a rank made: one row in the table of a mismatch.
+
+    Attributes:
+        op: Operation; empty if it has made no call yet.
+        dtype: Name of the tensor's dtype, without ``torch.``.
+        count: Number of elements in a rank's block; None if each rank passes its own sizes.
+        sizes: Number of elements in each rank's block, if they differ and are known.
+        reduce_op: Name of the reduction, such as ``SUM``.
+        root: Rank of the world that sends or receives.
+        tag: Tag of a message.
+        site: Line of the call, such as ``"train.py:31"``.
+    """
+
+    op: str = ""
+    dtype: str = ""
+    count: int | None = None
+    sizes: tuple[int, ...] = ()
+    reduce_op: str = ""
+    root: int | None = None
+    tag: int | None = None
+    site: str = ""
+
+    @property
+    def asked(self) -> tuple[object, ...]:
+        """The facts on which all ranks must agree."""
+        return self.op, self.dtype, self.count, self.sizes, self.reduce_op, self.root
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeDispute(Facts):
+    """Two sizes that contradict each other: of what `one` sends to `other`, or of the block of the rank `of`.
+
+    Attributes:
+        one: Rank whose size is `count`.
+        count: Number of elements that `one` sends, or lists for `of`.
+        other: Rank that contradicts it.
+        other_count: Number of elements that `other` expects, or lists for `of`.
+        of: Rank of the world that owns the block; None if the sizes are those of a message.
+    """
+
+    one: Peer
+    count: int
+    other: Peer
+    other_count: int
+    of: int | None = None
+
+
+def _read(value: Any, shape: Any) -> Any:
+    """Return plain data as an object of the type that a hint names."""
+    if is_dataclass(shape):
+        make: Any = shape
+        if not isinstance(value, dict):
+            raise ValueError(f"it is not of the expected form: {str(value)[:80]}")
+        hints = typing.get_type_hints(shape)
+        given = {field.name: value[field.name] for field in fields(shape) if field.name in value}
+        try:
+            return make(**{name: _read(one, hints[name]) for name, one in given.items()})
+        except TypeError as missing:
+            raise ValueError(str(missing)) from None
+    options = typing.get_args(shape)
+    if typing.get_origin(shape) is tuple and isinstance(value, (list, tuple)):
+        return tuple(_read(one, options[0]) for one in value)
+    if isinstance(shape, types.UnionType):
+        return None if value is None else _read(value, options[0])
+    if type(value) is shape or (shape is float and type(value) is int):  # not a subclass: True is not a number
+        return value
+    raise ValueError(f"it is not of the expected form: {str(value)[:80]}")

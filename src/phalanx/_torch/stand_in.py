@@ -1,0 +1,80 @@
+"""Makes groups of phalanx where torch 2.11 to 2.13 would make Gloo's, which is no plugin there."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from phalanx._torch.lookup import wrap_making_of_groups
+
+
+def install(make: Callable[[Any, Any], Any]) -> None:
+    """Have `make` asked for every group that torch would make of Gloo.
+
+    Args:
+        make: Function of a group's options and of the user's ``pg_options``, which returns the group, or None if it is
+            to be Gloo's.
+    """
+
+    def wrap(torchs: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(torchs)
+
+        def new_process_group_helper(*args: Any, **named: Any) -> Any:
+            from torch.distributed import ProcessGroupGloo
+
+            asked = signature.bind(*args, **named).arguments
+            options = SimpleNamespace(
+                group_id=asked["group_name"], global_ranks_in_group=asked["global_ranks_in_group"]
+            )
+            with _found_as_gloo(_StandIn(ProcessGroupGloo, options, asked.get("backend_options"), make)):
+                return torchs(*args, **named)
+
+        return new_process_group_helper
+
+    wrap_making_of_groups(wrap)
+
+
+class _StandIn:
+    """Stands where torch finds `ProcessGroupGloo` while it makes a group, and makes phalanx's.
+
+    Args:
+        gloo: torch's class.
+        options: Fields of torch's ``_DistributedBackendOptions`` that are known before the group is made.
+        backend_options: The user's ``pg_options``.
+        make: Maker of phalanx's group, see `install`.
+    """
+
+    def __init__(self, gloo: Any, options: SimpleNamespace, backend_options: Any, make: Callable[..., Any]) -> None:
+        self._gloo, self._options, self._backend_options, self._make = gloo, options, backend_options, make
+
+    def __call__(self, store: Any, rank: int, size: int, *, timeout: Any) -> Any:
+        options = SimpleNamespace(store=store, group_rank=rank, group_size=size, timeout=timeout, **vars(self._options))
+        with _found_as_gloo(self._gloo):  # the group has one inside
+            group = self._make(options, self._backend_options)
+        if group is None:
+            return self._gloo(store, rank, size, timeout=timeout)
+        group.options = SimpleNamespace()  # in which torch notes ranks and name
+        return group
+
+    def __instancecheck__(self, instance: object) -> bool:
+        """Whether torch may take `instance` for what it has asked for."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gloo, name)
+
+
+@contextlib.contextmanager
+def _found_as_gloo(found: Any) -> Iterator[None]:
+    """Let torch find `found` under the name of ProcessGroupGloo."""
+    from torch.distributed import distributed_c10d
+
+    c10d: Any = distributed_c10d
+    before, c10d.ProcessGroupGloo = c10d.ProcessGroupGloo, found
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = before

@@ -1,0 +1,1 @@
+"""``phalanx attach``: a debugger in one rank of a running job."""

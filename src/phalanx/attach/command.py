@@ -1,0 +1,162 @@
+"""``phalanx attach RANK``: finds the rank, asks its process for a debugger, and lends it this terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from phalanx._command_line import Parser, UsageError, whole_number
+from phalanx._launched import note_lender, read_started, start_time
+from phalanx._peer import peer_of
+from phalanx.debugging.attached import SIGNAL
+from phalanx.debugging.terminal import listen_at
+from phalanx.diagnose.jobs import Job, find_job
+from phalanx.launch.warm.places import make_path
+from phalanx.record.box import box_of_process
+
+_ANSWER_S = 2.0
+_FAILED = 1
+
+
+class _Refused(Exception):
+    """The rank can't be held by a debugger; the message says why."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``phalanx attach`` with these arguments, and return its exit code."""
+    parser = Parser(
+        "phalanx attach",
+        "phalanx attach RANK [--job JOB|PID]",
+        "Open pdb in one rank of a job that phalanx run has started on this host. The other ranks wait for it without "
+        "timing out. quit, Ctrl-D and Ctrl-C let the rank go on. Exit code: 0 after that, 1 if there is no such rank, "
+        "or none that answers within two seconds.",
+        "phalanx attach 1",
+    )
+    parser.add_argument("rank", metavar="RANK", type=whole_number, help="global rank of the process")
+    parser.add_argument(
+        "--job", metavar="JOB|PID", default="", help="run folder of the job, or the pid of phalanx run or of a rank"
+    )
+    try:
+        given = parser.parse_args(argv)
+    except UsageError as error:
+        return parser.refuse(error)
+    try:
+        job = find_job(given.job)
+        pid = _process_of(job, given.rank)
+        connection = _ask(job, given.rank, pid)
+    except (_Refused, LookupError) as error:
+        print(f"phalanx attach: {error}", file=sys.stderr)
+        return _FAILED
+    except OSError as error:
+        print(f"phalanx attach: {error}", file=sys.stderr)
+        return _FAILED
+    started = start_time(pid)
+    print(f"phalanx attach: rank {given.rank} (pid {pid}) is held; quit or Ctrl-D lets it go on", file=sys.stderr)
+    with connection, contextlib.suppress(KeyboardInterrupt):
+        _talk(connection)
+    has_ended = start_time(pid) != started
+    print(f"phalanx attach: rank {given.rank} {'has ended' if has_ended else 'goes on'}", file=sys.stderr)
+    return 0
+
+
+def _process_of(job: Job, number: int) -> int:
+    """Return the process of a living rank.
+
+    Raises:
+        LookupError: There is none.
+    """
+    if not job.notes:
+        raise LookupError(f"{job.name} was not started by phalanx run, and only its ranks can be attached to")
+    living = {rank.rank: rank.pid for rank in job.ranks if rank.process is not None and rank.process.state != "Z"}
+    if number not in living:
+        started = read_started(job.notes)
+        ended = started.ended.get(number) if started is not None else None
+        there = f"its ranks are {', '.join(map(str, sorted(living)))}"
+        raise LookupError(f"job {job.launcher_pid} has no rank {number}; {f'it {ended.how}; ' if ended else ''}{there}")
+    return living[number]
+
+
+def _ask(job: Job, rank: int, pid: int) -> socket.socket:
+    """Return a connection to the debugger of a rank.
+
+    Raises:
+        _Refused: It can't have one now.
+    """
+    who = f"rank {rank} (pid {pid})"
+    _refuse_if_deaf(who, pid)
+    path, listener = listen_at(make_path("attach"))
+    with listener:
+        try:
+            note_lender(job.notes, pid, path)
+            os.kill(pid, SIGNAL)
+            listener.settimeout(_ANSWER_S)
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise _Refused(
+                f"{who} has not answered within {_ANSWER_S:g} s: its main thread is in native code that does not come "
+                f"back to Python, or a debugger holds it already{_where(pid)}"
+            ) from None
+        finally:
+            os.unlink(path)
+    if peer_of(connection) != (pid, os.geteuid()):
+        connection.close()
+        raise _Refused(f"{who} has not answered, but another process has")
+    connection.settimeout(None)
+    while connection.recv(1) != b"\n":  # who it is, which we know
+        pass
+    return connection
+
+
+def _refuse_if_deaf(who: str, pid: int) -> None:
+    """Raise `_Refused` if the process can't take the signal, which would then end it, or lie there."""
+    with open(f"/proc/{pid}/status") as file:
+        facts = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    state = facts["State"].strip()[0]
+    if state in "Tt":
+        raise _Refused(f"{who} is {'stopped: kill -CONT' if state == 'T' else 'traced by another debugger, see'} {pid}")
+    if not int(facts["SigCgt"], 16) >> (SIGNAL - 1) & 1:
+        name = f"SIGRTMIN+{SIGNAL - signal.SIGRTMIN}"
+        raise _Refused(f"{who} does not take {name}, which opens a debugger: it has only just begun, or is no Python")
+
+
+def _where(pid: int) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        box = box_of_process(pid)
+        still = [event for event in box.events if not event.ended_ns] if box else []
+        if still:
+            waits_s = (time.monotonic_ns() - still[-1].begun_ns) / 1e9
+            return f"; it has been in {still[-1].op or still[-1].text} at {still[-1].site} for {waits_s:.0f} s"
+    return ""
+
+
+def _talk(connection: socket.socket) -> None:
+    """Carry what is typed to the rank, and what it says to the screen, until it hangs up."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    poll.register(0, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == 0:
+                typed = os.read(0, 4096)
+                with contextlib.suppress(BrokenPipeError):
+                    if typed:
+                        connection.sendall(typed)
+                    else:
+                        connection.shutdown(socket.SHUT_WR)
+                if not typed:
+                    poll.unregister(0)
+                continue
+            try:
+                said = connection.recv(65536)
+            except ConnectionResetError:  # it was killed
+                said = b""
+            if not said:
+                return
+            sys.stdout.buffer.write(said)
+            sys.stdout.buffer.flush()

@@ -1,0 +1,61 @@
+"""Asks ``phalanx why`` about a wait that lasts: in a process of its own, while this rank goes on waiting.
+
+What it answers is printed below the report of the stall, noted in the black box, and stands in the error if the wait
+then times out. Without py-spy, or the permission to look into other ranks, nothing is added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+
+from phalanx._errors import Failure
+from phalanx.record import writer
+from phalanx.record.box import ANSWER
+
+LEAST_WAIT_S = 5.0
+"""How long a rank has waited before it asks; shorter waits have an end more often than a reason."""
+TIME_S = 4.0
+"""For the whole process, on a machine whose cores are taken; the question itself takes half a second."""
+
+_answers: dict[tuple[str, str, int], str] = {}
+"""By operation; empty until the answer is there. An operation is asked about once."""
+
+
+def ask_about(failure: Failure, waited_s: float) -> None:
+    """Ask why an operation waits, unless another rank does or it is too early; return at once."""
+    key = _key(failure)
+    if waited_s < LEAST_WAIT_S or key in _answers or not _is_first(failure):
+        return
+    _answers[key] = ""
+    with contextlib.suppress(RuntimeError):  # no thread can be started, or the interpreter ends
+        threading.Thread(target=_ask, args=(key,), name="phalanx-why", daemon=True).start()
+
+
+def answer_to(failure: Failure) -> str:
+    """Return what was answered about an operation; empty if nothing was."""
+    return _answers.get(_key(failure), "")
+
+
+def _key(failure: Failure) -> tuple[str, str, int]:
+    return failure.group, failure.op, failure.seq
+
+
+def _is_first(failure: Failure) -> bool:
+    """Whether this rank is the lowest that waits; known in the group of all ranks alone."""
+    return failure.group != "default" or set(range(failure.rank)) <= set(failure.ranks)
+
+
+def _ask(key: tuple[str, str, int]) -> None:
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", "why", "--brief", str(os.getpid())],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIME_S, check=False,
+        )  # fmt: skip
+        if done.returncode == 0 and (sentence := done.stdout.strip()):
+            _answers[key] = sentence
+            writer.note(f"{ANSWER}{sentence}")
+            print(f"{ANSWER}{sentence}", file=sys.stderr, flush=True)

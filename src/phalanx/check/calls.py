@@ -1,0 +1,179 @@
+"""What ranks called, taken from their black boxes; the first call in which they differ, and who waits for whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from phalanx.record.box import Box, Event
+
+_SAME_SIZE = ("broadcast", "all_reduce", "reduce")  # operations to which each rank brings as many elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A collective or a message of a rank.
+
+    Attributes:
+        seq: Number in its group; of a message, the peer's rank in the group + 1.
+        num_elems: Elements that this rank brings or takes.
+        began_ns: Time of its begin, by the host's monotonic clock.
+        is_open: Whether it has not returned.
+    """
+
+    rank: int
+    group: str
+    op: str
+    seq: int
+    num_elems: int
+    line: str
+    began_ns: int
+    is_open: bool
+    is_message: bool
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What has to be the same on every rank."""
+        return self.op, self.num_elems if self.op in _SAME_SIZE else 0
+
+    def __str__(self) -> str:
+        elems = f" of {self.num_elems} elements" if self.num_elems else ""
+        at = f" at {self.line}" if self.line else ""
+        return f"{self.op}{elems}{_in_group(self.group)}{at}"
+
+
+def _in_group(group: str) -> str:
+    return "" if group in ("", "default") else f" in group {group!r}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What the ranks of a job called.
+
+    Attributes:
+        calls: Calls of each rank, oldest first.
+        members: Ranks of each group, as far as they have joined it.
+        is_whole: Whether no rank has made more calls than its box holds.
+    """
+
+    calls: Mapping[int, Sequence[Call]]
+    members: Mapping[str, Sequence[int]]
+    is_whole: bool
+
+    @classmethod
+    def of(cls, boxes: Iterable[Box]) -> Record:
+        calls: dict[int, list[Call]] = {}
+        members: dict[str, set[int]] = {}
+        is_whole = True
+        for box in boxes:
+            is_whole = is_whole and box.num_events <= len(box.events)
+            own = calls.setdefault(box.rank, [])
+            for event in box.events:
+                if event.kind in ("collective", "message"):
+                    members.setdefault(event.text, set()).add(box.rank)
+                    if event.op not in ("", "join"):
+                        own.append(_call(box.rank, event))
+        return cls(calls, {name: sorted(ranks) for name, ranks in members.items()}, is_whole)
+
+    @property
+    def num_calls(self) -> int:
+        return sum(map(len, self.calls.values()))
+
+    def collectives(self, rank: int, group: str) -> dict[int, Call]:
+        """Return a rank's collectives in a group by their number."""
+        own = self.calls.get(rank, ())
+        return {call.seq: call for call in own if call.group == group and not call.is_message}
+
+    def waiting(self) -> dict[int, Call]:
+        """Return the call in which each rank waits, of those that do."""
+        found = {}
+        for rank, calls in self.calls.items():
+            if still := [call for call in calls if call.is_open]:
+                found[rank] = still[-1]
+        return found
+
+
+def _call(rank: int, event: Event) -> Call:
+    return Call(
+        rank, event.text, event.op, event.seq, event.value, event.site, event.begun_ns,
+        is_open=not event.ended_ns, is_message=event.kind == "message",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first number in a group at which ranks called different things.
+
+    Attributes:
+        lines: Line for each different call, or for the ranks that made none.
+    """
+
+    group: str
+    seq: int
+    lines: Sequence[str]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    runs = []
+    for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        numbers = [rank for _, rank in run]
+        runs.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(runs)}"
+
+
+def first_difference(record: Record, finished: Collection[int] = ()) -> Difference | None:
+    """Return where ranks of a group first differ, the earliest of all groups; None if they do not.
+
+    Args:
+        finished: Ranks that make no further call: that such a rank has not made one is a difference, too.
+    """
+    found: list[tuple[int, Difference]] = []
+    for group, members in record.members.items():
+        made = {rank: record.collectives(rank, group) for rank in members}
+        # A box that is full forgets its oldest calls, and each rank's forgets others.
+        first = 0 if record.is_whole else max(min(calls, default=0) for calls in made.values())
+        for seq in sorted({seq for calls in made.values() for seq in calls if seq >= first}):
+            by_key: dict[tuple[str, int] | None, list[int]] = {}
+            for rank in members:
+                call = made[rank].get(seq)
+                if call is not None or rank in finished:
+                    by_key.setdefault(call.key if call else None, []).append(rank)
+            if len(by_key) > 1:
+                began = min(calls[seq].began_ns for calls in made.values() if seq in calls)
+                lines = [f"{named(ranks)} called {_said(made[ranks[0]], seq)}" for ranks in by_key.values()]
+                found.append((began, Difference(group, seq, lines)))
+                break
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def _said(calls: Mapping[int, Call], seq: int) -> str:
+    """Return what a rank called as number `seq`, or after what it called nothing."""
+    if seq in calls:
+        return str(calls[seq])
+    before = max((number for number in calls if number < seq), default=0)
+    return f"nothing after {calls[before]}" if before else "nothing"
+
+
+def awaited(record: Record, call: Call) -> list[int]:
+    """Return the ranks for which a rank waits in a call."""
+    members = record.members.get(call.group, ())
+    if call.is_message:
+        peer = call.seq - 1
+        return [members[peer]] if 0 <= peer < len(members) else []
+    return [rank for rank in members if call.seq not in record.collectives(rank, call.group)]
+
+
+def circle(record: Record) -> list[Call]:
+    """Return the calls of ranks each of which waits for the next, and the last for the first; empty if none do."""
+    waits = record.waiting()
+    for start in waits:
+        path: list[int] = []
+        rank = start
+        while rank in waits and rank not in path:
+            path.append(rank)
+            rank = next((other for other in awaited(record, waits[rank]) if other in waits), -1)
+        if rank in path:
+            return [waits[one] for one in path[path.index(rank) :]]
+    return []

@@ -1,0 +1,129 @@
+"""``phalanx check train.py``: whether all ranks make the same calls, tried before the job is started for real."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from phalanx import _env
+from phalanx._command_line import Parser, UsageError
+from phalanx.check.verdict import FOUND, Verdict, as_json, judge, sequences
+from phalanx.check.watch import Watch
+from phalanx.launch.cpus import read_machine
+from phalanx.launch.flags import Flag, add_flags, number, without_flags
+from phalanx.launch.plan import count_local_ranks, make_plan, read_command
+from phalanx.launch.trial_folder import folder_of_jobs
+
+RIGHT_CALL = "phalanx check --nproc 8 train.py [args]"
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TAIL_LINES = 20
+_CHANGED = ("--nproc-per-node", "--log-dir", "--shutdown-timeout", "--max-restarts")
+_count = number(int, 1, "a whole number of at least 1")
+_seconds = number(float, 1, "seconds from 1 to 86400", most=86400)
+
+
+def _ranks(text: str) -> int:
+    return int(_count(text)) if text else 0
+
+
+OWN_FLAGS = (
+    Flag("nproc", "number of ranks, however few cores there are; the same as --nproc-per-node", _ranks, "N"),
+    Flag("steps", "optimizer steps that each rank takes", _count, "N", "2"),
+    Flag("calls", "calls of each rank that are enough, for scripts without an optimizer", _count, "N", "1000"),
+    Flag("seconds", "limit for the whole check", _seconds, "SECONDS", "120"),
+    Flag(
+        "stall-after", "seconds without progress after which waiting ranks count as stalled", _seconds, "SECONDS", "5"
+    ),
+    Flag("json", "print everything as JSON: the verdict and each rank's calls", str),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``phalanx check`` with these arguments, and return its exit code."""
+    parser = Parser(
+        "phalanx check",
+        RIGHT_CALL,
+        "Run the first steps of a script on real ranks of this host, and compare what each rank calls. Names the first "
+        "call in which ranks differ, and who waits for whom where they wait. The script runs as it is, in a run folder "
+        "of its own, and is ended then. Exit code: 0 if all ranks made the same calls, 1 if something is wrong, 3 if "
+        "nothing could be compared. Every flag of phalanx run is accepted.",
+        RIGHT_CALL,
+    )
+    add_flags(parser, {"Check": OWN_FLAGS})
+    try:
+        argv = _nproc_in_front(argv)
+        settings, target, _ = read_command(argv, _env.environment(), parser=parser, also=OWN_FLAGS)
+        if settings["nnodes"].value != (1, 1):
+            raise UsageError("--nnodes: phalanx check runs on one machine", RIGHT_CALL)
+        words = without_flags((*_CHANGED, *(f"--{flag.name}" for flag in OWN_FLAGS)), argv, target, ["--json"])
+        asked = settings["nproc" if settings["nproc"].is_given else "nproc-per-node"]
+        num_ranks = count_local_ranks(asked, read_machine(), _env.environment())[1]
+        words = ["--nproc-per-node", str(num_ranks), *words]
+        make_plan(words, _env.environment(), parser)  # refuses what could not be started
+    except UsageError as error:
+        return parser.refuse(error)
+    for end in _ENDS:
+        if signal.getsignal(end) != signal.SIG_IGN:  # nohup
+            signal.signal(end, _leave)
+    try:
+        return _check(words, target, num_ranks, {name: setting.value for name, setting in settings.items()})
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # no room for what the job writes
+        print(f"phalanx check: {error}; TMPDIR names another folder for the trial", file=sys.stderr)
+        return FOUND
+
+
+def _nproc_in_front(argv: Sequence[str]) -> list[str]:
+    """Return the command line with a ``--nproc N`` that stands right behind the script before it."""
+    words = list(argv)
+    for at in range(1, len(words)):
+        is_script = words[at - 1].endswith(".py") and not words[at - 1].startswith("-")
+        if is_script and words[at] == "--nproc" and at + 1 < len(words):
+            return ["--nproc", words[at + 1], *words[:at], *words[at + 2 :]]
+        if is_script:
+            break
+    return words
+
+
+def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings: dict[str, Any]) -> int:
+    began_s = time.monotonic()
+    with folder_of_jobs() as folder:
+        watch = Watch(
+            words, f"{folder}/job", num_ranks,
+            num_steps=settings["steps"], num_calls=settings["calls"], stall_s=settings["stall-after"],
+        )  # fmt: skip
+        try:
+            record, end = watch.run(began_s + settings["seconds"])
+        finally:
+            watch.close()
+        printed = watch.printed
+    verdict = judge(record, end, num_ranks, settings["steps"])
+    if settings["json"]:
+        print(json.dumps(as_json(record, verdict, end), indent=1))
+        return verdict.code
+    for line in sequences(record):
+        print(line)
+    _tell(verdict, printed, f"{shlex.join(target)}, {time.monotonic() - began_s:.0f} s")
+    if not record.is_whole:
+        print("only the last calls were compared: a rank made more than its black box holds")
+    return verdict.code
+
+
+def _tell(verdict: Verdict, printed: str, of_what: str) -> None:
+    if verdict.kind in ("failed", "unknown") and printed:
+        print("\n".join(printed.rstrip().splitlines()[-_TAIL_LINES:]), file=sys.stderr)
+    print(f"phalanx check: {verdict.words} ({of_what})")
+    for line in verdict.evidence:
+        print(f"  {line}")
+
+
+def _leave(number: int, _: Any) -> NoReturn:
+    for end in _ENDS:
+        signal.signal(end, signal.SIG_IGN)  # a second one would end the way out
+    raise SystemExit(128 + number)  # by way of all that ends the job and removes the folder

@@ -1,0 +1,123 @@
+"""One verdict on the first steps of a script."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx._text import counted
+from phalanx.check.calls import Call, Record, awaited, circle, first_difference, named
+
+SAME, NOTHING_FOUND, FOUND = 0, 3, 1  # exit codes
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How the trial of a script ended.
+
+    Attributes:
+        why: ``steps``, all ranks took them; ``calls``, all made as many; ``ended``, the job was over before;
+            ``stalled``, nothing moved any more; ``late``, the time was up.
+        code: Exit code of a job that ended.
+        in_step: Ranks that have taken all their steps.
+    """
+
+    why: str
+    code: int = 0
+    in_step: Sequence[int] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What is to be said of a script.
+
+    Attributes:
+        kind: ``same``, ``differ``, ``deadlock``, ``stalled``, ``failed`` or ``unknown``.
+        code: Exit code of ``phalanx check``.
+        words: The verdict in one line.
+        evidence: Lines that prove it.
+    """
+
+    kind: str
+    code: int
+    words: str
+    evidence: Sequence[str] = ()
+
+
+def judge(record: Record, end: End, num_ranks: int, num_steps: int) -> Verdict:
+    """Return the verdict on what the ranks called."""
+    is_over = end.why in ("steps", "ended", "stalled")
+    finished = end.in_step if end.why == "stalled" else record.calls if is_over else ()
+    alike = first_difference(record)
+    if (found := alike or (first_difference(record, finished) if not end.code else None)) is not None:
+        where = "" if found.group in ("", "default") else f" of group {found.group!r}"
+        words = f"the ranks differ in collective #{found.seq}{where}"
+        return Verdict("differ", FOUND, words, found.lines)
+    if end.why == "stalled":
+        return _stalled(record)
+    if end.why == "ended" and end.code:
+        return Verdict("failed", FOUND, f"the script failed with exit code {end.code}")
+    if end.why == "late":
+        return Verdict("unknown", NOTHING_FOUND, "the time was up before every rank had taken its steps; see --seconds")
+    if not record.num_calls:
+        words = "no rank made a collective on the CPU, so there is nothing to compare"
+        return Verdict("unknown", NOTHING_FOUND, words)
+    steps = counted(num_steps, "optimizer step")
+    until = {"steps": f"in {steps}", "ended": "and the script ended", "calls": "before it was stopped"}[end.why]
+    most = max(len(calls) for calls in record.calls.values())
+    if any(call.is_message for calls in record.calls.values() for call in calls):
+        return Verdict("same", SAME, f"{num_ranks} ranks made matching collectives and messages {until}")
+    if num_ranks == 1:
+        return Verdict("same", SAME, f"1 rank made {counted(most, 'call')} {until}")
+    return Verdict("same", SAME, f"{num_ranks} ranks made the same {counted(most, 'call')} {until}")
+
+
+def _stalled(record: Record) -> Verdict:
+    if found := circle(record):
+        lines = [
+            f"rank {call.rank} waits for rank {other.rank} in {call}"
+            for call, other in zip(found, [*found[1:], found[0]], strict=True)
+        ]
+        return Verdict("deadlock", FOUND, "deadlock: each of these ranks waits for the next", lines)
+    waits = record.waiting()
+    missing = sorted({rank for call in waits.values() for rank in awaited(record, call)} - set(waits))
+    lines = [f"rank {rank} waits in {call}" for rank, call in sorted(waits.items())]
+    for rank in missing:
+        calls = record.calls.get(rank)
+        last = f"its last call was {calls[-1]}" if calls else "it has made no call yet"
+        lines.append(f"rank {rank} has not come; {last}")
+    who = named(missing) if missing else "a message that nobody sends or takes"
+    return Verdict("stalled", FOUND, f"stalled: {counted(len(waits), 'rank')} waiting for {who}", lines)
+
+
+def sequences(record: Record) -> list[str]:
+    """Return what the ranks called, in order; ranks that called the same together, and calls in a row as one line."""
+    by_calls: dict[tuple[str, ...], list[int]] = {}
+    for rank in sorted(record.calls):
+        by_calls.setdefault(tuple(map(str, record.calls[rank])), []).append(rank)
+    lines = []
+    for calls, ranks in by_calls.items():
+        lines.append(f"{named(ranks)}: {counted(len(calls), 'call')}")
+        number = 1
+        for said, run in itertools.groupby(calls):
+            length = len(list(run))
+            span = str(number) if length == 1 else f"{number}-{number + length - 1}"
+            lines.append(f"  {span:>7}  {said}")
+            number += length
+    return lines
+
+
+def as_json(record: Record, verdict: Verdict, end: End) -> dict[str, Any]:
+    """Return all that is known, for programs."""
+    calls = {rank: [_plain(call) for call in calls] for rank, calls in sorted(record.calls.items())}
+    return {
+        "verdict": verdict.kind, "words": verdict.words, "evidence": [*verdict.evidence], "ended": end.why,
+        "exit_code": verdict.code, "calls": calls,
+    }  # fmt: skip
+
+
+def _plain(call: Call) -> dict[str, Any]:
+    facts = dataclasses.asdict(call)
+    return {name: facts[name] for name in ("group", "op", "seq", "num_elems", "line", "is_open", "is_message")}

@@ -1,0 +1,108 @@
+"""Runs the first steps of a script, and looks into its ranks' black boxes until there is something to say."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx import _env, _trial
+from phalanx.check.calls import Record
+from phalanx.check.verdict import End
+from phalanx.diagnose.processes import process_of
+from phalanx.launch.trial_job import TrialJob
+from phalanx.record.box import Box, boxes_held_by, load_boxes
+
+_LOOK_S = 0.25
+_BLOCKED_S = 2.0  # in which no rank moves, where all of them wait
+_IDLE_SHARE = 0.1  # of a CPU, below which a rank that waits for nothing we see does not compute
+
+
+class Watch:
+    """A script's trial.
+
+    Args:
+        words: Flags, script and arguments for ``phalanx run``.
+        num_ranks: Number of its ranks.
+        num_steps: Optimizer steps that each rank takes.
+        num_calls: Calls of each rank after which there is enough to compare; 0: only steps count.
+        stall_s: Seconds without any progress after which ranks that wait count as stalled.
+    """
+
+    def __init__(
+        self, words: Sequence[str], room: str, num_ranks: int, *, num_steps: int, num_calls: int, stall_s: float
+    ) -> None:
+        self._num_ranks, self._num_calls, self._stall_s = num_ranks, num_calls, stall_s
+        environ = {**_trial.variables(room, {}, num_steps), "PHALANX_STALL_S": str(stall_s)}
+        self._job = TrialJob(words, room, num_ranks, environ | {_env.REPLACE_VARIABLE: "gloo"})
+        self._progress = (0.0, time.monotonic())  # number of all events, and since when
+        self._idle: dict[int, tuple[float, float]] = {}  # CPU seconds of ranks, and when
+
+    @property
+    def printed(self) -> str:
+        return self._job.printed
+
+    def close(self) -> None:
+        """End the job, and wait until it is gone."""
+        self._job.end()
+
+    def run(self, deadline: float) -> tuple[Record, End]:
+        """Return what the ranks called by the time at which their trial ended, at `deadline` at the latest."""
+        while True:
+            in_step = self._job.who_told(0)
+            has_ended = self._job.has_ended  # asked before the boxes, which it leaves
+            boxes = self._boxes()
+            record = Record.of(boxes)
+            if len(in_step) == self._num_ranks:
+                return record, End("steps")
+            if has_ended:
+                return Record.of(self._saved() or boxes), End("ended", self._job.code)
+            if self._num_calls and self._least_calls(record) >= self._num_calls:
+                return record, End("calls")
+            if self._has_stalled(boxes, record, in_step):
+                return record, End("stalled", in_step=in_step)
+            if time.monotonic() >= deadline:
+                return record, End("late")
+            time.sleep(_LOOK_S)
+
+    def _least_calls(self, record: Record) -> int:
+        return min((len(record.calls.get(rank, ())) for rank in range(self._num_ranks)), default=0)
+
+    def _boxes(self) -> list[Box]:
+        """Return the boxes of the running job, whose launcher holds them."""
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or one is just being made
+            return list(boxes_held_by(self._job.pid))
+        return []
+
+    def _saved(self) -> list[Box]:
+        """Return the boxes that the launcher left when its job ended."""
+        for folder in Path(self._job.log_dir).glob("*/blackbox/attempt_0"):
+            with contextlib.suppress(ValueError):
+                return load_boxes(folder)
+        return []
+
+    def _has_stalled(self, boxes: Sequence[Box], record: Record, in_step: Sequence[int]) -> bool:
+        """Whether ranks wait and nothing moves: all wait, or those that do not have stopped computing as well."""
+        now = time.monotonic()
+        waits = record.waiting()
+        # What is said of a wait is no progress.
+        newest = [max((event.number for event in box.events if event.kind != "note"), default=0) for box in boxes]
+        state = sum(newest) + len(waits) / 10_000
+        if state != self._progress[0] or not waits:
+            self._progress, self._idle = (state, now), {}
+            return False
+        still_s = now - self._progress[1]
+        others = [box for box in boxes if box.rank not in waits and box.rank not in in_step]
+        if not others and len(boxes) == self._num_ranks:
+            return still_s >= _BLOCKED_S
+        for box in others:
+            process = process_of(box.pid)
+            used = process.cpu_s if process is not None else 0.0
+            began_used, began = self._idle.setdefault(box.rank, (used, now))
+            if now - began < self._stall_s:
+                return False
+            if used - began_used > _IDLE_SHARE * (now - began):
+                self._idle[box.rank] = used, now
+                return False
+        return still_s >= self._stall_s and len(boxes) == self._num_ranks

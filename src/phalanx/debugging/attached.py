@@ -1,0 +1,49 @@
+"""The side of a rank in ``phalanx attach``: a signal opens pdb, which talks to the terminal that the command lends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType
+
+from phalanx import _env
+from phalanx._launched import Launch
+from phalanx.debugging.terminal import borrow_terminal
+
+SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # other systems have none, and no phalanx run
+"""Signal to a rank that a debugger is to hold. Its default action ends a process: look whether the rank takes it."""
+
+_is_open = False
+
+
+def listen() -> None:
+    """Let ``phalanx attach`` into this process, unless the script has taken the signal, or there is no launcher."""
+    if _launch() is not None:
+        with contextlib.suppress(ValueError):  # only the main thread may set handlers
+            if signal.getsignal(SIGNAL) == signal.SIG_DFL:
+                signal.signal(SIGNAL, _open)
+
+
+def _launch() -> Launch | None:
+    return Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
+
+
+def _open(_: int, frame: FrameType | None) -> None:
+    global _is_open
+    launch = _launch()
+    if _is_open or frame is None or launch is None:
+        return
+    terminal = borrow_terminal(launch.lender_for(os.getpid()), launch.rank)
+    if terminal is None:
+        return  # whoever sent it has given up
+    from phalanx.debugging.prompt import Prompt  # not where a job begins
+
+    def do_nothing() -> None:
+        pass
+
+    _is_open = True
+    try:
+        Prompt(terminal, do_nothing, do_nothing).open_at(frame)
+    finally:
+        _is_open = False

@@ -1,0 +1,207 @@
+"""`phalanx.breakpoint`: every rank stops at a line of the script, and one of them has the debugger."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from phalanx import _env
+from phalanx._errors import RankFailed
+from phalanx._launched import Launch, start_time
+from phalanx._network import host_identity
+from phalanx.debugging.prompt import Prompt, line_of
+from phalanx.debugging.terminal import open_terminal
+
+_LOOK_S, _CHECK_S = 0.1, 0.5  # between looks for the word to go on, and at whether it can still come
+_TELL_S = 5.0  # before a rank says whom it waits for
+_QUIT, _GOES_ON = "quit", "goes on"
+
+_num_stops: collections.Counter[tuple[str, str]] = collections.Counter()  # by group and line
+
+
+def breakpoint(rank: int | None = None) -> None:
+    """Stop every rank here: one gets the terminal with pdb, and the others wait for as long as it takes.
+
+    All ranks go on when the one with the debugger does, by ``continue`` or by the first ``next`` or ``step``. Ranks
+    that wait for it in a collective of the phalanx backend, now or while it is stepped, do not time out. ``quit`` and
+    Ctrl-D end the job. Without a terminal to type at, one line says so and every rank goes on.
+
+    Works under ``phalanx run``, torchrun, and for ranks started by hand. Before there is a process group, only the rank
+    with the debugger stops. ``PYTHONBREAKPOINT=phalanx.breakpoint`` makes it Python's own ``breakpoint()``.
+
+    Args:
+        rank: Global rank that gets the debugger; default: rank 0.
+
+    Raises:
+        ValueError: There is no such rank.
+        RankFailed: The rank with the debugger ended while this one waited for it.
+
+    Example:
+        >>> phalanx.breakpoint()  # this example has no terminal, so it goes on
+    """
+    frame = sys._getframe(1)
+    own, world_size, meeting = _place(frame)
+    chosen = 0 if rank is None else rank
+    if not 0 <= chosen < world_size:
+        raise ValueError(f"rank must lie in [0, {world_size}), got {rank}")
+    if own == chosen:
+        _debug(frame, own, meeting)
+    elif meeting is not None:
+        meeting.wait(chosen, own)
+
+
+def _debug(frame: FrameType, rank: int, meeting: _Meeting | None) -> None:
+    terminal = open_terminal(rank)
+    if terminal is None:
+        _say(f"{line_of(frame)}: rank {rank} has no terminal for a debugger, so no rank stops")
+        if meeting is not None:
+            meeting.end(_GOES_ON)
+        return
+
+    def on_resume() -> None:
+        if meeting is not None:
+            meeting.end(_GOES_ON)
+
+    def on_quit() -> None:
+        if meeting is not None:
+            meeting.end(_QUIT)
+        _leave(rank)
+
+    if meeting is not None:
+        meeting.begin()
+    Prompt(terminal, on_resume, on_quit).set_trace(frame)
+
+
+def _leave(rank: int) -> NoReturn:
+    raise SystemExit(f"phalanx.breakpoint: rank {rank} has quit the debugger, so the job ends")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(f"phalanx.breakpoint at {text}", file=sys.stderr, flush=True)
+
+
+def _place(frame: FrameType) -> tuple[int, int, _Meeting | None]:
+    """Return this process's rank, the number of ranks, and where they meet, if they have a group."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return rank, world_size, _Meeting(frame) if world_size > 1 else None
+    environ = _env.environment()
+    rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
+    if rank.isdecimal() and size.isdecimal():
+        return int(rank), int(size), None
+    return 0, 1, None
+
+
+class _Meeting:
+    """One stop of all ranks at a line, in the store of the default group."""
+
+    def __init__(self, frame: FrameType) -> None:
+        import torch.distributed as dist
+
+        from phalanx import _torch
+        from phalanx._store import JsonStore
+
+        self._line = line_of(frame)
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        # Conditions may keep ranks from some lines, but a line means the same on all of them.
+        _num_stops[str(dist.group.WORLD), place] += 1
+        self._key = f"phalanx/breakpoint/{place}/{_num_stops[str(dist.group.WORLD), place]}"
+        self._has_ended = False
+        self._store = JsonStore(_torch.get_default_store())
+
+    def begin(self) -> None:
+        """Tell the others which process has the debugger."""
+        self._tell("who", [host_identity(), os.getpid(), start_time(os.getpid())])
+
+    def end(self, how: str) -> None:
+        """Let the others go. The first word counts."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._tell("how", how)
+            self._store.close()
+
+    def _tell(self, what: str, value: object) -> None:
+        from phalanx._store import StoreGoneError, StoreSilentError
+
+        with contextlib.suppress(StoreGoneError, StoreSilentError):  # the others see that it has gone
+            self._store.set(f"{self._key}/{what}", value)
+
+    def wait(self, chosen: int, own: int) -> None:
+        """Return once the rank with the debugger lets this one go on.
+
+        Raises:
+            SystemExit: It has quit the debugger.
+            RankFailed: It has ended.
+        """
+        from phalanx._store import StoreGoneError, wait_until
+
+        def look() -> str | None:
+            how: str | None = self._store.get(f"{self._key}/how", str)
+            return how
+
+        def check() -> None:
+            if self._is_gone(chosen):
+                raise _lost(f"rank {chosen}, which had the debugger, has ended", own, self._line, chosen)
+
+        with _standing(f"phalanx.breakpoint at {self._line}"):
+            try:
+                how = wait_until(look, time.monotonic() + _TELL_S, seldom=check, seldom_s=_CHECK_S, most_s=_LOOK_S)
+                if how is None:
+                    self._say_whom(chosen, own)
+                    how = wait_until(look, math.inf, seldom=check, seldom_s=_CHECK_S, most_s=_LOOK_S)
+            except StoreGoneError:
+                raise _lost("rank 0, which served the store, has ended", own, self._line, 0) from None
+            finally:
+                self._store.close()
+        if how == _QUIT:
+            _leave(chosen)
+
+    def _say_whom(self, chosen: int, own: int) -> None:
+        if self._debugger() is None:
+            _say(
+                f"{self._line}: rank {own} waits for rank {chosen}, which is to have the debugger and has not come yet"
+            )
+
+    def _debugger(self) -> list[Any] | None:
+        from phalanx._store import StoreSilentError
+
+        with contextlib.suppress(StoreSilentError):
+            who: list[Any] | None = self._store.get(f"{self._key}/who", (str, int, int))
+            return who
+        return None
+
+    def _is_gone(self, chosen: int) -> bool:
+        if (who := self._debugger()) is not None:
+            host, pid, started = who
+            return bool(host == host_identity() and start_time(pid) != started)
+        launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
+        return launch is not None and any(end.rank == chosen for end in launch.ended())
+
+
+def _lost(what: str, own: int, line: str, rank: int) -> RankFailed:
+    message = f"rank {own}: phalanx.breakpoint at {line}: {what}"
+    return RankFailed(message, ranks=(rank,), pid=None, exit_code=None, signal=None)
+
+
+@contextlib.contextmanager
+def _standing(where: str) -> Iterator[None]:
+    """Say to ranks that wait for this one in a collective where it stands."""
+    try:
+        from phalanx import _core
+    except ImportError:  # not on Linux
+        yield
+        return
+    _core.say_where(where)
+    try:
+        yield
+    finally:
+        _core.say_where("")

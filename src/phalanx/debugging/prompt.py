@@ -1,0 +1,112 @@
+"""pdb in one rank. While its prompt is open, the clocks of the ranks that wait for this one stand still."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pdb
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from phalanx.debugging import HELD_BY
+from phalanx.debugging.terminal import Terminal
+
+_LIBRARIES = {"phalanx", "torch", *sys.stdlib_module_names} - {"__main__"}
+
+
+def line_of(frame: FrameType) -> str:
+    """Return the line at which a frame stands, as our messages write it: ``train.py:31``."""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@contextlib.contextmanager
+def held(where: str) -> Iterator[None]:
+    """Let the ranks that wait for this one know that a debugger holds it, and where."""
+    try:
+        from phalanx import _core
+    except ImportError:  # not on Linux, where there are no groups of ours
+        yield
+        return
+    _core.hold(HELD_BY + where)
+    try:
+        yield
+    finally:
+        _core.hold("")
+
+
+def _scripts(frame: FrameType) -> FrameType:
+    """Return the innermost frame of the user's code; `frame` itself if there is none."""
+    found: FrameType | None = frame
+    while found is not None:
+        package = str(found.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _LIBRARIES:
+            return found
+        found = found.f_back
+    return frame
+
+
+class Prompt(pdb.Pdb):
+    """A debugger of this process.
+
+    Args:
+        terminal: Terminal for it, closed when the debugger lets the program run.
+        on_resume: Function called whenever the program goes on, if only for a line.
+        on_quit: Function called by ``quit`` and at the end of the input. The program goes on unless it raises.
+    """
+
+    def __init__(self, terminal: Terminal, on_resume: Callable[[], None], on_quit: Callable[[], None]) -> None:
+        # Ctrl-C stays what it is in a job; modules of ours are no places to stop.
+        super().__init__(stdin=terminal.stdin, stdout=terminal.stdout, nosigint=True, skip=["phalanx.debugging.*"])
+        self._terminal, self._on_resume, self._on_quit = terminal, on_resume, on_quit
+        self._is_over = False
+        self.prompt = "(Pdb) "
+
+    def open_at(self, frame: FrameType) -> None:
+        """Ask now, within a signal handler that has interrupted `frame`: its next line may be long in coming.
+
+        What is shown is the script's own line; where that waits, the libraries are below it.
+        """
+        frame = _scripts(frame)
+        self.reset()
+        above: FrameType | None = frame
+        while above is not None:  # as set_trace does
+            above.f_trace = self.trace_dispatch
+            self.botframe = above
+            above = above.f_back
+        self.interaction(frame, None)
+        if not self._is_over:
+            sys.settrace(self.trace_dispatch)
+
+    def interaction(self, frame: FrameType | None, *args: Any, **kwargs: Any) -> None:
+        assert frame is not None
+        try:
+            with held(line_of(frame)):
+                super().interaction(frame, *args, **kwargs)
+        except OSError:  # nobody is at the terminal any more
+            self.clear_all_breaks()
+            self.set_continue()
+        except BaseException:
+            self._terminal.close()
+            raise
+        if self._is_over:
+            self._terminal.close()
+        self._on_resume()
+
+    def set_continue(self) -> None:
+        super().set_continue()
+        self._is_over = not self.get_all_breaks()
+
+    def do_quit(self, arg: str) -> bool:
+        self._on_quit()
+        self.clear_all_breaks()
+        self.set_continue()
+        return True
+
+    do_q = do_exit = do_quit
+
+    def do_EOF(self, arg: str) -> bool:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self.message("")
+        return self.do_quit(arg)

@@ -1,0 +1,98 @@
+"""The terminal on which a rank's debugger talks: its own, or one that another process lends over a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from typing import TextIO
+
+from phalanx import _env
+from phalanx._peer import peer_of
+
+CONNECT_S = 2.0
+"""Time for the other side of a socket to accept a connection."""
+
+
+class Terminal:
+    """What a debugger reads and writes.
+
+    Args:
+        connection: Connection to the process that lends its terminal; None: the terminal is this process's own.
+
+    Attributes:
+        stdin, stdout: Files for `pdb.Pdb`; None stands for this process's own streams, which have line editing.
+    """
+
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        self._connection = connection
+        self.stdin: TextIO | None = None
+        self.stdout: TextIO | None = None
+        if connection is not None:
+            self.stdin = connection.makefile("r", encoding="utf-8", errors="replace")
+            self.stdout = connection.makefile("w", encoding="utf-8", errors="replace")
+        elif not (sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()):
+            # Output that goes elsewhere, as with --redirects, must not take the prompt along.
+            self.stdin = open(0, errors="replace", closefd=False)  # noqa: SIM115 until `close`
+            self.stdout = open(os.ttyname(0), "w")  # noqa: SIM115
+
+    def close(self) -> None:
+        """Give the terminal back. Idempotent."""
+        for file in (self.stdin, self.stdout):
+            if file is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    file.close()
+        if self._connection is not None:
+            self._connection.close()
+
+
+def open_terminal(rank: int) -> Terminal | None:
+    """Return a terminal for the debugger of this rank; None if there is none that a person could type at."""
+    if path := _env.environment().get(_env.PROMPT_VARIABLE, ""):
+        return borrow_terminal(path, rank)
+    with contextlib.suppress(OSError):
+        if os.isatty(0) and not _is_in_background():
+            return Terminal()
+    return None
+
+
+def borrow_terminal(path: str, rank: int) -> Terminal | None:
+    """Return the terminal that a process of this user lends at a socket; None if there is no such process."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(CONNECT_S)
+        connection.connect(path)
+        if peer_of(connection)[1] == os.geteuid():
+            connection.settimeout(None)
+            connection.sendall(json.dumps({"rank": rank, "pid": os.getpid()}).encode() + b"\n")
+            return Terminal(connection)
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+def listen_at(path: str) -> tuple[str, socket.socket]:
+    """Return the path, and a socket at which a terminal is lent there.
+
+    Raises:
+        OSError: It can't be made.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return path, listener
+
+
+def _is_in_background() -> bool:
+    """Whether reading from the terminal would stop this process."""
+    try:
+        return os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:  # it does not control this session: torchrun's ranks lead one of their own
+        return False

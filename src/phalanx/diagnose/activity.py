@@ -1,0 +1,326 @@
+"""What one rank is doing: read from its stacks, its black box and the kernel, as facts without words."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+
+from phalanx.diagnose.kernel import Stand, stand_of
+from phalanx.diagnose.processes import Process
+from phalanx.diagnose.stacks import Frame, Stacks, Thread
+from phalanx.record.box import Box, Event
+
+_C10D = "torch/distributed/distributed_c10d.py"
+_DISTRIBUTED = re.compile(r"torch/(?:distributed/|nn/parallel/distributed\.py)")
+_DEBUGGERS = {"pdb.py", "bdb.py", "pudb.py"}
+_LOADERS = re.compile(r"torch/utils/data/dataloader\.py|phalanx/data/")
+_WORKERS = re.compile(r"torch/utils/data/_utils/worker\.py|phalanx/data/.*worker")
+_SLEEPING = "SDI"
+
+_READING = ("", "read", "select", "pselect6", "poll", "ppoll")
+"""Calls of the kernel in which a prompt waits; empty: unknown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An operation in which a rank waits for others.
+
+    Attributes:
+        op: Name, such as ``all_reduce``; ``backward`` where gradients are averaged in it, ``wait`` of a Work.
+        site: Line of the user's call.
+        group: Name of the group; empty if it is unknown.
+        seq: Number of the collective in its group; 0 if it is unknown, or a message.
+        peer: Rank of the group that the message is from or to; None: any, or it is a collective.
+        since_s: Seconds since it began; None if that is unknown.
+    """
+
+    op: str
+    site: str
+    group: str = ""
+    seq: int = 0
+    peer: int | None = None
+    since_s: float | None = None
+
+    @property
+    def is_message(self) -> bool:
+        return self.op in ("send", "recv", "isend", "irecv")
+
+    def is_same(self, other: Call) -> bool:
+        """Whether both may be parts of one collective: by the numbers if they are known, else by their names."""
+        if self.seq and other.seq:
+            return (self.group, self.seq) == (other.group, other.seq)
+        return (self.op, self.site, self.peer) == (other.op, other.site, other.peer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """All that was seen of one process.
+
+    Attributes:
+        process: The process; None if it has ended.
+        stand: The main thread as the kernel sees it.
+        box: The black box; None if it records nothing or its box can't be read.
+        box_problem: Reason why the box can't be read; empty if there is none or it was.
+        seen_ns: Time at which it was seen, by CLOCK_MONOTONIC.
+    """
+
+    pid: int
+    process: Process | None
+    stacks: Stacks = dataclasses.field(default_factory=Stacks)
+    stand: Stand = dataclasses.field(default_factory=Stand)
+    box: Box | None = None
+    box_problem: str = ""
+    seen_ns: int = dataclasses.field(default_factory=time.monotonic_ns)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is None or self.process.state in "ZX"
+
+
+@dataclasses.dataclass(frozen=True)
+class Activity:
+    """What a process is doing.
+
+    Attributes:
+        call: Operation in which it waits for other ranks; None if it does not.
+        how: ``runs``, ``asleep``, ``stopped`` by a signal, ``traced`` by a debugger, in the ``disk``, at a
+            ``breakpoint``, waiting for its ``loader``, holding the ``gil`` while asleep, waiting for it while another
+            thread does (``starved``), waiting for a ``lock``, reading its ``input``, ``ended``, or ``unknown``.
+        frame: Innermost frame of the user's code; None if it is unknown.
+        within: Function of a library that this frame has called; empty if it is in none.
+        depth: Number of times that the frame's function is on the stack.
+        since_s: Seconds since the thread last ran; None if it runs or this is unknown.
+        system_call, path: Call of the kernel in which it sleeps, and what its descriptor is.
+        other: Frame of whoever it waits for in the same process, or of its loader's worker; None if there is none.
+        other_pid: Process or thread of that frame; 0: there is none.
+        detail: Name of the debugger, function of the kernel, how it ended: by `how`.
+        progress: Number of the last collective that it has begun, by group; empty if that is unknown.
+        has_forgotten: Whether `progress` lacks groups of which its black box no longer holds a collective.
+        last: Last collective that it has ended, if that is known.
+    """
+
+    rank: int
+    pid: int
+    call: Call | None = None
+    how: str = "unknown"
+    frame: Frame | None = None
+    within: str = ""
+    depth: int = 1
+    since_s: float | None = None
+    system_call: str = ""
+    path: str = ""
+    other: Frame | None = None
+    other_pid: int = 0
+    detail: str = ""
+    progress: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    has_forgotten: bool = False
+    last: Call | None = None
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether it can't go on by itself, wherever it is."""
+        return self.how in ("ended", "stopped", "traced", "disk")
+
+
+def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity:
+    """Return what a rank is doing.
+
+    Args:
+        helpers: Processes below it, such as the workers of its data loader.
+    """
+    main = look.stacks.threads[0] if look.stacks.threads else None
+    progress = {} if look.box is None else _progress(look.box)
+    has_recorded = bool(progress)  # on other backends a box has no collectives
+    doing = Activity(
+        rank=rank,
+        pid=look.pid,
+        call=_recorded(look) if has_recorded else _call_on(main, look) if main is not None else None,
+        since_s=look.stand.still_s,
+        system_call=look.stand.call,
+        path=look.stand.path,
+        progress=progress,
+        has_forgotten=look.box is not None and look.box.num_events > len(look.box.events),
+        last=_last(look) if has_recorded else None,
+    )
+    if main is not None and main.own_frames:
+        library, _ = _split(main)
+        frame = main.own_frames[0]
+        within = next((one.function for one in reversed(library) if "<locals>" not in one.function), "")
+        depth = sum((own.function, own.file) == (frame.function, frame.file) for own in main.own_frames)
+        doing = dataclasses.replace(doing, frame=frame, depth=depth, within=within)
+    return _halted(doing, look) or _held(doing, look) or _placed(doing, look, helpers)
+
+
+# ---- operations ----------------------------------------------------------------------------------------------------
+
+
+def _recorded(look: Look) -> Call | None:
+    """Return the operation that a rank with a box waits in; not one that runs while it does something else."""
+    assert look.box is not None
+    threads = {thread.number for thread in look.stacks.threads}
+    for event in look.box.events:
+        if event.ended_ns or event.kind not in ("collective", "message"):
+            continue
+        if not threads or event.thread in threads or _awaits(look):
+            return _call_of(event, look.seen_ns)
+    return None
+
+
+def _awaits(look: Look) -> bool:
+    """Whether the main thread waits for an operation that another thread runs."""
+    library, rest = _split(look.stacks.threads[0])
+    if any(frame.owner == "phalanx" or _DISTRIBUTED.search(frame.file) for frame in library):
+        return True
+    return bool(rest) and not library and ".wait(" in _source(rest[0], look.pid)
+
+
+def _last(look: Look) -> Call | None:
+    """Return the last operation that a rank with a box has ended."""
+    assert look.box is not None
+    ended = [event for event in look.box.events if event.ended_ns and event.kind in ("collective", "message")]
+    if not ended:
+        return None
+    event = max(ended, key=lambda event: event.ended_ns)
+    return dataclasses.replace(_call_of(event, look.seen_ns), since_s=(look.seen_ns - event.ended_ns) / 1e9)
+
+
+def _call_of(event: Event, now_ns: int) -> Call:
+    is_message = event.kind == "message"
+    return Call(
+        op=event.op,
+        site=event.site,
+        group=event.text,
+        seq=0 if is_message else event.seq,
+        peer=event.seq - 1 if is_message and event.seq else None,
+        since_s=max(now_ns - event.begun_ns, 0) / 1e9,
+    )
+
+
+def _progress(box: Box) -> dict[str, int]:
+    return {event.text: event.seq for event in box.events if event.kind == "collective" and event.text}
+
+
+def _call_on(thread: Thread, look: Look) -> Call | None:
+    """Return the operation of torch.distributed that a thread is in, by its stack; no number is known."""
+    library, rest = _split(thread)
+    site = rest[0].site if rest else ""
+    op = ""
+    for frame in library:  # the outermost: all_gather_object calls all_gather
+        if frame.file.endswith(_C10D) and not frame.name.startswith("_"):
+            op = frame.name
+    if not op and look.stand.state in _SLEEPING:
+        if any(frame.name == "_engine_run_backward" for frame in library):
+            op = "backward"
+        elif any(_DISTRIBUTED.search(frame.file) for frame in library):
+            op = next(frame.name for frame in reversed(library) if _DISTRIBUTED.search(frame.file)).strip("_")
+        elif rest and not library and ".wait(" in _source(rest[0], look.pid) and look.stand.call == "futex":
+            op = "wait"
+    return Call(op, site, since_s=look.stand.still_s) if op else None
+
+
+def _split(thread: Thread) -> tuple[tuple[Frame, ...], tuple[Frame, ...]]:
+    """Return the frames of libraries that the user's code has called, and the rest; each innermost first."""
+    number = next((number for number, frame in enumerate(thread.frames) if not frame.owner), len(thread.frames))
+    return thread.frames[:number], thread.frames[number:]
+
+
+def _source(frame: Frame, pid: int) -> str:
+    """Return the line of source that a frame is at, without a comment; empty if it can't be read."""
+    try:
+        folder = os.readlink(f"/proc/{pid}/cwd")
+        with open(os.path.join(folder, frame.file), encoding="utf-8", errors="replace") as file:
+            line = next((line for number, line in enumerate(file, 1) if number == frame.line), "")
+            return line.partition("#")[0]
+    except OSError:
+        return ""
+
+
+# ---- how it stands -------------------------------------------------------------------------------------------------
+
+
+def _halted(doing: Activity, look: Look) -> Activity | None:
+    """Return what it is doing if the kernel does not let it run."""
+    stand = look.stand
+    if look.has_ended:
+        return dataclasses.replace(doing, how="ended", since_s=None)
+    if stand.tracer_pid and stand.state in "tT":
+        name = _read_name(stand.tracer_pid)
+        return dataclasses.replace(doing, how="traced", detail=name, other_pid=stand.tracer_pid)
+    if stand.state == "T":
+        return dataclasses.replace(doing, how="stopped")
+    if stand.state == "D":
+        return dataclasses.replace(doing, how="disk", detail=stand.place)
+    return None
+
+
+def _read_name(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _held(doing: Activity, look: Look) -> Activity | None:
+    """Return what it is doing if a thread sleeps with the lock that every other needs."""
+    holder = next((thread for thread in look.stacks.threads if thread.owns_gil and not thread.is_active), None)
+    if holder is None:
+        return None
+    stand = stand_of(look.pid, holder.number)
+    if not stand.state or stand.state not in _SLEEPING:
+        return None
+    doing = dataclasses.replace(doing, system_call=stand.call, path=stand.path, since_s=stand.still_s)
+    if holder.number == look.pid:
+        return dataclasses.replace(doing, how="gil")
+    frame = holder.own_frames[0] if holder.own_frames else None
+    return dataclasses.replace(doing, how="starved", other=frame, other_pid=holder.number, detail=holder.name)
+
+
+def _placed(doing: Activity, look: Look, helpers: Sequence[Look]) -> Activity:
+    """Return what it is doing, by the functions that its main thread is in."""
+    if not look.stacks.threads:
+        how = "runs" if look.stand.state == "R" else "asleep" if look.stand.state else "unknown"
+        return dataclasses.replace(doing, how=how)
+    library, _ = _split(look.stacks.threads[0])
+    if any(os.path.basename(frame.file) in _DEBUGGERS for frame in library):
+        return dataclasses.replace(doing, how="breakpoint")
+    if any(_LOADERS.search(frame.file) for frame in library):
+        return _starved_by_loader(doing, helpers)
+    if look.stand.state == "R":
+        return dataclasses.replace(doing, how="runs")
+    source = _source(doing.frame, look.pid) if doing.frame and not library else ""
+    call = look.stand.call
+    if (call == "read" and look.stand.descriptor == 0) or (call in _READING and re.search(r"\binput\(", source)):
+        return dataclasses.replace(doing, how="input")
+    if look.stand.call == "futex" and re.search(r"\bwith\b|\.acquire\(", source):
+        return _locked(doing, look)
+    return dataclasses.replace(doing, how="asleep", detail=look.stand.place)
+
+
+def _locked(doing: Activity, look: Look) -> Activity:
+    """Return what it is doing, with another thread of the process that waits for a lock in code of the user."""
+    for thread in look.stacks.threads[1:]:
+        if thread.own_frames and thread.frames[0] == thread.own_frames[0] and not thread.is_active:
+            if stand_of(look.pid, thread.number).call != "futex":  # it sleeps, and may hold the lock
+                continue
+            frame = thread.own_frames[0]
+            return dataclasses.replace(doing, how="lock", other=frame, other_pid=thread.number, detail=thread.name)
+    return dataclasses.replace(doing, how="lock")
+
+
+def is_loader_worker(look: Look) -> bool:
+    """Whether a process is the worker of a data loader."""
+    return any(_WORKERS.search(frame.file) for thread in look.stacks.threads for frame in thread.frames)
+
+
+def _starved_by_loader(doing: Activity, helpers: Sequence[Look]) -> Activity:
+    """Return what it is doing, with the worker of the loader that is in code of the user, or does not run."""
+    workers = [look for look in helpers if is_loader_worker(look)]
+    for worker in workers:
+        theirs = activity_of(doing.rank, worker)
+        if theirs.is_halted or theirs.frame is not None:
+            return dataclasses.replace(doing, how="loader", other=theirs.frame, other_pid=worker.pid, detail=theirs.how)
+    return dataclasses.replace(doing, how="loader", detail="" if workers else "no worker")

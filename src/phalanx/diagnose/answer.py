@@ -1,0 +1,138 @@
+"""Looks at all processes of a job at once, and finds whom it waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Sequence
+
+from phalanx.diagnose.activity import Activity, Look, activity_of
+from phalanx.diagnose.findings import Finding, find
+from phalanx.diagnose.jobs import Job
+from phalanx.diagnose.kernel import stand_of
+from phalanx.diagnose.processes import Process, process_of
+from phalanx.diagnose.stacks import Stacks, Thread, read_stacks
+from phalanx.record.box import Box, box_of_process
+
+TIME_S = 2.0
+"""Within which a question about a running job is answered."""
+_STACKS_S = 1.0
+_RESERVE_S = 0.3  # of `TIME_S`, to start and to print
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSeen:
+    """A rank and the processes below it, as they were seen.
+
+    Attributes:
+        native: Threads of the rank with their native frames, where Python's alone do not tell; else none.
+    """
+
+    doing: Activity
+    look: Look
+    helpers: tuple[Look, ...] = ()
+    native: tuple[Thread, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Why a job does not go on, and what shows it.
+
+    Attributes:
+        job: The job; ranks that `seen` lacks are on other hosts.
+        seen: The ranks of this host, lowest first.
+        asked: Answer that a rank got while the job still ran; empty if none asked, or the job runs.
+    """
+
+    job: Job
+    finding: Finding
+    seen: tuple[RankSeen, ...]
+    asked: str = ""
+
+
+def examine(job: Job, timeout_s: float = TIME_S) -> Answer:
+    """Return why a running job does not go on."""
+    deadline = time.monotonic() + timeout_s - _RESERVE_S
+    seen = look_at(job, min(_STACKS_S, timeout_s - _RESERVE_S))
+    finding = find([one.doing for one in seen], job.world_size)
+    puzzling = [one.doing.pid for one in seen if one.doing.rank in finding.culprits and needs_native(one)]
+    native = read_stacks(puzzling, max(deadline - time.monotonic(), 0.0), native=True)
+    return Answer(
+        job=job,
+        finding=finding,
+        seen=tuple(
+            dataclasses.replace(one, native=native[one.doing.pid].threads) if one.doing.pid in native else one
+            for one in seen
+        ),
+    )
+
+
+def needs_native(one: RankSeen) -> bool:
+    """Whether the frames of Python do not tell what a rank does: its own code has called into a library's."""
+    return (
+        bool(one.look.stacks.threads) and not one.doing.within and one.doing.how in ("asleep", "gil", "starved", "lock")
+    )
+
+
+def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> tuple[RankSeen, ...]:
+    """Return what the ranks of a job are doing, and the processes below them.
+
+    Args:
+        native: Read native frames too.
+    """
+    asking = os.getpid()  # below a rank that asks by itself
+    pids = [
+        one.pid
+        for rank in job.ranks
+        for one in (rank.process, *rank.helpers)
+        if one and one.state not in "ZX" and one.pid != asking
+    ]
+    stacks = read_stacks(pids, timeout_s, native=native)
+    seen = []
+    for rank in job.ranks:
+        look = _look(rank.pid, rank.process, stacks)
+        living = [helper for helper in rank.helpers if helper.pid in stacks and process_of(helper.pid) is not None]
+        helpers = tuple(_look(helper.pid, helper, stacks) for helper in living)
+        seen.append(RankSeen(activity_of(rank.rank, look, helpers), look, helpers))
+    return tuple(seen)
+
+
+def _look(pid: int, process: Process | None, stacks: dict[int, Stacks]) -> Look:
+    if process is None or process.state in "ZX":
+        return Look(pid, process)
+    box, problem = _box(pid)
+    return Look(
+        pid=pid,
+        process=process_of(pid),  # it may have ended while the stacks were read
+        stacks=stacks[pid],
+        stand=stand_of(pid),
+        box=box,
+        box_problem=problem,
+    )
+
+
+def _box(pid: int) -> tuple[Box | None, str]:
+    try:
+        return box_of_process(pid), ""
+    except ValueError as error:
+        return None, f"its black box can't be read: {error}"
+    except PermissionError:
+        return None, "its black box can't be read: permission denied"
+    except OSError:  # it has just ended
+        return None, ""
+
+
+def group_alike(seen: Iterable[RankSeen], first: Sequence[int]) -> list[list[RankSeen]]:
+    """Return ranks grouped by equal stacks of the user's code, those of `first` first and the largest groups last."""
+    groups: dict[object, list[RankSeen]] = {}
+    for one in seen:
+        doing = one.doing
+        threads = tuple(
+            tuple((frame.function, frame.file, frame.line) for frame in thread.own_frames)
+            for thread in one.look.stacks.threads
+            if thread.own_frames
+        )
+        call = (doing.call.op, doing.call.seq, doing.call.group) if doing.call else None
+        groups.setdefault((threads, doing.how, call, one.look.stacks.problem), []).append(one)
+    return sorted(groups.values(), key=lambda group: (group[0].doing.rank not in first, len(group)))

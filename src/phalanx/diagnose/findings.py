@@ -1,0 +1,122 @@
+"""From what each rank does to whom the others wait for: a typed finding, which `wording` puts into a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from phalanx.diagnose.activity import Activity, Call
+
+WORLD = "default"
+"""Name of the group of all ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Why a job does not go on.
+
+    Attributes:
+        kind: ``absent``: the culprits have not called what others wait in. ``halted``: they have, and can't go on.
+            ``fell``: they ended by themselves, and the job with them.
+            ``circle``: ranks wait for messages of each other.
+            ``differ``: ranks wait in different calls. ``together``: all wait in one call, and none is missing here.
+            ``elsewhere``: whoever is missing is not on this host. ``apart``: no rank waits for another.
+        culprits: Ranks that the others wait for, lowest first.
+        call: Operation in which most of the others wait; None if none does.
+        waiters: Ranks that wait for the culprits.
+        missing: Ranks that are not on this host, if the finding is ``elsewhere``.
+        since_s: Seconds for which the longest of the waits has lasted; None if that is unknown.
+    """
+
+    kind: str
+    culprits: tuple[int, ...] = ()
+    call: Call | None = None
+    waiters: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    since_s: float | None = None
+
+
+def find(activities: Sequence[Activity], world_size: int = 0) -> Finding:
+    """Return whom the ranks wait for.
+
+    Args:
+        world_size: Number of ranks, also on other hosts; 0 if it is unknown.
+    """
+    by_rank = {doing.rank: doing for doing in activities}
+    waiting = [doing for doing in activities if doing.call is not None and not doing.is_halted]
+    if not waiting:
+        halted = tuple(doing.rank for doing in activities if doing.is_halted)
+        return Finding("halted" if halted else "apart", halted)
+    awaited = {doing.rank: _awaited(doing, activities) for doing in waiting}
+    roots = sorted(rank for rank in set().union(*awaited.values()) if rank not in awaited)
+    call = _most_common([doing.call for doing in waiting if doing.call is not None])
+    waiters = tuple(rank for rank in awaited if rank not in roots)
+    since_s = max(
+        (doing.call.since_s for doing in waiting if doing.call and doing.call.since_s is not None), default=None
+    )
+    if roots:
+        of_them = [doing.call for doing in waiting if doing.call is not None and awaited[doing.rank] & {*roots}]
+        call = _most_common(of_them)
+        has_called = all((theirs := by_rank[rank].call) is not None and theirs.is_same(call) for rank in roots)
+        return Finding("halted" if has_called else "absent", tuple(roots), call, waiters, since_s=since_s)
+    if circle := _circle(awaited, by_rank):
+        return Finding("circle", circle, by_rank[circle[0]].call, waiters, since_s=since_s)
+    if any(awaited.values()):
+        return _differing(waiting, call, since_s)
+    missing = tuple(rank for rank in range(world_size) if rank not in by_rank)
+    return Finding("elsewhere" if missing else "together", (), call, waiters, missing, since_s)
+
+
+def _awaited(doing: Activity, activities: Sequence[Activity]) -> set[int]:
+    """Return the ranks of this host that a waiting rank waits for."""
+    call = doing.call
+    assert call is not None
+    others = [one for one in activities if one.rank != doing.rank]
+    if call.is_message and call.group in ("", WORLD) and call.peer is not None:
+        return {one.rank for one in others if one.rank == call.peer}
+    if call.is_message:  # in a group whose ranks are numbered otherwise: one of its members
+        return {one.rank for one in others if one.call is None and (not one.progress or call.group in one.progress)}
+    if call.seq:
+        late = {one.rank for one in others if _is_late(one, call)}
+        if not late:  # its last call in this group may be too long ago to be known
+            late = {
+                one.rank for one in others if one.has_forgotten and one.call is None and call.group not in one.progress
+            }
+        return late or {one.rank for one in others if one.is_halted and one.progress.get(call.group, 0) == call.seq}
+    return {one.rank for one in others if one.is_halted or one.call is None or not one.call.is_same(call)}
+
+
+def _circle(awaited: Mapping[int, set[int]], by_rank: Mapping[int, Activity]) -> tuple[int, ...]:
+    """Return ranks each of which waits for a message of the next, and the last for one of the first; empty: none do."""
+    for first in awaited:
+        path = [first]
+        while (call := by_rank[path[-1]].call) is not None and call.is_message and len(awaited[path[-1]]) == 1:
+            (following,) = awaited[path[-1]]
+            if following in path:
+                return tuple(path[path.index(following) :])
+            path.append(following)
+    return ()
+
+
+def _is_late(one: Activity, call: Call) -> bool:
+    """Whether a rank has not begun a numbered collective of a group that it is in."""
+    if one.progress:
+        is_member = call.group == WORLD or call.group in one.progress
+        return is_member and one.progress.get(call.group, 0) < call.seq
+    return one.call is None or not one.call.is_same(call)
+
+
+def _differing(waiting: Sequence[Activity], call: Call, since_s: float | None) -> Finding:
+    """Return the finding where all wait, in calls that do not fit: the fewer ranks are rather wrong."""
+    alike = tuple(doing.rank for doing in waiting if doing.call is not None and doing.call.is_same(call))
+    others = tuple(doing.rank for doing in waiting if doing.rank not in alike)
+    return Finding("differ", others, call, alike, since_s=since_s)
+
+
+def _most_common(calls: Sequence[Call]) -> Call:
+    """Return the call in which most ranks are; of several, the one that has waited longest."""
+
+    def rank(call: Call) -> tuple[int, float]:
+        return sum(call.is_same(other) for other in calls), call.since_s or 0.0
+
+    return max(calls, key=rank)

@@ -1,0 +1,234 @@
+"""Which processes of this host are ranks of which job, whoever started them.
+
+Three sources, in this order: the notes of a launcher of ours, which knows its ranks' processes; the black boxes that
+processes hold; and the environment that torchrun, mpirun, Slurm or a person gave them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+from phalanx._errors import printable
+from phalanx._launched import MEMORY_NAME, read_started
+from phalanx.diagnose.processes import (
+    Process,
+    command_of,
+    descendants,
+    environment_of,
+    is_python,
+    memories_of,
+    process_of,
+    processes_of,
+)
+from phalanx.launch.schedulers import Placement, detect
+from phalanx.record import box
+
+_BY_HAND = "by hand"
+_STARTERS = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "mpirun": "mpirun",
+    "mpiexec": "mpirun",
+    "prterun": "mpirun",
+    "orted": "mpirun",
+    "prted": "mpirun",
+    "hydra_pmi_proxy": "mpirun",
+    "slurmstepd": "srun",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """A rank of this host.
+
+    Attributes:
+        process: The process; None if that has ended.
+        pid: The pid that it has or had.
+        helpers: Processes below it, such as the workers of a data loader.
+    """
+
+    rank: int
+    pid: int
+    process: Process | None
+    helpers: tuple[Process, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The ranks of one job that run on this host.
+
+    Attributes:
+        name: Script or module that it runs, such as ``train.py``.
+        launcher: ``phalanx run``, ``phalanx.spawn``, ``torchrun``, ``mpirun``, ``srun``, or ``by hand``.
+        launcher_pid: Process that started the ranks.
+        world_size: Number of ranks, also on other hosts; 0 if it is unknown.
+        ranks: The ranks of this host, lowest first.
+        folder: Folder of the run's logs; empty if it is unknown.
+        notes: Path of the launcher's notes, see `_launched`; empty if it keeps none.
+    """
+
+    name: str
+    launcher: str
+    launcher_pid: int
+    world_size: int
+    ranks: tuple[Rank, ...]
+    folder: str = ""
+    notes: str = ""
+
+    @property
+    def pids(self) -> set[int]:
+        """The launcher's pid and those of all ranks."""
+        return {self.launcher_pid, *(rank.pid for rank in self.ranks)}
+
+
+def find_jobs() -> list[Job]:
+    """Return the jobs of this user on this host, the youngest last."""
+    processes = processes_of(os.geteuid())
+    pythons = {pid for pid in processes if pid != os.getpid() and is_python(pid)}
+    jobs: list[Job] = []
+    taken: set[int] = set()
+    for source in (_noted, _boxed, _placed):
+        for job in source(processes, pythons - taken):
+            jobs.append(job)
+            taken |= job.pids
+            if job.world_size != 1:
+                taken |= {helper.pid for rank in job.ranks for helper in rank.helpers}
+    return sorted(jobs, key=lambda job: max((r.process.start_time for r in job.ranks if r.process), default=0))
+
+
+def find_job(wanted: str) -> Job:
+    """Return the job that a user means: by the pid of any of its processes, its name, or its run's folder.
+
+    A process that is no rank of any job is a job of its own.
+
+    Raises:
+        LookupError: There is none, or there are several; the message says which there are.
+    """
+    jobs = find_jobs()
+    if wanted.isdecimal():
+        pid = int(wanted)
+        for job in jobs:
+            if pid in {rank.pid for rank in job.ranks} or (pid == job.launcher_pid and job.launcher != _BY_HAND):
+                return job
+        for job in jobs:  # but of one that has trained alone: it may be a notebook, which starts what it likes
+            if job.world_size != 1 and any(pid == helper.pid for rank in job.ranks for helper in rank.helpers):
+                return job
+        process = process_of(pid)
+        if process is None:
+            raise LookupError(f"there is no process {pid}")
+        return Job(
+            _name(command_of(pid)) or process.name, _BY_HAND, process.parent, 0, (_rank(0, pid, {pid: process}),)
+        )
+    found = [job for job in jobs if not wanted or wanted in (job.name, os.path.splitext(job.name)[0])]
+    found = found or [job for job in jobs if job.folder == os.path.abspath(wanted)]
+    if len(found) == 1:
+        return found[0]
+    kind = f"no job {wanted!r}" if wanted and not found else "several jobs" if found else "no job"
+    there = "; ".join(f"{job.launcher_pid} ({job.name}, {job.launcher})" for job in (found or jobs))
+    raise LookupError(f"there {'are' if found else 'is'} {kind} of this user on this host{there and ': '}{there}")
+
+
+def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
+    """Yield the jobs of launchers of ours. What these have forked holds their memory open, too, but is younger."""
+    seen: set[tuple[int, int]] = set()
+    for pid in sorted(pythons, key=lambda pid: processes[pid].start_time):
+        with contextlib.suppress(OSError, ValueError):
+            for path in memories_of(pid, MEMORY_NAME):
+                memory = os.stat(path)
+                started = read_started(path)
+                if started is None or (memory.st_dev, memory.st_ino) in seen:
+                    continue
+                seen.add((memory.st_dev, memory.st_ino))
+                ranks = [_rank(rank, of, processes) for rank, of in sorted(started.pids.items())]
+                words = shlex.split(started.command)[2:] if started.command else command_of(pid)[1:]
+                yield Job(_name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path)
+
+
+def _boxed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
+    """Yield jobs of processes that nobody of ours has started, and that record what they do."""
+    found: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
+    for pid in pythons:
+        with contextlib.suppress(OSError, ValueError):
+            if (recorded := box.box_of_process(pid)) is not None:
+                key: tuple[object, ...] = (pid,)  # a world of its own
+                if recorded.world_size > 1:
+                    key = _meeting(environment_of(pid)) or (processes[pid].parent, recorded.world_size)
+                found.setdefault(key, []).append((recorded.rank, pid, recorded.world_size))
+    for ranks in found.values():
+        yield _job(processes[ranks[0][1]].parent, ranks, processes)
+
+
+def _meeting(environ: Mapping[str, str]) -> tuple[object, ...]:
+    """Return where ranks with this environment meet, which no two jobs share; empty if it does not tell."""
+    place = detect(environ)
+    if place is None or place.master_port is None:
+        return ()
+    return place.master_addr, place.master_port, place.world_size, environ.get("TORCHELASTIC_RUN_ID")
+
+
+def _placed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
+    """Yield jobs whose processes have a place in their environment."""
+    found: dict[tuple[object, ...], dict[int, tuple[int, Placement]]] = {}
+    for pid in sorted(pythons, key=lambda pid: processes[pid].start_time):
+        environ = environment_of(pid)
+        with contextlib.suppress(ValueError):
+            place = detect(environ)
+            if place is None:
+                continue
+            ranks = found.setdefault(_meeting(environ) or (place.world_size, place.scheduler), {})
+            if not _is_below(
+                pid, {of for of, _ in ranks.values()}, processes
+            ):  # what a rank starts has its environment
+                ranks[place.rank] = pid, place
+    for ranks in found.values():
+        parent = processes[next(iter(ranks.values()))[0]].parent
+        yield _job(parent, [(rank, pid, place.world_size) for rank, (pid, place) in ranks.items()], processes)
+
+
+def _is_below(pid: int, ancestors: set[int], processes: Mapping[int, Process]) -> bool:
+    while pid in processes:
+        if pid in ancestors:
+            return True
+        pid = processes[pid].parent
+    return False
+
+
+def _job(parent: int, ranks: Sequence[tuple[int, int, int]], processes: Mapping[int, Process]) -> Job:
+    _, first, world_size = min(ranks)
+    return Job(
+        name=_name(command_of(first)),
+        launcher=_launcher(parent),
+        launcher_pid=parent,
+        world_size=world_size,
+        ranks=tuple(_rank(rank, pid, processes) for rank, pid, _ in sorted(ranks)),
+    )
+
+
+def _rank(rank: int, pid: int, processes: Mapping[int, Process]) -> Rank:
+    return Rank(rank, pid, processes.get(pid), tuple(descendants(pid, processes)) if pid in processes else ())
+
+
+def _launcher(pid: int) -> str:
+    for word in command_of(pid)[:4]:
+        for sign, launcher in _STARTERS.items():
+            if os.path.basename(word) == sign:
+                return launcher
+    return _BY_HAND
+
+
+def _name(words: Sequence[str]) -> str:
+    """Return the script or the module in a command line of Python or of a launcher; empty if there is none."""
+    words = [printable(word) for word in words]
+    for number, word in enumerate(words):
+        if word.endswith(".py"):
+            return os.path.basename(word)
+        if word == "-m" and number + 1 < len(words):
+            return words[number + 1]
+        if word == "-c":
+            return "-c"
+    return os.path.basename(words[0]) if words else ""

@@ -1,0 +1,130 @@
+"""Why a job that has ended did so: from the black boxes, error files and logs that its run left."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx._files import open_regular
+from phalanx._last_words import LastWords
+from phalanx.diagnose.activity import Call, Look, activity_of
+from phalanx.diagnose.answer import Answer, RankSeen
+from phalanx.diagnose.findings import Finding, find
+from phalanx.diagnose.jobs import Job
+from phalanx.diagnose.stacks import Frame, Stacks
+from phalanx.launch.causes import is_victim
+from phalanx.launch.outcome import last_words_in
+from phalanx.record.box import ANSWER, SUFFIX, Box, load_box
+
+_TAIL_BYTES = 256 << 10
+
+
+def newest_run(under: Path = Path("runs")) -> Path | None:
+    """Return the folder of the youngest run; None if there is none."""
+    runs = [path.parent for path in under.glob("*/*/logs")]
+    return max(runs, key=lambda path: path.name, default=None)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run of ``phalanx run``."""
+    return (path / "logs").is_dir()
+
+
+def examine_run(folder: Path) -> Answer:
+    """Return why the last attempt of a run ended.
+
+    Raises:
+        LookupError: The folder is none of a run, or no rank was started.
+    """
+    attempts = _numbered(folder, "logs/attempt_*")
+    if not attempts:
+        raise LookupError(f"{folder} holds no logs of ranks")
+    logs, boxes = attempts[-1], folder / "blackbox" / attempts[-1].name
+    seen = tuple(_rank(int(path.name.rpartition("_")[2]), path, boxes) for path in _numbered(logs, "rank_*"))
+    found = find([one.doing for one in seen])
+    world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
+    job = Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder))
+    return Answer(job, _by_cause(found, seen), seen, _asked(seen))
+
+
+def _rank(rank: int, logs: Path, boxes: Path) -> RankSeen:
+    """Return what a rank was doing when it ended, or was ended."""
+    path = boxes / f"rank_{rank}{SUFFIX}"
+    box, problem, seen_ns = None, "", 0
+    if path.exists():
+        try:
+            box = load_box(path)
+            seen_ns = path.stat().st_mtime_ns - box.realtime_less_monotonic_ns
+        except ValueError as error:
+            problem = str(error)
+    words, how = _words(logs, box)
+    look = Look(box.pid if box else 0, None, Stacks(problem=problem), box=box, box_problem=problem, seen_ns=seen_ns)
+    doing = dataclasses.replace(activity_of(rank, look), how="silent" if box else "unrecorded", since_s=None)
+    if words.kind and _has_waited(words):  # and that ended by its exception
+        doing = dataclasses.replace(doing, call=doing.call or doing.last or _call(words))
+    elif words.kind:
+        doing = dataclasses.replace(doing, how="raised", call=None, detail=words.summary, frame=_frame(words.site))
+    elif how:
+        doing = dataclasses.replace(doing, how="killed", call=None, detail=how)
+    return RankSeen(doing, look)
+
+
+def _words(logs: Path, box: Box | None) -> tuple[LastWords, str]:
+    """Return the exception that ended a rank, and the signal that did, or nothing."""
+    told: object = None
+    with contextlib.suppress(OSError, ValueError), open_regular(logs / "error.json") as file:
+        told = json.loads(file.read())
+    facts = told if isinstance(told, dict) else {}
+    pid = box.pid if box else facts.get("pid", 0)
+    tail = b""
+    with contextlib.suppress(OSError), open_regular(logs / "stderr.log") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
+        tail = file.read()
+    signal = facts.get("signal")
+    return last_words_in(str(logs), pid, tail), signal if isinstance(signal, str) else ""
+
+
+def _has_waited(words: LastWords) -> bool:
+    """Whether a rank ended because others did not come, or had failed."""
+    is_timeout = words.failure is not None and words.failure.kind == "rank_missing"
+    return is_timeout or is_victim(words)
+
+
+def _call(words: LastWords) -> Call:
+    """Return the operation that an exception ended, in which a rank waited that has recorded nothing."""
+    frame = _frame(words.site)
+    return Call(words.failure.op if words.failure else "a collective", frame.site if frame else "")
+
+
+def _frame(site: str) -> Frame | None:
+    """Return the frame of a line such as ``/home/me/train.py:31``, shown from here; None if there is none."""
+    path, _, line = site.rpartition(":")
+    if not path or not line.isdecimal():
+        return None
+    return Frame("", path.removeprefix(os.path.join(os.getcwd(), "")), int(line), "")
+
+
+def _asked(seen: Sequence[RankSeen]) -> str:
+    """Return the last answer that a rank got which waited and asked by itself; empty if none did."""
+    notes = [event for one in seen if one.look.box for event in one.look.box.events if event.kind == "note"]
+    answers = [note for note in notes if note.text.startswith(ANSWER)]
+    return max(answers, key=lambda note: note.begun_ns).text.removeprefix(ANSWER) if answers else ""
+
+
+def _by_cause(found: Finding, seen: Sequence[RankSeen]) -> Finding:
+    """Return the finding with the ranks that failed by themselves as the culprits, if there are any."""
+    fallen = tuple(one.doing.rank for one in seen if one.doing.how in ("raised", "killed"))
+    if not fallen:
+        return found
+    waiters = tuple(one.doing.rank for one in seen if one.doing.call is not None)
+    return dataclasses.replace(found, kind="fell", culprits=fallen, waiters=waiters)
+
+
+def _numbered(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths whose names end in a number, by that; what somebody else has left there is passed over."""
+    found = [path for path in folder.glob(pattern) if path.name.rpartition("_")[2].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))

@@ -1,0 +1,150 @@
+"""Processes as ``/proc`` shows them. A process that ends while it is looked at is gone, which is no error."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pwd
+from collections.abc import Iterator, Mapping
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process at the moment when it was looked at; see proc_pid_stat(5).
+
+    Attributes:
+        state: Letter of its state: R runs, S sleeps, D waits for a disk or the like, T stopped, t traced, Z zombie.
+        start_time: Clock ticks from the host's boot to its start: tells a reused pid apart.
+        cpu_s: CPU time of all its threads so far, in seconds.
+        rss_bytes: Resident memory; what is shared counts in each process.
+    """
+
+    pid: int
+    parent: int
+    name: str
+    state: str
+    start_time: int
+    cpu_s: float
+    num_threads: int
+    rss_bytes: int
+    minor_faults: int
+    major_faults: int
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was started."""
+        with open("/proc/uptime") as file:
+            return float(file.read().split()[0]) - self.start_time / _TICKS_PER_S
+
+
+def process_of(pid: int) -> Process | None:
+    """Return a process; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            head, _, tail = file.read().decode(errors="replace").rpartition(")")
+    except OSError:
+        return None
+    fields = ["", "", *tail.split()]  # so that fields[n - 1] is field n of the manual page
+    return Process(
+        pid=pid,
+        parent=int(fields[3]),
+        name=head.partition("(")[2],
+        state=fields[2],
+        start_time=int(fields[21]),
+        cpu_s=(int(fields[13]) + int(fields[14])) / _TICKS_PER_S,
+        num_threads=int(fields[19]),
+        rss_bytes=int(fields[23]) * _PAGE_BYTES,
+        minor_faults=int(fields[9]),
+        major_faults=int(fields[11]),
+    )
+
+
+def processes_of(user: int) -> dict[int, Process]:
+    """Return all processes of a user, by pid."""
+    found = {}
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == user and (process := process_of(int(name))):
+                found[process.pid] = process
+    return found
+
+
+def command_of(pid: int) -> list[str]:
+    """Return the words of a process's command line; none if it has ended, or belongs to the kernel."""
+    return [word.decode(errors="replace") for word in _read(pid, "cmdline").split(b"\0") if word]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; empty if it can't be read.
+
+    What it has set since then does not show, nor what a forked rank was given.
+    """
+    pairs = (word.decode(errors="replace").partition("=") for word in _read(pid, "environ").split(b"\0"))
+    return {name: value for name, is_pair, value in pairs if is_pair}
+
+
+def is_python(pid: int) -> bool:
+    """Whether a process runs a Python interpreter under its usual name."""
+    with contextlib.suppress(OSError):
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy"))
+    return False
+
+
+def pss_of(pid: int) -> int | None:
+    """Return the memory of a process in bytes, of which what is shared counts in parts; None if it can't be read.
+
+    The kernel walks all pages for this, under a lock that the process may wait for.
+    """
+    for line in _read(pid, "smaps_rollup").splitlines():
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def owner_of(pid: int) -> str:
+    """Return the name or number of the user to whom a process belongs; empty if it has ended."""
+    try:
+        user = os.stat(f"/proc/{pid}").st_uid
+        return pwd.getpwuid(user).pw_name
+    except OSError:
+        return ""
+    except KeyError:
+        return str(user)
+
+
+def memories_of(pid: int, name: str) -> Iterator[str]:
+    """Yield the paths by which the open memfds of this name can be opened.
+
+    Raises:
+        PermissionError: This user may not look into that process.
+    """
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{number}"
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if os.readlink(path).startswith(f"/memfd:{name} "):
+                    yield path
+
+
+def descendants(root: int, processes: Mapping[int, Process]) -> list[Process]:
+    """Return the processes below one, each after its parent."""
+    found: list[Process] = []
+    parents = {root}
+    left = dict(processes)
+    while parents:
+        children = [process for process in left.values() if process.parent in parents]
+        found += children
+        parents = {child.pid for child in children}
+        for pid in parents:
+            del left[pid]
+    return found
+
+
+def _read(pid: int, name: str) -> bytes:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read()
+    return b""

@@ -1,0 +1,233 @@
+"""Python stacks of running processes, also of stopped ones, read from outside by py-spy: whoever holds the GIL.
+
+A process is not halted for it, and is never asked: py-spy reads its memory. Only native frames need a halt, of
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx._last_words import owner_of
+
+_LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|python3\.\d+|src(?=/phalanx/))/")
+_TRIES = 3
+_AT_ONCE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One frame of a stack.
+
+    Attributes:
+        function: Name of the function, as qualified as Python tells.
+        file: Path of its source, without the folder of its library, or of the process; of a native
+            frame, its library.
+        line: Line; 0 if it is unknown, as in most native frames.
+        owner: Package that the file belongs to, ``Python`` or ``native``; empty for the user's own code.
+    """
+
+    function: str
+    file: str
+    line: int
+    owner: str
+
+    @property
+    def name(self) -> str:
+        """Name of the function alone."""
+        return self.function.rpartition(".")[2]
+
+    @property
+    def site(self) -> str:
+        """Where it is, such as ``data.py:88``."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+@dataclasses.dataclass(frozen=True)
+class Thread:
+    """A Python thread of a process.
+
+    Attributes:
+        number: The kernel's number of the thread; that of the main thread is the pid.
+        is_active: Whether it was running when it was looked at.
+        owns_gil: Whether it held the global interpreter lock.
+        frames: The frames, innermost first.
+    """
+
+    number: int
+    name: str
+    is_active: bool
+    owns_gil: bool
+    frames: tuple[Frame, ...]
+
+    @property
+    def own_frames(self) -> tuple[Frame, ...]:
+        """The frames of the user's own code."""
+        return tuple(frame for frame in self.frames if not frame.owner)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """The stacks of a process.
+
+    Attributes:
+        threads: The Python threads, the main thread first; none if they could not be read.
+        problem: Reason why they could not be read, and what to do about it; empty if they were.
+    """
+
+    threads: tuple[Thread, ...] = ()
+    problem: str = ""
+
+
+def find_py_spy() -> str:
+    """Return the path of py-spy, beside this Python or on the PATH; empty if it is not installed."""
+    return shutil.which("py-spy", path=os.path.dirname(sys.executable)) or shutil.which("py-spy") or ""
+
+
+def read_stacks(pids: Sequence[int], timeout_s: float = 1.0, *, native: bool = False) -> dict[int, Stacks]:
+    """Return the stacks of processes, all read at once.
+
+    Args:
+        timeout_s: Time for all of them; what takes longer is given up.
+        native: Read native frames too, which halts the process meanwhile and takes ten times as long.
+    """
+    if not pids:
+        return {}
+    deadline = time.monotonic() + timeout_s
+    with concurrent.futures.ThreadPoolExecutor(min(len(pids), _AT_ONCE)) as pool:
+        found = pool.map(functools.partial(_read, deadline=deadline, native=native), pids)
+        return dict(zip(pids, found, strict=True))
+
+
+def _read(pid: int, deadline: float, native: bool) -> Stacks:
+    """Return the stacks of one process; one that runs may have to be read again."""
+    program = find_py_spy()
+    if problem := _obstacle(pid) or ("" if program else _NO_PY_SPY):
+        return Stacks(problem=problem)
+    command = [program, "dump", "--json", "--native" if native else "--nonblocking", "--pid", str(pid)]
+    said = ""
+    for _ in range(_TRIES):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            break
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=left_s, check=False)
+        except subprocess.TimeoutExpired:
+            break
+        except OSError as error:
+            return Stacks(problem=f"{program} can't be started: {error.strerror}")
+        if done.returncode == 0:
+            return Stacks(_threads(pid, json.loads(done.stdout)))
+        said = done.stderr
+        if not os.path.exists(f"/proc/{pid}") or "python version" in said:
+            break
+    return Stacks(problem=_why_not(pid, said))
+
+
+def _threads(pid: int, dumped: Sequence[dict[str, Any]]) -> tuple[Thread, ...]:
+    try:
+        folder = os.path.join(os.readlink(f"/proc/{pid}/cwd"), "")
+    except OSError:
+        folder = ""
+    own_number = _number_inside(pid)
+    threads = [
+        Thread(
+            number=pid if one["os_thread_id"] == own_number else one["os_thread_id"] or 0,
+            name=one["thread_name"] or "",
+            is_active=one["active"],
+            owns_gil=one["owns_gil"],
+            frames=tuple(_frame(frame, folder) for frame in one["frames"]),
+        )
+        for one in dumped
+    ]
+    return tuple(sorted(threads, key=lambda thread: thread.number != pid))
+
+
+def _number_inside(pid: int) -> int:
+    """Return the number of a process in its own pid namespace, which a container has; py-spy tells that one."""
+    return int(_status(pid, "NSpid").split()[-1]) if _status(pid, "NSpid") else pid
+
+
+def _frame(facts: dict[str, Any], folder: str) -> Frame:
+    path = facts["filename"] or facts["module"] or ""
+    if facts["module"]:  # of a library; frames of Python have none
+        return Frame(facts["name"], os.path.basename(facts["module"]), 0, "native")
+    owner = "" if path == "<string>" else owner_of(path)  # of python -c
+    shown = _LIBRARY.sub("", path) if owner else path.removeprefix(folder) if folder else path
+    return Frame(facts["name"], shown, facts["line"], owner)
+
+
+# ---- why not -------------------------------------------------------------------------------------------------------
+
+_NO_PY_SPY = "py-spy is not installed: pip install py-spy, or phalanx-torch[diagnose]"
+
+
+def _obstacle(pid: int) -> str:
+    """Return why this process may not look into another, and the setting to change; empty if it may."""
+    try:
+        os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY))
+    except FileNotFoundError:
+        return "it has ended"
+    except PermissionError:
+        return _denied(pid)
+    except OSError as error:
+        return f"its memory can't be opened: {error.strerror}"
+    return ""
+
+
+def _denied(pid: int) -> str:
+    owner = _users_of(pid)
+    if owner and os.geteuid() not in (0, *owner):
+        return f"it belongs to user {owner[0]}: look as that user, or as root"
+    scope = ptrace_scope()
+    if scope == 3:
+        return "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the host is started anew"
+    if scope and os.geteuid() != 0:
+        return f"kernel.yama.ptrace_scope is {scope}: sudo sysctl kernel.yama.ptrace_scope=0, or look as root"
+    return "this container may not: start it with --cap-add SYS_PTRACE (Kubernetes: securityContext.capabilities.add)"
+
+
+def ptrace_scope() -> int:
+    """Return whom the kernel's Yama lets look into a process; 0: every process of the same user."""
+    try:
+        with open("/proc/sys/kernel/yama/ptrace_scope") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 0
+
+
+def _users_of(pid: int) -> list[int]:
+    """Return the real, effective and saved user of a process; none if it has ended."""
+    return [int(word) for word in _status(pid, "Uid").split()[:3]]
+
+
+def _status(pid: int, name: str) -> str:
+    """Return a line of ``/proc/PID/status``; empty if there is none."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith(f"{name}:")), "")
+    except OSError:
+        return ""
+
+
+def _why_not(pid: int, said: str) -> str:
+    """Return why py-spy could not read a process, from what it printed."""
+    if not os.path.exists(f"/proc/{pid}"):
+        return "it has ended"
+    if "python version" in said.lower():
+        return "it runs no Python that py-spy can read"
+    if "ermission" in said or "not permitted" in said:
+        return "a sandbox forbids process_vm_readv: start the container with --cap-add SYS_PTRACE"
+    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.lstrip()[0].isdigit()]
+    return f"py-spy could not read it: {lines[0].removeprefix('Error: ')}" if lines else "py-spy took too long"

@@ -1,0 +1,109 @@
+"""``phalanx top``: a live view of jobs, one picture of them, or a document for programs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import phalanx
+from phalanx._command_line import Parser, UsageError
+from phalanx.diagnose.top_watch import FIRST_S, JobView, Watch
+
+RIGHT_CALL = "phalanx top [JOB|PID]"
+FORMAT_VERSION = 1
+_GPU_WAIT_S = 5.0
+
+
+def main(args: Sequence[str]) -> int:
+    """Show jobs; return 1 if there is none, 2 if the one that was asked for does not exist."""
+    parser = make_parser()
+    try:
+        given = parser.parse_args(args)
+    except UsageError as error:
+        return parser.refuse(error)
+    try:
+        watch = Watch(given.job or "", given.interval)
+    except LookupError as error:
+        print(f"phalanx top: {error}", file=sys.stderr)
+        return 2
+    with contextlib.closing(watch):
+        if given.json:
+            jobs = _look_twice(watch)
+            print(as_json(jobs))
+            return int(not jobs)
+        return _show(watch, given.once, given.interval, bool(given.job))
+
+
+def make_parser() -> Parser:
+    """Return the parser of ``phalanx top``."""
+    parser = Parser(
+        "phalanx top",
+        "phalanx top [JOB|PID] [flags]",
+        "Show what the ranks of this user's jobs on this host are doing, whoever started them, and what they use; q "
+        "quits. Where standard output is no terminal, print one picture and end.",
+        "phalanx top train.py",
+    )
+    parser.add_argument(
+        "job", nargs="?", metavar="JOB|PID", help="job, by its script, or by the pid of its launcher or of a rank"
+    )
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument("--json", action="store_true", help="print one picture as JSON and end")
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between two pictures (default: 1)"
+    )
+    return parser
+
+
+def as_json(jobs: Sequence[JobView]) -> str:
+    """Return a picture as a document."""
+    told: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "phalanx": phalanx.__version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "jobs": [dataclasses.asdict(job) for job in jobs],
+    }
+    return json.dumps(told, indent=2)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"must be seconds from 0.1 to 3600, got {text!r}")
+    return value
+
+
+def _look_twice(watch: Watch) -> list[JobView]:
+    watch.look()
+    time.sleep(FIRST_S)
+    return watch.look(_GPU_WAIT_S)
+
+
+def _show(watch: Watch, is_once: bool, interval_s: float, is_one_job: bool) -> int:
+    from rich.console import Console  # not for --json
+    from rich.text import Text
+
+    from phalanx.diagnose.top_screen import draw
+
+    console = Console(highlight=False, soft_wrap=True)
+    is_ascii = console.options.ascii_only
+    if not is_once and console.is_terminal and not console.is_dumb_terminal:
+        from phalanx.diagnose.top_live import watch_live
+
+        jobs = watch_live(watch, console, interval_s, is_one_job)
+        if jobs is None:
+            return 0
+    else:
+        jobs = _look_twice(watch)
+    console.print(Text("\n").join(draw(jobs, console.width, is_ascii)))
+    return int(not jobs)

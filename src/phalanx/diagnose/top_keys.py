@@ -1,0 +1,77 @@
+"""What happens at a terminal while a picture stands on it: keys, and changes of its size."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from types import FrameType, TracebackType
+
+_KEYS = {b"\x1b[A": "up", b"k": "up", b"\x1b[B": "down", b"j": "down", b"q": "quit", b"Q": "quit", b"\x04": "quit"}
+
+
+class Keys:
+    """Keys are read one by one and not shown, until the end of the block; Ctrl-C stays an interrupt.
+
+    Works without a terminal on standard input, too: then there are no keys.
+    """
+
+    def __enter__(self) -> Keys:
+        self._input = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._typed = b""
+        self._pipe = os.pipe()
+        for fd in self._pipe:
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK)
+        handlers = {signal.SIGWINCH: self._note_size, signal.SIGTERM: _leave, signal.SIGHUP: _leave}
+        self._handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        if self._input is not None:
+            self._modes = termios.tcgetattr(self._input)
+            tty.setcbreak(self._input)
+            modes = termios.tcgetattr(self._input)
+            modes[6][termios.VSUSP] = b"\0"  # to be suspended would leave the picture on the shell's screen
+            termios.tcsetattr(self._input, termios.TCSANOW, modes)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._input is not None:
+            with contextlib.suppress(termios.error):  # the terminal has gone
+                termios.tcsetattr(self._input, termios.TCSADRAIN, self._modes)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for fd in self._pipe:
+            os.close(fd)
+
+    def wait(self, seconds: float) -> str:
+        """Return ``up``, ``down``, ``quit``, ``resize`` or ``other`` once that happens; empty after so many seconds."""
+        watched = [self._pipe[0]] if self._input is None else [self._pipe[0], self._input]
+        if self._typed:
+            return self._key()
+        ready, _, _ = select.select(watched, [], [], max(0.0, seconds))
+        if self._pipe[0] in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._pipe[0], 4096)
+            return "resize"
+        if ready and self._input is not None:
+            self._typed = os.read(self._input, 64)
+            return self._key() if self._typed else "quit"
+        return ""
+
+    def _key(self) -> str:
+        """Take one key from what has been typed; arrows are three bytes."""
+        size = 3 if self._typed.startswith(b"\x1b[") else 1
+        key, self._typed = self._typed[:size], self._typed[size:]
+        return _KEYS.get(key, "other")
+
+    def _note_size(self, number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._pipe[1], b"\0")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End the process in order, so that the terminal gets its modes and its screen back."""
+    raise SystemExit(128 + number)

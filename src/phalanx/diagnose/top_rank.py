@@ -1,0 +1,201 @@
+"""Watches one rank: each look returns what it is doing, and what it uses."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+
+from phalanx.diagnose.jobs import Rank
+from phalanx.diagnose.processes import Process, owner_of, process_of, pss_of
+from phalanx.diagnose.top_gpu import Gpu
+from phalanx.diagnose.top_record import Activity, Recorded
+from phalanx.record.box import open_box
+
+_IDLE_PERCENT = 3.0
+_ENDED = ("X", "Z")
+
+
+@dataclasses.dataclass(frozen=True)
+class RankView:
+    """What a rank does and uses; None stands for what is not known, or not known yet.
+
+    Attributes:
+        note: Reason why its record can't be read; empty if it can, or if it has none.
+        step: Number of its newest optimizer step.
+        num_steps: Number of the last step of the training.
+        samples_per_s: Samples that all ranks together train on, as this rank counts them.
+        step_times_s: Mean seconds of a step in each of the last intervals in which one ended, oldest first.
+        cpu_percent: CPU time of its threads; 100 is one CPU.
+        pss_bytes: Memory, of which what is shared counts in parts; measured every ten seconds or more seldom.
+        minor_faults_per_s: Page faults without I/O.
+        num_helpers: Processes that it has started, such as the workers of a data loader.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    what: str
+    site: str
+    since_s: float | None
+    note: str
+    step: int | None
+    num_steps: int | None
+    steps_per_s: float | None
+    samples_per_s: float | None
+    step_times_s: list[float]
+    cpu_percent: float | None
+    rss_bytes: int | None
+    pss_bytes: int | None
+    num_threads: int | None
+    minor_faults_per_s: float | None
+    major_faults_per_s: float | None
+    num_helpers: int
+    gpus: tuple[Gpu, ...]
+
+
+class Seldom:
+    """When something expensive is due.
+
+    Args:
+        every_s: Least seconds between two times.
+        share: Most of a CPU that it may take.
+    """
+
+    def __init__(self, every_s: float, share: float) -> None:
+        self._every_s, self._share = every_s, share
+        self._next = 0.0
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def hasten(self, after_s: float) -> None:
+        """Let it be due after so many seconds, unless it is earlier."""
+        self._next = min(self._next, time.monotonic() + after_s)
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Do it in the body, whose CPU time decides when it is due again."""
+        begun = time.thread_time()
+        try:
+            yield
+        finally:
+            self._next = time.monotonic() + max(self._every_s, (time.thread_time() - begun) / self._share)
+
+
+class WatchedRank:
+    """One rank, of which the last look is remembered, since rates are differences.
+
+    Args:
+        rank: The rank.
+        bar_s: Seconds that a bar of the step times stands for.
+
+    Attributes:
+        pss_measured_at: Time of the last `measure_pss`; 0 if there was none.
+    """
+
+    def __init__(self, rank: Rank, bar_s: float) -> None:
+        self._rank = rank
+        self._start_time = rank.process.start_time if rank.process is not None else None
+        self._before: tuple[float, Process] | None = None
+        self._pss: int | None = None
+        self.pss_measured_at: float = 0.0
+        self._recorded: Recorded | None = None
+        self._finding_record = Seldom(2.0, share=0.001)
+        self._note = ""
+        self._bar_s = bar_s
+
+    def takes(self, rank: Rank) -> bool:
+        """Whether a rank is this one; then take it in."""
+        if rank.process is not None and rank.process.start_time != self._start_time:
+            return False
+        self._rank = rank
+        return True
+
+    def look(self, gpus: tuple[Gpu, ...]) -> RankView:
+        now, process = time.monotonic(), process_of(self._rank.pid)
+        if process is not None and (process.state in _ENDED or process.start_time != self._start_time):
+            process = None  # what has the pid now is another one
+        self._look_at_record()
+        rates = (None, None, None) if process is None else self._rates(now, process)
+        activity = self._activity(process, rates[0])
+        steps = self._recorded.steps if self._recorded is not None else None
+        speeds = (steps.rates(time.monotonic_ns()) if steps is not None and process is not None else None) or (
+            None,
+        ) * 2
+        if process is not None:
+            self._before = now, process
+        return RankView(
+            rank=self._rank.rank,
+            pid=self._rank.pid,
+            state=activity.state,
+            what=activity.what,
+            site=activity.site,
+            since_s=activity.since_s,
+            note=self._note,
+            step=steps.step if steps is not None else None,
+            num_steps=steps.num_steps if steps is not None else None,
+            steps_per_s=speeds[0],
+            samples_per_s=speeds[1],
+            step_times_s=steps.times_s if steps is not None else [],
+            cpu_percent=rates[0],
+            rss_bytes=process.rss_bytes if process is not None else None,
+            pss_bytes=self._pss if process is not None else None,
+            num_threads=process.num_threads if process is not None else None,
+            minor_faults_per_s=rates[1],
+            major_faults_per_s=rates[2],
+            num_helpers=len(self._rank.helpers) if process is not None else 0,
+            gpus=gpus,
+        )
+
+    def measure_pss(self) -> None:
+        """Measure what takes some 20 ms for a rank that has imported torch."""
+        self._pss, self.pss_measured_at = pss_of(self._rank.pid), time.monotonic()
+
+    def close(self) -> None:
+        if self._recorded is not None:
+            self._recorded.close()
+
+    def _look_at_record(self) -> None:
+        pid = self._rank.pid
+        try:
+            if self._recorded is None and self._finding_record.is_due():
+                with self._finding_record.measured():
+                    place = open_box(pid)
+                    self._recorded = None if place is None else Recorded(*place, self._bar_s)
+            if self._recorded is not None:
+                self._recorded.look()
+        except PermissionError:
+            self._note = f"pid {pid} may not be looked into: it belongs to {owner_of(pid)}"
+        except ValueError as error:
+            self._note = f"the black box of pid {pid} can't be read: {error}"
+        except OSError:  # it has ended
+            pass
+
+    def _activity(self, process: Process | None, cpu_percent: float | None) -> Activity:
+        if process is None:
+            last = self._recorded.activity(self._rank.pid) if self._recorded is not None else None
+            return Activity("gone") if last is None else Activity("gone", last.what, last.site)
+        if process.state == "T":
+            return Activity("stopped", "by a signal")
+        if process.state == "t":
+            return Activity("stopped", "by a debugger")
+        if self._recorded is not None and (activity := self._recorded.activity(self._rank.pid)) is not None:
+            return activity
+        if process.state == "D":
+            return Activity("waiting", "for a disk or the like")
+        sleeps = process.state == "S" and (cpu_percent or 0.0) < _IDLE_PERCENT
+        return Activity("waiting" if sleeps else "computing")
+
+    def _rates(self, now: float, process: Process) -> tuple[float | None, float | None, float | None]:
+        """Return the percentage of CPU, and minor and major faults a second, since the last look."""
+        if self._before is None:
+            return None, None, None
+        then, before = self._before
+        seconds = max(now - then, 1e-3)
+        return (
+            100 * (process.cpu_s - before.cpu_s) / seconds,
+            (process.minor_faults - before.minor_faults) / seconds,
+            (process.major_faults - before.major_faults) / seconds,
+        )

@@ -1,0 +1,134 @@
+"""What a rank's black box tells `phalanx top`: what it is doing, and how its steps go."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import re
+import time
+
+from phalanx.record.box import Event, Tail
+
+_WINDOW_NS = 10 * 10**9
+_MOST_STEPS = 1024
+_MOST_BARS = 60
+_OF = re.compile(r"of (\d+)")
+_PHASES = {
+    "load data": "loading data",
+    "checkpoint": "writing a checkpoint",
+    "snapshot": "writing a checkpoint",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activity:
+    """What a rank is doing.
+
+    Attributes:
+        state: One of ``computing``, ``waiting``, ``loading data``, ``writing a checkpoint``, ``stopped``, ``gone``.
+        what: Collective with its number, message, phase or the like; empty if that is not known.
+        site: Line of the script, such as ``train.py:31``; empty if it is not known.
+        since_s: Seconds since it began; None if that is not known.
+    """
+
+    state: str
+    what: str = ""
+    site: str = ""
+    since_s: float | None = None
+
+
+class Steps:
+    """The optimizer steps of a rank: how far it is, and how fast.
+
+    Attributes:
+        step: Number of the newest step; None before the first.
+        num_steps: Number of the last step of the training; None if it is not known.
+    """
+
+    def __init__(self, bar_s: float = 1.0) -> None:
+        self.step: int | None = None
+        self.num_steps: int | None = None
+        self._ended: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MOST_STEPS)  # when; samples
+        self._bar_ns = int(bar_s * 1e9)
+        self._bars: dict[int, tuple[int, int]] = {}  # by time: nanoseconds and number of the steps that ended then
+
+    def add(self, event: Event) -> None:
+        """Take in a step, which may not have ended."""
+        self.step = event.seq
+        if found := _OF.fullmatch(event.text):
+            self.num_steps = int(found[1])
+        if event.ended_ns:
+            self._ended.append((event.ended_ns, event.value))
+            total, count = self._bars.pop(event.ended_ns // self._bar_ns, (0, 0))
+            self._bars[event.ended_ns // self._bar_ns] = total + event.ended_ns - event.begun_ns, count + 1
+            if len(self._bars) > _MOST_BARS:
+                del self._bars[next(iter(self._bars))]
+
+    @property
+    def times_s(self) -> list[float]:
+        """Mean seconds of a step in each of the last intervals in which any ended, oldest first."""
+        return [total / count / 1e9 for total, count in self._bars.values()]
+
+    def rates(self, now_ns: int) -> tuple[float, float] | None:
+        """Return steps and samples a second over the last ten seconds; None before there are two steps.
+
+        While the next step is overdue, both fall.
+        """
+        recent = [step for step in self._ended if step[0] > now_ns - _WINDOW_NS]
+        if len(recent) < 2:
+            recent = list(self._ended)[-2:]
+        if len(recent) < 2:
+            return None
+        num = len(recent) - 1
+        elapsed = recent[-1][0] - recent[0][0]
+        overdue = max(0, now_ns - recent[-1][0] - 2 * elapsed // num)
+        seconds = max(elapsed + overdue, 1) / 1e9
+        return num / seconds, sum(samples for _, samples in recent[1:]) / seconds
+
+
+class Recorded:
+    """A rank's box, read again at each look.
+
+    Args:
+        fd: Open file of the box; closed by `close`.
+        offset: Beginning of the box in it.
+        bar_s: Seconds that a bar of the step times stands for.
+    """
+
+    def __init__(self, fd: int, offset: int, bar_s: float) -> None:
+        self._fd = fd
+        self._tail = Tail(fd, offset, kinds=("step",))
+        self._unfinished: list[Event] = []
+        self.steps: Steps = Steps(bar_s)
+
+    def look(self) -> None:
+        """Read what is new.
+
+        Raises:
+            ValueError: The box is torn.
+        """
+        box = self._tail.read()
+        events = box.events if box is not None else ()
+        for event in events:
+            if event.kind == "step":
+                self.steps.add(event)
+        self._unfinished = [event for event in events if not event.ended_ns]
+
+    def activity(self, pid: int) -> Activity | None:
+        """Return what the main thread is in the middle of, else another thread; None if that is nothing."""
+        events = [event for event in self._unfinished if event.kind in ("collective", "message", "phase")]
+        events.sort(key=lambda event: (event.thread == pid, event.begun_ns))
+        if not events:
+            return None
+        event = events[-1]
+        since_s = max(0.0, (time.monotonic_ns() - event.begun_ns) / 1e9)
+        if event.kind == "phase":
+            return Activity(_PHASES.get(event.text, "computing"), event.text, event.site, since_s)
+        if event.kind == "message":
+            peer = f" {'to' if event.op == 'send' else 'from'} rank {event.seq - 1}" if event.seq else ""
+            return Activity("waiting", f"{event.op}{peer}", event.site, since_s)
+        return Activity("waiting", f"{event.op} #{event.seq}", event.site, since_s)
+
+    def close(self) -> None:
+        os.close(self._fd)

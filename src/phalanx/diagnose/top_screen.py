@@ -1,0 +1,179 @@
+"""Draws what `top_watch` has seen: lines that fit the terminal, with colors where it has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+
+from phalanx._text import counted
+from phalanx.diagnose.top_rank import RankView
+from phalanx.diagnose.top_watch import JobView
+
+_BARS = "▁▂▃▄▅▆▇█"
+_ASCII_BARS = "_.-=+*%#"
+_STYLES = {
+    "computing": "green",
+    "waiting": "yellow",
+    "loading data": "magenta",
+    "writing a checkpoint": "cyan",
+    "stopped": "bold red",
+    "gone": "bold red",
+}
+_SPARK_WIDTH = 8
+_LEAST_STATE_WIDTH = 30
+_PROGRESS_WIDTH = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """A column of the ranks: those that do not fit are left out, the last first."""
+
+    title: str
+    width: int
+    cell: Callable[[RankView], str]
+
+
+def draw(jobs: Sequence[JobView], width: int, is_ascii: bool = False) -> list[Text]:
+    """Return the lines of a picture, none longer than `width`."""
+    lines: list[Text] = []
+    for job in jobs:
+        lines += [Text()] if lines else []
+        lines += _head(job, width, is_ascii)
+        lines += _table(job.ranks, width, is_ascii)
+        notes = dict.fromkeys(rank.note for rank in job.ranks if rank.note)
+        lines += [Text(note, "red") for note in notes]
+    for line in lines:
+        line.rstrip()
+        line.truncate(width, overflow="ellipsis" if not is_ascii else "crop")
+    return lines or [Text("no job of this user on this host")]
+
+
+def bars(values: Sequence[float], is_ascii: bool = False) -> str:
+    """Return a bar for each value, as high as its share of the largest."""
+    ramp = _ASCII_BARS if is_ascii else _BARS
+    most = max(values, default=0.0) or 1.0
+    return "".join(ramp[min(int(value / most * len(ramp)), len(ramp) - 1)] for value in values)
+
+
+def _head(job: JobView, width: int, is_ascii: bool) -> list[Text]:
+    here = len(job.ranks)
+    ranks = counted(here, "rank") if job.world_size in (0, here) else f"{here} of {job.world_size} ranks here"
+    running = "ended" if job.seconds is None else f"since {_clock(job.seconds)}, {duration(job.seconds)}"
+    title = Text.assemble((job.name, "bold"), f"  {job.launcher}, pid {job.launcher_pid}  {ranks}  {running}")
+    lines = [title]
+    if (progress := _progress(job.ranks, width, is_ascii)) is not None:
+        lines.append(progress)
+    if job.straggler:
+        lines.append(Text(job.straggler, "yellow"))
+    return lines
+
+
+def _clock(seconds: float) -> str:
+    began = time.localtime(time.time() - seconds)
+    return time.strftime("%H:%M" if seconds < 43200 else "%b %d %H:%M", began)
+
+
+def _progress(ranks: Sequence[RankView], width: int, is_ascii: bool) -> Text | None:
+    """Return a line about the job's steps; None if no rank records any."""
+    stepping = [rank for rank in ranks if rank.step is not None]
+    if not stepping:
+        return None
+    step = min(rank.step or 0 for rank in stepping)
+    num_steps = max((rank.num_steps or 0 for rank in stepping), default=0)
+    line = Text(f"step {step:,}")
+    if num_steps:
+        share = min(1.0, step / num_steps)
+        filled = round(_PROGRESS_WIDTH * share)
+        full, empty = ("#", ".") if is_ascii else ("━", "─")
+        line.append(f" of {num_steps:,} ")
+        line.append(full * filled, "green").append(empty * (_PROGRESS_WIDTH - filled)).append(f" {share:.0%}")
+    speeds = [rank.steps_per_s for rank in stepping if rank.steps_per_s is not None]
+    if speeds:
+        speed, samples = min(speeds), max(rank.samples_per_s or 0.0 for rank in stepping)
+        line.append(f"  {rate(speed)} steps/s")
+        if samples:
+            line.append(f"  {rate(samples)} samples/s")
+        if num_steps and speed:
+            line.append(f"  {duration((num_steps - step) / speed)} left")
+    return line
+
+
+def _table(ranks: Sequence[RankView], width: int, is_ascii: bool) -> list[Text]:
+    columns = [
+        _Column("step", 6, lambda rank: "" if rank.step is None else rate(rank.step)),
+        _Column("cpu%", 4, lambda rank: "" if rank.cpu_percent is None else f"{rank.cpu_percent:.0f}"),
+        _Column("rss", 5, lambda rank: _size(rank.rss_bytes)),
+        _Column("pss", 5, lambda rank: _size(rank.pss_bytes)),
+        _Column("steptime", _SPARK_WIDTH, lambda rank: bars(rank.step_times_s[-_SPARK_WIDTH:], is_ascii)),
+        _Column("thr", 3, lambda rank: "" if rank.num_threads is None else str(rank.num_threads)),
+        _Column("flt/s", 5, _faults),
+    ]
+    if all(rank.step is None for rank in ranks):
+        columns = [column for column in columns if column.title not in ("step", "steptime")]
+    if any(rank.gpus for rank in ranks):
+        columns.insert(2, _Column("gpu", 10, _gpus))
+    number = max(4, *(len(str(rank.rank)) for rank in ranks)) if ranks else 4
+    while columns and number + sum(column.width + 1 for column in columns) + 1 + _LEAST_STATE_WIDTH > width:
+        columns.pop()
+    state = max(1, width - number - 1 - sum(column.width + 1 for column in columns))
+    title = f"{'rank':>{number}} {'state':<{state}}" + "".join(f" {c.title:>{c.width}}" for c in columns)
+    lines = [Text(title, "dim")]
+    for rank in ranks:
+        said = doing(rank)
+        cells = "".join(f" {column.cell(rank):>{column.width}}" for column in columns)
+        text = said if len(said) <= state else said[: state - 1] + ("~" if is_ascii else "…")
+        lines.append(Text.assemble(f"{rank.rank:>{number}} ", (f"{text:<{state}}", _STYLES.get(rank.state, "")), cells))
+    return lines
+
+
+def doing(rank: RankView) -> str:
+    """Return what a rank does in words, the most important first: ``waiting 41 s all_reduce #12 at train.py:31``."""
+    since = "" if rank.since_s is None else f" {duration(rank.since_s)}"
+    what = f" {rank.what}" if rank.what else ""
+    return f"{rank.state}{since}{what}{rank.site and f' at {rank.site}'}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span such as ``0.3 s``, ``41 s``, ``12 min`` or ``3 h 20 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = int(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def rate(value: float) -> str:
+    """Return a number in few characters: ``0.25``, ``12.3``, ``1,580``, ``12.5k``; counts below 10,000 are exact."""
+    if isinstance(value, int) and value < 10_000:
+        return f"{value:,}"
+    if value >= 10_000:
+        return f"{value / 1000:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def _size(size_bytes: int | None) -> str:
+    if size_bytes is None:
+        return ""
+    for unit, size in (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20)):
+        if size_bytes >= size:
+            value = size_bytes / size
+            return f"{value:.1f}{unit}" if value < 100 and unit != "M" else f"{value:.0f}{unit}"
+    return f"{size_bytes >> 10}K"
+
+
+def _faults(rank: RankView) -> str:
+    if rank.minor_faults_per_s is None or rank.major_faults_per_s is None:
+        return ""
+    return rate(rank.minor_faults_per_s + rank.major_faults_per_s) if rank.minor_faults_per_s >= 1 else "0"
+
+
+def _gpus(rank: RankView) -> str:
+    used = sum(gpu.used_bytes or 0 for gpu in rank.gpus)
+    busy = [gpu.busy_percent for gpu in rank.gpus if gpu.busy_percent is not None]
+    share = f"{sum(busy) / len(busy):.0f}% " if busy else ""
+    return f"{share}{_size(used)}" if rank.gpus else ""

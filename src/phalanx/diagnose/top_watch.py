@@ -1,0 +1,151 @@
+"""Watches jobs: each look returns what their ranks are doing, and what they use."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from phalanx.diagnose.jobs import Job, find_job, find_jobs
+from phalanx.diagnose.top_gpu import Gpus
+from phalanx.diagnose.top_rank import RankView, Seldom, WatchedRank
+from phalanx.launch.stragglers import StragglerWatch
+from phalanx.record.box import open_box
+
+FIRST_S = 0.5
+"""Time between the first two looks: rates are differences."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JobView:
+    """A job, and the ranks of it that run on this host.
+
+    Attributes:
+        name: Script or module that it runs, such as ``train.py``.
+        world_size: Number of ranks, also on other hosts; 0 if it is not known.
+        seconds: Time since the first of these ranks was started; None if all have ended.
+        folder: Folder of its logs; empty if it is not known.
+        straggler: Rank that costs the others time, in a line; empty if there is none.
+    """
+
+    name: str
+    launcher: str
+    launcher_pid: int
+    world_size: int
+    seconds: float | None
+    folder: str
+    straggler: str
+    ranks: list[RankView]
+
+
+class _Stragglers:
+    """The ranks of a job, compared by what they record.
+
+    Args:
+        pids: Their processes; nothing is compared unless all record.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._places: list[tuple[int, int]] = []
+        with contextlib.suppress(OSError, ValueError):
+            self._places = [place for place in map(open_box, pids) if place is not None]
+        self._watch = StragglerWatch(self._places if len(self._places) == len(pids) else (), lambda _: None)
+
+    def look(self) -> str:
+        self._watch.look()
+        return self._watch.line
+
+    def close(self) -> None:
+        for fd, _ in self._places:
+            os.close(fd)
+
+
+class Watch:
+    """Jobs of this host that are looked at again and again.
+
+    Args:
+        wanted: Job or pid to watch; empty: all jobs of this user.
+        interval_s: Seconds between two looks.
+
+    Raises:
+        LookupError: There is no such job, or there are several.
+    """
+
+    def __init__(self, wanted: str, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._gpus = Gpus()
+        self._ranks: dict[int, WatchedRank] = {}  # by pid
+        self._only = find_job(wanted) if wanted else None
+        self._jobs: list[Job] = []
+        self._finding = Seldom(10.0, share=0.001)
+        self._measuring_pss = Seldom(10.0, share=0.001)
+        self._stragglers: dict[tuple[int, ...], _Stragglers] = {}  # by the pids of a job's ranks
+
+    def look(self, wait_s: float = 0.0) -> list[JobView]:
+        """Return the jobs as they are now, the youngest last.
+
+        Args:
+            wait_s: Seconds to wait for what other programs know, such as nvidia-smi.
+        """
+        if self._finding.is_due():
+            with self._finding.measured():
+                self._find()
+        self._gpus.look(wait_s)
+        self._measure_pss()
+        views = [self._view(job) for job in self._jobs]
+        if any(rank.state == "gone" for view in views for rank in view.ranks):
+            self._finding.hasten(1.0)
+        return views
+
+    def close(self) -> None:
+        self._gpus.close()
+        for rank in self._ranks.values():
+            rank.close()
+        for stragglers in self._stragglers.values():
+            stragglers.close()
+
+    def _find(self) -> None:
+        jobs = find_jobs()
+        if (only := self._only) is not None:
+            same = [job for job in jobs if (job.name, job.launcher_pid) == (only.name, only.launcher_pid)]
+            jobs = same or self._jobs or [only]
+        self._jobs = jobs
+        found = {rank.pid: rank for job in jobs for rank in job.ranks}
+        for pid, rank in found.items():
+            watched = self._ranks.get(pid)
+            if watched is None or not watched.takes(rank):
+                self._ranks[pid] = WatchedRank(rank, self._interval_s)
+        for pid in self._ranks.keys() - found.keys():
+            self._ranks.pop(pid).close()
+        for pids in [pids for pids in self._stragglers if not found.keys() >= {*pids}]:
+            self._stragglers.pop(pids).close()
+
+    def _measure_pss(self) -> None:
+        """Measure it at once for new ranks, then now and then for the one whose turn it is."""
+        for rank in self._ranks.values():
+            if not rank.pss_measured_at:
+                rank.measure_pss()
+        if self._ranks and self._measuring_pss.is_due():
+            with self._measuring_pss.measured():
+                min(self._ranks.values(), key=lambda rank: rank.pss_measured_at).measure_pss()
+
+    def _straggler(self, job: Job) -> str:
+        """Return the line about the rank that costs the others too much; empty if there is none."""
+        pids = tuple(rank.pid for rank in job.ranks if rank.process is not None)
+        if pids not in self._stragglers:
+            self._stragglers[pids] = _Stragglers(pids)
+        return self._stragglers[pids].look()
+
+    def _view(self, job: Job) -> JobView:
+        living = [rank.process for rank in job.ranks if rank.process is not None]
+        return JobView(
+            name=job.name,
+            launcher=job.launcher,
+            launcher_pid=job.launcher_pid,
+            world_size=job.world_size,
+            seconds=min(living, key=lambda process: process.start_time).age_s if living else None,
+            folder=job.folder,
+            straggler=self._straggler(job),
+            ranks=[self._ranks[rank.pid].look(self._gpus.of(rank.pid)) for rank in job.ranks],
+        )

@@ -1,0 +1,80 @@
+"""One clock for the ranks of several hosts, whose monotonic clocks begin at different times.
+
+The time of day relates them at first, as well as the hosts keep it. Collectives bound the error: no rank is through
+with one, and with the two that follow, before all others have come to it. (Two, because a collective of several hosts
+is recorded on each as one or two of that host, with the exchange between the hosts before, between or behind.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from phalanx.record.box import Box
+
+_MEETINGS = ("join", "barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # everyone waits for all
+_FURTHER = 2
+
+_Calls = dict[tuple[str, int], tuple[str, int, int, int]]  # group, number -> op, elements, first and last time
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """How the clock of one host relates to that of the first.
+
+    Attributes:
+        shift_ns: Nanoseconds to add to its times.
+        within_ns: The times of the two are at most so far apart, by their collectives; infinite if nothing bounds it.
+        was_moved: Whether the hosts' times of day contradict the order of the collectives, so that these were taken.
+    """
+
+    host: str
+    shift_ns: int
+    within_ns: float = 0.0
+    was_moved: bool = False
+
+
+def align(boxes: Sequence[Box]) -> dict[str, Clock]:
+    """Return the clock of each host; the first box's is the one that all others follow."""
+    hosts = {box.host: box.realtime_less_monotonic_ns for box in reversed(boxes)}
+    calls = {host: _calls([box for box in boxes if box.host == host]) for host in hosts}
+    first = boxes[0].host
+    clocks = {first: Clock(first, 0)}
+    for host in hosts:
+        if host != first:
+            clocks[host] = _clock(host, hosts[host] - hosts[first], calls[first], calls[host])
+    return clocks
+
+
+def _clock(host: str, by_day_ns: int, reference: _Calls, calls: _Calls) -> Clock:
+    low = max((at[2] - end for at, end in _pairs(reference, calls)), default=-math.inf)
+    high = min((end - at[2] for at, end in _pairs(calls, reference)), default=math.inf)
+    if not low <= high or math.isinf(low) or math.isinf(high):
+        return Clock(host, by_day_ns, math.inf)
+    within = max(by_day_ns - low, high - by_day_ns)
+    if low <= by_day_ns <= high:
+        return Clock(host, by_day_ns, within)
+    return Clock(host, int(low + high) // 2, (high - low) / 2, was_moved=True)
+
+
+def _calls(boxes: Sequence[Box]) -> _Calls:
+    """Return when the last of these ranks came to each collective that all wait in, and when the first was through."""
+    found: _Calls = {}
+    for box in boxes:
+        for event in box.events:
+            if event.kind == "collective" and event.op in _MEETINGS and event.ended_ns:
+                key = (event.text, event.seq)
+                _, _, arrived, left = found.get(key, ("", 0, event.begun_ns, event.ended_ns))
+                found[key] = (event.op, event.value, max(arrived, event.begun_ns), min(left, event.ended_ns))
+    return found
+
+
+def _pairs(early: _Calls, late: _Calls) -> list[tuple[tuple[str, int, int, int], int]]:
+    """Return what came to a collective on some ranks, with the time at which others were through with all behind it."""
+    pairs = []
+    for (group, seq), call in early.items():
+        same, behind = late.get((group, seq)), late.get((group, seq + _FURTHER))
+        if same is not None and behind is not None and same[:2] == call[:2]:
+            pairs.append((call, behind[3]))
+    return pairs

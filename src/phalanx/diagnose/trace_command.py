@@ -1,0 +1,150 @@
+"""``phalanx trace``: writes what all ranks did as one trace, of a run that is over or of a job that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx._command_line import Parser, UsageError
+from phalanx._text import counted, in_units
+from phalanx.diagnose.jobs import find_job
+from phalanx.diagnose.trace import merged, write_trace
+from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
+
+RIGHT_CALL = "phalanx trace [RUN | JOB | PID]"
+_LOOK_S = 0.25  # between two looks at a running job: less than it takes to fill a box
+_MOST_S = 3600.0
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the command; return 2 for a run or a job that can't be traced."""
+    parser = Parser(
+        "phalanx trace",
+        RIGHT_CALL,
+        "Write one trace of all ranks on one clock: steps, phases, collectives and who waited for whom. Open it at "
+        "ui.perfetto.dev, which uploads nothing. Of a run that is over it shows what its black boxes hold, some 8,000 "
+        "events of each rank; of a running job, the next seconds.",
+        "phalanx trace runs/train, or phalanx trace --seconds 10 train.py",
+    )
+    parser.add_argument(
+        "what",
+        nargs="*",
+        metavar="RUN | JOB | PID",
+        help="folder of a run, or several, one from each host; a job's name or any of its process ids (default: the "
+        "job that runs on this host)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", help="time to trace of a running job (default: 5); Ctrl-C ends it earlier"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="file to write; compressed if it ends in .gz (default: trace.json.gz)"
+    )
+    try:
+        given = parser.parse_args(args)
+        boxes, since_ns = _boxes(given.what, given.seconds)
+    except UsageError as error:
+        return parser.refuse(error)
+    except (LookupError, ValueError, OSError) as error:
+        return _say(f"phalanx trace: {error.args[0] if isinstance(error, LookupError) else error}")
+    path = Path(given.out or "trace.json.gz")
+    try:
+        about = write_trace(boxes, path, since_ns)
+    except OSError as error:
+        return _say(f"phalanx trace: {error}")
+    _show(path, about)
+    return 0
+
+
+def _say(words: str) -> int:
+    print(words, file=sys.stderr)
+    return 2
+
+
+def _show(path: Path, about: dict[str, Any]) -> None:
+    size = in_units(path.stat().st_size)
+    found = f"{counted(about['ranks'], 'rank')}, {counted(about['slices'], 'slice')}, {counted(about['flows'], 'flow')}"
+    print(f"{path}: {found}, {size}; open it at https://ui.perfetto.dev")
+    for clock in about["clocks"][1:]:
+        if clock["within_us"] is None:
+            print(f"host {clock['host']}: its times are shifted by the time of day; no collective bounds the error")
+        else:
+            print(f"host {clock['host']}: its times are right within {clock['within_us']:,.0f} us, by {clock['by']}")
+
+
+def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], int]:
+    """Return the boxes that are meant, and the time from which on they are shown."""
+    if seconds is not None and not 0 < seconds <= _MOST_S:
+        raise UsageError(f"--seconds must lie in (0, {_MOST_S:,.0f}], got {seconds:g}")
+    folders = [Path(one) for one in what if os.path.isdir(one)]
+    if not folders:
+        if len(what) > 1:
+            raise UsageError(f"{what[0]} is no folder of a run; only folders may be several")
+        return _running("".join(what), 5.0 if seconds is None else seconds)
+    if len(folders) < len(what):
+        raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is no folder of a run")
+    if seconds is not None:
+        raise UsageError("--seconds is for running jobs; a folder holds what has been saved")
+    boxes: dict[int, Box] = {}
+    for folder in folders:
+        for box in saved_boxes(folder):
+            if box.rank in boxes:
+                raise UsageError(f"rank {box.rank} is in two of the folders; give those of one job's hosts", None)
+            boxes[box.rank] = box
+    return [boxes[rank] for rank in sorted(boxes)], 0
+
+
+def saved_boxes(folder: Path) -> list[Box]:
+    """Return the boxes of a run's newest attempt.
+
+    Args:
+        folder: Folder with the boxes of one attempt, of a run, or of all runs of a script; then the newest run counts.
+
+    Raises:
+        LookupError: There are none.
+        ValueError: One can't be read.
+    """
+    for pattern in ("", "attempt_*", "blackbox/attempt_*", "*/blackbox/attempt_*"):
+        found = [path for path in (folder.glob(pattern) if pattern else [folder]) if any(path.glob(f"*{SUFFIX}"))]
+        if found:
+            return load_boxes(max(found, key=_age))
+    raise LookupError(f"no black box in {folder}: they are saved when an attempt of phalanx run is over")
+
+
+def _age(attempt: Path) -> tuple[float, int]:
+    newest = max(path.stat().st_mtime for path in attempt.glob(f"*{SUFFIX}"))
+    number = attempt.name.rpartition("_")[2]
+    return newest, int(number) if number.isdecimal() else 0
+
+
+def _running(wanted: str, seconds: float) -> tuple[list[Box], int]:
+    """Return what the ranks of a running job record within the next seconds, and when that began."""
+    job = find_job(wanted)
+    with contextlib.ExitStack() as stack:
+        tails = []
+        for rank in job.ranks:
+            place = open_box(rank.pid) if rank.process is not None else None
+            if place is not None:
+                stack.callback(os.close, place[0])
+                tails.append(Tail(*place))
+        if not tails:
+            raise LookupError(
+                f"{job.name} ({job.launcher}) records nothing: its ranks have no group of the backend phalanx"
+            )
+        since_ns = time.monotonic_ns()
+        return merged(_looks(tails, seconds)), since_ns
+
+
+def _looks(tails: Sequence[Tail], seconds: float) -> Iterator[list[Box]]:
+    end_s = time.monotonic() + seconds
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            yield [box for tail in tails if (box := tail.read()) is not None]
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            time.sleep(min(left_s, _LOOK_S))

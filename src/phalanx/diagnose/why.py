@@ -1,0 +1,147 @@
+"""``phalanx why``: why a job does not go on, in one sentence, and what shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from phalanx._command_line import Parser, UsageError
+from phalanx._errors import printable
+from phalanx._text import listed, plural
+from phalanx.diagnose.activity import activity_of
+from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike
+from phalanx.diagnose.jobs import find_job, find_jobs
+from phalanx.diagnose.past import examine_run, is_run, newest_run
+from phalanx.diagnose.wording import caution, clause, ranks, sentence, thread_lines
+
+RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
+_MOST_FRAMES = 8
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the command; return 2 if there is no such job."""
+    parser = Parser(
+        "phalanx why",
+        RIGHT_CALL,
+        "Say in one sentence why a job does not go on, or why it ended: which rank, at which line, since when. Then "
+        "show what proves it: ranks by equal stacks, whoever is different first. Any job of this user on this host can "
+        "be asked about, whoever started it and on any backend.",
+    )
+    parser.add_argument(
+        "job",
+        nargs="?",
+        default="",
+        metavar="JOB | PID | RUN",
+        help="script of a running job, one of its processes, or a run's folder (default: the one job, or the last run)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--brief",
+        action="store_true",
+        help="print the sentence alone; exit with 1 if no stack can be read or no rank is missing",
+    )
+    try:
+        given = parser.parse_args(args)
+        answer = _answer(given.job)
+    except UsageError as error:
+        return parser.refuse(error)
+    except LookupError as error:
+        print(f"phalanx why: {error.args[0]}", file=sys.stderr)
+        return 2
+    if given.brief:
+        return _brief(answer)
+    print(as_json(answer) if given.json else "\n".join(map(printable, cropped(list(lines_of(answer))))))
+    return 0
+
+
+def _brief(answer: Answer) -> int:
+    """Print the sentence for a rank that asks by itself, if it says more than that rank can know."""
+    seen = [one.look.stacks.threads for one in answer.seen if one.doing.rank in answer.finding.culprits]
+    if not any(seen) and answer.finding.kind != "elsewhere":
+        return 1
+    print(printable(sentence(answer.finding, [one.doing for one in answer.seen])))
+    return 0
+
+
+def _answer(wanted: str) -> Answer:
+    """Return the answer about a running job, else about a run that has ended.
+
+    Raises:
+        LookupError: There is neither.
+    """
+    folder = Path(wanted)
+    if wanted and is_run(folder):
+        running = [
+            job for job in find_jobs() if job.folder and os.path.realpath(job.folder) == os.path.realpath(folder)
+        ]
+        return examine(running[0]) if running else examine_run(folder)
+    try:
+        return examine(find_job(wanted))
+    except LookupError:
+        last = newest_run()
+        if wanted or last is None or find_jobs():
+            raise
+        return examine_run(last)
+
+
+def as_json(answer: Answer) -> str:
+    """Return the answer as JSON."""
+    document = {
+        "sentence": sentence(answer.finding, [one.doing for one in answer.seen]),
+        "asked": answer.asked,
+        **dataclasses.asdict(answer.finding),
+        "job": {
+            name: getattr(answer.job, name) for name in ("name", "launcher", "launcher_pid", "world_size", "folder")
+        },
+        "ranks": [
+            {
+                **dataclasses.asdict(one.doing),
+                "threads": [dataclasses.asdict(thread) for thread in one.native or one.look.stacks.threads],
+                "problem": one.look.stacks.problem,
+            }
+            for one in answer.seen
+        ],
+    }
+    return json.dumps(document, indent=2)
+
+
+def lines_of(answer: Answer) -> Iterator[str]:
+    """Yield the answer, then what shows it: whoever is different first."""
+    if not answer.job.ranks:
+        yield f"{answer.job.folder} has ended. When it did:"
+    yield sentence(answer.finding, [one.doing for one in answer.seen])
+    if answer.asked:
+        yield f"While it ran: {answer.asked}"
+    if answer.job.ranks and (words := caution(answer.finding)):
+        yield words
+    for group in group_alike(answer.seen, answer.finding.culprits):
+        yield ""
+        yield from _group(group)
+
+
+def _group(group: Sequence[RankSeen]) -> Iterator[str]:
+    """Yield what ranks with equal stacks do, with the stacks and the processes of the first of them."""
+    first = group[0]
+    pids = listed([one.doing.pid for one in group if one.doing.pid], 6)
+    named = ranks([one.doing.rank for one in group]) + f" ({plural(len(group), 'pid')} {pids})" * bool(pids)
+    yield f"{named}: {clause(first.doing, None)}"
+    yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES)
+    for helper in first.helpers:
+        if any(thread.own_frames for thread in helper.stacks.threads) or not helper.stacks.threads:
+            yield f"  process {helper.pid}: {clause(activity_of(first.doing.rank, helper), None)}"
+            yield from thread_lines(helper.stacks.threads, helper.pid, _MOST_FRAMES)
+    for problem in dict.fromkeys(filter(None, (first.look.stacks.problem, first.look.box_problem))):
+        yield f"  {problem}"
+
+
+def cropped(lines: Sequence[str]) -> Sequence[str]:
+    """Return as many lines as the terminal has, so that the answer stays on the screen; all of them elsewhere."""
+    rows = shutil.get_terminal_size().lines - 2
+    if sys.stdout is None or not sys.stdout.isatty() or len(lines) <= rows:
+        return lines
+    return [*lines[: rows - 1], f"... {len(lines) - rows + 1} more lines: phalanx stacks shows all"]

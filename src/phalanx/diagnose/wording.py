@@ -1,0 +1,266 @@
+"""Puts findings into words: one sentence for the answer, and a clause for what a rank is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from phalanx._text import columns, counted
+from phalanx.diagnose.activity import Activity, Call
+from phalanx.diagnose.findings import Finding
+from phalanx.diagnose.stacks import Thread
+
+_MANY_FRAMES = 100
+_MOMENT_S = 0.5  # ranks of a healthy job wait for each other, too
+_SYSTEM_CALLS = {
+    "read": "reading {path}",
+    "recvfrom": "receiving from {path}",
+    "recvmsg": "receiving from {path}",
+    "write": "writing to {path}",
+    "sendto": "sending to {path}",
+    "open": "opening a file",
+    "poll": "waiting for data",
+    "select": "waiting for data",
+    "epoll_wait": "waiting for data",
+    "nanosleep": "sleeping",
+    "connect": "connecting",
+    "accept": "waiting for a connection",
+    "wait4": "waiting for a child process",
+    "waitid": "waiting for a child process",
+    "fcntl": "waiting for the lock of {path}",
+    "flock": "waiting for the lock of {path}",
+    "fsync": "waiting for {path} to be written",
+    "fdatasync": "waiting for {path} to be written",
+}
+_NAMES = {"backward": "the backward pass", "wait": "the operation awaited"}
+_SAME_CALLS = "all ranks of a group must make the same calls in the same order"
+
+
+def sentence(finding: Finding, activities: Sequence[Activity]) -> str:
+    """Return the answer in one sentence."""
+    by_rank = {doing.rank: doing for doing in activities}
+    culprits = [by_rank[rank] for rank in finding.culprits if rank in by_rank]
+    return _SENTENCES[finding.kind](finding, culprits, list(activities))
+
+
+def _absent(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
+    assert finding.call is not None
+    have, call = "has" if len(culprits) == 1 else "have", call_text(finding.call)
+    done = "reached" if finding.call.op in _NAMES else "made the call for" if finding.call.is_message else "called"
+    return "; ".join(
+        [
+            f"{ranks(finding.culprits)} {have} not {done} {call}",
+            *_each(culprits, finding),
+            _wait(finding),
+        ]
+    )
+
+
+def _halted(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
+    named = [f"rank {doing.rank} {clause(doing, finding.since_s)}" for doing in culprits[:3]]
+    if finding.call is not None and all(doing.call is not None for doing in culprits):
+        named[-1] += f", within {call_text(finding.call)}"
+    return "; ".join([*named, *([_wait(finding)] if finding.waiters else [])])
+
+
+def _fell(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
+    waiting = f"; {_wait(finding)} in {call_text(finding.call, True)}" if finding.call and finding.waiters else ""
+    return "; ".join(f"rank {doing.rank} {clause(doing, None)}" for doing in culprits[:3]) + waiting
+
+
+def _differ(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
+    theirs = [f"{ranks((doing.rank,))} waits in {call_text(doing.call, True)}" for doing in culprits[:3] if doing.call]
+    return f"{'; '.join(theirs)}, while {_waiting(finding, ranks(finding.waiters))}: {_SAME_CALLS}"
+
+
+def _circle(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
+    each = [f"{ranks((doing.rank,))} waits in {call_text(doing.call, True)}" for doing in culprits[:4] if doing.call]
+    return f"{ranks(finding.culprits)} wait for each other's messages: {'; '.join(each)}"
+
+
+def _together(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
+    assert finding.call is not None
+    found = f"{_all(finding.waiters)} in {call_text(finding.call, True)}, and no rank is missing"
+    if finding.call.seq:
+        return f"{found}: they are exchanging data, or the network between hosts is slow"
+    return f"{found}: one has made a call more or fewer before, or data is still under way; {_SAME_CALLS}"
+
+
+def _elsewhere(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
+    waiting = _waiting(finding, f"{ranks(finding.waiters)} of this host")
+    there = f"{ranks(finding.missing)} {'runs' if len(finding.missing) == 1 else 'run'}"
+    return f"{waiting}; {there} on other hosts: ask there"
+
+
+def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
+    if not activities:
+        return "no rank of this job runs on this host"
+    if len(activities) == 1:
+        return f"pid {activities[0].pid} {clause(activities[0], None)}"
+    same = len({(doing.how, doing.frame) for doing in activities}) == 1
+    each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing, None)}" for doing in activities]
+    return "; ".join(["no rank waits for another", *each[: 1 if same else 3]])
+
+
+_SENTENCES = {
+    "absent": _absent,
+    "halted": _halted,
+    "fell": _fell,
+    "circle": _circle,
+    "differ": _differ,
+    "together": _together,
+    "elsewhere": _elsewhere,
+    "apart": _apart,
+}
+
+
+def caution(finding: Finding) -> str:
+    """Return what to keep in mind about a finding; empty if nothing."""
+    if finding.since_s is None or finding.since_s >= _MOMENT_S:
+        return ""
+    return (
+        f"The longest wait has lasted {duration(finding.since_s)}: the job may well be running. Ask again to be sure."
+    )
+
+
+def thread_lines(threads: Sequence[Thread], pid: int, most_frames: int) -> Iterator[str]:
+    """Yield the threads of a process that are in the user's code, each with at most so many of its frames."""
+    for thread in threads:
+        if thread.number != pid:
+            if not thread.own_frames:
+                continue
+            yield f"  thread {thread.name or thread.number}"
+        shown = thread.frames[:most_frames]
+        yield from (f"    {line}" for line in columns([(frame.function, frame.site) for frame in shown]))
+        if len(thread.frames) > most_frames:
+            yield f"    ... {counted(len(thread.frames) - most_frames, 'frame')} more"
+
+
+# ---- parts of sentences --------------------------------------------------------------------------------------------
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 2 and 3``; of many, the first and how many more."""
+    shown = [str(number) for number in numbers]
+    if len(shown) > 6:
+        shown = [*shown[:4], f"{len(shown) - 4} more"]
+    text = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    return f"rank{'s' if len(numbers) > 1 else ''} {text}"
+
+
+def call_text(call: Call, with_site: bool = False) -> str:
+    """Return a call as its message would name it: by its number, else by its line."""
+    if call.is_message:
+        peer = "" if call.peer is None else f" {'to' if 'send' in call.op else 'from'} rank {call.peer}"
+        text = f"{call.op}{peer}"
+    else:
+        name = _NAMES.get(call.op, call.op)
+        text = f"{name} #{call.seq}" if call.seq else name
+    if call.group:
+        text += f" of group '{call.group}'"
+    return f"{text} at {call.site}" if call.site and (with_site or not call.group) else text
+
+
+def clause(doing: Activity, since_s: float | None) -> str:
+    """Return what a rank is doing, as a predicate: ``has been in load_image at data.py:88 for 41 s``.
+
+    Args:
+        since_s: Seconds for which others have waited for it; None if none does or they are not meant.
+    """
+    if doing.call is not None and not doing.is_halted and since_s is None:
+        lasting = "" if doing.call.since_s is None else f" for {duration(doing.call.since_s)}"
+        return f"waits in {call_text(doing.call, True)}{lasting}"
+    known = [seconds for seconds in (doing.since_s, since_s if doing.how != "runs" else None) if seconds is not None]
+    lasting = f" for {duration(max(known))}" if known else ""
+    return _manner(doing) + lasting + _with_others(doing)
+
+
+def _manner(doing: Activity) -> str:
+    where = _where(doing)
+    if doing.how == "asleep":
+        return f"has been {_asleep(doing)}{where}" if _asleep(doing) else f"has been{where}"
+    return _MANNERS[doing.how].format(where=where, detail=doing.detail, other=doing.other_pid)
+
+
+def _asleep(doing: Activity) -> str:
+    if doing.within:  # a function of a library says it better
+        return ""
+    words = _SYSTEM_CALLS.get(doing.system_call, "")
+    return words.format(path=doing.path or "a file") if words else "" if doing.frame else "asleep"
+
+
+def _where(doing: Activity) -> str:
+    if doing.frame is None:
+        return "" if doing.last is None else f" after {call_text(doing.last, True)}"
+    if not doing.frame.function:
+        return f" at {doing.frame.site}"
+    deep = f", {counted(doing.depth, 'call')} deep" if doing.depth >= _MANY_FRAMES else ""
+    within = f" (in {doing.within})" if doing.within and doing.how == "asleep" else ""
+    return f" in {doing.frame.name} at {doing.frame.site}{within}{deep}"
+
+
+def _with_others(doing: Activity) -> str:
+    there = f" in {doing.other.name} at {doing.other.site}" if doing.other else ""
+    if doing.how == "loader" and doing.other_pid:
+        state = {"stopped": "has been stopped", "ended": "has ended", "disk": "waits for a disk"}.get(
+            doing.detail, "is"
+        )
+        return f", whose worker (pid {doing.other_pid}) {state}{there}"
+    if doing.how == "starved":
+        return f", which thread {doing.detail or doing.other_pid} holds while it sleeps{there}"
+    if doing.how == "lock" and there:
+        return f", and thread {doing.detail or doing.other_pid} waits for one{there}"
+    return ""
+
+
+_MANNERS = {
+    "runs": "is running{where}",
+    "stopped": "has been stopped (SIGSTOP or Ctrl-Z){where}",
+    "traced": "is held by {detail} (pid {other}){where}",
+    "disk": "has been waiting for a disk ({detail}){where}",
+    "breakpoint": "has been at a breakpoint{where}",
+    "loader": "has been waiting for its data loader{where}",
+    "gil": "has been in native code that holds the GIL{where}",
+    "starved": "has been waiting for the GIL{where}",
+    "lock": "has been waiting for a lock{where}",
+    "input": "has been reading its input{where}",
+    "ended": "has ended{where}",
+    "raised": "raised {detail}{where}",
+    "killed": "was killed by {detail}{where}",
+    "silent": "has called nothing{where}",
+    "unrecorded": "left no record of what it did",
+    "unknown": "can't be looked into{where}",
+}
+
+
+def duration(seconds: float) -> str:
+    """Return a time such as ``0.4 s``, ``41 s``, ``3 min 20 s`` or ``2 h 5 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+
+
+def _each(culprits: Sequence[Activity], finding: Finding) -> list[str]:
+    if len(culprits) == 1:
+        return [f"it {clause(culprits[0], finding.since_s)}"]
+    more = [f"{len(culprits) - 2} more"] if len(culprits) > 2 else []
+    return [*(f"rank {doing.rank} {clause(doing, finding.since_s)}" for doing in culprits[:2]), *more]
+
+
+def _waiting(finding: Finding, who: str) -> str:
+    assert finding.call is not None
+    return f"{who} {'waits' if len(finding.waiters) == 1 else 'wait'} in {call_text(finding.call, True)}"
+
+
+def _wait(finding: Finding) -> str:
+    them = "it" if len(finding.culprits) == 1 else "them"
+    number = len(finding.waiters)
+    return f"{counted(number, 'rank')} {'waits' if number == 1 else 'wait'} for {them}"
+
+
+def _all(numbers: Sequence[int]) -> str:
+    few = {1: f"rank {numbers[0]} is", 2: "both ranks are"} if numbers else {}
+    return few.get(len(numbers), f"all {len(numbers)} ranks are")

@@ -1,0 +1,88 @@
+"""One line when a rank has slowed the others down for a minute. Reads what ranks record; they do nothing for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from phalanx.record.box import Tail
+
+if TYPE_CHECKING:
+    from phalanx.record.stragglers import Ledger
+
+LOOK_S = 1.0
+"""Time between two looks: what a rank records in it rarely fills its box."""
+
+_LEAST_COST = 0.05  # share of a step
+_LEAST_S = 60.0
+_JUDGE_S = 10.0
+_MOST_EVENTS = 2000  # of all ranks in a look; of more, the newest: steps are then a sample
+_LEAST_EVENTS = 100  # of each
+
+
+class StragglerWatch:
+    """Compares the ranks of one attempt on this host.
+
+    Args:
+        places: Open file and offset of each rank's box; the files stay the caller's.
+        say: Told once of a rank that has cost too much for a minute.
+        now_s: Clock.
+
+    Attributes:
+        line: Verdict of now, if a rank costs too much; else empty.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[tuple[int, int]],
+        say: Callable[[str], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        most = max(_LEAST_EVENTS, _MOST_EVENTS // max(1, len(places)))
+        self._tails = [Tail(fd, offset, most) for fd, offset in places]
+        self.line = ""
+        self._say, self._now_s = say, now_s
+        self._ledger: Ledger | None = None
+        self._next_s = self._judge_s = now_s() + _JUDGE_S
+        self._named: Sequence[int] = ()  # ranks that the last verdict named
+        self._since_s = 0.0  # when they were first named
+        self._said: set[int] = set()
+
+    @property
+    def timeout_s(self) -> float | None:
+        """How long the launcher may wait for other news; None: for ever."""
+        return LOOK_S if len(self._tails) > 1 else None
+
+    def look(self) -> None:
+        """Take in what is new, if a second has passed."""
+        if len(self._tails) < 2 or self._now_s() < self._next_s:
+            return
+        self._next_s = self._now_s() + LOOK_S
+        if self._ledger is None:
+            from phalanx.record.stragglers import Ledger  # short jobs do without
+
+            self._ledger = Ledger(_LEAST_S)
+        try:
+            boxes = [tail.read() for tail in self._tails]
+        except ValueError:  # a script that writes where it should not; the others' job goes on
+            self._tails = []
+            return
+        known = [box for box in boxes if box is not None]
+        if len(known) == len(boxes):
+            self._ledger.add(known)
+            self._judge(self._ledger)
+
+    def _judge(self, ledger: Ledger) -> None:
+        now_s = self._now_s()
+        if now_s < self._judge_s:
+            return
+        self._judge_s = now_s + _JUDGE_S
+        verdict = ledger.verdict()
+        named = sorted(account.rank for account in verdict.named if account.cost >= _LEAST_COST)
+        self.line = str(verdict) if named else ""
+        if named != self._named:
+            self._named, self._since_s = named, now_s
+        elif named and now_s - self._since_s >= _LEAST_S and not self._said.issuperset(named):
+            self._said.update(named)
+            self._say(str(verdict))

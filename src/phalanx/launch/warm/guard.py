@@ -1,0 +1,230 @@
+"""The parent of a warm job's supervisor, for as long as the job lasts: passes its end to the client, and ends with it.
+
+Guards are children of the warm process, in sessions of their own; a job does not depend on the warm process once it
+runs. The client is not our child and we are not its: so its end is the end of a connection, and the kernel kills the
+supervisor when its guard goes. What follows is what follows whenever a supervisor is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import site
+import struct
+import sys
+from _socket import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from phalanx import _env
+from phalanx._command_line import UsageError, exit_code_of
+from phalanx.launch.plan import Plan, make_plan
+from phalanx.launch.run import run
+from phalanx.launch.warden import die_with_parent
+from phalanx.launch.warm import facts, wire
+from phalanx.launch.warm.client import interpreter_options
+from phalanx.launch.warm.embryo import Loaded, forget_all_but, fork_embryo
+from phalanx.launch.warm.interpreter import show_command_line
+
+STAY_S = 600.0
+"""Seconds that a warm process stays after its last job, unless that has said something else."""
+_STREAMS = (0, 1, 2)
+
+
+def guard(connection: socket, client_pid: int, request: Mapping[str, Any], fds: Sequence[int], loaded: Loaded) -> None:
+    """Fork what the client asks for and watch over it; return in ranks only.
+
+    Args:
+        request: What `client.hand_over` has sent, with the descriptors `fds`.
+    """
+    os.setsid()
+    guard_pid = os.getpid()
+    begun, beginning = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(guard_pid)
+        os.close(begun)
+        try:
+            place = _Place(connection, request, fds, loaded.tell, beginning)
+        except Exception as error:
+            wire.send(connection, f"can't start the job: {error}")
+            os._exit(0)
+        if request["kind"] == "server":
+            _be_fork_server(place, loaded)
+        return _supervise(place, client_pid, loaded)
+    for fd in (*fds, loaded.tell, beginning):
+        os.close(fd)
+    _watch(connection, pid, begun)
+
+
+def _watch(connection: socket, pid: int, begun: int) -> NoReturn:
+    """Tell the client how process `pid` ends, and pass the client's signals on to it."""
+    child = os.pidfd_open(pid)
+    # Until then the client speaks to that process alone.
+    if not os.read(begun, 1):
+        _, status = os.waitpid(pid, 0)
+        wire.send(connection, f"has ended with {_ending(status)} before the job began")  # the first answer counts
+        os._exit(0)
+    poll = select.poll()
+    poll.register(child, select.POLLIN)
+    poll.register(connection.fileno(), select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if child in ready:
+            _, status = os.waitpid(pid, 0)
+            wire.send(connection, status)
+            os._exit(0)
+        message, _ = wire.receive(connection)
+        if not message:  # the client has gone, and the job goes with it
+            os._exit(0)
+        os.kill(pid, message[0])
+
+
+def _ending(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+class _Place:
+    """The place of the client, taken by this process as far as a process can; its open files once the client agrees.
+
+    Args:
+        fds: The client's folder.
+        tell: See `Loaded`.
+        beginning: Pipe on which the guard is told that the job begins.
+    """
+
+    def __init__(
+        self, connection: socket, request: Mapping[str, Any], fds: Sequence[int], tell: int, beginning: int
+    ) -> None:
+        self.request = request
+        (folder,) = fds
+        os.fchdir(folder)
+        os.close(folder)
+        os.umask(request["umask"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+        _env.replace_all(request["environ"])
+        show_command_line(request["command_line"])
+        self._numbers: list[int] = request["fds"]
+        self._above = above = max(self._numbers, default=0) + 1
+        null = os.open(os.devnull, os.O_RDONLY)
+        self._tell, self._beginning = _lifted(tell, above), _lifted(beginning, above)
+        lifted = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, above)
+        connection.close()  # from here on nothing is opened
+        self._connection = socket(fileno=lifted)
+        for number in set(self._numbers).difference((*_STREAMS, null)):  # so that nothing of ours takes it
+            os.dup2(null, number)
+        if null not in self._numbers:
+            os.close(null)
+
+    def refuse(self, why: str) -> NoReturn:
+        """Tell the client that it has to be another warm process, or none."""
+        wire.send(self._connection, why)
+        os._exit(0)
+
+    def take_streams(self, stay_s: float) -> None:
+        """Tell the client that we go on in its place, and do so with its open files; end if it only asks.
+
+        The client runs the job itself if it does not hear that it began: nothing may fail after that.
+
+        Args:
+            stay_s: Seconds for which the warm process is to stay after this job.
+        """
+        wire.send(self._connection, "go")
+        if self.request["is_trial"]:
+            os._exit(0)
+        files: list[int] = []
+        while len(files) < len(self._numbers):
+            _, fds = wire.receive(self._connection)
+            if not fds:  # the client has gone
+                os._exit(0)
+            files += [_lifted(fd, self._above) for fd in fds]
+        if not wire.send(self._connection, "began"):
+            os._exit(0)
+        self._connection.close()
+        os.write(self._beginning, b"1")
+        os.close(self._beginning)
+        with contextlib.suppress(OSError):  # the warm process may have ended, or be stopped
+            os.write(self._tell, struct.pack("d", stay_s))
+        os.close(self._tell)
+        for number, fd in zip(self._numbers, files, strict=True):  # a stream that the client lacks stays /dev/null
+            os.dup2(fd, number)
+            os.close(fd)
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            if stream is not None:
+                stream.reconfigure(line_buffering=os.isatty(number))  # type: ignore[union-attr]
+
+
+def _lifted(fd: int, least: int) -> int:
+    """Move a descriptor to a number of at least `least`, which nobody else is to have."""
+    lifted = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, least)
+    os.close(fd)
+    return lifted
+
+
+def _supervise(place: _Place, client_pid: int, loaded: Loaded) -> None:
+    """Be the supervisor of a job; return in its ranks only."""
+    plan = _plan(place.request, loaded)
+    if isinstance(plan, str):
+        place.refuse(plan)
+    place.take_streams(plan.settings["warm-for"].value)
+    job = plan.job
+    embryo = fork_embryo(loaded, client_pid)
+    if embryo is None:
+        return
+    code: object = 1
+    try:
+        code = exit_code_of(lambda: run(job, embryo))
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def _plan(request: Mapping[str, Any], loaded: Loaded) -> Plan | str:
+    """Return what the job is to do, or why it is not for a warm process, or not for this one."""
+    try:
+        plan = make_plan(request["words"], _env.environment())
+    except UsageError:
+        return "the command line is wrong"
+    except SystemExit:
+        return "the command line asks for help"
+    if not plan.is_warm:
+        return "it is not asked for"
+    if plan.is_dry and not request["is_trial"]:
+        return "nothing is to be started"
+    if not plan.job.preload:
+        return "each rank imports torch for itself"
+    _env.update(plan.environment({}))
+    name = facts.changed_variable(loaded.environ, plan.shared_environment(_env.environment()))
+    return f"was started with another {name}" if name else plan
+
+
+def _be_fork_server(place: _Place, loaded: Loaded) -> NoReturn:
+    """Run what multiprocessing has started the client with, as ``python -c`` would."""
+    request = place.request
+    name = facts.changed_variable(loaded.environ, request["environ"])
+    if request["options"] != interpreter_options():
+        name = "set of interpreter options"
+    if name:
+        place.refuse(f"was started with another {name}")
+    place.take_streams(STAY_S)
+    _env.withdraw([_env.WARM_VARIABLE])  # it is for this process alone, and obeyed
+    forget_all_but(loaded.shared)
+    sys.argv[:], sys.orig_argv[:] = ["-c"], request["words"]
+    del sys.modules["sitecustomize"]  # ours, in which we are: those of the user come now
+    site.execsitecustomize()
+    if site.ENABLE_USER_SITE:
+        site.execusercustomize()
+    sys.path.insert(0, "")
+    try:
+        exec(request["words"][-1], sys.modules["__main__"].__dict__)
+    except BaseException as end:
+        if not isinstance(end, SystemExit):
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    os._exit(0)

@@ -1,0 +1,34 @@
+"""What the site hook runs in a warm process: imports first what ranks share, and after that what serves them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Collection
+
+from phalanx import _env
+from phalanx.launch.warden import import_shared
+
+
+def serve_warm(loaded_before: Collection[str]) -> None:
+    """Serve jobs; return in each rank of one, ready to go on into its script.
+
+    Args:
+        loaded_before: Modules that Python itself loads at start.
+    """
+    place = _env.take(_env.WARM_SERVER_VARIABLE)
+    environ = _env.environment()
+    try:
+        gc.disable()  # what an import leaves is not worth looking for
+        trouble = import_shared()
+        shared = frozenset(name for name in sys.modules if not f"{name}.".startswith(f"{__package__}."))
+        from phalanx.launch.warm.server import WarmServer
+
+        server = WarmServer(place, environ, loaded_before, shared, trouble)
+        gc.freeze()  # pages that the collector does not touch stay shared
+        gc.enable()
+        server.serve()
+    except BaseException as error:  # site would go on, and run what we were started on
+        print(f"the warm process failed: {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)

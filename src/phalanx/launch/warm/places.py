@@ -1,0 +1,168 @@
+"""Where warm processes listen: each on a socket of its own, in a folder that only its user can enter."""
+
+from __future__ import annotations
+
+import _socket
+import contextlib
+import errno
+import os
+import stat
+import sys
+
+from phalanx import _env
+from phalanx._peer import peer_of
+
+TYPE_CHECKING = False  # to import typing would take longer than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    _T = TypeVar("_T")
+
+READY_S = 2.0
+"""Seconds in which a warm process that has imported torch answers."""
+_BACKLOG = 1024
+_IMPORTING_MODE, _READY_MODE = 0o600, 0o700  # of the socket, before and after its process has imported torch
+_SUFFIX = ".sock"
+
+
+def folders() -> list[str]:
+    """Return the folders in which sockets may lie, the preferred one first."""
+    runtime = _env.environment().get("XDG_RUNTIME_DIR", "")
+    own = [os.path.join(runtime, "phalanx")] if os.path.isabs(runtime) else []
+    return [*own, *(f"{shared}/phalanx-{os.geteuid()}" for shared in ("/tmp", "/dev/shm"))]
+
+
+def make_folder() -> str:
+    """Return the first folder in which sockets can lie, made if it was not there.
+
+    Raises:
+        OSError: There is none that this user alone can enter.
+    """
+    return _in_first_folder(lambda folder: folder)
+
+
+def make_path(kind: str, name: str = "") -> str:
+    """Return a path for a socket that is no warm process's, in a folder that only this user can enter.
+
+    Args:
+        name: Name that others can guess; default: a new one.
+
+    Raises:
+        OSError: There is no such folder.
+    """
+    return os.path.join(make_folder(), f"{kind}-{name or f'{os.getpid()}-{os.urandom(4).hex()}'}")
+
+
+def make_socket() -> tuple[str, _socket.socket]:
+    """Return a new socket that listens, and its path.
+
+    Raises:
+        OSError: There is no place for it.
+    """
+    name = f"{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
+    return _in_first_folder(lambda folder: _listen(os.path.join(folder, name)))
+
+
+def _in_first_folder(use: Callable[[str], _T]) -> _T:
+    """Return what `use` returns for the first folder that serves; raise the error of the preferred one if none does."""
+    errors = []
+    for folder in folders():
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+            if _is_private(folder):
+                return use(folder)
+            raise PermissionError(errno.EPERM, "others own it, or may enter it", folder)
+        except OSError as error:
+            errors.append(OSError(error.errno, error.strerror, folder))
+    raise errors[0]
+
+
+def _listen(path: str) -> tuple[str, _socket.socket]:
+    listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    try:
+        # Under another name first: whoever finds the socket can connect to it, or it is stale.
+        listener.bind(f"{path}.new")
+        try:
+            os.chmod(f"{path}.new", _IMPORTING_MODE)
+            listen(listener)
+            os.rename(f"{path}.new", path)
+        except BaseException:
+            os.unlink(f"{path}.new")
+            raise
+    except BaseException:
+        listener.close()
+        raise
+    return path, listener
+
+
+def listen(listener: _socket.socket) -> None:
+    """Accept connections; to those who connect, the process that has called this last is the peer."""
+    listener.listen(_BACKLOG)
+
+
+def sockets() -> list[str]:
+    """Return the sockets of this user, the most recently used first."""
+    found = []
+    for folder in folders():
+        with contextlib.suppress(OSError):
+            if _is_private(folder):
+                for name in os.listdir(folder):
+                    if name.endswith(_SUFFIX):
+                        path = os.path.join(folder, name)
+                        found.append((os.lstat(path).st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def connect(path: str) -> _socket.socket | None:
+    """Return a connection to the warm process that listens there; None if there is none of this user.
+
+    A socket that nobody listens on is removed. Where too many wait already, this waits for `READY_S`.
+    """
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    try:
+        # Linux waits for the backlog only so long; without blocking, or with a timeout of Python's, not at all.
+        connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(READY_S))
+        connection.connect(path)
+        connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(0))
+        if peer_of(connection)[1] == os.geteuid():
+            return connection
+    except ConnectionRefusedError:
+        forget(path)
+    except BlockingIOError:  # nobody takes those who wait
+        if not is_importing(path):
+            forget(path)
+    except OSError:  # it has just gone, or is something else
+        pass
+    connection.close()
+    return None
+
+
+def _timeval(limit_s: float) -> bytes:
+    return b"".join(int(part).to_bytes(8, sys.byteorder) for part in (limit_s, limit_s % 1 * 1e6))
+
+
+def announce_ready(path: str) -> None:
+    """Note at the socket that its process has imported torch, so that it is to answer at once."""
+    with contextlib.suppress(OSError):
+        os.chmod(path, _READY_MODE)
+
+
+def is_importing(path: str) -> bool:
+    """Whether the process of that socket has not imported torch yet; otherwise it answers at once, or never."""
+    try:
+        return stat.S_IMODE(os.lstat(path).st_mode) == _IMPORTING_MODE
+    except OSError:
+        return False
+
+
+def forget(path: str) -> None:
+    """Remove a socket, so that nobody finds its process any more."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _is_private(folder: str) -> bool:
+    found = os.lstat(folder)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077

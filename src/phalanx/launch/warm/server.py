@@ -1,0 +1,197 @@
+"""The warm process: Python stopped in its site hook with torch imported, which forks a job for each client that asks.
+
+It has no threads, and nothing of a job. It ends when nobody has needed it for a while, when what it was made of has
+changed, and when it is told to; jobs that run go on.
+"""
+
+from __future__ import annotations
+
+import _socket
+import contextlib
+import os
+import select
+import struct
+import sys
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+from phalanx._peer import peer_of
+from phalanx.launch.warden import has_threads_or_devices
+from phalanx.launch.warm import facts, places, wire
+from phalanx.launch.warm.embryo import Loaded
+from phalanx.launch.warm.guard import STAY_S, guard
+from phalanx.launch.warm.interpreter import Interpreter
+
+_ANSWER_S = 1.0  # in which a client has to say what it wants, once it has connected
+_LOOK_S = 60.0  # between looks whether the socket is still there
+_MAX_WORDS_BYTES = 1 << 20
+
+
+class WarmServer:
+    """Owns the socket, and what it takes to fork jobs.
+
+    Args:
+        place: Descriptors of the listening socket and of a pipe with what the imports have printed, and the socket's
+            path, as `starter.start` wrote them.
+        environ: Environment with which this process was started.
+        before: Modules that Python itself had loaded at start.
+        shared: Modules that ranks are to find imported.
+        trouble: Why the imports failed; empty if they did not.
+    """
+
+    def __init__(
+        self, place: str, environ: Mapping[str, str], before: Collection[str], shared: Collection[str], trouble: str
+    ) -> None:
+        listener_fd, words_fd, self._path = place.split(":", 2)
+        self._listener = _socket.socket(fileno=int(listener_fd))
+        self._number = os.stat(self._path).st_ino
+        self._living: dict[int, int] = {}  # pid of each guard, by its pidfd
+        self._began_s = self._last_s = time.monotonic()
+        self._stay_s = STAY_S
+        self._num_jobs = 0
+        self._told, tell = os.pipe()
+        words = _take_words(int(words_fd))
+        if trouble or has_threads_or_devices():
+            self._end(trouble or "what Python imports has started threads, or a device")
+        try:
+            interpreter = Interpreter()
+        except RuntimeError as error:
+            self._end(str(error))
+        self._loaded = Loaded(interpreter, environ, before, shared, words, tell)
+        self._watch = facts.Watch()
+        places.announce_ready(self._path)
+
+    def serve(self) -> None:
+        """Fork jobs until it is time to go; return in ranks only."""
+        while True:
+            poll = select.poll()
+            for fd in (self._listener.fileno(), self._told, *self._living):
+                poll.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(_LOOK_S * 1000 if self._living else self._left_s * 1000)}
+            for fd in ready & self._living.keys():
+                os.waitpid(self._living.pop(fd), 0)
+                os.close(fd)
+                self._last_s = time.monotonic()
+            if self._told in ready:
+                self._note_job(*struct.unpack("d", os.read(self._told, 8)))
+            if self._listener.fileno() in ready:
+                connection = self._accept()
+                if connection is not None and self._answer(connection):
+                    return
+            if self._is_over:  # also one that was stopped, and forgotten meanwhile
+                self._leave()
+
+    def _note_job(self, stay_s: float) -> None:
+        self._stay_s = stay_s
+        self._num_jobs += 1
+        with contextlib.suppress(OSError):
+            os.utime(self._path)  # clients ask the one first that has been used last
+
+    @property
+    def _left_s(self) -> float:
+        return min(_LOOK_S, max(0.0, self._last_s + self._stay_s - time.monotonic()))
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nobody has needed this process for long enough, or nobody can find it any more."""
+        try:
+            found = os.stat(self._path).st_ino == self._number
+        except OSError:
+            found = False
+        return not self._living and (not found or self._left_s == 0)
+
+    def _accept(self) -> _socket.socket | None:
+        fd, _ = self._listener._accept()  # type: ignore[attr-defined]
+        connection = _socket.socket(fileno=fd)
+        if peer_of(connection)[1] == os.geteuid():
+            connection.settimeout(_ANSWER_S)
+            return connection
+        connection.close()
+        return None
+
+    def _answer(self, connection: _socket.socket) -> bool:
+        """Do what a client asks for; return true in ranks only."""
+        wire.send(connection, wire.GREETING)
+        message, fds = wire.receive(connection)
+        request = message[0] if message and isinstance(message[0], dict) else {}
+        kind = request.get("kind")
+        if kind == "stop":
+            wire.send(connection, self._description())
+            self._leave()
+        if kind == "list":
+            wire.send(connection, self._description())
+        elif kind in ("run", "server"):
+            pid, _ = peer_of(connection)
+            refusal = self._refusal(request, pid)
+            if refusal:
+                wire.send(connection, refusal)
+            if self._is_stale:
+                self._leave()
+            if not refusal and self._fork(connection, pid, request, fds):
+                return True
+        for fd in fds:
+            os.close(fd)
+        connection.close()
+        return False
+
+    def _refusal(self, request: Mapping[str, Any], pid: int) -> str:
+        """Return why the client's process is not to be forked from this one; empty if it may be."""
+        changed = self._watch.changed()
+        self._is_stale = bool(changed)
+        if changed:
+            return f"was started before {changed} changed"
+        if (request.get("executable"), request.get("prefix")) != (sys.executable, sys.prefix):
+            return f"is of {sys.executable}"
+        different = facts.difference(pid) if pid else "pid namespace"
+        return f"was started with another {different}" if different else ""
+
+    def _fork(self, connection: _socket.socket, pid: int, request: Mapping[str, Any], fds: list[int]) -> bool:
+        child = os.fork()
+        if child == 0:
+            connection.settimeout(None)
+            for fd in (self._listener.detach(), self._told, *self._living):
+                os.close(fd)
+            guard(connection, pid, request, fds, self._loaded)
+            return True
+        self._living[os.pidfd_open(child)] = child
+        return False
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "executable": sys.executable,
+            "threads": self._loaded.environ.get("OMP_NUM_THREADS", ""),
+            "age_s": time.monotonic() - self._began_s,
+            "left_s": self._last_s + self._stay_s - time.monotonic(),
+            "jobs": self._num_jobs,
+            "living": len(self._living),
+        }
+
+    def _leave(self) -> NoReturn:
+        with contextlib.suppress(OSError):
+            if os.stat(self._path).st_ino == self._number:
+                os.unlink(self._path)
+        os._exit(0)
+
+    def _end(self, trouble: str) -> NoReturn:
+        """Tell those who wait already that there is no warm start."""
+        self._listener.settimeout(0)
+        with contextlib.suppress(OSError):
+            while (connection := self._accept()) is not None:
+                wire.send(connection, trouble)
+        self._leave()
+
+
+def _take_words(fd: int) -> bytes:
+    """Return what the imports have printed; what comes after that goes nowhere."""
+    os.set_blocking(fd, False)
+    words = b""
+    with contextlib.suppress(BlockingIOError):
+        words = os.read(fd, _MAX_WORDS_BYTES)
+    null = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(null, number)
+    os.close(null)
+    os.close(fd)
+    return words

@@ -1,0 +1,163 @@
+"""`check_replicas`: whether all ranks hold the same model and optimizer state; which tensor differs, where and how."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx._digest import bytes_of, digests
+from phalanx._errors import ReplicaMismatch
+from phalanx._rank_group import RankGroup, group_with_this_rank
+from phalanx._text import listed, named
+from phalanx.parallel.replicated import Entry, buffers, is_shard, optimizer_state, parameters
+
+_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # of a tensor: what has a digest, and what ranks show each other
+_MOST_NAMED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first tensor that is not the same on all ranks, and how.
+
+    Attributes:
+        tensors: Names of all tensors that differ, the first one first.
+        ranks: Ranks in the group that differ from the majority; all of them if there is none.
+        how: Kind of the first one's difference: "value", "NaN", "shape", "dtype" or "missing".
+        words: Clause that says all this.
+    """
+
+    tensors: tuple[str, ...]
+    ranks: tuple[int, ...]
+    how: str
+    words: str
+
+
+def check_replicas(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise an error on every rank if any rank's copy of the model or of the optimizer's state differs by a bit.
+
+    Every rank calls it between two steps, on any backend. Parameters are compared, the buffers of the ``state_dict``,
+    learning rates and the optimizer's state. Ranks may differ in the running statistics of a batch norm that is not
+    synchronized, in what the model wants DistributedDataParallel to ignore, and in the state of a
+    ZeroRedundancyOptimizer, which is divided.
+
+    Args:
+        model: Model, in its wrapper or not.
+        optimizer: Optimizer whose state is compared, too.
+        group: Ranks that hold a copy each; by default all.
+
+    Raises:
+        ReplicaMismatch: A tensor differs: names the first one, the ranks that differ from the majority, and how.
+        ValueError: There is no process group yet, this rank is not in it, or a parameter is a DTensor, of which each
+            rank has a part.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> phalanx.check_replicas(model, optimizer)
+    """
+    group = group_with_this_rank(group, "check_replicas")
+    entries = [*parameters(model), *buffers(model)]
+    if optimizer is not None:
+        entries += optimizer_state(model, optimizer, lambda _: False)
+    for entry in entries:
+        if (tensor := entry.fetch()) is not None and is_shard(tensor):
+            raise ValueError(
+                f"check_replicas: {entry.name} is a DTensor, of which each rank has a part: pass a model whose "
+                "parameters all ranks hold whole"
+            )
+    difference = first_difference(entries, group)
+    if difference is not None:
+        ranks = tuple(dist.get_global_rank(group, rank) for rank in difference.ranks)
+        raise ReplicaMismatch(
+            f"check_replicas: the ranks' copies differ: {difference.words}",
+            op="check_replicas", ranks=ranks, tensors=difference.tensors, how=difference.how,
+        )  # fmt: skip
+
+
+def first_difference(entries: Iterable[Entry], group: dist.ProcessGroup) -> Difference | None:
+    """Compare every bit of the entries. Every rank of the group calls it, and gets the same.
+
+    Raises:
+        RuntimeError: A rank could not read a tensor; on every rank.
+    """
+    ranks = RankGroup(group)
+    own: dict[str, Tensor] = {}
+    described: dict[str, tuple[str, str, bytes]] = {}
+    problem = ""
+    try:
+        own = {e.name: tensor for e in entries if (tensor := e.fetch()) is not None and not tensor.is_meta}
+        described = {name: _description(tensor) for name, tensor in own.items()}
+    except Exception as error:  # or the others would wait for this rank
+        problem = f"rank {dist.get_rank()} can't read a tensor: {type(error).__name__}: {error}"
+    every = ranks.gather((described, problem))
+    if problem := next((words for _, words in every if words), ""):
+        raise RuntimeError(problem)
+    tables = [table for table, _ in every]
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
+    return _difference(differing, tables, own, ranks, group) if differing else None
+
+
+def _difference(
+    differing: list[str],
+    tables: list[dict[str, tuple[str, str, bytes]]],
+    own: dict[str, Tensor],
+    ranks: RankGroup,
+    group: dist.ProcessGroup,
+) -> Difference:
+    """Say how the first of the tensors differs."""
+    first = differing[0]
+    found = [table.get(first) for table in tables]
+    forms = [None if one is None else one[:2] for one in found]
+    if len(set(forms)) > 1:
+        place, values = "", ["missing" if one is None else f"{one[1]} {one[0]}" for one in forms]
+        dtypes = {one[1] for one in forms if one is not None}
+        how = "missing" if None in forms else "dtype" if len(dtypes) > 1 else "shape"
+    else:
+        place, values = _first_element(own[first], ranks)
+        how = "NaN" if any("nan" in value for value in values) else "value"
+    parties: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        parties.setdefault(value, []).append(dist.get_global_rank(group, rank))
+    by_rank = " and ".join(f"{value} on {named('rank', of)}" for value, of in parties.items())
+    others = differing[1:]
+    more = f"; {listed(others, _MOST_NAMED)} differ{'s' * (len(others) == 1)}, too" if others else ""
+    return Difference(tuple(differing), _odd_ranks(found), how, f"{first}{place} is {by_rank}{more}")
+
+
+def _odd_ranks(found: Sequence[object]) -> tuple[int, ...]:
+    """Return the ranks that are not of the largest party; all if two are equally large."""
+    parties = collections.Counter(found).most_common(2)
+    has_majority = parties[0][1] > parties[1][1]
+    return tuple(r for r, one in enumerate(found) if not has_majority or one != parties[0][0])
+
+
+def _description(tensor: Tensor) -> tuple[str, str, bytes]:
+    bits = bytes_of(tensor if tensor.layout is torch.strided else tensor.to_dense()).cpu()
+    digest = digests(bits.split(_COARSE_BYTES), torch.get_num_threads())
+    return str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."), digest
+
+
+def _first_element(tensor: Tensor, ranks: RankGroup) -> tuple[str, list[str]]:
+    """Return where the first element lies that differs, and its value on each rank."""
+    tensor = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    every = ranks.gather(digests(bytes_of(tensor).cpu().split(_FINE_BYTES)))
+    at = next(
+        at for at in range(0, len(every[0]), 16) if len({digest[at : at + 16] for digest in every}) > 1
+    )  # of a digest
+    size = tensor.element_size()
+    first = at // 16 * _FINE_BYTES // size
+    part = tensor.reshape(-1)[first : first + _FINE_BYTES // size].clone()
+    parts = ranks.gather_tensor(bytes_of(part).to(ranks.device))
+    differs = torch.stack([one != parts[0] for one in parts]).any(0).view(-1, size).any(1)
+    offset = int(differs.nonzero()[0])
+    values = [repr(one.view(tensor.dtype)[offset].item()) for one in (p.cpu() for p in parts)]
+    index = torch.unravel_index(torch.tensor(first + offset), tensor.shape)
+    return f" at [{', '.join(str(int(i)) for i in index)}]" if tensor.dim() else "", values

@@ -1,0 +1,101 @@
+"""What all ranks that train one model hold alike: its parameters, buffers and the optimizer's state, by name."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from phalanx import _torch
+from phalanx.checkpoint import unwrap
+
+Owner = Callable[[nn.Parameter], bool]
+
+
+class Entry(NamedTuple):
+    """A tensor that all ranks hold alike.
+
+    Attributes:
+        name: Name in messages, such as ``parameter '0.weight'``.
+        fetch: Function that returns the tensor as it is now, or None if there is none any more.
+    """
+
+    name: str
+    fetch: Callable[[], Tensor | None]
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, of which each rank has a part."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has elements in one storage: it is no DTensor, nor is it quantized, sparse or meta."""
+    is_own_class = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_own_class and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+
+
+def ignored_by_ddp(model: nn.Module) -> set[str]:
+    """Return the names that the model wants DistributedDataParallel to leave alone: they are each rank's own."""
+    return set(getattr(unwrap(model), _torch.MARK_IGNORED_BY_DDP, ()))
+
+
+def parameters(model: nn.Module) -> Iterator[Entry]:
+    """Yield the parameters, whether or not they are under training."""
+    ignored = ignored_by_ddp(model)
+    for name, parameter in unwrap(model).named_parameters():
+        if name not in ignored and not is_lazy(parameter):
+            yield Entry(f"parameter {name!r}", lambda p=parameter: p)  # type: ignore[misc]
+
+
+def buffers(model: nn.Module) -> Iterator[Entry]:
+    """Yield the buffers of the model's ``state_dict`` that do not depend on the batches which this rank has seen."""
+    module, ignored = unwrap(model), ignored_by_ddp(model)
+    saved = module.state_dict(keep_vars=True).keys()
+    own = {
+        f"{path}.{name}" if path else name
+        for path, child in module.named_modules()
+        if hasattr(child, "track_running_stats") and "SyncBatchNorm" not in type(child).__name__
+        for name, _ in child.named_buffers(recurse=False)
+    }
+    for name, buffer in module.named_buffers():
+        if name in saved and name not in own | ignored and not is_lazy(buffer):
+            yield Entry(f"buffer {name!r}", lambda b=buffer: b)  # type: ignore[misc]
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, leaves_out: Owner) -> Iterator[Entry]:
+    """Yield the learning rates, and the state of each parameter that the model lets the ranks have alike.
+
+    Args:
+        leaves_out: Whether the state of a parameter is divided among the ranks.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        yield Entry(f"lr of parameter group {number}", lambda g=group: _as_tensor(g.get("lr")))  # type: ignore[misc]
+    if hasattr(optimizer, "consolidate_state_dict"):  # ZeroRedundancyOptimizer: each rank has a part of it
+        return
+    ignored, names = ignored_by_ddp(model), {p: name for name, p in unwrap(model).named_parameters()}
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(every):
+        name = names.get(parameter)
+        if name in ignored or leaves_out(parameter):
+            continue
+        owner = f"parameter {name!r}" if name else f"the optimizer's parameter {number}"
+        for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
+            if _as_tensor(value) is not None:
+                yield Entry(f"{key} of {owner}", _fetcher(optimizer, parameter, key))
+
+
+def _fetcher(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: Any) -> Callable[[], Tensor | None]:
+    """A state dictionary that is loaded replaces the tensors."""
+    return lambda: _as_tensor(optimizer.state.get(parameter, {}).get(key))
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return torch.tensor(float(value), dtype=torch.float64) if is_number else None

@@ -1,0 +1,187 @@
+"""`Sentinel`: compares the ranks' copies of a model while it trains, a slice at a time, in messages that go anyway."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx._digest import bytes_of, digests
+from phalanx._errors import ReplicaMismatch
+from phalanx._tensors import is_one_range
+from phalanx._text import counted
+from phalanx.parallel.divergence import first_difference
+from phalanx.parallel.layout import flat
+from phalanx.parallel.replicated import Entry, Owner, is_plain, optimizer_state, parameters
+
+_SHARE = 0.005  # of the time of training
+_FIRST_EVERY = 100  # steps, until it is known what they and a comparison take
+_LEAST_LOOKS = 4  # before their time counts
+_MOST_EVERY = 10_000
+_MOST_CHANGE = 4.0  # at once: a rank may have been interrupted in a look
+_NOTHING = (0, 0, 0)
+
+
+def kind_of_processor(device: torch.device) -> str:
+    """Return what decides how a rank rounds in an optimizer's step: ranks of another kind drift apart by a bit.
+
+    Elementwise kernels are compiled for several instruction sets, and treat the last elements of a thread otherwise.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.backends.cpu.get_cpu_capability()} with {counted(torch.get_num_threads(), 'thread')}"
+
+
+class Sentinel:
+    """Compares parameters and optimizer state of all ranks, all of it once in `every` steps.
+
+    A cycle goes through all tensors in the model's order. In each look, a rank makes one number of the digests of the
+    next slice. The ranks find the largest of each of their numbers in a message that goes anyway. The largest number
+    and the largest of the negative ones tell every rank at once whether all are the same. Only if they are not, the
+    ranks compare everything, and raise an error that names what differs.
+
+    Every rank has one and calls the same methods after the same steps.
+
+    Args:
+        model: Model in its wrapper.
+        optimizer: Optimizer of its parameters.
+        group: Ranks that hold a copy each; None: there is nothing to compare.
+        every: Number of steps in which everything is compared once; "auto": as few as cost 0.5 % of the time.
+        leaves_out: Whether the optimizer's state of a parameter lies where all ranks have it.
+        step: Number of steps done; the copies count as the same then.
+
+    Attributes:
+        every: Number of steps in which everything is compared once; 0: never.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None,
+        every: int | Literal["auto"],
+        leaves_out: Owner,
+        step: int,
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._group, self._leaves_out = group, leaves_out
+        self._is_on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
+        self._adapts = every == "auto"
+        self.every: int = 0 if group is None else _FIRST_EVERY if every == "auto" else every
+        self._step = self._begun = step  # of the last look; when the training began
+        self._since: dict[str, int] = {}  # step after which a tensor was compared last, by name
+        self._cycle: list[Entry] = []
+        self._at, self._offset = 0, 0  # where the next slice begins: entry, and byte in it
+        self._cycle_bytes = 0
+        self._tensor_begun = step  # of the look that compared the first piece of the tensor at `_at`
+        self._compared: dict[str, int] = {}  # in the last look to their ends, and the looks that began them
+        self._in_memory_order = True
+        self._num_steps = 1  # before the last look
+        self._adapted = step
+        self._num_looks, self._looked_s, self._trained_s = 0, 0.0, 0.0  # on the slowest and on the fastest rank
+
+    def look(self, step: int) -> Sequence[int]:
+        """Return the numbers of the next slice; all 0 if no step was taken since the last look."""
+        num_steps, self._step = step - self._step, step
+        if not self.every or not num_steps:
+            return _NOTHING
+        if self._is_on_device:
+            torch.accelerator.synchronize()  # what the slice waits for has been asked for before: it is no time of ours
+        begin_s, self._num_steps = time.perf_counter(), num_steps
+        number = self._fingerprint(max(1, self.every // num_steps))
+        return number, -number, int(1e9 * (time.perf_counter() - begin_s))
+
+    def hear(self, largest: Sequence[int]) -> None:
+        """Take in the largest of each of the numbers of all ranks.
+
+        Raises:
+            ReplicaMismatch: The ranks' copies differ; on every rank.
+        """
+        high, minus_low, ns = largest
+        self._num_looks += ns > 0
+        self._looked_s += ns / 1e9
+        if high == -minus_low:
+            self._since.update(self._compared)
+            return
+        assert self._group is not None
+        difference = first_difference(self._entries(), self._group)
+        if difference is None:  # only the memory's order does, or a difference has come and gone
+            self._in_memory_order = False
+            self._at = len(self._cycle)
+            return
+        since = min(self._since.get(name, self._begun) for name in difference.tensors)
+        ranks = tuple(dist.get_global_rank(self._group, rank) for rank in difference.ranks)
+        when = (
+            f"in step {self._step}" if since + 1 >= self._step else f"in one of the steps {since + 1} to {self._step}"
+        )
+        raise ReplicaMismatch(
+            f"Trainer.fit: step {self._step}: the ranks' copies differ: {difference.words}. It became so {when}. "
+            "A rank that changes its own copy does that, and so does faulty memory; compare_every=0 goes on",
+            op="Trainer.fit", ranks=ranks, tensors=difference.tensors, how=difference.how,
+            step=self._step, since_step=since,
+        )  # fmt: skip
+
+    def adapt(self, step: int, step_s: float) -> None:
+        """Choose how often from now on, the same on every rank, if that was left to it.
+
+        A look costs something whatever the size of its slice, so sizes grow or shrink until the share is right.
+
+        Args:
+            step: Number of steps done.
+            step_s: Mean time of a step since the last call, on the fastest rank; the same on every rank.
+        """
+        self._trained_s += (step - self._adapted) * step_s
+        self._adapted = step
+        if self._adapts and self._num_looks >= _LEAST_LOOKS:
+            change = self._looked_s / (_SHARE * self._trained_s)
+            every = math.ceil(self.every * min(max(change, 1 / _MOST_CHANGE), _MOST_CHANGE))
+            self.every = min(max(every, self._num_steps), _MOST_EVERY)  # the last look took all that there is
+            self._num_looks, self._looked_s, self._trained_s = 0, 0.0, 0.0
+
+    def _entries(self) -> Iterator[Entry]:
+        for entry in [*parameters(self._model), *optimizer_state(self._model, self._optimizer, self._leaves_out)]:
+            tensor = entry.fetch()
+            if tensor is not None and is_plain(tensor):
+                yield entry
+
+    def _fingerprint(self, num_slices: int) -> int:
+        """Return 62 bits of the next slice, one of so many in a cycle."""
+        if self._at >= len(self._cycle):
+            self._cycle = list(self._entries())
+            self._cycle_bytes = sum(t.numel() * t.element_size() for e in self._cycle if (t := e.fetch()) is not None)
+            self._at = self._offset = 0
+        forms, pieces = [], []
+        left = -(-self._cycle_bytes // num_slices)
+        self._compared = {}
+        while left > 0 and self._at < len(self._cycle):
+            form, piece = self._take(self._cycle[self._at], left)
+            left -= len(piece)
+            forms.append(form)
+            pieces.append(piece)
+        bits = hashlib.blake2b(repr(forms).encode(), digest_size=8)
+        bits.update(digests(pieces))
+        return int.from_bytes(bits.digest(), "little") >> 2
+
+    def _take(self, entry: Entry, most_bytes: int) -> tuple[object, Tensor]:
+        """Return what must be the same of the next piece of a tensor beside its bits, and these."""
+        tensor = entry.fetch()
+        if tensor is None:
+            form, bits = None, torch.empty(0, dtype=torch.uint8)
+        else:
+            in_memory_order = self._in_memory_order and is_one_range(tensor)
+            form = tensor.dtype, tensor.shape, tensor.stride() if in_memory_order else None
+            bits = bytes_of(flat(tensor) if in_memory_order else tensor)
+        begin, end = self._offset, min(self._offset + most_bytes, len(bits))
+        if begin == 0:
+            self._tensor_begun = self._step
+        self._offset = end
+        if end == len(bits):
+            self._compared[entry.name] = self._tensor_begun
+            self._at, self._offset = self._at + 1, 0
+        return (entry.name, form, begin), bits[begin:end].cpu()

@@ -1,0 +1,376 @@
+"""Reads black boxes: of running processes, and as they were saved. `csrc/record.h` says what lies where.
+
+Imports neither torch nor the core: whoever asks about a job need not be able to run it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import os
+import struct
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from phalanx._files import open_regular
+
+MEMORY_NAME = "phalanx-record"
+"""Name of the memory in which boxes lie, as ``/proc/PID/fd`` shows it."""
+SUFFIX = ".box"
+"""Of a saved box, which is compressed."""
+ANSWER = "phalanx why: "
+"""Beginning of a note of a rank that waited, and asked why."""
+
+_MAGIC = b"PHAXBOX1"
+_VERSION = 1
+_BEING_WRITTEN = 2**64 - 1
+_PAGE = 4096
+_HEADER = struct.Struct("<8sIIIiiiQqQQ64s")
+_EVENT = struct.Struct("<QQQHHIIIQQ8x")
+_TEXT_BYTES = 124 * 1024
+BOX_BYTES = _PAGE + 8192 * _EVENT.size + _TEXT_BYTES
+"""Of a box that this phalanx writes."""
+_KINDS = ("", "collective", "message", "step", "phase", "note")
+OPS = (
+    "", "join", "barrier", "broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter",
+    "all_to_all", "send", "recv",
+)  # fmt: skip
+"""Names of what events of collectives and messages are of; their numbers are those of the core."""
+
+
+class Event(NamedTuple):
+    """Something that a rank has done, or is doing.
+
+    Attributes:
+        number: Number in its box, from 1.
+        begun_ns: Time of its beginning, by CLOCK_MONOTONIC of the host.
+        ended_ns: Time of its end; 0 if it has not ended.
+        kind: "collective", "message", "step", "phase" or "note".
+        op: Name of the collective or the message, such as ``all_reduce``.
+        text: Name of the group or of the phase, or the words of a note; of a step, ``of N``, the last that can come.
+        site: Line of the call, such as ``train.py:31``; empty if it is not known.
+        thread: The kernel's number of the thread.
+        seq: Number of the collective in its group or of the step; of a message, the peer's rank in the group + 1.
+        value: Elements of a collective or a message; samples of a step.
+    """
+
+    number: int
+    begun_ns: int
+    ended_ns: int
+    kind: str
+    op: str
+    text: str
+    site: str
+    thread: int
+    seq: int
+    value: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """What a rank has recorded.
+
+    Attributes:
+        start_time: Start of the process in clock ticks since the host's boot: tells a reused pid apart.
+        realtime_less_monotonic_ns: Nanoseconds to add to an event's time for the time of day since 1970.
+        num_events: Events that have ever begun; the oldest of them may be gone.
+        events: Events that are still there, oldest first.
+    """
+
+    rank: int
+    world_size: int
+    pid: int
+    start_time: int
+    host: str
+    realtime_less_monotonic_ns: int
+    num_events: int
+    events: tuple[Event, ...]
+
+    def with_events(self, events: Iterable[Event]) -> Box:
+        """Return the same box with other events."""
+        return dataclasses.replace(self, events=tuple(events))
+
+
+def read_box(data: bytes) -> Box:
+    """Return what a box holds, which may be written meanwhile.
+
+    Raises:
+        ValueError: It is no box, or one of another version, or torn.
+    """
+    head = read_header(data)
+    end = _PAGE + head.num_slots * _EVENT.size
+    if len(data) < end + head.num_text_bytes:
+        raise ValueError("it is torn")
+    texts = ["", *_texts(data[end : end + head.num_text_bytes])]
+    numbers = memoryview(data[_PAGE:end]).cast("Q")[::8]
+    events = read_events(data[_PAGE:end], texts)
+    return head.box(sorted(e for e in events if numbers[(e.number - 1) % head.num_slots] == e.number))
+
+
+class Header(NamedTuple):
+    """The first bytes of a box, as `csrc/record.h` names them."""
+
+    magic: bytes
+    version: int
+    num_slots: int
+    text_bytes: int
+    pid: int
+    rank: int
+    world_size: int
+    start_time: int
+    realtime_less_monotonic_ns: int
+    num_events: int
+    num_text_bytes: int
+    host: bytes
+
+    def box(self, events: Sequence[Event]) -> Box:
+        """Return a box with these events."""
+        host = self.host.partition(b"\0")[0].decode(errors="replace")
+        offset_ns = self.realtime_less_monotonic_ns
+        return Box(
+            self.rank, self.world_size, self.pid, self.start_time, host, offset_ns, self.num_events, tuple(events)
+        )  # fmt: skip
+
+
+def read_header(data: bytes) -> Header:
+    """Return what the first bytes of a box say.
+
+    Raises:
+        ValueError: It is no box, or one of another version, or torn.
+    """
+    if len(data) < _HEADER.size:
+        raise ValueError("it is too short for a black box")
+    head = Header(*_HEADER.unpack_from(data))
+    if head.magic != _MAGIC:
+        raise ValueError("it is no black box")
+    if head.version != _VERSION:
+        raise ValueError(f"it is of version {head.version}, and this phalanx reads version {_VERSION}")
+    if not 0 < head.num_slots <= 1 << 20 or head.num_text_bytes > head.text_bytes:
+        raise ValueError("it is torn")
+    return head
+
+
+def read_events(slots: bytes, texts: Sequence[str], kinds: Collection[str] = ()) -> Iterator[Event]:
+    """Yield the events in slots of a ring; one that is being written is left out.
+
+    Args:
+        slots: Whole slots.
+        texts: All texts of the box.
+        kinds: Kinds of events to yield, and of other kinds those that have not ended; none means all. To name few is
+            much cheaper.
+    """
+    if kinds:
+        wanted = {_KINDS.index(kind) for kind in kinds}
+        words, size = memoryview(slots).cast("Q"), _EVENT.size
+        found = enumerate(zip(words[1::8], words[2::8], words[3::8], strict=True))
+        chosen = [slot for slot, (begun, ended, kind) in found if ended <= begun or kind & 0xFFFF in wanted]
+        slots = b"".join(slots[slot * size : (slot + 1) * size] for slot in chosen)
+    for number, begun, ended, kind, code, text, site, thread, seq, value in _EVENT.iter_unpack(slots):
+        op = code & 0xFF
+        is_whole = 0 < number < _BEING_WRITTEN  # else the slot is empty, or was being written
+        if is_whole and 0 < kind < len(_KINDS) and op < len(OPS) and max(text, site) < len(texts):
+            ended *= ended > begun  # before it: of an event that was here a round ago
+            yield Event(number, begun, ended, _KINDS[kind], OPS[op], texts[text], texts[site], thread, seq, value)
+
+
+def _texts(data: bytes) -> Iterator[str]:
+    at = 0
+    while at + 4 <= len(data):
+        (size,) = struct.unpack_from("<I", data, at)
+        if at + 4 + size > len(data):
+            raise ValueError("it is torn")
+        yield data[at + 4 : at + 4 + size].decode(errors="replace")
+        at += 4 + size
+
+
+class Tail:
+    """Reads what is new in a box, in a fraction of the time that the whole takes.
+
+    Args:
+        fd: Open file of the box, which stays the caller's.
+        offset: Place in the file where the box begins.
+        most: Newest events that are read at a time; older ones are left out.
+        kinds: Kinds of events to read, see `read_events`.
+    """
+
+    def __init__(self, fd: int, offset: int = 0, most: int = 8192, kinds: Collection[str] = ()) -> None:
+        self._fd, self._offset, self._most, self._kinds = fd, offset, most, kinds
+        self._begin_anew((0, 0))
+
+    def _begin_anew(self, process: tuple[int, int]) -> None:
+        self._process = process
+        self._num_read = 0
+        self._open: list[int] = []  # numbers of events that had not ended
+        self._texts, self._num_text_bytes = [""], 0
+
+    def read(self) -> Box | None:
+        """Return a box with the events that have begun or ended since the last time; None while nobody writes there.
+
+        Raises:
+            ValueError: It can't be read.
+        """
+        data = os.pread(self._fd, _HEADER.size, self._offset)
+        if not data.startswith(_MAGIC):
+            return None
+        head = read_header(data)
+        if self._process != (head.pid, head.start_time):
+            self._begin_anew((head.pid, head.start_time))
+        oldest = head.num_events - min(self._most, head.num_slots)
+        first = max(self._num_read, oldest) + 1
+        wanted = [number for number in self._open if oldest < number < first]
+        slots = [os.pread(self._fd, _EVENT.size, self._slot(head, number)) for number in wanted]
+        for begin, end in _ranges_of(first, head.num_events, head.num_slots):
+            slots.append(os.pread(self._fd, (end - begin + 1) * _EVENT.size, self._slot(head, begin)))
+        at = self._offset + _PAGE + head.num_slots * _EVENT.size + self._num_text_bytes
+        self._texts += _texts(os.pread(self._fd, head.num_text_bytes - self._num_text_bytes, at))
+        wanted += range(first, head.num_events + 1)
+        data = b"".join(slots)
+        found = {event.number: event for event in read_events(data, self._texts, self._kinds)}
+        events = [found[number] for number in wanted if number in found]
+        written = {*memoryview(data).cast("Q")[::8]}
+        self._open = [n for n in wanted if n not in written or (n in found and not found[n].ended_ns)]
+        self._num_read, self._num_text_bytes = head.num_events, head.num_text_bytes
+        return head.box(events)
+
+    def _slot(self, head: Header, number: int) -> int:
+        return self._offset + _PAGE + (number - 1) % head.num_slots * _EVENT.size
+
+
+def _ranges_of(first: int, last: int, num_slots: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of numbers whose slots lie one after the other: two where the ring goes round."""
+    while first <= last:
+        end = min(last, first + num_slots - 1 - (first - 1) % num_slots)
+        yield first, end
+        first = end + 1
+
+
+def boxes_in(fd: int) -> Iterator[bytes]:
+    """Yield the bytes of all boxes in an open file in which they lie one after the other; some were never written.
+
+    An event that is written meanwhile is left out.
+    """
+    for at in range(0, os.fstat(fd).st_size, BOX_BYTES):
+        data = os.pread(fd, BOX_BYTES, at)
+        if data.startswith(_MAGIC):
+            yield _at_rest(data, os.pread(fd, BOX_BYTES, at))
+
+
+def _at_rest(data: bytes, later: bytes) -> bytes:
+    """Return the later of two looks at a box without the events that have changed; they may have ended, though."""
+    first, second = memoryview(data), memoryview(later)
+    end = min(len(data), len(later), BOX_BYTES - _TEXT_BYTES)
+    if first[_PAGE:end] == second[_PAGE:end]:
+        return later
+    kept = bytearray(later)
+    for at in range(_PAGE, end, _EVENT.size):
+        began, ended = slice(at, at + 16), slice(at + 24, at + _EVENT.size)
+        if first[began] != second[began] or first[ended] != second[ended]:
+            kept[at : at + 8] = bytes(8)
+    return bytes(kept)
+
+
+def open_box(pid: int) -> tuple[int, int] | None:
+    """Return an open file with the box of a running process, and where the box begins in it; None if it has none.
+
+    Raises:
+        PermissionError: This user may not look into that process.
+        ValueError: There is a box, and it can't be read.
+    """
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if not os.readlink(path).startswith(f"/memfd:{MEMORY_NAME}"):
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for offset in range(0, os.fstat(fd).st_size, BOX_BYTES):
+                    data = os.pread(fd, _HEADER.size, offset)
+                    if data.startswith(_MAGIC) and read_header(data).pid == pid:
+                        return fd, offset
+            except ValueError:
+                os.close(fd)
+                raise
+            os.close(fd)
+    return None
+
+
+def box_of_process(pid: int) -> Box | None:
+    """Return the box of a running process; None if it has none.
+
+    Raises:
+        PermissionError: This user may not look into that process.
+        ValueError: There is one, and it can't be read.
+    """
+    if (place := open_box(pid)) is None:
+        return None
+    fd, offset = place
+    try:
+        return read_box(_at_rest(os.pread(fd, BOX_BYTES, offset), os.pread(fd, BOX_BYTES, offset)))
+    finally:
+        os.close(fd)
+
+
+def boxes_held_by(pid: int) -> Iterator[Box]:
+    """Yield the boxes in memory that a running process holds.
+
+    A rank holds its own, and under a launcher those of all ranks of its host. So does the process that started them,
+    also of those that were killed.
+
+    Raises:
+        PermissionError: This user may not look into that process.
+        ValueError: There is one, and it can't be read.
+    """
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if not os.readlink(path).startswith(f"/memfd:{MEMORY_NAME}"):
+                continue
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                yield from map(read_box, boxes_in(fd))
+            finally:
+                os.close(fd)
+
+
+def save_boxes(fd: int, folder: Path) -> list[Path]:
+    """Write each box of an open file into a file of its own, and return their paths."""
+    saved = []
+    for data in boxes_in(fd):
+        with contextlib.suppress(ValueError):  # of another version, of a script with a phalanx of its own
+            saved.append(_save(data, read_box(data).rank, folder))
+    return saved
+
+
+def load_box(path: Path) -> Box:
+    """Return a box that was saved.
+
+    Raises:
+        ValueError: It can't be read; the message names its file.
+    """
+    try:
+        with open_regular(path) as file, gzip.GzipFile(fileobj=file) as unpacked:
+            return read_box(unpacked.read(BOX_BYTES + 1))  # to its end, where the checksum is, but no more
+    except (ValueError, OSError, EOFError, struct.error, zlib.error) as error:
+        raise ValueError(f"{path} can't be read: {error}") from None
+
+
+def _save(data: bytes, rank: int, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank_{rank}{SUFFIX}"
+    part = folder / f"{path.name}.part"
+    with open_regular(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW) as file:
+        file.write(gzip.compress(data, 1))
+    part.replace(path)
+    return path
+
+
+def load_boxes(folder: Path) -> list[Box]:
+    """Return the boxes that were saved in a folder, by rank.
+
+    Raises:
+        ValueError: One can't be read; the message names its file.
+    """
+    return sorted(map(load_box, folder.glob(f"rank_*{SUFFIX}")), key=lambda box: box.rank)

@@ -1,0 +1,81 @@
+"""When a rank is slower than the others, and not by chance.
+
+**The rule.** A rank's *excess* in a step is the time that it computes, less the median of the others' time in the same
+step, as a share of the median step. A rank is named if its mean excess is at least `LEAST_COST`, and more than z
+standard errors above 0. The mean leaves out a fifth of the steps at each end, so that single pauses count for nothing.
+Its error is Yuen's, of the winsorized steps, widened by their autocorrelation: a neighbour that takes a core slows
+several steps in a row. z is that of `FALSE_ALARMS` looks, divided by the number of ranks. Pauses that come back, but in
+few steps, are found by the same rule over the sums of `BLOCK` steps.
+
+Source of mean and error: K. K. Yuen, "The two-sample trimmed t for unequal population variances", Biometrika 61, 1974.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+LEAST_COST = 0.025
+"""Share of a step below which nothing is named."""
+LEAST_STEPS = 30
+"""Single steps before which nothing is named."""
+FALSE_ALARMS = 1e-5
+"""Share of looks, over all ranks, at which chance alone may be named."""
+BLOCK = 10
+"""Steps that are added up, where pauses are looked for."""
+LEAST_BLOCKS = 20
+"""Such sums before which nothing is named."""
+
+_TRIMMED = 0.2  # at each end
+
+
+def over_others(times: Sequence[float]) -> list[float]:
+    """Return each time less the median of all others; there are at least two."""
+    order = sorted(range(len(times)), key=times.__getitem__)
+    middle, is_even = divmod(len(times) - 1, 2)[0], len(times) % 2 == 1
+    found = [0.0] * len(times)
+    for place, index in enumerate(order):
+        upper = times[order[middle + (place <= middle)]]
+        lower = times[order[middle - 1 + (place <= middle - 1)]] if is_even else upper
+        found[index] = times[index] - (upper + lower) / 2
+    return found
+
+
+def trimmed_mean(values: Sequence[float]) -> float:
+    """Return the mean without a fifth of the values at each end."""
+    kept = sorted(values)
+    cut = int(_TRIMMED * len(kept))
+    return statistics.fmean(kept[cut : len(kept) - cut])
+
+
+def excesses(times: Sequence[Sequence[float]], step_ns: float) -> list[list[float]]:
+    """Return the excess of each rank in each step, from the times of all ranks in each step."""
+    rows = [over_others(row) for row in times]
+    return [[row[place] / step_ns for row in rows] for place in range(len(rows[0]))]
+
+
+def is_clear(values: Sequence[float], num_ranks: int) -> bool:
+    """Whether a rank's excesses in successive steps are more than chance; see the rule of this module."""
+    mean = trimmed_mean(values)
+    if mean < LEAST_COST:
+        return False
+    z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / num_ranks)
+    return mean > z * _error(values)
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the standard error of the trimmed mean of values that follow one another."""
+    ordered = sorted(values)
+    cut = int(_TRIMMED * len(ordered))
+    low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
+    bounded = [min(max(value, low), high) for value in values]
+    mean = statistics.fmean(bounded)
+    off = [value - mean for value in bounded]
+    squares = sum(one * one for one in off)
+    if not squares:
+        return 0.0
+    repeats = sum(map(float.__mul__, off, off[1:])) / squares
+    repeats = min(0.95, max(0.0, repeats + (1 + 4 * repeats) / len(off)))  # too low in short series: Kendall 1954
+    error = math.sqrt(squares / (len(off) - 1) / len(off)) / (1 - 2 * _TRIMMED)
+    return error * math.sqrt((1 + repeats) / (1 - repeats))

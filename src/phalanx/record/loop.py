@@ -1,0 +1,55 @@
+"""`Loop`: the steps and phases of a training loop by hand, as its model and its loader see them."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+from phalanx.record import writer
+
+
+class Loop:
+    """Records the steps of a model that is trained by hand: each from its first forward pass to the next step's.
+
+    A model calls these in turn. While a trainer tells what it does, nothing is recorded here.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._step = self._phase = 0  # events
+        self._has_averaged = True
+
+    def begin_forward(self) -> None:
+        """A forward pass with gradients begins, the first since they were averaged or a further one."""
+        if writer.is_told:
+            return
+        if self._has_averaged:
+            self._has_averaged = False
+            self._num_steps += 1
+            writer.end(self._step)
+            self._step = writer.begin_step(self._num_steps)
+        self._begin("forward")
+
+    def begin_backward(self) -> None:
+        """A backward pass begins whose gradients are averaged."""
+        if not writer.is_told:
+            self._begin("backward")
+
+    def end_phase(self) -> None:
+        """The forward or backward pass has ended."""
+        writer.end(self._phase)
+        self._phase = 0
+
+    def end_averaging(self) -> None:
+        """The backward pass has ended, and gradients are averaged: what follows is the optimizer's."""
+        self.end_phase()
+        self._has_averaged = True
+
+    def _begin(self, name: str) -> None:
+        writer.end(self._phase)  # an error may have ended that one
+        self._phase = writer.begin_phase(name, self._num_steps)
+
+
+def loading() -> AbstractContextManager[None]:
+    """Return a context for a wait of a loop by hand for its data."""
+    return contextlib.nullcontext() if writer.is_told else writer.phase("load data")

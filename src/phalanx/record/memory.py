@@ -1,0 +1,56 @@
+"""`BoxMemory`: memory for the boxes of ranks, held by the process that starts them and outliving them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from phalanx.record.box import BOX_BYTES, MEMORY_NAME, save_boxes
+
+
+class BoxMemory:
+    """Room for one box for each rank on this host, in the order of local ranks.
+
+    Without memory or descriptors there is none, and the ranks record in memory of their own.
+    """
+
+    def __init__(self, num_boxes: int) -> None:
+        self._num_boxes = num_boxes
+        self._fd = -1  # none
+        with contextlib.suppress(OSError):
+            self._fd = os.memfd_create(MEMORY_NAME)
+            try:
+                os.ftruncate(self._fd, num_boxes * BOX_BYTES)
+            except OSError:  # RLIMIT_FSIZE
+                self.close()
+
+    def places(self, num_boxes: int) -> list[tuple[int, int]]:
+        """Return the open file and the offset of each of the first boxes; none where there is no memory."""
+        return [(self._fd, number * BOX_BYTES) for number in range(num_boxes)] if self._fd >= 0 else []
+
+    @property
+    def path(self) -> str:
+        """Path at which the ranks open it, for `_env.RECORD_VARIABLE`; empty: there is none."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
+
+    def save(self, folder: Path) -> None:
+        """Write each box into a file of its own, and make room for ranks to come.
+
+        Raises:
+            OSError: The folder or a file can't be written.
+        """
+        if self._fd < 0:
+            return
+        try:
+            save_boxes(self._fd, folder)
+        finally:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, 0)
+                os.ftruncate(self._fd, self._num_boxes * BOX_BYTES)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

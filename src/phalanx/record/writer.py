@@ -1,0 +1,121 @@
+"""The side of a rank: where its box lies, and the events that Python writes.
+
+Every function may be called at any time: where nothing is recorded, nothing happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx import _env
+from phalanx.record.box import MEMORY_NAME, OPS
+
+_core: Any = None
+with contextlib.suppress(ImportError, OSError):  # a system without the core, on which training goes on with Gloo
+    from phalanx import _core
+
+_COLLECTIVE, _STEP, _PHASE, _NOTE = 1, 3, 4, 5  # EventKind of csrc/record.h
+_OP_CODES = {op: code for code, op in enumerate(OPS)}
+_MOST = 2**64 - 1
+
+is_told: bool = False
+"""Whether a trainer tells steps and phases, so that models and loaders need not: see `telling`."""
+
+
+def begin(rank: int, world_size: int) -> None:
+    """Record what this process does from here on, unless it does so already.
+
+    The box lies in memory of the launcher, which keeps it when all ranks are killed; else in memory of this process,
+    where others may read it as long as this process lives.
+    """
+    if _core is None or _core.is_recording():
+        return
+    with contextlib.suppress(OSError):  # without memory, /proc or descriptors: a job is worth more than its record
+        fd, offset = _place()
+        try:
+            _core.record_to(fd, offset, rank, world_size)  # `fd` stays open: by it others find the box
+        except OSError:
+            os.close(fd)
+
+
+def _place() -> tuple[int, int]:
+    environ = _env.environment()
+    path, local_rank = environ.get(_env.RECORD_VARIABLE, ""), environ.get("LOCAL_RANK", "")
+    # The launcher makes each rank the leader of a process group; a rank's children have boxes of their own.
+    if path and local_rank.isdecimal() and os.getpgrp() == os.getpid():
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            offset = int(local_rank) * _core.BOX_BYTES
+            if offset + _core.BOX_BYTES <= os.fstat(fd).st_size:
+                return fd, offset
+            os.close(fd)
+    fd = os.memfd_create(MEMORY_NAME)
+    try:
+        os.ftruncate(fd, _core.BOX_BYTES)
+    except OSError:  # RLIMIT_FSIZE
+        os.close(fd)
+        raise
+    return fd, 0
+
+
+def _begin(kind: int, code: int, text: str, seq: int, value: int, site: str = "") -> int:
+    if _core is None:
+        return 0
+    text, site = (words.encode(errors="backslashreplace").decode() for words in (text, site))
+    return int(_core.begin_event(kind, code, text, min(max(seq, 0), _MOST), min(max(value, 0), _MOST), site))
+
+
+def end(event: int) -> None:
+    """Record that an event has ended; 0 stands for none."""
+    if event:
+        _core.end_event(event)
+
+
+def begin_collective(op: str, dtype: int, group: str, seq: int, num_elems: int, site: str) -> int:
+    """Record that a collective begins which the core does not know as one; return its event, for `end`."""
+    return _begin(_COLLECTIVE, _OP_CODES[op] | dtype << 8, group, seq, num_elems, site)
+
+
+def begin_step(step: int, num_samples: int = 0, num_steps: int = 0) -> int:
+    """Record that an optimizer step begins; return its event, for `end`.
+
+    Args:
+        step: Number of the step, from 1.
+        num_steps: Largest number of steps that the run can have; 0: unknown.
+        num_samples: Samples of the step, over all ranks; 0: unknown.
+    """
+    return _begin(_STEP, 0, f"of {num_steps}" if num_steps else "", step, num_samples)
+
+
+def begin_phase(name: str, step: int = 0) -> int:
+    """Record that a phase begins, such as "load data", as part of an optimizer step; return its event, for `end`."""
+    return _begin(_PHASE, 0, name, step, 0)
+
+
+@contextlib.contextmanager
+def phase(name: str, step: object = 0) -> Iterator[None]:
+    """Record how long the body takes, under a name such as "checkpoint". A `step` that is no number is left out."""
+    event = begin_phase(name, step if isinstance(step, int) else 0)
+    try:
+        yield
+    finally:
+        end(event)
+
+
+def note(words: str) -> None:
+    """Record something that was said, such as a warning or the last exception."""
+    end(_begin(_NOTE, 0, words[:500], 0, 0))
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Keep models and loaders from recording steps and phases: the body does it, and knows more of them."""
+    global is_told
+    before, is_told = is_told, True
+    try:
+        yield
+    finally:
+        is_told = before

@@ -1,0 +1,164 @@
+"""What a run's report shows of its black boxes: who waited for whom, and the last moments before a failure.
+
+Everything that comes from the boxes is escaped. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from phalanx.record.box import Box, Event, boxes_in, load_boxes, open_box, read_box
+from phalanx.record.stragglers import Ledger, Verdict
+from phalanx.train.plots import seconds
+
+_WIDTH, _ROW = 1000, 10  # of the SVG's own coordinates
+_MOST_S = 5.0  # that are drawn
+_MOST_EVENTS = 80  # of a rank that are drawn
+_MOST_RANKS = 16
+_NUM_COLOURS = 7
+
+Span = tuple[float, float]
+"""Two times of day, in seconds since 1970."""
+
+
+def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> list[Box]:
+    """Return the boxes of the attempt that trained between two times; none if there are none that can be read.
+
+    Args:
+        folder: Folder of the run's report.
+        logs: Folders of the logs of all launches, relative to `folder`.
+        trained: First and last record of the attempt.
+    """
+    for boxes in _candidates(folder, logs):
+        begin_s, end_s = _span(boxes)
+        if begin_s <= trained[1] + 1 and trained[0] <= end_s:
+            return boxes
+    return []
+
+
+def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[list[Box]]:
+    """Yield the boxes of this job, where a rank asks, and what the launches have saved."""
+    with contextlib.suppress(ValueError, OSError):
+        if (place := open_box(os.getpid())) is not None:
+            fd, _ = place
+            try:
+                yield [read_box(data) for data in boxes_in(fd)]
+            finally:
+                os.close(fd)
+    for path in dict.fromkeys(Path(folder, one).parent / "blackbox" for one in logs):
+        for attempt in path.glob("attempt_*"):
+            with contextlib.suppress(ValueError, OSError):
+                yield load_boxes(attempt)
+
+
+def verdict_of(boxes: Iterable[Box]) -> Verdict:
+    """Return what the ledger says of the steps that are still in these boxes."""
+    ledger = Ledger()
+    ledger.add(boxes)
+    return ledger.verdict()
+
+
+def rows_of(verdict: Verdict) -> list[tuple[str, str, str, str]]:
+    """Return rank, time that others waited for it, its cost, and what it is slow in."""
+    return [
+        (f"rank {one.rank}", seconds(one.awaited_s), f"{max(0.0, one.cost):.1%}", one.what_is_slow or "nothing clear")
+        for one in verdict.accounts
+    ]
+
+
+def timeline(boxes: Sequence[Box]) -> tuple[str, str]:
+    """Return a figure of the last moments of all ranks, and a note that says what it shows.
+
+    A rank is a row, phases and collectives are bars by the name, a collective that did not end lasts to the edge.
+    """
+    shown = [box for box in boxes if box.events][:_MOST_RANKS]
+    if not shown:
+        return "", ""
+    begin_ns, end_ns = _last_moments(shown)
+    names: dict[str, int] = {}
+    rows = [_bars_of(box, begin_ns, end_ns, names, place) for place, box in enumerate(shown)]
+    labels = "".join(
+        f'<span class="y" style="top:{(place + 0.5) / len(shown):.1%}">rank {box.rank}</span>'
+        for place, box in enumerate(shown)
+    )
+    shown_s = (end_ns - begin_ns) / 1e9
+    labels += "".join(
+        f'<span class="x" style="left:{part:.0%}">{f"-{seconds(shown_s * (1 - part))}" if part < 1 else "end"}</span>'
+        for part in (0.0, 0.5, 1.0)
+    )
+    told = "; ".join(f"rank {box.rank} {_last_words(box, end_ns)}" for box in shown)
+    legend = "".join(f'<li><i class="{_colour(number)}"></i>{escape(name)}</li>' for name, number in names.items())
+    figure = (
+        f'<ul class="legend" aria-hidden="true">{legend}</ul><figure class="chart"><div class="plot" '
+        f'style="height:{2 * len(shown)}rem"><svg role="img" aria-label="{escape(told)}" '
+        f'viewBox="0 0 {_WIDTH} {_ROW * len(shown)}" preserveAspectRatio="none">{"".join(rows)}</svg>'
+        f'<div aria-hidden="true">{labels}</div></div></figure><p>{escape(told)}.</p>'
+    )
+    more = f"; the first {len(shown)} of {len(boxes)} ranks" if len(shown) < len(boxes) else ""
+    return figure, f"The last {seconds(shown_s)} that the ranks have recorded{more}."
+
+
+def _span(boxes: Sequence[Box]) -> Span:
+    times = [_seconds_of(box, time) for box in boxes for event in box.events for time in (event.begun_ns, _end(event))]
+    return (min(times), max(times)) if times else (0.0, -1.0)
+
+
+def _seconds_of(box: Box, time_ns: int) -> float:
+    return (time_ns + box.realtime_less_monotonic_ns) / 1e9
+
+
+def _end(event: Event) -> int:
+    return event.ended_ns or event.begun_ns
+
+
+def _last_moments(boxes: Sequence[Box]) -> tuple[int, int]:
+    """Return the times between which few enough events lie to be told apart."""
+    end_ns = max(max(map(_end, box.events)) for box in boxes)
+    begin_ns = max(box.events[-_MOST_EVENTS:][0].begun_ns for box in boxes)
+    span_ns = min(int(_MOST_S * 1e9), max(end_ns - begin_ns, 1_000))
+    return end_ns - span_ns, end_ns + span_ns // 20
+
+
+def _bars_of(box: Box, begin_ns: int, end_ns: int, names: dict[str, int], place: int) -> str:
+    """Return the row of a rank: phases as high as the row, collectives and messages as a band in the middle."""
+    bars = []
+    for kind, top, height in (("phase", 1, 8), ("collective", 3, 4), ("message", 3, 4)):
+        for event in box.events:
+            ended = event.ended_ns or end_ns
+            if event.kind != kind or ended < begin_ns:
+                continue
+            name = event.op or event.text
+            left = max(0.0, (event.begun_ns - begin_ns) / (end_ns - begin_ns) * _WIDTH)
+            width = max(0.5, (ended - begin_ns) / (end_ns - begin_ns) * _WIDTH - left)
+            number = names.setdefault(name, len(names))
+            bars.append(
+                f'<rect class="{_colour(number)}" x="{left:.1f}" y="{place * _ROW + top}" width="{width:.1f}" '
+                f'height="{height}"><title>{escape(_title(event, ended))}</title></rect>'
+            )
+    return "".join(bars)
+
+
+def _colour(number: int) -> str:
+    return f"part{number % _NUM_COLOURS}"
+
+
+def _title(event: Event, ended_ns: int) -> str:
+    number = f" #{event.seq}" if event.kind == "collective" else ""
+    site = f" at {event.site}" if event.site else ""
+    end = "" if event.ended_ns else ", did not end"
+    return f"{event.op or event.text}{number}{site}: {seconds((ended_ns - event.begun_ns) / 1e9)}{end}"
+
+
+def _last_words(box: Box, end_ns: int) -> str:
+    """Return what a rank was doing when it was last heard of."""
+    for event in reversed(box.events):
+        if event.kind in ("collective", "message", "phase") and not event.ended_ns:
+            return f"was in {_title(event, end_ns)}"
+    for event in reversed(box.events):
+        if event.kind in ("collective", "message"):
+            return f"had left {_title(event, event.ended_ns)}"
+    return "had not called any collective"

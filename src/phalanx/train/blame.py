@@ -1,0 +1,149 @@
+"""Where what is not finite began: in which tensor, and in which module's forward or backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from phalanx._nested import tensors_in
+from phalanx._text import counted
+from phalanx.data.random_state import random_state_kept
+from phalanx.train.objective import Objective
+from phalanx.train.wrapper import is_sharded
+
+
+class Origin(NamedTuple):
+    """Where something began not to be finite.
+
+    Attributes:
+        words: Sentence that says it.
+        tensor: Name of the first tensor that was not finite; empty if none is known.
+        module: Name of the module that made it; empty if none is known.
+    """
+
+    words: str
+    tensor: str = ""
+    module: str = ""
+
+
+UNKNOWN = Origin("Where it began is not known")
+
+
+class Replay:
+    """Computes the loss of a batch once more, alone, to find the module that made it go wrong.
+
+    Args:
+        module: Model without its wrapper.
+        objective: Objective that computes the loss.
+        autocast: Context in which the loss is computed.
+    """
+
+    def __init__(
+        self, module: nn.Module, objective: Objective, autocast: contextlib.AbstractContextManager[Any]
+    ) -> None:
+        self._module, self._objective, self._autocast = module, objective, autocast
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether one rank alone can compute the loss: no module meets the other ranks."""
+        meets = is_sharded(self._module) or any("SyncBatchNorm" in type(m).__name__ for m in self._module.modules())
+        return not meets
+
+    def first_bad_output(self, batch: Any) -> Origin | None:
+        """Return the first module whose output is not finite; None if all outputs are."""
+        found: list[Origin] = []
+
+        def look(module: nn.Module, _: Any, output: Any) -> None:
+            path = None if found else first_bad_tensor(output, "its output")
+            if path is not None:
+                name = names[module] or "model"
+                words = f"It began in module {name!r} ({type(module).__name__}): {path}"
+                found.append(Origin(words, f"output of module {name!r}", name))
+
+        names = {module: name for name, module in self._module.named_modules()}
+        hooks = [module.register_forward_hook(look) for module in names]
+        try:
+            with _as_before(self._module), torch.no_grad(), self._autocast, contextlib.suppress(Exception):
+                self._objective.loss_of(self._module, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found[0] if found else None
+
+    def first_bad_gradient(self, batch: Any) -> Origin | None:
+        """Return the module that first made a gradient which is not finite; None if this rank's gradients are finite.
+
+        It computes on a copy of the model, whose gradients nobody else hears of; and not at all if a module would meet
+        the other ranks.
+        """
+        if not self.is_possible:
+            return None
+        found: list[Origin] = []
+        with _as_before(self._module):
+            model = copy.deepcopy(self._module)
+            for name, module in model.named_modules():
+                module.register_full_backward_hook(_gradient_hook(name or "model", found))
+            model.zero_grad()
+            with warnings.catch_warnings(), self._autocast:
+                warnings.simplefilter("ignore")  # torch tells of the first module that its inputs have no gradient
+                loss, _ = self._objective.loss_of(model, batch)
+                loss.backward()
+        for name, parameter in model.named_parameters() if not found else ():
+            if parameter.grad is not None and not is_finite(parameter.grad):
+                words = f"It began in the backward pass: this rank's gradient of parameter {name!r}"
+                return Origin(words, f"gradient of parameter {name!r}", name.rpartition(".")[0] or "model")
+        return found[0] if found else None
+
+
+def _gradient_hook(name: str, found: list[Origin]) -> Callable[[nn.Module, Any, Any], None]:
+    def look(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if not found and first_bad_tensor(outputs, "") is None:
+            path = first_bad_tensor(inputs, "the gradient of its inputs")
+            if path is not None:
+                words = f"It began in the backward pass of module {name!r} ({type(module).__name__}): {path}"
+                found.append(Origin(words, f"gradient of the inputs of module {name!r}", name))
+
+    return look
+
+
+def first_bad_tensor(value: Any, path: str, *, allows_minus_inf: bool = False) -> str | None:
+    """Return what is wrong with the first tensor of nested values that is not finite; None if all are.
+
+    Masks of attention hold -inf by design.
+    """
+    for where, tensor in tensors_in(value, path):
+        is_bad = ~torch.isfinite(tensor) & (tensor != -math.inf if allows_minus_inf else True)
+        if num_bad := int(is_bad.sum()):
+            return f"{where}, of shape {tuple(tensor.shape)}, has {counted(num_bad, 'element')} not finite"
+    return None
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all elements that this rank has of a tensor are finite."""
+    return bool(torch.isfinite(local(tensor)).all())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, without its history."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@contextlib.contextmanager
+def _as_before(module: nn.Module) -> Iterator[None]:
+    """Leave buffers and random numbers as they are."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with random_state_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

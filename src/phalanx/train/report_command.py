@@ -1,0 +1,25 @@
+"""``phalanx report``: writes the report of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from phalanx._command_line import Parser, UsageError
+from phalanx.train.report import write_report
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the command; return 2 for a mistake, or if there is no run to report on."""
+    about = "Write FOLDER/report.html: one page with the state, curves, timings and restarts of a run."
+    parser = Parser("phalanx report", "phalanx report FOLDER", about, "phalanx report runs/train")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of the run, such as runs/train")
+    try:
+        page = write_report(parser.parse_args(args).folder)
+    except UsageError as error:
+        return parser.refuse(error)
+    except (OSError, ValueError) as error:
+        print(f"phalanx report: {error}", file=sys.stderr)
+        return 2
+    print(page)
+    return 0

@@ -1,0 +1,166 @@
+"""phalanx.breakpoint, typed at as a person would."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.jobs import PHALANX_RUN, Terminal, run_job, write_script
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+SCRIPT = """
+    import datetime, torch, torch.distributed as dist, phalanx
+    dist.init_process_group("{backend}", timeout=datetime.timedelta(seconds={timeout_s}))
+    x = torch.full((3,), float(RANK))
+    if RANK {where}: phalanx.breakpoint({rank})
+    y = x + 1
+    dist.all_reduce(x)
+    print("end %d %.1f" % (RANK, x[0]), flush=True)
+    dist.destroy_process_group()
+"""
+BOTH_END = {"end 0 1.0", "end 1 1.0"}
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    """``terminal(launcher, *flags, **parts)`` runs `SCRIPT` on a terminal, with two ranks."""
+    opened = []
+
+    def open_terminal(launcher, *flags, script=SCRIPT, **parts):
+        parts = {"backend": "phalanx", "timeout_s": 60, "rank": "", "where": ">= 0", **parts}
+        path = write_script(tmp_path, script.format(**parts))
+        opened.append(Terminal([*launcher, "--nproc-per-node", "2", *flags, path], tmp_path))
+        return opened[-1]
+
+    yield open_terminal
+    for one in opened:
+        one.close()
+
+
+def ends(screen):
+    return set(re.findall(r"end \d \d\.\d", screen.shown))
+
+
+@pytest.mark.parametrize("launcher", [PHALANX_RUN, TORCHRUN], ids=["phalanx run", "torchrun"])
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_one_rank_has_the_prompt_and_then_all_go_on(terminal, launcher, backend):
+    screen = terminal(launcher, backend=backend, rank=1)
+    screen.read_until("(Pdb) ")
+    screen.type("p RANK * 10 + 7\n")
+    screen.read_until("17")
+    screen.type("c\n")
+    assert screen.finish() == 0
+    assert ends(screen) == BOTH_END
+    assert screen.shown.count("(Pdb) ") == 2
+
+
+def test_a_collective_can_be_stepped_over(terminal):
+    screen = terminal(PHALANX_RUN)
+    for number, command in enumerate(["n\n", "n\n", "p x[0].item() + 40\n", "c\n"], 1):
+        screen.read_until("(Pdb) ", count=number)
+        screen.type(command)
+    assert screen.finish() == 0
+    assert "41.0" in screen.shown
+    assert ends(screen) == BOTH_END
+
+
+@pytest.mark.parametrize("where", [">= 0", "== 0"], ids=["at the breakpoint", "in a collective"])
+def test_whoever_waits_does_not_time_out(terminal, where, monkeypatch):
+    monkeypatch.setenv("PHALANX_STALL_S", "1")
+    screen = terminal(PHALANX_RUN, timeout_s=2, where=where)
+    screen.read_until("(Pdb) ")
+    try:
+        screen.job.wait(5)
+    except subprocess.TimeoutExpired:
+        screen.type("c\n")
+    assert screen.finish() == 0
+    assert ends(screen) == BOTH_END
+    said = len(re.findall(r"rank 0 \(pid \d+\) is held by a debugger at train.py:\d", screen.shown.replace("\r\n", "")))
+    assert said == (1 if where == "== 0" else 0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--local-ranks-filter", "0"), ("--redirects", "3"), ("--log-dir", "logs", "--redirects", "1:3")],
+    ids=["filtered", "redirected", "in the logs"],
+)
+def test_a_prompt_is_never_hidden(terminal, flags):
+    screen = terminal(PHALANX_RUN, *flags, rank=1)
+    screen.read_until("(Pdb) ")
+    screen.type("c\n")
+    assert screen.finish() == 0
+
+
+@pytest.mark.parametrize("typed", ["q\n", "\x04"], ids=["quit", "Ctrl-D"])
+@pytest.mark.parametrize("launcher", [PHALANX_RUN, TORCHRUN], ids=["phalanx run", "torchrun"])
+def test_quitting_ends_the_job(terminal, launcher, typed):
+    screen = terminal(launcher, rank=1)
+    screen.read_until("(Pdb) ")
+    screen.type(typed)
+    assert screen.finish() == 1
+    assert not ends(screen)
+    assert "phalanx.breakpoint: rank 1 has quit the debugger, so the job ends" in screen.shown.replace("\r\n", "")
+
+
+def test_a_mistake_that_is_typed_is_shown_and_the_prompt_stays(terminal):
+    screen = terminal(PHALANX_RUN)
+    screen.read_until("(Pdb) ")
+    screen.type("1 / 0\n")
+    screen.read_until("*** ZeroDivisionError")
+    screen.read_until("(Pdb) ", count=2)
+    screen.type("c\n")
+    assert screen.finish() == 0
+    assert ends(screen) == BOTH_END
+
+
+def test_the_death_of_the_rank_with_the_terminal_ends_the_others_wait(terminal):
+    screen = terminal(PHALANX_RUN, rank=1)
+    screen.read_until("(Pdb) ")
+    screen.type("import os; print('pid', os.getpid())\n")
+    screen.read_until("(Pdb) ", count=2)
+    os.kill(int(re.findall(r"pid (\d+)", screen.shown)[-1]), signal.SIGKILL)
+    assert screen.finish() == 128 + signal.SIGKILL
+    assert "rank 1" in screen.shown
+
+
+def test_the_others_hear_of_a_death_without_a_launcher(tmp_path, monkeypatch):
+    meets = f'"gloo", init_method="file://{tmp_path}/meeting", rank=RANK, world_size=2,'
+    source = SCRIPT.format(backend="gloo", timeout_s=60, rank=1, where=">= 0").replace('"gloo",', meets)
+    path = write_script(tmp_path, source)
+    other = subprocess.Popen([sys.executable, path], env={**os.environ, "RANK": "0"}, stderr=subprocess.PIPE, text=True)
+    monkeypatch.setenv("RANK", "1")
+    screen = Terminal([sys.executable, path], tmp_path)
+    screen.read_until("(Pdb) ")
+    screen.job.kill()
+    _, said = other.communicate(timeout=30)
+    screen.close()
+    assert other.returncode == 1
+    assert "RankFailed: rank 0: phalanx.breakpoint at train.py:7: rank 1, which had the debugger, has ended" in said
+
+
+def test_without_a_terminal_one_line_says_so_and_all_go_on(tmp_path):
+    job = run_job(tmp_path, SCRIPT.format(backend="phalanx", timeout_s=60, rank="", where=">= 0"))
+    assert job.returncode == 0, job.stderr
+    line = "phalanx.breakpoint at train.py:7: rank 0 has no terminal for a debugger, so no rank stops"
+    assert job.stderr.count(line) == 1
+    assert job.stdout.count("end") == 2
+
+
+def test_python_s_own_breakpoint_can_be_ours(terminal, monkeypatch):
+    monkeypatch.setenv("PYTHONBREAKPOINT", "phalanx.breakpoint")
+    screen = terminal(PHALANX_RUN, script=SCRIPT.replace("phalanx.breakpoint", "breakpoint"))
+    screen.read_until("(Pdb) ")
+    screen.type("c\n")
+    assert screen.finish() == 0
+    assert ends(screen) == BOTH_END
+
+
+def test_a_rank_that_is_not_there_is_refused(tmp_path):
+    job = run_job(tmp_path, SCRIPT.format(backend="phalanx", timeout_s=60, rank=2, where=">= 0"))
+    assert job.returncode == 1
+    assert "ValueError: rank must lie in [0, 2), got 2" in job.stderr

@@ -1,0 +1,99 @@
+"""What a rank does, from what was seen of it: its stacks, its box, and the kernel's view."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from phalanx.diagnose.activity import Activity, Look, activity_of
+from phalanx.diagnose.kernel import Stand
+from phalanx.diagnose.processes import Process
+from phalanx.diagnose.stacks import Frame, Stacks, Thread
+from phalanx.record.box import Box, Event
+
+PID = 100
+PROCESS = Process(PID, 1, "python", "S", 5, 1.0, 2, 1 << 20, 0, 0)
+OWN = Frame("train", "train.py", 31, "")
+ENDED = Event(1, 10, 20, "collective", "all_reduce", "default", "train.py:9", PID, 1, 4)
+OPEN = Event(2, 30, 0, "collective", "broadcast", "default", "train.py:31", PID, 2, 4)
+
+
+def seen(*library: Frame, state: str = "S", call: str = "futex", tracer: int = 0, **more: object) -> Look:
+    """A process whose main thread is in code of libraries that ``train`` has called, innermost first."""
+    thread = Thread(PID, "MainThread", is_active=state == "R", owns_gil=False, frames=(*library, OWN))
+    stand = Stand(state, None if state == "R" else 3.0, "futex_wait", call, tracer_pid=tracer)
+    return dataclasses.replace(Look(PID, PROCESS, Stacks((thread,)), stand, seen_ns=10**9), **more)
+
+
+def box(*events: Event) -> Box:
+    return Box(0, 2, PID, 5, "host", 0, len(events), events)
+
+
+def of_torch(function: str, file: str = "torch/distributed/distributed_c10d.py") -> Frame:
+    return Frame(function, file, 1, "torch")
+
+
+def doing(look: Look) -> Activity:
+    return activity_of(0, look)
+
+
+def test_a_box_tells_the_call_its_number_and_since_when():
+    found = doing(seen(box=box(ENDED, OPEN)))
+    assert (found.call.op, found.call.seq, found.call.site) == ("broadcast", 2, "train.py:31")
+    assert found.call.since_s == pytest.approx((10**9 - 30) / 1e9)
+    assert (found.last.op, found.progress) == ("all_reduce", {"default": 2})
+
+
+def test_without_stacks_the_box_still_tells_it():
+    found = doing(seen(box=box(ENDED, OPEN), stacks=Stacks(problem="py-spy is not installed")))
+    assert (found.call.op, found.frame, found.how) == ("broadcast", None, "asleep")
+
+
+def test_an_operation_that_another_thread_runs_meanwhile_is_not_waited_in():
+    of_worker = OPEN._replace(thread=555)
+    assert doing(seen(box=box(ENDED, of_worker))).call is None
+    assert doing(seen(of_torch("barrier"), box=box(ENDED, of_worker))).call.op == "broadcast"
+
+
+@pytest.mark.parametrize(
+    ("library", "op"),
+    [
+        ([of_torch("all_reduce")], "all_reduce"),
+        ([of_torch("all_gather"), of_torch("all_gather_object")], "all_gather_object"),
+        ([of_torch("_engine_run_backward", "torch/autograd/graph.py")], "backward"),
+        ([of_torch("_sync_params", "torch/nn/parallel/distributed.py")], "sync_params"),
+    ],
+)
+def test_without_a_box_the_stack_tells_the_call_and_the_line(library, op):
+    found = doing(seen(*library))
+    assert (found.call.op, found.call.site, found.call.seq) == (op, "train.py:31", 0)
+
+
+def test_a_box_without_collectives_leaves_the_call_to_the_stack():
+    step = Event(1, 10, 0, "step", "", "", "", PID, 7, 64)
+    found = doing(seen(of_torch("all_reduce"), box=box(step)))
+    assert (found.call.op, found.last, found.progress) == ("all_reduce", None, {})
+
+
+def test_a_backward_pass_that_computes_waits_for_nobody():
+    assert doing(seen(of_torch("_engine_run_backward", "torch/autograd/graph.py"), state="R")).call is None
+
+
+@pytest.mark.parametrize(
+    ("look", "how"),
+    [
+        (seen(state="R"), "runs"),
+        (seen(state="T"), "stopped"),
+        (seen(state="t", tracer=1), "traced"),
+        (seen(state="D"), "disk"),
+        (seen(Frame("Pdb.interaction", "pdb.py", 1, "Python")), "breakpoint"),
+        (seen(of_torch("_next_data", "torch/utils/data/dataloader.py")), "loader"),
+        (seen(call="nanosleep"), "asleep"),
+        (seen(process=None), "ended"),
+        (seen(process=dataclasses.replace(PROCESS, state="Z")), "ended"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_how_it_stands_is_told_by_the_kernel_and_the_functions_it_is_in(look, how):
+    assert doing(look).how == how

@@ -1,0 +1,162 @@
+"""Whom the others wait for: what ranks do goes in, a sentence comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from phalanx.diagnose.activity import Activity, Call
+from phalanx.diagnose.findings import find
+from phalanx.diagnose.stacks import Frame
+from phalanx.diagnose.wording import caution, duration, sentence
+
+LOADING = Frame("load_image", "data.py", 88, "")
+
+
+def waits(rank: int, op: str = "all_reduce", seq: int = 7, group: str = "default", peer: int | None = None) -> Activity:
+    """A rank of the phalanx backend that waits in a call."""
+    call = Call(op, f"train.py:{seq}", group, seq, peer, since_s=41.2)
+    return Activity(rank, 100 + rank, call, "asleep", progress={"default": 7, group: seq})
+
+
+def stacked(rank: int, op: str, line: int) -> Activity:
+    """A rank of another backend that waits in a call."""
+    return Activity(rank, 100 + rank, Call(op, f"train.py:{line}", since_s=3.0), "asleep", since_s=3.0)
+
+
+def elsewhere(rank: int, how: str = "asleep", seq: int = 6) -> Activity:
+    since_s = None if how == "runs" else 41.0
+    return Activity(rank, 100 + rank, None, how, LOADING, since_s=since_s, progress={"default": seq} if seq else {})
+
+
+def answer(*activities: Activity, world_size: int = 0) -> str:
+    return sentence(find(activities, world_size), activities)
+
+
+@pytest.mark.parametrize("culprit", range(4))
+def test_a_rank_that_has_not_called_is_named_with_its_line_and_the_time(culprit):
+    ranks = [elsewhere(rank) if rank == culprit else waits(rank) for rank in range(4)]
+    assert answer(*ranks) == (
+        f"rank {culprit} has not called all_reduce #7 of group 'default'; it has been in load_image at data.py:88 for "
+        "41 s; 3 ranks wait for it"
+    )
+
+
+def test_a_short_wait_may_be_that_of_a_healthy_job():
+    brief = dataclasses.replace(waits(0).call, since_s=0.04)
+    found = find([dataclasses.replace(waits(0), call=brief), elsewhere(1)])
+    assert caution(found).startswith("The longest wait has lasted 0.0 s: the job may well be running.")
+    assert caution(find([waits(0), elsewhere(1)])) == ""
+
+
+def test_several_ranks_that_have_not_called_are_named_together():
+    assert answer(waits(0), elsewhere(1), elsewhere(2, "stopped")) == (
+        "ranks 1 and 2 have not called all_reduce #7 of group 'default'; rank 1 has been in load_image at data.py:88 "
+        "for 41 s; rank 2 has been stopped (SIGSTOP or Ctrl-Z) in load_image at data.py:88 for 41 s; "
+        "1 rank waits for them"
+    )
+
+
+def test_a_rank_that_has_called_and_computes_meanwhile_is_not_waited_for():
+    found = find([waits(0), waits(1), elsewhere(2, seq=7)])
+    assert (found.kind, found.culprits) == ("together", ())
+
+
+def test_a_rank_that_is_stopped_within_the_call_is_named():
+    stopped = Activity(1, 101, waits(1).call, "stopped", LOADING, since_s=9.0, progress={"default": 7})
+    found = find([waits(0), stopped, waits(2)])
+    assert (found.kind, found.culprits, found.waiters) == ("halted", (1,), (0, 2))
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_are_both_named():
+    one, other = waits(0, "barrier", 8, "first"), waits(1, "barrier", 9, "second")
+    one, other = (
+        Activity(0, 100, one.call, "asleep", progress={"first": 8, "second": 8}),
+        Activity(1, 101, other.call, "asleep", progress={"first": 7, "second": 9}),
+    )
+    assert answer(one, other) == (
+        "rank 1 waits in barrier #9 of group 'second' at train.py:9, while rank 0 waits in barrier #8 of group 'first' "
+        "at train.py:8: all ranks of a group must make the same calls in the same order"
+    )
+
+
+def test_a_rank_is_not_waited_for_in_a_group_that_it_is_not_in():
+    found = find([waits(0, "barrier", 3, "pair"), elsewhere(1, seq=6), Activity(2, 102, progress={"pair": 2})])
+    assert found.culprits == (2,)
+
+
+def test_a_message_is_waited_for_from_its_sender():
+    receiving = waits(0, "recv", 0, "default", peer=2)
+    assert find([receiving, elsewhere(1), elsewhere(2)]).culprits == (2,)
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        ("backward", "rank 1 has not reached the backward pass at train.py:12; it "),
+        ("wait", "rank 1 has not reached the operation awaited at train.py:12; it "),
+        ("recv", "rank 1 has not made the call for recv at train.py:12; it "),
+        ("barrier", "rank 1 has not called barrier at train.py:12; it "),
+    ],
+)
+def test_what_is_no_call_of_a_collective_is_named_as_what_it_is(op, words):
+    assert answer(stacked(0, op, 12), elsewhere(1, seq=0)).startswith(words)
+
+
+def test_without_numbers_the_fewer_ranks_are_named():
+    ranks = [stacked(0, "all_reduce", 12), stacked(1, "broadcast", 9), stacked(2, "all_reduce", 12)]
+    assert answer(*ranks) == (
+        "rank 1 waits in broadcast at train.py:9, while ranks 0 and 2 wait in all_reduce at train.py:12: all ranks of "
+        "a group must make the same calls in the same order"
+    )
+
+
+def test_without_numbers_ranks_in_one_call_may_have_made_different_numbers_of_them():
+    found = answer(stacked(0, "all_reduce", 12), stacked(1, "all_reduce", 12))
+    assert found.startswith(
+        "both ranks are in all_reduce at train.py:12, and no rank is missing: one has made a call more"
+    )
+
+
+def test_ranks_on_other_hosts_are_named_if_all_here_wait():
+    assert answer(waits(0), waits(1), world_size=4).endswith("; ranks 2 and 3 run on other hosts: ask there")
+
+
+def test_where_none_waits_each_says_what_it_does():
+    assert answer(elsewhere(0, "runs"), elsewhere(1, "runs")) == (
+        "no rank waits for another; each is running in load_image at data.py:88"
+    )
+    assert answer() == "no rank of this job runs on this host"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (9.96, "10.0 s"), (41, "41 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_times_are_short(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_ranks_that_wait_for_each_others_messages_are_told_so():
+    assert answer(waits(0, "recv", 0, peer=1), waits(1, "recv", 0, peer=0)) == (
+        "ranks 0 and 1 wait for each other's messages: rank 0 waits in recv from rank 1 of group 'default' at "
+        "train.py:0; rank 1 waits in recv from rank 0 of group 'default' at train.py:0"
+    )
+
+
+def test_of_a_chain_of_messages_the_last_is_named_with_the_call_that_waits_for_it():
+    found = answer(waits(0, "recv", 0, peer=1), waits(1, "recv", 0, peer=2), elsewhere(2))
+    assert found.startswith("rank 2 has not made the call for recv from rank 2 of group 'default'")
+
+
+def test_a_rank_whose_calls_in_a_group_are_too_long_ago_is_named():
+    long_ago = dataclasses.replace(elsewhere(1), has_forgotten=True)
+    assert answer(waits(0, "barrier", 3, "evaluation"), long_ago).startswith(
+        "rank 1 has not called barrier #3 of group"
+    )
+
+
+def test_a_message_in_a_group_is_awaited_of_its_members_alone():
+    member = dataclasses.replace(elsewhere(1), progress={"default": 6, "pair": 1})
+    found = answer(waits(0, "recv", 0, "pair", peer=1), member, elsewhere(2))
+    assert found.startswith("rank 1 has not made the call for recv from rank 1 of group 'pair'")

@@ -1,0 +1,124 @@
+"""Which processes are ranks of which job, whoever started them."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from phalanx._launched import Launch, Notes, read_started
+from phalanx.diagnose.jobs import Job, find_job, find_jobs
+from phalanx.diagnose.processes import process_of
+
+SCRIPT = """
+import os, signal, sys
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+dist.init_process_group(sys.argv[1])
+batches = iter(DataLoader(range(9), num_workers=1))
+next(batches)
+dist.barrier()
+os.write(int(sys.argv[2]), b"%d\\n" % os.getpid())
+signal.pause()
+"""
+LAUNCHERS = {
+    "phalanx run": ["-m", "phalanx", "run", "--nproc-per-node", "2", "--no-python", sys.executable],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable],
+}
+
+
+@pytest.fixture(params=[(launcher, backend) for launcher in LAUNCHERS for backend in ("phalanx", "gloo")], ids=" ".join)
+def job(request, tmp_path) -> Iterator[tuple[str, int, set[int]]]:
+    """The launcher, its pid and those of its ranks, which have a process that loads data each."""
+    launcher, backend = request.param
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    fifo = tmp_path / "started"
+    os.mkfifo(fifo)
+    reading = os.open(fifo, os.O_RDWR)
+    script.write_text(SCRIPT.replace("int(sys.argv[2])", f"os.open({str(fifo)!r}, os.O_WRONLY)"))
+    with subprocess.Popen([sys.executable, *LAUNCHERS[launcher], script, backend], cwd=tmp_path) as process:
+        try:
+            pids: set[int] = set()
+            while len(pids) < 2:
+                assert select.select([reading], [], [], 120)[0]
+                pids |= {int(word) for word in os.read(reading, 100).split()}
+            yield launcher, process.pid, pids
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+            os.close(reading)
+
+
+def test_a_job_is_found_with_its_ranks_and_what_they_have_started(job):
+    launcher, pid, pids = job
+    (found,) = [one for one in find_jobs() if one.pids & pids]
+    assert (found.name, found.launcher, found.launcher_pid, found.world_size) == ("job.py", launcher, pid, 2)
+    assert [rank.rank for rank in found.ranks] == [0, 1]
+    assert {rank.pid for rank in found.ranks} == pids
+    helpers = [helper for rank in found.ranks for helper in rank.helpers]
+    assert len({helper.parent for helper in helpers}) == 2
+    assert all(rank.process.state in "SR" and rank.process.num_threads > 1 for rank in found.ranks)
+    for of in (pid, *pids, helpers[0].pid):
+        assert find_job(str(of)).pids == found.pids
+
+
+def test_what_is_no_rank_is_a_job_of_its_own_and_what_has_ended_is_none():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        found = find_job(str(process.pid))
+        assert found == Job("sleep", "by hand", os.getpid(), 0, found.ranks)
+        assert [rank.pid for rank in found.ranks] == [process.pid]
+        process.kill()
+    with pytest.raises(LookupError, match=f"^there is no process {process.pid}$"):
+        find_job(str(process.pid))
+    with pytest.raises(LookupError, match=r"^there is no job 'nothing.py' of this user on this host"):
+        find_job("nothing.py")
+
+
+def test_a_process_whose_name_has_parentheses_is_read(tmp_path):
+    program = tmp_path / "a) S (b"
+    os.symlink("/bin/sleep", program)
+    with subprocess.Popen([program, "60"]) as process:
+        found = process_of(process.pid)
+        assert re.fullmatch(r"a\) S \(b", found.name)
+        assert (found.parent, found.state in "SRD") == (os.getpid(), True)
+        process.kill()
+    assert process_of(process.pid) is None
+
+
+def test_a_job_whose_ranks_have_noted_something_is_found():
+    notes = Notes()
+    notes.note_attempt("phalanx run", "phalanx run x.py", "", 2)
+    notes.note_start(0, os.getpid())
+    Launch("phalanx run", notes.path, 0, 2, "", 0).note_progress()
+    notes.note_end(0, os.getpid(), -9)
+    started = read_started(notes.path)
+    notes.close()
+    assert (started.pids, started.ended[0].signal, started.world_size) == ({0: os.getpid()}, 9, 2)
+
+
+def test_a_job_below_a_process_that_records_for_itself_is_found(tmp_path):
+    """A notebook that has trained, and then starts a job of its own."""
+    script = """
+import subprocess, sys
+from phalanx.record import writer
+writer.begin(0, 1)
+environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}
+rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environ)
+print(rank.pid, flush=True)
+input()
+rank.communicate(b"done\\n")
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, **pipes) as outer:
+        pid = int(outer.stdout.readline())
+        jobs = {find_job(str(of)).world_size: find_job(str(of)) for of in (pid, outer.pid)}
+        outer.communicate("done\n", timeout=60)
+    assert {size: [rank.pid for rank in job.ranks] for size, job in jobs.items()} == {2: [pid], 1: [outer.pid]}

@@ -1,0 +1,127 @@
+"""What phalanx why says of jobs that have ended, and what ranks ask by themselves while they wait."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.diagnose.stacks import find_py_spy
+
+PHALANX = [sys.executable, "-m", "phalanx"]
+RAISES = """
+import torch, torch.distributed as dist
+dist.init_process_group(BACKEND)
+for number in range(9):
+    if (dist.get_rank(), number) == (1, 3):
+        raise ValueError("a bad batch")
+    dist.all_reduce(torch.ones(2))
+"""
+KILLED = """
+import os, signal, sys, torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+dist.all_reduce(torch.ones(2))
+if dist.get_rank() == 1:
+    print("there", flush=True)
+    signal.pause()
+dist.all_reduce(torch.ones(2))
+"""
+WAITS = """
+import threading, torch, torch.distributed as dist
+from datetime import timedelta
+from phalanx.backend import _answer
+_answer.LEAST_WAIT_S, _answer.TIME_S = 0, LIMIT_S
+dist.init_process_group("phalanx", timeout=timedelta(seconds=8))
+dist.all_reduce(torch.ones(2))
+if dist.get_rank() == 1:
+    threading.Event().wait()
+dist.all_reduce(torch.ones(2))
+"""
+
+
+def run(folder: Path, script: str, num_ranks: int = 3, **environ: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.py").write_text(script)
+    return subprocess.run(
+        [*PHALANX, "run", "--nproc-per-node", str(num_ranks), "job.py"],
+        cwd=folder, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environ},
+    )  # fmt: skip
+
+
+def why(folder: Path, *args: object) -> list[str]:
+    done = subprocess.run(
+        [*PHALANX, "why", *map(str, args)], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_of_a_run_that_failed_the_rank_and_its_exception_are_named(tmp_path, backend):
+    assert run(tmp_path, RAISES.replace("BACKEND", repr(backend))).returncode == 1
+    (folder,) = tmp_path.glob("runs/job/*")
+    title, answer, *_ = why(tmp_path, folder)
+    assert title == f"{folder} has ended. When it did:"
+    assert answer.startswith("rank 1 raised ValueError: a bad batch at job.py:6")
+    if backend == "phalanx":
+        assert answer.endswith("; 2 ranks wait for it in all_reduce #4 of group 'default' at job.py:7")
+
+
+def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tmp_path):
+    (tmp_path / "job.py").write_text(KILLED)
+    command = [*PHALANX, "run", "--nproc-per-node", "3", "job.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        while "there" not in process.stdout.readline():
+            assert process.poll() is None
+        (folder,) = tmp_path.glob("runs/job/*")
+        while not why(tmp_path, folder)[0].endswith("2 ranks wait for it"):  # until they do
+            assert process.poll() is None
+        assert "has not called all_reduce #2 of group 'default'" in why(tmp_path, folder)[0]
+        for pids in re.findall(r"\(pids? ([\d, ]+)\)", "\n".join(why(tmp_path, folder))):
+            for pid in pids.split(","):
+                os.kill(int(pid), signal.SIGKILL)
+        process.wait(60)
+    _, answer, *_ = why(tmp_path, folder)
+    assert re.search(r"rank \d was killed by SIGKILL after (barrier|all_reduce|join)", answer), answer
+
+
+def test_a_torn_box_of_a_run_is_named_and_the_others_are_read(tmp_path):
+    run(tmp_path, RAISES.replace("BACKEND", "'phalanx'"))
+    (torn,) = tmp_path.glob("runs/job/*/blackbox/attempt_0/rank_0.box")
+    torn.write_bytes(torn.read_bytes()[:-9])
+    lines = why(tmp_path, torn.parents[2])
+    assert lines[1].startswith("rank 1 raised ValueError: a bad batch")
+    assert f"  {torn} can't be read" in "\n".join(lines)
+
+
+def test_where_no_job_runs_the_youngest_run_is_told_or_nothing_is_there(tmp_path):
+    done = subprocess.run(
+        [*PHALANX, "why", "no_such.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("phalanx why: there is no job 'no_such.py' of this user on this host")
+
+
+@pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
+def test_a_rank_that_waits_asks_by_itself_and_its_timeout_tells_the_answer(tmp_path):
+    done = run(tmp_path, WAITS.replace("LIMIT_S", "20"), 2, PHALANX_STALL_S="0.5")
+    sentence = (
+        r"phalanx why: rank 1 has not called all_reduce #2 of group 'default'; it has been in <module> at job\.py:9"
+    )
+    assert len(re.findall(rf"^\[rank 0\] {sentence}", done.stdout + done.stderr, re.MULTILINE)) == 1
+    assert re.search(rf"CollectiveTimeout: rank 0: .*\n(.*\n)+  {sentence}", done.stderr), done.stderr
+    (folder,) = tmp_path.glob("runs/job/*")
+    _, answer, asked, *_ = why(tmp_path, folder)
+    assert answer.startswith("rank 1 has not called all_reduce #2 of group 'default'; it has called nothing after ")
+    assert re.match(sentence.replace("phalanx why", "While it ran"), asked)
+
+
+def test_an_answer_that_does_not_come_delays_nothing_and_breaks_nothing(tmp_path):
+    done = run(tmp_path, WAITS.replace("LIMIT_S", "0.01").replace("seconds=8", "seconds=2"), 2, PHALANX_STALL_S="0.5")
+    assert "phalanx why" not in done.stdout + done.stderr
+    assert "CollectiveTimeout: rank 0: all_reduce #2 of group 'default'" in done.stderr
+    assert "timed out after 2.0 s waiting for rank 1" in done.stderr

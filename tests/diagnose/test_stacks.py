@@ -1,0 +1,155 @@
+"""Stacks of any process, and the reason where there are none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.diagnose import stacks, why
+from phalanx.diagnose.stacks import find_py_spy, read_stacks
+from phalanx.record.box import MEMORY_NAME
+
+PHALANX = [sys.executable, "-m", "phalanx"]
+SCRIPT = """
+import os, signal, sys
+def sleep_there():
+    print("there", flush=True)
+    signal.pause()
+MORE
+sleep_there()
+"""
+needs_py_spy = pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
+
+
+@contextlib.contextmanager
+def sleeping(more: str = "", within: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+    """A process of Python that sleeps in ``sleep_there``."""
+    command = [*within, sys.executable, "-c", SCRIPT.replace("MORE", more)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "there\n"
+        yield process
+        process.kill()
+
+
+def ask(command: str, *args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PHALANX, command, *map(str, args)], capture_output=True, text=True, timeout=60, check=False)
+
+
+@needs_py_spy
+def test_the_stacks_of_any_process_of_python_are_printed_and_saved(tmp_path):
+    with sleeping() as process:
+        printed = ask("stacks", process.pid)
+        saved = ask("stacks", process.pid, "--json", "--save", tmp_path / "stacks.json")
+        native = ask("stacks", process.pid, "--native", "--json")
+    assert printed.returncode == 0
+    assert printed.stdout.splitlines()[1].split() == ["sleep_there", "<string>:5"]
+    assert saved.stdout == f"{tmp_path / 'stacks.json'}\n"
+    (one,) = json.loads((tmp_path / "stacks.json").read_text())
+    assert [frame["function"] for frame in one["threads"][0]["frames"]] == ["sleep_there", "<module>"]
+    owners = [frame["owner"] for frame in json.loads(native.stdout)[0]["threads"][0]["frames"]]
+    assert owners[0] == "native"
+    assert owners.count("") == 2
+
+
+@needs_py_spy
+def test_a_stopped_process_stays_stopped_and_is_read():
+    with sleeping() as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert "has been stopped (SIGSTOP or Ctrl-Z) in sleep_there" in ask("why", process.pid).stdout
+        assert os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG) is not None
+
+
+@needs_py_spy
+def test_a_process_in_a_container_is_read_from_outside():
+    if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespace of pids can be made here")
+    with sleeping(within=("unshare", "--pid", "--fork", "--kill-child")) as parent:
+        (pid,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        assert f"pid {pid} has been in sleep_there at <string>:5" in ask("why", pid).stdout.replace("asleep ", "")
+
+
+@needs_py_spy
+def test_what_runs_no_python_says_so():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        done = ask("stacks", process.pid)
+        process.kill()
+    assert done.returncode == 1
+    assert "it runs no Python that py-spy can read" in done.stdout
+
+
+def test_what_has_ended_and_what_never_was_are_named():
+    with sleeping() as process:
+        process.kill()
+        process.wait()
+        assert read_stacks([process.pid])[process.pid].problem == "it has ended"
+    for command in ("why", "stacks"):
+        done = ask(command, process.pid)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"phalanx {command}: there is no process {process.pid}\n"
+
+
+def test_without_py_spy_the_answer_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: "")
+    found = read_stacks([os.getppid()])[os.getppid()]
+    assert found.threads == ()
+    assert found.problem.startswith("py-spy is not installed: pip install py-spy")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_is_not_looked_into():
+    reading, writing = os.pipe()
+    with sleeping() as process:
+        child = os.fork()
+        if child == 0:
+            os.setresuid(65534, 65534, 65534)
+            os.write(writing, read_stacks([process.pid])[process.pid].problem.encode())
+            os._exit(0)
+        assert select.select([reading], [], [], 30)[0]
+        assert os.read(reading, 1000) == b"it belongs to user 0: look as that user, or as root"
+        os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("scope", "user", "words"),
+    [
+        (1, 1000, "kernel.yama.ptrace_scope is 1: sudo sysctl kernel.yama.ptrace_scope=0, or look as root"),
+        (3, 0, "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the host is started anew"),
+        (0, 1000, "this container may not: start it with --cap-add SYS_PTRACE"),
+    ],
+)
+def test_the_setting_that_forbids_it_is_named(monkeypatch, scope, user, words):
+    monkeypatch.setattr(stacks, "ptrace_scope", lambda: scope)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(stacks, "_users_of", lambda pid: [user] * 3)
+    assert stacks._denied(os.getpid()).startswith(words)
+
+
+@needs_py_spy
+def test_a_torn_black_box_is_named_and_the_stacks_are_there_anyway():
+    torn = f"fd = os.memfd_create({MEMORY_NAME!r}); os.write(fd, b'PHAXBOX1' + b'x' * 9000)"
+    with sleeping(torn) as process:
+        done = ask("why", process.pid)
+    assert "in sleep_there at <string>:5" in done.stdout.splitlines()[0]
+    assert "its black box can't be read: it is of version" in done.stdout
+
+
+def test_on_a_terminal_the_answer_stays_on_the_screen(monkeypatch):
+    lines = [f"line {number}" for number in range(100)]
+    assert why.cropped(lines) == lines
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("LINES", "24")
+    shown = why.cropped(lines)
+    assert len(shown) == 22
+    assert shown[-1] == "... 79 more lines: phalanx stacks shows all"

@@ -1,0 +1,197 @@
+"""Ranks that hang are named with their lines, on each backend and under each launcher, within two seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.diagnose.kernel import stand_of
+from phalanx.diagnose.processes import descendants, processes_of
+from phalanx.diagnose.stacks import find_py_spy
+
+SCRIPT = Path(__file__).with_name("hanging.py")
+PHALANX = [sys.executable, "-m", "phalanx"]
+LAUNCHERS = {
+    "phalanx run": [*PHALANX, "run", "--no-python"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"],
+}
+NUM_RANKS = 3
+ANSWER_S = 2.0
+HANGS = {
+    "missing_call": ("write_summary", "asleep", "Event.wait"),
+    "early_return": ("return_early", "asleep", "Event.wait"),
+    "swallowed_exception": ("report_bad_batch", "asleep", "Event.wait"),
+    "stopped": ("stopped", "stopped", "has been stopped (SIGSTOP or Ctrl-Z)"),
+    "gil_held": ("gil_held", "gil", "native code that holds the GIL"),
+    "gil_held_by_thread": ("hold_gil", "starved", "thread holder holds while it sleeps in hold_gil"),
+    "native_wait": ("native_wait", "asleep", "has been sleeping"),
+    "lock_inversion": ("lock_inversion", "lock", "thread backwards waits for one in lock_backwards"),
+    "starved_loader": ("starved_loader", "loader", "is in read"),
+    "stopped_worker": ("stopped_worker", "loader", "has been stopped in read"),
+    "dead_worker": ("dead_worker", "asleep", "ApplyResult.get"),
+    "disk_wait": ("disk_wait", "asleep", "has been opening a file"),
+    "deep_recursion": ("deep_recursion", "asleep", "501 calls deep"),
+    "infinite_loop": ("infinite_loop", "runs", "is running"),
+    "reads_input": ("reads_input", "input", "has been reading its input"),
+    "at_breakpoint": ("at_breakpoint", "breakpoint", "has been at a breakpoint"),
+    "wrong_order": ("wrong_order", "", "all ranks of a group must make the same calls in the same order"),
+}
+"""Function in which each hangs, how, and words that tell of it. The last can't be let go."""
+LINES = {
+    found[1]: number
+    for number, line in enumerate(SCRIPT.read_text().splitlines(), 1)
+    if (found := re.search(r"# hangs: (\w+)", line))
+}
+needs_py_spy = pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
+
+
+class Job:
+    """A job of `hanging.py`, which hangs as planned, once after the other."""
+
+    def __init__(self, folder: Path, launcher: str, backend: str, plan: dict[str, int]) -> None:
+        self.folder, self.plan = folder, plan
+        self.descriptors: list[int] = []
+        self.said = self.fifo("said")
+        self.pids: dict[int, int] = {}
+        steps = [f"{name}:{rank}" for name, rank in plan.items()]
+        words = [*LAUNCHERS[launcher], "--nproc-per-node", str(NUM_RANKS)]
+        with open(folder / "printed", "wb") as printed:
+            self.process = subprocess.Popen(
+                [*words, sys.executable, SCRIPT, backend, folder, *steps],
+                cwd=folder, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self.ended = os.pidfd_open(self.process.pid)
+        self.descriptors.append(self.ended)
+
+    def fifo(self, name: str) -> int:
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(self.folder / name)
+        self.descriptors.append(os.open(self.folder / name, os.O_RDWR))
+        return self.descriptors[-1]
+
+    def wait_until_hung(self, name: str) -> None:
+        """Wait until all ranks have begun this step, and whoever hangs in it has come to rest."""
+        said = b""
+        while said.count(b"\n") < NUM_RANKS:
+            is_there, _, _ = select.select([self.said, self.ended], [], [], 90)
+            assert is_there == [self.said], (self.folder / "printed").read_text()
+            said += os.read(self.said, 1000)
+        self.pids = {rank: pid for pid, rank in (map(int, line.split()) for line in said.splitlines())}
+        deadline = time.monotonic() + 30
+        while not self.has_hung(name):
+            assert time.monotonic() < deadline, name
+            time.sleep(0.01)
+
+    def has_hung(self, name: str) -> bool:
+        stands = {rank: stand_of(pid) for rank, pid in self.pids.items()}
+        culprit = stands.pop(self.plan[name])
+        if name == "stopped":
+            return culprit.state == "T"
+        if name == "infinite_loop":
+            return culprit.state == "R" and all(stand.state == "S" for stand in stands.values())
+        return (
+            culprit.state == "S"
+            and (culprit.still_s or 0) > 0.2
+            and all(stand.state == "S" for stand in stands.values())
+        )
+
+    def let_go(self, name: str) -> None:
+        pid = self.pids[self.plan[name]]
+        if name == "stopped":
+            os.kill(pid, signal.SIGCONT)
+        elif name == "native_wait":
+            os.kill(pid, signal.SIGUSR1)
+        elif name == "stopped_worker":
+            for process in descendants(pid, processes_of(os.geteuid())):
+                if process.state == "T":
+                    os.kill(process.pid, signal.SIGCONT)
+        elif name == "disk_wait":
+            os.close(os.open(self.folder / "disk", os.O_WRONLY))
+        elif name in ("gil_held", "gil_held_by_thread", "starved_loader"):
+            os.write(self.fifo("native"), b"x" * (1 if name != "starved_loader" else 4))
+        elif name in ("reads_input", "at_breakpoint"):
+            os.write(self.fifo("input"), b"c\n")
+        word = {"lock_inversion": "locks", "dead_worker": "pool"}.get(name, "go on")
+        os.write(self.fifo(f"to_{self.plan[name]}"), f"{word}\n".encode())
+
+    def end(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        there = processes_of(os.geteuid())
+        left = [of for pid in self.pids.values() for of in (pid, *(one.pid for one in descendants(pid, there)))]
+        self.process.send_signal(signal.SIGTERM)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(20)
+
+
+@contextlib.contextmanager
+def hanging(folder: Path, launcher: str, backend: str, names: list[str], seed: int) -> Iterator[Job]:
+    draw = random.Random(seed)
+    job = Job(folder, launcher, backend, {name: draw.randrange(NUM_RANKS) for name in names})
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def ask(job: Job) -> tuple[dict[str, Any], float]:
+    """Return what phalanx why says of a job, and how long it took."""
+    begun = time.monotonic()
+    done = subprocess.run(
+        [*PHALANX, "why", "--json", str(job.process.pid)], capture_output=True, text=True, timeout=60, check=True
+    )
+    return json.loads(done.stdout), time.monotonic() - begun
+
+
+def mistakes(answer: dict[str, Any], name: str, culprit: int) -> list[str]:
+    """Return what is wrong about an answer."""
+    function, how, words = HANGS[name]
+    (doing,) = [one for one in answer["ranks"] if one["rank"] == culprit]
+    frame = doing["other"] if name == "gil_held_by_thread" else doing["frame"]
+    expected = {
+        "culprits": ([culprit], answer["culprits"]),
+        "line": (LINES[name], (frame or {}).get("line")),
+        "function": (function, (frame or {}).get("function")),
+        "how": (how or doing["how"], doing["how"]),
+        "words": (True, words in answer["sentence"]),
+        "site": (True, f"hanging.py:{LINES[name]}" in answer["sentence"]),
+    }
+    return [f"{name}: {what} {got!r}, not {want!r}" for what, (want, got) in expected.items() if want != got]
+
+
+PAIRS = [("phalanx run", "phalanx"), ("torchrun", "gloo"), ("phalanx run", "gloo"), ("torchrun", "phalanx")]
+
+
+@needs_py_spy
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] * (pair in PAIRS[2:]), id="-".join(pair)) for pair in PAIRS],
+)
+def test_each_hang_is_named_with_its_rank_and_line_within_two_seconds(tmp_path, launcher, backend):
+    wrong, late = [], []
+    with hanging(tmp_path, launcher, backend, list(HANGS), PAIRS.index((launcher, backend))) as job:
+        for name, culprit in job.plan.items():
+            job.wait_until_hung(name)
+            answer, took_s = ask(job)
+            if found := mistakes(answer, name, culprit):
+                wrong += [*found, answer["sentence"]]
+            late += [f"{name}: {took_s:.2f} s"] if took_s > ANSWER_S else []
+            print(f"{took_s:.2f} s  {name}: {answer['sentence']}")
+            job.let_go(name)
+    assert not wrong
+    assert len(late) <= 1, late  # of 17: the machine may be busy with something else

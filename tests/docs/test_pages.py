@@ -1,0 +1,16 @@
+"""Every code block of every page runs, and prints what the page shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.docs.blocks import REPOSITORY, run_page
+from tools.book import Page
+
+ENGLISH = REPOSITORY / "docs" / "en"
+PAGES = [path for path in sorted(ENGLISH.rglob("*.md")) if any(block.is_code for block in Page(path).blocks)]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ENGLISH)))
+def test_the_code_of_a_page_does_what_the_page_says(path, tmp_path):
+    run_page(path, tmp_path)

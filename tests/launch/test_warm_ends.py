@@ -1,0 +1,123 @@
+"""How warm jobs end, and what they leave: nothing of theirs, and the warm process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import LIMIT_S, Terminal
+from tests.launch.test_orphans import WITH_CHILDREN, ends, parent_of
+from tests.launch.warm_jobs import HELLO, servers, sockets
+
+FOREVER = "import os, signal; print('up', flush=True)\nwhile True: signal.pause()"
+
+
+def test_a_job_outlives_the_warm_process(warm):
+    warm(HELLO)
+    for end in (lambda pid: warm.phalanx("warm", "--stop"), lambda pid: os.kill(pid, signal.SIGKILL)):
+        with warm.start("import sys; print('up', flush=True); print(sys.stdin.read())", stdin=subprocess.PIPE) as job:
+            assert job.first_line == "[rank 0] up\n"
+            (pid,) = servers()
+            end(pid)
+            assert ends(pid)
+            assert job.communicate("typed", timeout=LIMIT_S)[0] == "[rank 0] typed\n"
+            assert job.returncode == 0
+
+
+def test_it_ends_when_nobody_has_needed_it_for_a_while(warm):
+    warm(HELLO, "--warm-for", "1")
+    pids = servers()
+    assert [pid for pid in pids if not ends(pid)] == []
+    assert sockets() == []
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_reach_the_ranks(warm, sig):
+    warm(HELLO)
+    with warm.start(FOREVER) as job:
+        job.send_signal(sig)
+        _, stderr = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 128 + sig
+    assert f"phalanx run: {sig.name}: ending 1 rank" in stderr
+    assert len(servers()) == 1
+
+
+@pytest.mark.parametrize("victim", ["client", "guard", "supervisor"])
+def test_nothing_of_a_job_outlives_those_who_stand_for_it(warm, victim):
+    warm(HELLO)
+    with warm.start("import os, signal\n" + WITH_CHILDREN) as job:
+        words = [int(word) for word in job.first_line.split()[3:]]
+        warden, pids = words[0], words[1:]
+        keeper = parent_of(warden)
+        supervisor = parent_of(keeper)
+        guard = parent_of(supervisor)
+        os.kill({"client": job.pid, "guard": guard, "supervisor": supervisor}[victim], signal.SIGKILL)
+        assert job.wait(LIMIT_S) == -signal.SIGKILL
+        assert [pid for pid in (guard, supervisor, keeper, warden, *pids) if not ends(pid)] == []
+    assert len(servers()) == 1
+
+
+@pytest.fixture
+def terminal(warm):
+    opened = []
+
+    def open_terminal(command):
+        opened.append(Terminal(command, warm.folder))
+        return opened[-1]
+
+    yield open_terminal
+    for one in opened:
+        one.close()
+
+
+def test_ctrl_c_at_a_terminal_ends_the_job_and_not_the_warm_process(warm, terminal):
+    warm(HELLO)
+    screen = terminal(warm.command(FOREVER))
+    screen.read_until("up")
+    screen.type("\x03")
+    assert screen.finish() == 130
+    assert "phalanx run: SIGINT: ending 1 rank; Ctrl-C again kills them\r\n" in screen.shown
+    assert "Traceback" not in screen.shown
+    assert len(servers()) == 1
+
+
+def test_rank_0_reads_what_is_typed_and_follows_the_size(warm, terminal):
+    warm(HELLO)
+    screen = terminal(warm.command("""
+        import os, signal
+        signal.signal(signal.SIGWINCH, lambda *_: print("columns", os.get_terminal_size().columns, flush=True))
+        print("hello", input("name? "))
+        signal.pause()
+    """))  # fmt: skip
+    screen.read_until("name? ")
+    screen.type("Ada\n")
+    screen.read_until("hello Ada\r\n")
+    screen.resize(50, 120)
+    screen.read_until(f"columns {120 - len('[rank 0] ')}")
+    screen.type("\x03")
+    assert screen.finish() in (0, 130)
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ctrl_z_stops_the_supervisor_too_and_fg_lets_it_go_on(warm):
+    warm(HELLO)
+    source = "import os, signal\nprint('at', os.getppid(), flush=True)\nwhile True: signal.pause()"
+    # In a process group of its own, as a shell starts it: a group without a parent outside is not stopped by SIGTSTP.
+    with warm.start(source, preexec_fn=os.setpgrp) as job:
+        supervisor = parent_of(parent_of(int(job.first_line.split()[3])))
+        for sig, states in ((signal.SIGTSTP, "TT"), (signal.SIGCONT, "SS")):
+            job.send_signal(sig)
+            deadline = time.monotonic() + 10
+            while (found := state_of(job.pid) + state_of(supervisor)) != states and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert found == states
+        job.terminate()
+        assert job.wait(LIMIT_S) == 128 + signal.SIGTERM

@@ -1,0 +1,60 @@
+"""Warm jobs for the tests of this folder: in a folder with no other warm processes, which are ended at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import textwrap
+from pathlib import Path
+
+from tests.launch.jobs import LIMIT_S, PHALANX_RUN
+from tests.launch.test_orphans import parent_of
+
+PHALANX = PHALANX_RUN[:-1]
+HELLO = "import os; print('hello', os.environ['RANK'])"
+
+
+class Warm:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def write(self, source, name="train.py"):
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return name
+
+    def command(self, source, *flags, num_ranks=1):
+        return [*PHALANX_RUN, "--nproc-per-node", str(num_ranks), "--warm", *flags, self.write(source)]
+
+    def __call__(self, source, *flags, num_ranks=1, **options):
+        command = self.command(source, *flags, num_ranks=num_ranks)
+        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, **options)
+
+    def start(self, source, *flags, num_ranks=1, **options):
+        """Start a job and return it once it has printed a line."""
+        command = self.command(source, *flags, num_ranks=num_ranks)
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+        job = subprocess.Popen(command, **options)
+        job.first_line = job.stdout.readline()
+        return job
+
+    def phalanx(self, *args, **options):
+        return subprocess.run([*PHALANX, *args], capture_output=True, text=True, timeout=LIMIT_S, **options)
+
+
+def sockets():
+    return sorted(Path(os.environ["XDG_RUNTIME_DIR"]).glob("phalanx/*.sock"))
+
+
+def servers():
+    """Return the pids of this test's warm processes: those that hold a socket in its folder."""
+    mine = f"XDG_RUNTIME_DIR={os.environ['XDG_RUNTIME_DIR']}\0".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_server = b"\0phalanx-warm\0" in (folder / "cmdline").read_bytes()
+            if is_server and mine in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return [pid for pid in found if parent_of(pid) not in found]  # not the parents of its jobs

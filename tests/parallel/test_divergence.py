@@ -1,0 +1,139 @@
+"""`check_replicas` names the first tensor that ranks do not hold alike, on every rank and on any backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import phalanx
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 5)
+    )
+    model.register_buffer("table", torch.arange(70_000.0))
+    model.register_buffer("phases", torch.ones(3, dtype=torch.complex64).conj())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 3, 3, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def flip(tensor, place, bit=0):
+    """Flip a bit of an element, in the order of the elements."""
+    bits = tensor.detach().contiguous().view(torch.int32).view(-1)
+    bits[place] ^= 1 << bit
+    with torch.no_grad():
+        tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
+
+
+def changes(rank, model, optimizer):
+    """Each change that rank 1 makes, what is then named first, and how it differs."""
+    weight, bias = model[0].weight, model[3].bias
+    yield lambda: flip(weight, 3 * 27 + 5), "parameter '0.weight' at [3, 0, 1, 2] is ", "value"
+    yield lambda: flip(bias, 4, 30), "parameter '3.bias' at [4] is ", "value"
+    yield lambda: flip(model.table, 69_999), "buffer 'table' at [69999] is 69999.0 on ranks 0,2 and ", "value"
+    yield lambda: model.table[2:].fill_(float("nan")), "buffer 'table' at [2] is 2.0 on ranks 0,2 and nan on", "NaN"
+    yield lambda: model.phases[1:2].zero_(), "buffer 'phases' at [1] is (1-0j) on ranks 0,2 and 0j on", "value"
+    yield lambda: flip(optimizer.state[bias]["exp_avg"], 0), "exp_avg of parameter '3.bias' at [0] is ", "value"
+    yield lambda: optimizer.state[bias]["step"].add_(1), "step of parameter '3.bias' is 1.0 on ranks 0,2 and", "value"
+    yield lambda: optimizer.state[bias].pop("exp_avg"), "exp_avg of parameter '3.bias' is float32 [5] on", "missing"
+    yield lambda: optimizer.param_groups[0].update(lr=1.0), "lr of parameter group 0 is 0.001 on ranks 0,2", "value"
+    yield lambda: setattr(bias, "data", bias.data.double()), "parameter '3.bias' is float32 [5] on ranks 0,2", "dtype"
+    yield lambda: setattr(bias, "data", bias.data[:3]), "parameter '3.bias' is float32 [5] on ranks 0,2", "shape"
+
+
+def name_each(rank, world_size):
+    model, optimizer = make()
+    phalanx.check_replicas(model, optimizer)
+    found = []
+    for number in range(len(list(changes(rank, model, optimizer)))):
+        model, optimizer = make()
+        change, words, how = list(changes(rank, model, optimizer))[number]
+        if rank == 1:
+            change()
+        try:
+            phalanx.check_replicas(model, optimizer)
+        except phalanx.ReplicaMismatch as error:
+            found.append((words in str(error), error.ranks, error.how == how, str(error)))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_every_rank_names_tensor_place_ranks_and_kind(run_ranks, backend):
+    every = run_ranks(name_each, 3, backend=backend)
+    assert every == [every[0]] * 3
+    assert [one for one in every[0] if one[:3] != (True, (1,), True)] == []
+    assert len(every[0]) == 11
+
+
+def without_a_majority(rank, world_size):
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1), model.bias.fill_(rank)
+    with pytest.raises(phalanx.ReplicaMismatch) as caught:
+        phalanx.check_replicas(model)
+    return caught.value.ranks, caught.value.tensors
+
+
+def test_without_a_majority_all_ranks_are_named(run_ranks):
+    assert run_ranks(without_a_majority, 2) == [((0, 1), ("parameter 'bias'",))] * 2
+
+
+def allowed(rank, world_size):
+    model, optimizer = make()
+    phalanx.DistributedDataParallel(model)
+    model.register_buffer("cache", torch.zeros(rank), persistent=False)
+    model.register_buffer("own", torch.full((2,), float(rank)))
+    model._ddp_params_and_buffers_to_ignore = ["own"]
+    model(torch.randn(4, 3, 3, 3) + rank)  # running statistics
+    phalanx.check_replicas(model, optimizer)
+    phalanx.check_replicas(phalanx.DistributedDataParallel(model, init_sync=False), optimizer)
+    divided = phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+    divided.step()
+    phalanx.check_replicas(model, divided)
+    half = dist.new_group([0, 1])
+    if rank < 2:
+        phalanx.check_replicas(model, group=half)
+    else:
+        with pytest.raises(ValueError, match="rank 2: check_replicas: this rank is not in the group"):
+            phalanx.check_replicas(model, group=half)
+    model[0].weight.data = model[0].weight.data.contiguous() if rank else model[0].weight.data
+    phalanx.check_replicas(model)  # its elements lie in another order
+    return True
+
+
+def test_what_may_differ_is_not_compared(run_ranks):
+    assert all(run_ranks(allowed, 3))
+
+
+def a_statistic_of_all(rank, world_size):
+    model = phalanx.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+    model[0].running_mean += rank
+    with pytest.raises(phalanx.ReplicaMismatch, match=r"buffer '0.running_mean' at \[0\] is 0.0 on rank 0 and 1.0 on"):
+        phalanx.check_replicas(model)
+
+
+def test_statistics_that_are_synchronized_are_compared(run_ranks):
+    run_ranks(a_statistic_of_all, 2)
+
+
+def shards(rank, world_size):
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    with pytest.raises(ValueError, match="check_replicas: parameter 'weight' is a DTensor, of which each rank has"):
+        phalanx.check_replicas(model)
+
+
+def test_shards_are_refused_by_name(run_ranks):
+    run_ranks(shards, 2, backend="gloo")
+
+
+def test_without_a_group_it_says_so():
+    with pytest.raises(ValueError, match="check_replicas: there is no process group yet"):
+        phalanx.check_replicas(nn.Linear(1, 1))

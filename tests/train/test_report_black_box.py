@@ -1,0 +1,156 @@
+"""The report shows what black boxes hold: who waited for whom, and the last moments before a failure."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.record.box import Box, load_boxes
+from phalanx.train.report import write_report
+from tests.browser import needs_browser, run_page
+from tests.record.made import Job, save
+from tests.train.runs import BEGAN_S, FakeRun
+from tests.train.test_report import EVIL, Page, page_of
+
+
+def at(boxes: Sequence[Box], time_s: float) -> list[Box]:
+    """Return the boxes as of a job that began at a time of day."""
+    begin_ns = min(event.begun_ns for box in boxes for event in box.events)
+    return [dataclasses.replace(box, realtime_less_monotonic_ns=int(time_s * 1e9) - begin_ns) for box in boxes]
+
+
+def interrupted(boxes: Sequence[Box], text: str = "") -> list[Box]:
+    """Return the boxes as of a job in which rank 1 never left "load data", and the others wait."""
+    cut = []
+    for box in boxes:
+        (*_, last) = (event for event in box.events if event.text == "load data")
+        events = list(box.events[: last.number])
+        if box.rank == 1:
+            events[-1] = last._replace(ended_ns=0, text=text or last.text)
+        else:
+            call = next(event for event in box.events[last.number :] if event.kind == "collective")
+            events.append(call._replace(number=last.number + 1, ended_ns=0))
+        cut.append(box.with_events(events))
+    return cut
+
+
+def run_of(folder: Path, boxes: Sequence[Box], *, ends: bool) -> FakeRun:
+    run = FakeRun(folder, num_ranks=len(boxes))
+    run.origin["logs"] = "launched/logs"
+    run.start()
+    run.steps(1, 40)
+    if ends:
+        run.end(40)
+    save(at(boxes, BEGAN_S + 1), folder / "launched" / "blackbox" / "attempt_0")
+    return run
+
+
+def test_boxes_are_saved_by_the_tests_as_launchers_save_them(tmp_path):
+    boxes = Job(2, seed=1).boxes(7)
+    save(boxes, tmp_path)
+    assert load_boxes(tmp_path) == boxes
+
+
+def test_the_table_of_stragglers_says_who_is_slow_and_where(tmp_path):
+    run_of(tmp_path, Job(4, slower={2: 0.22}, phase="load data", seed=3).boxes(200), ends=True)
+    text = re.sub(r"\s+", " ", page_of(tmp_path).text)
+    assert re.search(r"Rank 2 has cost 1\d% of the last 19\d steps; its data loading takes 2\.\dx the others'\.", text)
+    assert re.search(r"rank 2 [\d.]+ m?s 1\d\.\d% data loading takes 2\.\dx the others' rank 3", text)
+    assert "The last moments" not in text
+
+
+def test_the_last_moments_before_a_failure_are_a_timeline(tmp_path):
+    run_of(tmp_path, interrupted(Job(3, seed=4).boxes(30)), ends=False)
+    page = page_of(tmp_path)
+    text = re.sub(r"\s+", " ", page.text)
+    assert "The last moments" in text
+    assert re.search(r"rank 0 was in all_reduce #30 at train\.py:31: [\d.]+ .?s, did not end", text)
+    assert re.search(r"rank 1 was in load data: [\d.]+ ms, did not end", text)
+    assert "rank 0 was in all_reduce" in page.labels()
+    places = [attrs for tag, attrs in page.elements if tag == "rect" and attrs["class"].startswith("part")]
+    assert 100 < len(places) < 300
+    assert all(float(one["x"]) >= 0 and float(one["x"]) + float(one["width"]) <= 1001 for one in places)
+
+
+def test_boxes_of_another_time_are_not_shown(tmp_path):
+    boxes = Job(2, seed=5).boxes(60)
+    run = run_of(tmp_path, interrupted(boxes), ends=False)
+    save(at(interrupted(boxes), BEGAN_S + 5000), run.folder / "launched" / "blackbox" / "attempt_0")
+    assert "The last moments" not in page_of(tmp_path).text
+
+
+def test_what_is_written_in_a_box_is_escaped_and_a_damaged_one_is_left_out(tmp_path):
+    run = run_of(tmp_path, interrupted(Job(2, seed=6).boxes(60), EVIL), ends=False)
+    html = write_report(tmp_path).read_text()
+    assert "The last moments" in Page(html).text
+    assert "<script" not in html
+    (path, _) = sorted(run.folder.glob("launched/blackbox/*/*"))
+    path.write_bytes(path.read_bytes()[:200])
+    assert "The last moments" not in page_of(tmp_path).text
+
+
+MEASURE = """
+<script>
+onload = () => {
+  const found = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument, width = frame.contentWindow.innerWidth;
+    const bars = [...page.querySelectorAll(".plot rect[class^=part]")];
+    return {num: bars.length, colours: new Set(bars.map(bar => getComputedStyle(bar).fill)).size,
+            beyond: page.documentElement.scrollWidth > width,
+            outside: bars.filter(bar => bar.getBoundingClientRect().right > width).length};
+  });
+  document.body.textContent = JSON.stringify(found);
+};
+</script>
+"""
+
+
+@needs_browser
+def test_a_browser_draws_the_bars_in_colours_on_any_width(tmp_path):
+    run_of(tmp_path, interrupted(Job(4, seed=7).boxes(60)), ends=False)
+    page = write_report(tmp_path).read_text().replace("&", "&amp;").replace('"', "&quot;")
+    frames = "".join(
+        f'<iframe srcdoc="{page}" style="width:{w}px;height:900px;border:0"></iframe>' for w in (360, 1200)
+    )
+    for found in run_page(tmp_path, frames + MEASURE):
+        assert found["num"] > 100
+        assert found["colours"] == 5  # four phases and the collective
+        assert not found["beyond"]
+        assert not found["outside"]
+
+
+SCRIPT = """
+import os
+import torch
+from torch import nn
+import phalanx
+
+class Dies:
+    def on_step(self, trainer):
+        if trainer.step == 60 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), 9)
+
+model = nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.ones(800, 4), torch.zeros(800, 1))
+trainer = phalanx.Trainer(
+    model, torch.optim.SGD(model.parameters(), 0.1), nn.functional.mse_loss, max_epochs=1, global_batch_size=8,
+    folder="run", log_every=1, callbacks=(Dies(),),
+)
+trainer.fit(data)
+"""
+
+
+def test_a_real_run_whose_rank_is_killed_has_its_last_moments_in_the_report(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    phalanx = [sys.executable, "-m", "phalanx"]
+    command = [*phalanx, "run", "--nproc-per-node", "2", "--max-restarts", "0", "train.py"]
+    failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert failed.returncode == 137, failed
+    subprocess.run([*phalanx, "report", "run"], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    text = re.sub(r"\s+", " ", Page((tmp_path / "run" / "report.html").read_text()).text)
+    assert "The last moments Attempt 0. The last " in text
+    assert re.search(r"rank 1 had left \w+ #\d+", text) or re.search(r"rank 1 was in", text), text

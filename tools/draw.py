@@ -1,0 +1,45 @@
+"""Draw the pictures of the documentation: ``python tools/draw.py`` writes all into docs/pictures.
+
+``python tools/draw.py all_reduce ring_all_reduce`` writes these alone. Each picture is one function in `drawing`, so a
+change is a change of text; tests/docs/test_pictures.py holds that the committed files are what this draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from drawing import collectives, machinery, speed, training
+from drawing.canvas import PICTURES, svg_of
+
+MODULES = (collectives, training, machinery, speed)  # importing them registers their pictures
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+
+
+def is_current(name: str) -> bool:
+    """Return whether the committed file is what the description draws."""
+    file = FOLDER / f"{name}.svg"
+    return file.exists() and file.read_text(encoding="utf-8") == svg_of(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"pictures to draw, default all: {', '.join(PICTURES)}"
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a committed picture differs")
+    given = parser.parse_args()
+    if unknown := sorted(set(given.names) - PICTURES.keys()):
+        parser.error(f"no such picture: {', '.join(unknown)}")
+    names = given.names or PICTURES
+    if given.check:
+        stale = [name for name in names if not is_current(name)]
+        sys.exit(f"not what tools/draw.py draws: {', '.join(stale)}; run it" if stale else 0)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (FOLDER / f"{name}.svg").write_text(svg_of(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
