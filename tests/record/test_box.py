@@ -132,6 +132,12 @@ def test_an_event_that_is_rewritten_or_was_ended_by_an_older_one_is_told_from_a_
     assert next(event for event in read_box(ended_before).events if event.number == number).ended_ns == 0
 
 
+def test_a_saved_box_whose_damage_makes_it_longer_is_refused(data, tmp_path):
+    (tmp_path / "rank_0.box").write_bytes(gzip.compress(data + b"x", 1)[:-8] + bytes(8))
+    with pytest.raises(ValueError, match="it goes on behind the end of a black box"):
+        load_boxes(tmp_path)
+
+
 def test_a_saved_box_that_is_damaged_is_named(data, tmp_path):
     (tmp_path / "memory").write_bytes(data)
     with open(tmp_path / "memory", "rb") as file:

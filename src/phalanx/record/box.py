@@ -352,7 +352,11 @@ def load_box(path: Path) -> Box:
     """
     try:
         with open_regular(path) as file, gzip.GzipFile(fileobj=file) as unpacked:
-            return read_box(unpacked.read(BOX_BYTES + 1))  # to its end, where the checksum is, but no more
+            data = unpacked.read(BOX_BYTES + 1)  # to its end, where the checksum is, but no more
+            box = read_box(data)
+            if len(data) > BOX_BYTES:
+                raise ValueError("it goes on behind the end of a black box")  # and nothing has been checked
+            return box
     except (ValueError, OSError, EOFError, struct.error, zlib.error) as error:
         raise ValueError(f"{path} can't be read: {error}") from None
 
