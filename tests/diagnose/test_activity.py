@@ -56,6 +56,14 @@ def test_an_operation_that_another_thread_runs_meanwhile_is_not_waited_in():
     assert doing(seen(of_torch("barrier"), box=box(ENDED, of_worker))).call.op == "broadcast"
 
 
+def test_of_a_training_that_is_not_in_the_main_thread_that_thread_is_looked_at():
+    trains = Thread(555, "trainer", is_active=False, owns_gil=False, frames=(Frame("load", "data.py", 8, ""),))
+    look = seen(box=box(ENDED._replace(thread=555)))
+    look = dataclasses.replace(look, stacks=Stacks((*look.stacks.threads, trains)))
+    assert doing(look).frame == trains.frames[0]
+    assert doing(dataclasses.replace(look, box=box(ENDED))).frame == OWN
+
+
 @pytest.mark.parametrize(
     ("library", "op"),
     [

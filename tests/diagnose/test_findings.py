@@ -39,7 +39,7 @@ def test_a_rank_that_has_not_called_is_named_with_its_line_and_the_time(culprit)
     ranks = [elsewhere(rank) if rank == culprit else waits(rank) for rank in range(4)]
     assert answer(*ranks) == (
         f"rank {culprit} has not called all_reduce #7 of group 'default'; it has been in load_image at data.py:88 for "
-        "41 s; 3 ranks wait for it"
+        "41 s; 3 ranks have waited up to 41 s for it"
     )
 
 
@@ -54,7 +54,7 @@ def test_several_ranks_that_have_not_called_are_named_together():
     assert answer(waits(0), elsewhere(1), elsewhere(2, "stopped")) == (
         "ranks 1 and 2 have not called all_reduce #7 of group 'default'; rank 1 has been in load_image at data.py:88 "
         "for 41 s; rank 2 has been stopped (SIGSTOP or Ctrl-Z) in load_image at data.py:88 for 41 s; "
-        "1 rank waits for them"
+        "1 rank has waited 41 s for them"
     )
 
 

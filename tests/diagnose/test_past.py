@@ -71,6 +71,26 @@ def test_of_a_run_that_failed_the_rank_and_its_exception_are_named(tmp_path, bac
         assert answer.endswith("; 2 ranks wait for it in all_reduce #4 of group 'default' at job.py:7")
 
 
+def test_a_run_that_came_to_its_end_is_no_hang(tmp_path):
+    assert run(tmp_path, RAISES.replace("BACKEND", "'phalanx'").replace("(1, 3)", "(1, 30)")).returncode == 0
+    (folder,) = tmp_path.glob("runs/job/*")
+    (_, answer, _, ranks, *_) = why(tmp_path, folder)
+    assert answer == "nothing went wrong: ranks 0, 1 and 2 ended with exit code 0"
+    assert ranks.startswith("ranks 0, 1 and 2 (pids ")
+    assert ": ended with exit code 0 after all_reduce #9 of group 'default' at job.py:7" in ranks
+    (folder / "blackbox" / "attempt_0" / "ends.json").write_text("[]")
+    assert why(tmp_path, folder)[1].startswith("no rank waits for another; each has called nothing after all_reduce #9")
+
+
+def test_a_rank_that_left_without_a_word_is_named_with_its_exit_code(tmp_path):
+    script = RAISES.replace("BACKEND", "'phalanx'").replace(
+        'raise ValueError("a bad batch")', "__import__('os')._exit(7)"
+    )
+    assert run(tmp_path, script).returncode == 7
+    (folder,) = tmp_path.glob("runs/job/*")
+    assert why(tmp_path, folder)[1].startswith("rank 1 ended with exit code 7 after all_reduce #3 of group 'default'")
+
+
 def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tmp_path):
     (tmp_path / "job.py").write_text(KILLED)
     command = [*PHALANX, "run", "--nproc-per-node", "3", "job.py"]
@@ -78,7 +98,7 @@ def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tm
         while "there" not in process.stdout.readline():
             assert process.poll() is None
         (folder,) = tmp_path.glob("runs/job/*")
-        while not why(tmp_path, folder)[0].endswith("2 ranks wait for it"):  # until they do
+        while "; 2 ranks have waited up to " not in why(tmp_path, folder)[0]:  # until they do
             assert process.poll() is None
         assert "has not called all_reduce #2 of group 'default'" in why(tmp_path, folder)[0]
         for pids in re.findall(r"\(pids? ([\d, ]+)\)", "\n".join(why(tmp_path, folder))):

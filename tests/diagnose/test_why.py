@@ -174,6 +174,39 @@ def mistakes(answer: dict[str, Any], name: str, culprit: int) -> list[str]:
     return [f"{name}: {what} {got!r}, not {want!r}" for what, (want, got) in expected.items() if want != got]
 
 
+POLLS = """
+import ctypes, os, torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    libc = ctypes.CDLL(None, use_errno=True)
+    events = libc.epoll_create1(0)
+    event = ctypes.create_string_buffer(b"\\x01", 12)
+    libc.epoll_ctl(events, 1, os.open("let_go", os.O_RDWR), event)
+    found = libc.epoll_wait(events, ctypes.create_string_buffer(12), 1, -1)
+    print("found", found, flush=True)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@needs_py_spy
+def test_a_call_that_a_halt_would_end_is_not_disturbed_unless_native_frames_are_asked_for(tmp_path):
+    os.mkfifo(tmp_path / "let_go")
+    (tmp_path / "job.py").write_text(POLLS)
+    command = [*LAUNCHERS["phalanx run"][:-1], "--nproc-per-node", "2", "job.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while "rank 1 has not called all_reduce #2" not in (said := why(process.pid)):
+            assert time.monotonic() < deadline, said
+        assert re.search(r"native frames: phalanx stacks --native \d+, which would end its epoll_wait early", said)
+        (tmp_path / "let_go").write_text("x")
+        assert "found 1" in process.communicate(timeout=60)[0]
+
+
+def why(pid: int) -> str:
+    return subprocess.run([*PHALANX, "why", str(pid)], capture_output=True, text=True, timeout=60, check=False).stdout
+
+
 PAIRS = [("phalanx run", "phalanx"), ("torchrun", "gloo"), ("phalanx run", "gloo"), ("torchrun", "phalanx")]
 
 

@@ -88,7 +88,8 @@ class Activity:
         call: Operation in which it waits for other ranks; None if it does not.
         how: ``runs``, ``asleep``, ``stopped`` by a signal, ``traced`` by a debugger, in the ``disk``, at a
             ``breakpoint``, waiting for its ``loader``, holding the ``gil`` while asleep, waiting for it while another
-            thread does (``starved``), waiting for a ``lock``, reading its ``input``, ``ended``, or ``unknown``.
+            thread does (``starved``), waiting for a ``lock``, reading its ``input``, ``ended``, or ``unknown``. Of a
+            rank that has ended, where more is known: ``returned``, ``exited``, ``raised``, ``killed`` or ``silent``.
         frame: Innermost frame of the user's code; None if it is unknown.
         within: Function of a library that this frame has called; empty if it is in none.
         depth: Number of times that the frame's function is on the stack.
@@ -122,7 +123,7 @@ class Activity:
     @property
     def is_halted(self) -> bool:
         """Whether it can't go on by itself, wherever it is."""
-        return self.how in ("ended", "stopped", "traced", "disk")
+        return self.how in ("ended", "returned", "stopped", "traced", "disk")
 
 
 def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity:
@@ -131,6 +132,7 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
     Args:
         helpers: Processes below it, such as the workers of its data loader.
     """
+    look = _at_the_training(look)
     main = look.stacks.threads[0] if look.stacks.threads else None
     progress = {} if look.box is None else _progress(look.box)
     has_recorded = bool(progress)  # on other backends a box has no collectives
@@ -152,6 +154,22 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
         depth = sum((own.function, own.file) == (frame.function, frame.file) for own in main.own_frames)
         doing = dataclasses.replace(doing, frame=frame, depth=depth, within=within)
     return _halted(doing, look) or _held(doing, look) or _placed(doing, look, helpers)
+
+
+def _at_the_training(look: Look) -> Look:
+    """Return a look whose first thread is the one that trains, if that is known and not the main one."""
+    if look.box is None or len(look.stacks.threads) < 2:
+        return look
+    there = {thread.number: thread for thread in look.stacks.threads if thread.own_frames}
+    trains = [
+        event.thread for event in look.box.events if event.kind in ("collective", "step") and event.thread in there
+    ]
+    if not trains or trains[-1] == look.stacks.threads[0].number:
+        return look
+    first = there[trains[-1]]
+    threads = (first, *(thread for thread in look.stacks.threads if thread is not first))
+    stacks = dataclasses.replace(look.stacks, threads=threads)
+    return dataclasses.replace(look, stacks=stacks, stand=stand_of(look.pid, first.number))
 
 
 # ---- operations ----------------------------------------------------------------------------------------------------
@@ -273,7 +291,7 @@ def _held(doing: Activity, look: Look) -> Activity | None:
     if not stand.state or stand.state not in _SLEEPING:
         return None
     doing = dataclasses.replace(doing, system_call=stand.call, path=stand.path, since_s=stand.still_s)
-    if holder.number == look.pid:
+    if holder is look.stacks.threads[0]:
         return dataclasses.replace(doing, how="gil")
     frame = holder.own_frames[0] if holder.own_frames else None
     return dataclasses.replace(doing, how="starved", other=frame, other_pid=holder.number, detail=holder.name)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from phalanx.diagnose.activity import Activity, Look, activity_of
 from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import Job
-from phalanx.diagnose.kernel import stand_of
+from phalanx.diagnose.kernel import call_ended_by_a_halt, stand_of
 from phalanx.diagnose.processes import Process, process_of
 from phalanx.diagnose.stacks import Stacks, Thread, read_stacks
 from phalanx.record.box import Box, box_of_process
@@ -56,7 +56,9 @@ def examine(job: Job, timeout_s: float = TIME_S) -> Answer:
     deadline = time.monotonic() + timeout_s - _RESERVE_S
     seen = look_at(job, min(_STACKS_S, timeout_s - _RESERVE_S))
     finding = find([one.doing for one in seen], job.world_size)
-    puzzling = [one.doing.pid for one in seen if one.doing.rank in finding.culprits and needs_native(one)]
+    puzzling = [
+        one.doing.pid for one in seen if one.doing.rank in finding.culprits and needs_native(one) and not halt_ends(one)
+    ]
     native = read_stacks(puzzling, max(deadline - time.monotonic(), 0.0), native=True)
     return Answer(
         job=job,
@@ -73,6 +75,11 @@ def needs_native(one: RankSeen) -> bool:
     return (
         bool(one.look.stacks.threads) and not one.doing.within and one.doing.how in ("asleep", "gil", "starved", "lock")
     )
+
+
+def halt_ends(one: RankSeen) -> str:
+    """Return the system call of its Python code that would fail if the rank was halted to read native frames."""
+    return call_ended_by_a_halt(one.doing.pid, [thread.number for thread in one.look.stacks.threads])
 
 
 def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> tuple[RankSeen, ...]:
@@ -133,6 +140,6 @@ def group_alike(seen: Iterable[RankSeen], first: Sequence[int]) -> list[list[Ran
             for thread in one.look.stacks.threads
             if thread.own_frames
         )
-        call = (doing.call.op, doing.call.seq, doing.call.group) if doing.call else None
+        call = (doing.call.op, doing.call.seq, doing.call.group, doing.call.peer) if doing.call else None
         groups.setdefault((threads, doing.how, call, one.look.stacks.problem), []).append(one)
     return sorted(groups.values(), key=lambda group: (group[0].doing.rank not in first, len(group)))

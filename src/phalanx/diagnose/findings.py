@@ -17,7 +17,7 @@ class Finding:
 
     Attributes:
         kind: ``absent``: the culprits have not called what others wait in. ``halted``: they have, and can't go on.
-            ``fell``: they ended by themselves, and the job with them.
+            ``fell``: they ended by themselves, and the job with them. ``done``: all came to their end.
             ``circle``: ranks wait for messages of each other.
             ``differ``: ranks wait in different calls. ``together``: all wait in one call, and none is missing here.
             ``elsewhere``: whoever is missing is not on this host. ``apart``: no rank waits for another.

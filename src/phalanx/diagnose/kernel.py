@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 
 _CALLS = {
     "x86_64": {
         0: "read", 1: "write", 2: "open", 7: "poll", 23: "select", 35: "nanosleep", 42: "connect", 43: "accept",
-        44: "sendto", 45: "recvfrom", 47: "recvmsg", 61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync",
-        75: "fdatasync", 202: "futex", 230: "nanosleep", 232: "epoll_wait", 247: "waitid", 257: "open", 270: "select",
-        271: "poll", 281: "epoll_wait", 288: "accept",
+        44: "sendto", 45: "recvfrom", 47: "recvmsg", 61: "wait4", 65: "semop", 72: "fcntl", 73: "flock", 74: "fsync",
+        75: "fdatasync", 128: "sigtimedwait", 202: "futex", 208: "io_getevents", 220: "semop", 230: "nanosleep",
+        232: "epoll_wait", 247: "waitid", 257: "open", 270: "select", 271: "poll", 281: "epoll_wait", 288: "accept",
     },
     "aarch64": {
-        22: "epoll_wait", 25: "fcntl", 32: "flock", 56: "open", 63: "read", 64: "write", 72: "select", 73: "poll",
-        82: "fsync", 83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "nanosleep", 202: "accept",
-        203: "connect", 206: "sendto", 207: "recvfrom", 212: "recvmsg", 242: "accept", 260: "wait4",
+        4: "io_getevents", 22: "epoll_wait", 25: "fcntl", 32: "flock", 56: "open", 63: "read", 64: "write",
+        72: "select", 73: "poll", 82: "fsync", 83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep",
+        115: "nanosleep", 137: "sigtimedwait", 192: "semop", 193: "semop", 202: "accept", 203: "connect",
+        206: "sendto", 207: "recvfrom", 212: "recvmsg", 242: "accept", 260: "wait4",
     },
 }  # fmt: skip
 _BY_NUMBER = _CALLS.get(os.uname().machine, {})
+_ENDED_BY_A_HALT = {"epoll_wait", "io_getevents", "semop", "sigtimedwait"}  # see signal(7)
 _LOCK_COMMANDS = {7, 38}  # F_SETLKW, F_OFD_SETLKW
 _WITH_DESCRIPTOR = {
     "read", "write", "fcntl", "flock", "fsync", "fdatasync", "connect", "accept", "sendto", "recvfrom", "recvmsg",
@@ -64,6 +67,12 @@ def stand_of(pid: int, thread: int = 0) -> Stand:
         path=_path(pid, descriptor),
         tracer_pid=int(status.get("TracerPid", "0")),
     )
+
+
+def call_ended_by_a_halt(pid: int, threads: Iterable[int]) -> str:
+    """Return a system call of these threads that would fail with EINTR after a short halt; empty if none would."""
+    calls = (_call(_read(f"/proc/{pid}/task/{thread}/syscall").split())[0] for thread in threads)
+    return next((call for call in calls if call in _ENDED_BY_A_HALT), "")
 
 
 def _call(words: list[str]) -> tuple[str, int]:

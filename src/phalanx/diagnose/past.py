@@ -19,6 +19,7 @@ from phalanx.diagnose.stacks import Frame, Stacks
 from phalanx.launch.causes import is_victim
 from phalanx.launch.outcome import last_words_in
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_box
+from phalanx.record.ends import End, load_ends
 
 _TAIL_BYTES = 256 << 10
 
@@ -44,21 +45,23 @@ def examine_run(folder: Path) -> Answer:
     if not attempts:
         raise LookupError(f"{folder} holds no logs of ranks")
     logs, boxes = attempts[-1], folder / "blackbox" / attempts[-1].name
-    seen = tuple(_rank(int(path.name.rpartition("_")[2]), path, boxes) for path in _numbered(logs, "rank_*"))
+    ends = load_ends(boxes)
+    folders = {int(path.name.rpartition("_")[2]): path for path in _numbered(logs, "rank_*")}
+    seen = tuple(_rank(rank, path, boxes, ends.get(rank)) for rank, path in folders.items())
     found = find([one.doing for one in seen])
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
     job = Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder))
     return Answer(job, _by_cause(found, seen), seen, _asked(seen))
 
 
-def _rank(rank: int, logs: Path, boxes: Path) -> RankSeen:
-    """Return what a rank was doing when it ended, or was ended."""
+def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
+    """Return what a rank was doing when it ended, or was ended; no `end`: nobody saw how."""
     path = boxes / f"rank_{rank}{SUFFIX}"
     box, problem, seen_ns = None, "", 0
     if path.exists():
         try:
             box = load_box(path)
-            seen_ns = path.stat().st_mtime_ns - box.realtime_less_monotonic_ns
+            seen_ns = end.at_ns if end else path.stat().st_mtime_ns - box.realtime_less_monotonic_ns
         except ValueError as error:
             problem = str(error)
     words, how = _words(logs, box)
@@ -70,6 +73,8 @@ def _rank(rank: int, logs: Path, boxes: Path) -> RankSeen:
         doing = dataclasses.replace(doing, how="raised", call=None, detail=words.summary, frame=_frame(words.site))
     elif how:
         doing = dataclasses.replace(doing, how="killed", call=None, detail=how)
+    elif end is not None and not end.was_told:
+        doing = dataclasses.replace(doing, how="exited" if end.code else "returned", call=None, detail=str(end.code))
     return RankSeen(doing, look)
 
 
@@ -117,11 +122,13 @@ def _asked(seen: Sequence[RankSeen]) -> str:
 
 def _by_cause(found: Finding, seen: Sequence[RankSeen]) -> Finding:
     """Return the finding with the ranks that failed by themselves as the culprits, if there are any."""
-    fallen = tuple(one.doing.rank for one in seen if one.doing.how in ("raised", "killed"))
+    if seen and all(one.doing.how == "returned" for one in seen):
+        return Finding("done", tuple(one.doing.rank for one in seen))
+    fallen = tuple(one.doing.rank for one in seen if one.doing.how in ("raised", "killed", "exited"))
     if not fallen:
         return found
     waiters = tuple(one.doing.rank for one in seen if one.doing.call is not None)
-    return dataclasses.replace(found, kind="fell", culprits=fallen, waiters=waiters)
+    return dataclasses.replace(found, kind="fell", culprits=fallen, waiters=waiters, since_s=None)
 
 
 def _numbered(folder: Path, pattern: str) -> list[Path]:

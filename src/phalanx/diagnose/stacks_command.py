@@ -68,7 +68,7 @@ def lines_of(seen: Sequence[RankSeen]) -> Iterator[str]:
     for one in seen:
         if one is not seen[0]:
             yield ""
-        yield f"rank {one.doing.rank} (pid {one.doing.pid}): {clause(one.doing, None)}"
+        yield f"rank {one.doing.rank} (pid {one.doing.pid}): {clause(one.doing)}"
         yield from thread_lines(one.look.stacks.threads, one.doing.pid, _ALL)
         if one.look.stacks.problem:
             yield f"  {one.look.stacks.problem}"

@@ -14,7 +14,7 @@ from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._text import listed, plural
 from phalanx.diagnose.activity import activity_of
-from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike
+from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
 from phalanx.diagnose.jobs import find_job, find_jobs
 from phalanx.diagnose.past import examine_run, is_run, newest_run
 from phalanx.diagnose.wording import caution, clause, ranks, sentence, thread_lines
@@ -121,19 +121,22 @@ def lines_of(answer: Answer) -> Iterator[str]:
         yield words
     for group in group_alike(answer.seen, answer.finding.culprits):
         yield ""
-        yield from _group(group)
+        yield from _group(group, answer.finding.culprits)
 
 
-def _group(group: Sequence[RankSeen]) -> Iterator[str]:
+def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     """Yield what ranks with equal stacks do, with the stacks and the processes of the first of them."""
     first = group[0]
     pids = listed([one.doing.pid for one in group if one.doing.pid], 6)
     named = ranks([one.doing.rank for one in group]) + f" ({plural(len(group), 'pid')} {pids})" * bool(pids)
-    yield f"{named}: {clause(first.doing, None)}"
+    yield f"{named}: {clause(first.doing)}"
     yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES)
+    is_puzzling = first.doing.rank in culprits and not first.native and needs_native(first)
+    if is_puzzling and (call := halt_ends(first)):
+        yield f"  native frames: phalanx stacks --native {first.doing.pid}, which would end its {call} early"
     for helper in first.helpers:
         if any(thread.own_frames for thread in helper.stacks.threads) or not helper.stacks.threads:
-            yield f"  process {helper.pid}: {clause(activity_of(first.doing.rank, helper), None)}"
+            yield f"  process {helper.pid}: {clause(activity_of(first.doing.rank, helper))}"
             yield from thread_lines(helper.stacks.threads, helper.pid, _MOST_FRAMES)
     for problem in dict.fromkeys(filter(None, (first.look.stacks.problem, first.look.box_problem))):
         yield f"  {problem}"

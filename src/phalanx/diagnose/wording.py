@@ -49,14 +49,14 @@ def _absent(finding: Finding, culprits: list[Activity], activities: list[Activit
     return "; ".join(
         [
             f"{ranks(finding.culprits)} {have} not {done} {call}",
-            *_each(culprits, finding),
+            *_each(culprits),
             _wait(finding),
         ]
     )
 
 
 def _halted(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
-    named = [f"rank {doing.rank} {clause(doing, finding.since_s)}" for doing in culprits[:3]]
+    named = [f"rank {doing.rank} {clause(doing, is_culprit=True)}" for doing in culprits[:3]]
     if finding.call is not None and all(doing.call is not None for doing in culprits):
         named[-1] += f", within {call_text(finding.call)}"
     return "; ".join([*named, *([_wait(finding)] if finding.waiters else [])])
@@ -64,7 +64,11 @@ def _halted(finding: Finding, culprits: list[Activity], activities: list[Activit
 
 def _fell(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
     waiting = f"; {_wait(finding)} in {call_text(finding.call, True)}" if finding.call and finding.waiters else ""
-    return "; ".join(f"rank {doing.rank} {clause(doing, None)}" for doing in culprits[:3]) + waiting
+    return "; ".join(f"rank {doing.rank} {clause(doing)}" for doing in culprits[:3]) + waiting
+
+
+def _done(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
+    return f"nothing went wrong: {ranks(finding.culprits)} ended with exit code 0"
 
 
 def _differ(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
@@ -95,9 +99,9 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
     if not activities:
         return "no rank of this job runs on this host"
     if len(activities) == 1:
-        return f"pid {activities[0].pid} {clause(activities[0], None)}"
+        return f"pid {activities[0].pid} {clause(activities[0])}"
     same = len({(doing.how, doing.frame) for doing in activities}) == 1
-    each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing, None)}" for doing in activities]
+    each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing)}" for doing in activities]
     return "; ".join(["no rank waits for another", *each[: 1 if same else 3]])
 
 
@@ -105,6 +109,7 @@ _SENTENCES = {
     "absent": _absent,
     "halted": _halted,
     "fell": _fell,
+    "done": _done,
     "circle": _circle,
     "differ": _differ,
     "together": _together,
@@ -160,17 +165,16 @@ def call_text(call: Call, with_site: bool = False) -> str:
     return f"{text} at {call.site}" if call.site and (with_site or not call.group) else text
 
 
-def clause(doing: Activity, since_s: float | None) -> str:
+def clause(doing: Activity, *, is_culprit: bool = False) -> str:
     """Return what a rank is doing, as a predicate: ``has been in load_image at data.py:88 for 41 s``.
 
     Args:
-        since_s: Seconds for which others have waited for it; None if none does or they are not meant.
+        is_culprit: Tell what it does, even if it waits for others, too.
     """
-    if doing.call is not None and not doing.is_halted and since_s is None:
+    if doing.call is not None and not doing.is_halted and not is_culprit:
         lasting = "" if doing.call.since_s is None else f" for {duration(doing.call.since_s)}"
         return f"waits in {call_text(doing.call, True)}{lasting}"
-    known = [seconds for seconds in (doing.since_s, since_s if doing.how != "runs" else None) if seconds is not None]
-    lasting = f" for {duration(max(known))}" if known else ""
+    lasting = f" for {duration(doing.since_s)}" if doing.since_s is not None else ""
     return _manner(doing) + lasting + _with_others(doing)
 
 
@@ -224,6 +228,8 @@ _MANNERS = {
     "lock": "has been waiting for a lock{where}",
     "input": "has been reading its input{where}",
     "ended": "has ended{where}",
+    "returned": "ended with exit code 0{where}",
+    "exited": "ended with exit code {detail}{where}",
     "raised": "raised {detail}{where}",
     "killed": "was killed by {detail}{where}",
     "silent": "has called nothing{where}",
@@ -243,11 +249,11 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
 
 
-def _each(culprits: Sequence[Activity], finding: Finding) -> list[str]:
+def _each(culprits: Sequence[Activity]) -> list[str]:
     if len(culprits) == 1:
-        return [f"it {clause(culprits[0], finding.since_s)}"]
+        return [f"it {clause(culprits[0], is_culprit=True)}"]
     more = [f"{len(culprits) - 2} more"] if len(culprits) > 2 else []
-    return [*(f"rank {doing.rank} {clause(doing, finding.since_s)}" for doing in culprits[:2]), *more]
+    return [*(f"rank {doing.rank} {clause(doing, is_culprit=True)}" for doing in culprits[:2]), *more]
 
 
 def _waiting(finding: Finding, who: str) -> str:
@@ -258,6 +264,9 @@ def _waiting(finding: Finding, who: str) -> str:
 def _wait(finding: Finding) -> str:
     them = "it" if len(finding.culprits) == 1 else "them"
     number = len(finding.waiters)
+    if finding.since_s is not None:
+        have, most = ("has", "") if number == 1 else ("have", "up to ")
+        return f"{counted(number, 'rank')} {have} waited {most}{duration(finding.since_s)} for {them}"
     return f"{counted(number, 'rank')} {'waits' if number == 1 else 'wait'} for {them}"
 
 

@@ -36,6 +36,7 @@ from phalanx.launch.standby import Standby
 from phalanx.launch.stragglers import StragglerWatch
 from phalanx.launch.warden import adopt_orphans
 from phalanx.launch.warden_client import Warden
+from phalanx.record.ends import End, save_ends
 from phalanx.record.memory import BoxMemory
 
 if TYPE_CHECKING:
@@ -229,8 +230,11 @@ class Supervisor:
 
     def _save_boxes(self) -> None:
         """Keep what the ranks of this attempt have recorded, and make room for those of the next."""
+        folder = Path(self._folder.path, "blackbox", f"attempt_{self._num_attempts - 1}")
+        ends = {end.rank: End(end.exitcode or 0, end.ended_by_us, int(end.when_s * 1e9)) for end in self.ends}
         try:
-            self._boxes.save(Path(self._folder.path, "blackbox", f"attempt_{self._num_attempts - 1}"))
+            self._boxes.save(folder)
+            save_ends(ends, folder)
         except OSError as error:
             self._say_log_problem(str(error))
 

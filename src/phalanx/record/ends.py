@@ -1,0 +1,50 @@
+"""How the ranks of an attempt ended, beside their saved boxes: by then nobody else knows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx._files import open_regular
+
+_NAME = "ends.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a rank ended.
+
+    Attributes:
+        code: Its exit code, or minus the number of the signal that ended it.
+        was_told: Whether it was told to end, because another rank had failed or the job was to.
+        at_ns: Time of its end, by CLOCK_MONOTONIC of the host.
+    """
+
+    code: int
+    was_told: bool
+    at_ns: int
+
+
+def save_ends(ends: Mapping[int, End], folder: Path) -> None:
+    """Write how ranks ended, by their numbers.
+
+    Raises:
+        OSError: The folder or the file can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _NAME).write_text(json.dumps({str(rank): dataclasses.asdict(end) for rank, end in ends.items()}))
+
+
+def load_ends(folder: Path) -> dict[int, End]:
+    """Return how ranks ended, by their numbers; nothing if that was not saved, or can't be read."""
+    ends = {}
+    with (
+        contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError),
+        open_regular(folder / _NAME) as file,
+    ):
+        for rank, facts in json.loads(file.read()).items():
+            ends[int(rank)] = End(int(facts["code"]), bool(facts["was_told"]), int(facts["at_ns"]))
+    return ends
