@@ -244,19 +244,31 @@ def folder_with_a_run(tmp_path):
 def test_every_command_ends_quietly_when_its_reader_has_gone(folder_with_a_run, unbuffered, commands):
     read_end, write_end = os.pipe()
     os.close(read_end)
+    ended = outputs_of(commands, write_end, unbuffered, folder_with_a_run)
+    assert ended == [(b"", 141)] * len(commands)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_every_command_says_in_a_line_that_its_output_has_no_room(folder_with_a_run, unbuffered):
+    commands = _COMMANDS[1:5]  # run says it in words of its own
+    ended = outputs_of(commands, os.open("/dev/full", os.O_WRONLY), unbuffered, folder_with_a_run)
+    assert ended == [(b"phalanx: the output can't be written: No space left on device\n", 1)] * len(commands)
+
+
+def outputs_of(commands, write_end, unbuffered, folder):
+    """Return what commands write to stderr, and their exit codes, with an output that is closed here."""
     started = [
         subprocess.Popen(
             [*PHALANX, *args],
             stdout=write_end,
             stderr=subprocess.PIPE,
-            cwd=folder_with_a_run,
+            cwd=folder,
             env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )
         for args in commands
     ]
     os.close(write_end)
-    ended = [(done.communicate(timeout=120)[1], done.returncode) for done in started]
-    assert ended == [(b"", 141)] * len(commands)
+    return [(done.communicate(timeout=120)[1], done.returncode) for done in started]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

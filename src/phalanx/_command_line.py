@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import errno
 import os
 import re
 import select
@@ -119,11 +120,14 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
 def exit_code_of(command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
     If the reader of our output goes early, as ``head`` does, the code is that of a program killed by SIGPIPE; after
-    Ctrl-C, that of one killed by SIGINT.
+    Ctrl-C, that of one killed by SIGINT; if the output can't be written, as on a full disk, it is 1.
     """
     _print_any_name()
     try:
@@ -136,6 +140,12 @@ def exit_code_of(command: Callable[[], int]) -> int:
         if not _drop_output_without_reader():
             raise
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _drop_output(1)
+        print(f"phalanx: the output can't be written: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -147,9 +157,13 @@ def _drop_output_without_reader() -> bool:
         waiting.register(fd, 0)
     gone = [fd for fd, event in waiting.poll(0) if event & (select.POLLERR | select.POLLHUP)]
     for fd in gone:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), fd)
+        _drop_output(fd)
     return bool(gone)
+
+
+def _drop_output(fd: int) -> None:
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), fd)
 
 
 def _print_any_name() -> None:
