@@ -38,7 +38,7 @@ Recorded Board::recorded(EventKind kind, const Call& call, std::uint64_t seq) {
   if (recorder == nullptr) return {};
   // RELAXED: every thread finds the same number.
   std::uint32_t name = recorded_name_.load(std::memory_order_relaxed);
-  if (name == 0) recorded_name_.store(name = recorder->text(config_.name), std::memory_order_relaxed);
+  if (name == 0) recorded_name_.store(name = recorder->name(config_.name), std::memory_order_relaxed);
   const auto code = static_cast<std::uint16_t>(static_cast<unsigned>(call.op) | static_cast<unsigned>(call.dtype) << 8);
   return Recorded(kind, code, name, seq, call.count);
 }

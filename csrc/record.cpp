@@ -64,13 +64,13 @@ Recorder::Recorder(int fd, std::uint64_t offset, int rank, int world_size) {
 
 Recorder::~Recorder() { munmap(base_, kBoxBytes); }
 
-std::uint32_t Recorder::text(std::string_view words) {
+std::uint32_t Recorder::text(std::string_view words, std::size_t spare) {
   if (words.empty()) return 0;
   std::lock_guard lock(mutex_);
   if (const auto known = numbers_.find(words); known != numbers_.end()) return known->second;
   const std::uint64_t used = header_->num_text_bytes.load(std::memory_order_relaxed);
   const auto size = static_cast<std::uint32_t>(words.size());
-  if (used + sizeof(size) + size > kTextBytes) return 0;
+  if (used + sizeof(size) + size + spare > kTextBytes) return 0;
   std::memcpy(texts_ + used, &size, sizeof(size));
   std::memcpy(texts_ + used + sizeof(size), words.data(), size);
   header_->num_text_bytes.store(used + sizeof(size) + size, std::memory_order_release);

@@ -27,6 +27,7 @@ inline constexpr std::uint64_t kBoxMagic = 0x3158'4f42'5841'4850;  // "PHAXBOX1"
 inline constexpr std::uint32_t kBoxVersion = 1;
 inline constexpr std::size_t kEvents = 8192;  // a power of two
 inline constexpr std::size_t kTextBytes = 124 * 1024;
+inline constexpr std::size_t kTextsOfGroups = 24 * 1024;
 inline constexpr std::uint64_t kBeingWritten = ~std::uint64_t{0};
 
 /// What an event tells. Numbers are part of the format: they are only added to.
@@ -77,8 +78,11 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  /// The number of a text, added if it is new; 0 for the empty one, and once there is no more room.
-  std::uint32_t text(std::string_view words);
+  /// The number of a text, added if it is new; 0 for the empty one, and once less than `spare` bytes of room would be left.
+  std::uint32_t text(std::string_view words, std::size_t spare = kTextsOfGroups);
+
+  /// The number of a group's name, for which there is room when lines and notes have taken all of theirs.
+  std::uint32_t name(std::string_view group) { return text(group, 0); }
 
   /// Write that something has begun; returns its number, for end(). 0: it came thousands of events late, and is left out.
   std::uint64_t begin(EventKind kind, std::uint16_t code, std::uint32_t text, std::uint32_t site, std::uint64_t seq,

@@ -27,25 +27,44 @@ std::string shown_file(PyObject* code) {
   }
 }
 
-/// What is known of a code object. It is kept, so that no other takes its address.
-struct KnownCode {
-  std::string file;  // as it is shown; empty if it is not the user's
-};
+/// Files of code objects, as they are shown; empty if they are not the user's. A code object that is known is kept, so
+/// that no other takes its address.
+using Files = std::unordered_map<PyObject*, std::string>;
 
-const KnownCode& known(PyObject* code) {
-  struct Recent {
-    PyObject* code;
-    const KnownCode* of;
-  };
-  static Recent recent[256];  // a hash table in front of the other, without lists
-  Recent& slot = recent[reinterpret_cast<std::uintptr_t>(code) / 64 % std::size(recent)];
-  if (slot.code == code) return *slot.of;
-  static auto* const all = new std::unordered_map<PyObject*, KnownCode>;  // leaked: see g_call_site
-  auto found = all->find(code);
-  if (found == all->end()) {
+constexpr std::size_t kMostKnown = 4096;  // a script that runs exec() in a loop makes new ones without end
+
+struct RecentCode {
+  PyObject* code;
+  const std::string* file;
+};
+struct RecentLine {
+  const Recorder* writer;
+  PyObject* code;
+  long instruction;
+  std::uint32_t number;
+};
+// Hash tables in front of the map, without lists.
+RecentCode g_recent_codes[256];
+RecentLine g_recent_lines[512];
+
+void forget(Files& files) {
+  Files gone;
+  gone.swap(files);
+  for (RecentCode& slot : g_recent_codes) slot = {};
+  for (RecentLine& slot : g_recent_lines) slot = {};
+  for (const auto& [code, file] : gone) Py_DECREF(code);
+}
+
+const std::string& file_of(PyObject* code) {
+  RecentCode& slot = g_recent_codes[reinterpret_cast<std::uintptr_t>(code) / 64 % std::size(g_recent_codes)];
+  if (slot.code == code) return *slot.file;
+  static auto* const files = new Files;  // leaked: see g_call_site
+  auto found = files->find(code);
+  if (found == files->end()) {
     std::string file = shown_file(code);  // runs Python, and so perhaps another call of this
+    if (files->size() >= kMostKnown) forget(*files);
     bool is_new = false;
-    std::tie(found, is_new) = all->try_emplace(code, KnownCode{std::move(file)});
+    std::tie(found, is_new) = files->try_emplace(code, std::move(file));
     if (is_new) Py_INCREF(code);
   }
   slot = {code, &found->second};
@@ -70,19 +89,13 @@ long instruction_of(PyFrameObject* frame) { return PyFrame_GetLasti(frame); }
 
 /// The line at which a user's function is, as a text. Finding a line means decoding the table of its function: each
 /// instruction is looked up once, as long as no other takes its place here.
-std::uint32_t line_of(Recorder& writer, PyFrameObject* frame, PyObject* code, const KnownCode& of) {
-  struct Recent {
-    const Recorder* writer;
-    PyObject* code;
-    long instruction;
-    std::uint32_t number;
-  };
-  static Recent recent[512];
+std::uint32_t line_of(Recorder& writer, PyFrameObject* frame, PyObject* code, const std::string& file) {
   const long instruction = instruction_of(frame);
-  Recent& slot = recent[(reinterpret_cast<std::uintptr_t>(code) / 64 + static_cast<std::uintptr_t>(instruction)) % std::size(recent)];
+  const std::uintptr_t place = reinterpret_cast<std::uintptr_t>(code) / 64 + static_cast<std::uintptr_t>(instruction);
+  RecentLine& slot = g_recent_lines[place % std::size(g_recent_lines)];
   if (slot.writer != &writer || slot.code != code || slot.instruction != instruction) {
     const int line = PyFrame_GetLineNumber(frame);
-    slot = {&writer, code, instruction, writer.text(of.file + ":" + std::to_string(line))};
+    slot = {&writer, code, instruction, writer.text(file + ":" + std::to_string(line))};
   }
   return slot.number;
 }
@@ -98,8 +111,8 @@ std::uint32_t recorded_site() {
   while (frame.is_valid()) {
     auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
     const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
-    const KnownCode& of = known(code.ptr());
-    if (!of.file.empty()) return line_of(*writer, raw, code.ptr(), of);
+    const std::string& file = file_of(code.ptr());
+    if (!file.empty()) return line_of(*writer, raw, code.ptr(), file);
     frame = caller_of(raw);
   }
   PyErr_Clear();  // without memory a frame can't be had; the line is worth no error

@@ -33,8 +33,8 @@ if "die" in sys.argv:
 LINE = next(n for n, line in enumerate(SCRIPT.splitlines(), 1) if "the last" in line)
 
 
-def run_script(folder: Path, *arguments: str) -> list[Box]:
-    (folder / "train.py").write_text(SCRIPT)
+def run_script(folder: Path, *arguments: str, script: str = SCRIPT) -> list[Box]:
+    (folder / "train.py").write_text(script)
     subprocess.run(
         [*PHALANX, "run", "--nproc-per-node", "2", "--log-dir", "runs", "train.py", *arguments],
         cwd=folder, capture_output=True, timeout=120, check=False,
@@ -232,6 +232,30 @@ def test_a_saved_box_with_any_bit_flipped_is_whole_or_refused(data, tmp_path):
         path.write_bytes(saved[:at] + bytes([saved[at] ^ 1 << number % 8]) + saved[at + 1 :])
         with contextlib.suppress(ValueError):
             assert load_boxes(tmp_path) == [read_box(data)]
+
+
+LOOPS = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+dist.all_reduce(torch.ones(1))
+for number in range(9000):
+    exec(compile("dist.barrier()", f"cell_{number}.py", "exec"))
+    if number == 5000:
+        before = int(open("/proc/self/statm").read().split()[1])
+group = dist.new_group([0, 1])
+dist.all_reduce(torch.ones(1), group=group)
+grown = (int(open("/proc/self/statm").read().split()[1]) - before) * 4
+if dist.get_rank() == 1:
+    open("grown", "w").write(str(grown))
+"""
+
+
+def test_a_script_that_makes_code_without_end_keeps_the_names_of_groups_and_little_memory(tmp_path):
+    box = run_script(tmp_path, script=LOOPS)[1]
+    assert int((tmp_path / "grown").read_text()) < 4096  # KiB
+    calls = [event for event in box.events if event.kind == "collective"]
+    assert (calls[-1].op, calls[-1].text) == ("all_reduce", "1")
+    assert {event.site for event in calls if event.op == "barrier"} == {""}
 
 
 def test_a_script_whose_path_is_not_utf_8_is_recorded(tmp_path):
