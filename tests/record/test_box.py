@@ -255,7 +255,7 @@ def test_a_script_that_makes_code_without_end_keeps_the_names_of_groups_and_litt
     assert int((tmp_path / "grown").read_text()) < 4096  # KiB
     calls = [event for event in box.events if event.kind == "collective"]
     assert (calls[-1].op, calls[-1].text) == ("all_reduce", "1")
-    assert {event.site for event in calls if event.op == "barrier"} == {""}
+    assert [event.site for event in calls if event.op == "barrier"][-1] == ""
 
 
 def test_a_script_whose_path_is_not_utf_8_is_recorded(tmp_path):
