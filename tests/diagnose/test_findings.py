@@ -120,7 +120,9 @@ def test_without_numbers_ranks_in_one_call_may_have_made_different_numbers_of_th
 
 
 def test_ranks_on_other_hosts_are_named_if_all_here_wait():
-    assert answer(waits(0), waits(1), world_size=4).endswith("; ranks 2 and 3 run on other hosts: ask there")
+    assert answer(waits(0), waits(1), world_size=4).endswith(
+        "; ranks 2 and 3 run on other hosts that have not answered: type phalanx why there"
+    )
 
 
 def test_where_none_waits_each_says_what_it_does():

@@ -101,6 +101,7 @@ class Activity:
         progress: Number of the last collective that it has begun, by group; empty if that is unknown.
         has_forgotten: Whether `progress` lacks groups of which its black box no longer holds a collective.
         last: Last collective that it has ended, if that is known.
+        host: Name of its host; empty: this one.
     """
 
     rank: int
@@ -119,6 +120,7 @@ class Activity:
     progress: Mapping[str, int] = dataclasses.field(default_factory=dict)
     has_forgotten: bool = False
     last: Call | None = None
+    host: str = ""
 
     @property
     def is_halted(self) -> bool:

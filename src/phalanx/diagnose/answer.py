@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from phalanx.diagnose.activity import Activity, Look, activity_of
 from phalanx.diagnose.findings import Finding, find
@@ -40,8 +40,8 @@ class Answer:
     """Why a job does not go on, and what shows it.
 
     Attributes:
-        job: The job; ranks that `seen` lacks are on other hosts.
-        seen: The ranks of this host, lowest first.
+        job: The job; ranks that `seen` lacks are on hosts that have not answered.
+        seen: The ranks of this host, and of others that have answered; lowest first.
         asked: Answer that a rank got while the job still ran; empty if none asked, or the job runs.
     """
 
@@ -51,20 +51,28 @@ class Answer:
     asked: str = ""
 
 
-def examine(job: Job, timeout_s: float = TIME_S) -> Answer:
-    """Return why a running job does not go on."""
+def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Iterable[RankSeen]] = tuple) -> Answer:
+    """Return why a running job does not go on.
+
+    Args:
+        others: Function that returns the ranks of other hosts, called when those of this host have been looked at.
+    """
     deadline = time.monotonic() + timeout_s - _RESERVE_S
     seen = look_at(job, min(_STACKS_S, timeout_s - _RESERVE_S))
+    here = {one.doing.rank for one in seen}
+    elsewhere = [one for one in others() if one.doing.rank not in here]
+    seen = tuple(sorted([*seen, *elsewhere], key=lambda one: one.doing.rank))
     finding = find([one.doing for one in seen], job.world_size)
-    puzzling = [
-        one.doing.pid for one in seen if one.doing.rank in finding.culprits and needs_native(one) and not halt_ends(one)
-    ]
+    culprits = [one for one in seen if one.doing.rank in here and one.doing.rank in finding.culprits]
+    puzzling = [one.doing.pid for one in culprits if needs_native(one) and not halt_ends(one)]
     native = read_stacks(puzzling, max(deadline - time.monotonic(), 0.0), native=True)
     return Answer(
         job=job,
         finding=finding,
         seen=tuple(
-            dataclasses.replace(one, native=native[one.doing.pid].threads) if one.doing.pid in native else one
+            dataclasses.replace(one, native=native[one.doing.pid].threads)
+            if one.doing.rank in here and one.doing.pid in native
+            else one
             for one in seen
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -15,7 +16,8 @@ from phalanx._errors import printable
 from phalanx._text import listed, plural
 from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
-from phalanx.diagnose.jobs import find_job, find_jobs
+from phalanx.diagnose.jobs import Job, find_job, find_jobs
+from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import examine_run, is_run, newest_run
 from phalanx.diagnose.wording import caution, clause, ranks, sentence, thread_lines
 
@@ -40,6 +42,7 @@ def main(args: Sequence[str]) -> int:
         help="script of a running job, one of its processes, or a run's folder (default: the one job, or the last run)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # another host asks: ask it not again
     parser.add_argument(
         "--brief",
         action="store_true",
@@ -47,7 +50,7 @@ def main(args: Sequence[str]) -> int:
     )
     try:
         given = parser.parse_args(args)
-        answer = _answer(given.job)
+        answer = _answer(given.job, given.here)
     except UsageError as error:
         return parser.refuse(error)
     except LookupError as error:
@@ -68,8 +71,11 @@ def _brief(answer: Answer) -> int:
     return 0
 
 
-def _answer(wanted: str) -> Answer:
+def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
     """Return the answer about a running job, else about a run that has ended.
+
+    Args:
+        is_asked_by_other: Whether another host asks, so that only this one is looked at.
 
     Raises:
         LookupError: There is neither.
@@ -79,14 +85,18 @@ def _answer(wanted: str) -> Answer:
         running = [
             job for job in find_jobs() if job.folder and os.path.realpath(job.folder) == os.path.realpath(folder)
         ]
-        return examine(running[0]) if running else examine_run(folder)
+        return _examine(running[0], is_asked_by_other) if running else examine_run(folder)
     try:
-        return examine(find_job(wanted))
+        return _examine(find_job(wanted), is_asked_by_other)
     except LookupError:
         last = newest_run()
         if wanted or last is None or find_jobs():
             raise
         return examine_run(last)
+
+
+def _examine(job: Job, is_asked_by_other: bool) -> Answer:
+    return examine(job) if is_asked_by_other else examine(job, others=OtherHosts(job).answers)
 
 
 def as_json(answer: Answer) -> str:
@@ -127,11 +137,13 @@ def lines_of(answer: Answer) -> Iterator[str]:
 def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     """Yield what ranks with equal stacks do, with the stacks and the processes of the first of them."""
     first = group[0]
-    pids = listed([one.doing.pid for one in group if one.doing.pid], 6)
-    named = ranks([one.doing.rank for one in group]) + f" ({plural(len(group), 'pid')} {pids})" * bool(pids)
-    yield f"{named}: {clause(first.doing)}"
+    pids = [one.doing.pid for one in group if one.doing.pid and not one.doing.host]
+    named = ranks([one.doing.rank for one in group]) + f" ({plural(len(pids), 'pid')} {listed(pids, 6)})" * bool(pids)
+    hosts = sorted({one.doing.host for one in group if one.doing.host})
+    there = f" ({'also ' * bool(pids)}on {plural(len(hosts), 'host')} {listed(hosts, 6)})" * bool(hosts)
+    yield f"{named}{there}: {clause(dataclasses.replace(first.doing, host=''))}"
     yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES)
-    is_puzzling = first.doing.rank in culprits and not first.native and needs_native(first)
+    is_puzzling = first.doing.rank in culprits and not first.doing.host and not first.native and needs_native(first)
     if is_puzzling and (call := halt_ends(first)):
         yield f"  native frames: phalanx stacks --native {first.doing.pid}, which would end its {call} early"
     for helper in first.helpers:

@@ -90,9 +90,9 @@ def _together(finding: Finding, culprits: list[Activity], activities: list[Activ
 
 
 def _elsewhere(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
-    waiting = _waiting(finding, f"{ranks(finding.waiters)} of this host")
+    waiting = _waiting(finding, ranks(finding.waiters))
     there = f"{ranks(finding.missing)} {'runs' if len(finding.missing) == 1 else 'run'}"
-    return f"{waiting}; {there} on other hosts: ask there"
+    return f"{waiting}; {there} on other hosts that have not answered: type phalanx why there"
 
 
 def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
@@ -175,7 +175,7 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
         lasting = "" if doing.call.since_s is None else f" for {duration(doing.call.since_s)}"
         return f"waits in {call_text(doing.call, True)}{lasting}"
     lasting = f" for {duration(doing.since_s)}" if doing.since_s is not None else ""
-    return _manner(doing) + lasting + _with_others(doing)
+    return _manner(doing) + lasting + _with_others(doing) + (f" on host {doing.host}" if doing.host else "")
 
 
 def _manner(doing: Activity) -> str:

@@ -35,6 +35,7 @@ from phalanx import _env, _torch
 from phalanx.launch.deadlines import CAUSE_S, LEAVE_S, NAME_S
 from phalanx.launch.nodes import read_cause
 from phalanx.launch.packets import PacketSocket
+from phalanx.launch.questions import Node, Questions
 
 _NUM_FAILURES = "phalanx/failures"
 _NUM_DONE = "phalanx/done"
@@ -57,10 +58,14 @@ class NodeAgent(SimpleElasticAgent):
         self._ended: dict[str, Any] | None = None  # how the supervisor says that this node's ranks ended
         self._done = False
         self.cause: dict[str, Any] | None = None
+        self._node: Node | None = None
+        Questions(os.getppid(), lambda: self._node)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         first, spec = worker_group.workers[0], worker_group.spec
         self._ended, self._done = None, False
+        size = cast(int, worker_group.group_world_size)
+        self._node = Node(self._attempt_store, cast(int, worker_group.group_rank), size)
         self._channel.send(
             {
                 "start": {

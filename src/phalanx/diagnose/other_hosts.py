@@ -1,0 +1,67 @@
+"""What the ranks of a job on other hosts are doing, asked of ``phalanx run`` there through the one here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.diagnose.activity import Activity, Call, Look
+from phalanx.diagnose.answer import RankSeen
+from phalanx.diagnose.jobs import Job
+from phalanx.diagnose.stacks import Frame, Stacks, Thread
+from phalanx.launch.questions import is_trusted, socket_of
+
+ANSWER_S = 3.5
+_MOST_BYTES = 64 << 20
+
+
+class OtherHosts:
+    """A question that is under way to the other hosts of a job, if somebody here passes it on."""
+
+    def __init__(self, job: Job) -> None:
+        self._deadline = time.monotonic() + ANSWER_S
+        self._asked: socket.socket | None = None
+        here = {rank.rank for rank in job.ranks}
+        if job.launcher != "phalanx run" or len(here) >= job.world_size:
+            return
+        with contextlib.suppress(OSError):
+            asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            asked.settimeout(ANSWER_S)
+            try:
+                asked.connect(socket_of(job.launcher_pid))
+                self._asked = asked if is_trusted(asked) else None
+            finally:
+                if self._asked is None:
+                    asked.close()
+
+    def answers(self) -> Iterator[RankSeen]:
+        """Yield the ranks that other hosts tell of, until the time is up; what can't be understood is left out."""
+        if self._asked is None:
+            return
+        said = b""
+        with self._asked, contextlib.suppress(OSError):
+            while len(said) < _MOST_BYTES:
+                self._asked.settimeout(max(self._deadline - time.monotonic(), 0.01))
+                if not (more := self._asked.recv(1 << 16)):
+                    break
+                said += more
+        for line in said.splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                told = json.loads(line)
+                yield from [_read(str(told["host"])[:80], one) for one in told["seen"]]
+
+
+def _read(host: str, facts: dict[str, Any]) -> RankSeen:
+    """Return a rank as another host wrote it with `why.as_json`."""
+    threads = tuple(
+        Thread(**{**one, "frames": tuple(Frame(**frame) for frame in one["frames"])}) for one in facts.pop("threads")
+    )
+    problem = str(facts.pop("problem"))
+    calls = {name: Call(**facts[name]) for name in ("call", "last") if facts[name]}
+    frames = {name: Frame(**facts[name]) for name in ("frame", "other") if facts[name]}
+    doing = Activity(**{**facts, **calls, **frames, "host": host})
+    return RankSeen(doing, Look(doing.pid, None, Stacks(threads, problem)))

@@ -1,0 +1,87 @@
+"""A job on several hosts is asked about on one of them, and the others answer. Here both are this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.diagnose.jobs import Job
+from phalanx.diagnose.other_hosts import OtherHosts
+from phalanx.diagnose.stacks import find_py_spy
+from phalanx.launch.ports import ReservedPort
+from phalanx.launch.questions import socket_of
+
+PHALANX = [sys.executable, "-m", "phalanx"]
+SCRIPT = """
+import threading, torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+for step in range(9):
+    if (dist.get_rank(), step) == (3, 3):
+        threading.Event().wait()
+    dist.all_reduce(torch.ones(2))
+"""
+
+
+def start(folder: Path, node_rank: int, port: int) -> subprocess.Popen[str]:
+    place = ["--nnodes", "2", "--node-rank", node_rank, "--master-addr", "127.0.0.1", "--master-port", port]
+    return subprocess.Popen(
+        [*PHALANX, "run", *map(str, place), "--nproc-per-node", "2", "stuck.py"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def why(pid: int) -> str:
+    done = subprocess.run([*PHALANX, "why", str(pid)], capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout
+
+
+@pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
+def test_a_rank_that_is_missing_on_another_host_is_named_with_its_line_there(tmp_path):
+    (tmp_path / "stuck.py").write_text(SCRIPT)
+    with contextlib.closing(ReservedPort()) as reserved, contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(start(tmp_path, node_rank, reserved.port)) for node_rank in range(2)]
+        deadline = time.monotonic() + 90
+        there = f"on host {re.escape(socket.gethostname())}"
+        together = rf"^ranks 0, 1 and 2 \(pids .+\) \(also {there}\): waits in "  # until all have come to rest
+        while not re.search(together, said := why(jobs[0].pid), re.MULTILINE):
+            assert time.monotonic() < deadline, said
+        assert said.startswith("rank 3 has not called all_reduce #4")
+        pattern = r"it has been in <module> at stuck\.py:6 \(in Event\.wait\)( for [\d.]+ s)? "
+        assert re.search(f"{pattern}{there}; 3 ranks have waited up to ", said), said
+        assert re.search(rf"^rank 3 \({there}\): has been in <module> at stuck\.py:6", said, re.MULTILINE), said
+        assert " on host " not in why(jobs[1].pid).splitlines()[0]
+        for job in jobs:
+            job.terminate()
+        for job in jobs:
+            job.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("said", [b"", b"\xff\n[]\n{}\n", b'{"host": 3, "seen": [{"rank": "x"}]}\n', b"[" * 100_000])
+def test_what_no_agent_would_answer_is_left_out(said):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(socket_of(os.getpid()))
+        listener.listen()
+
+        def answer() -> None:
+            asking, _ = listener.accept()
+            with asking:
+                asking.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        asked = OtherHosts(Job("train.py", "phalanx run", os.getpid(), 4, ()))
+        thread.join()
+        assert list(asked.answers()) == []
+
+
+def test_without_an_agent_there_are_no_other_answers():
+    assert list(OtherHosts(Job("train.py", "phalanx run", os.getpid(), 4, ())).answers()) == []
