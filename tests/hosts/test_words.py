@@ -19,9 +19,10 @@ from phalanx import PhalanxError
 from phalanx._errors import Failure
 from phalanx._errors.facts import MadeCall, Peer, SizeDispute, Standing
 from phalanx._store import JsonStore, fits
+from phalanx.backend import _notices
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import _SHAPES, Meeting
-from phalanx.backend._notices import verdict_in
+from phalanx.backend._notices import Notices, verdict_in
 from phalanx.backend._wording import error_of
 
 LONG = os.environ.get("PHALANX_TEST_LONG") == "1"
@@ -62,6 +63,20 @@ def mailbox():
     box = Mailbox("127.0.0.1")
     yield box
     box.close()
+
+
+def test_a_store_whose_server_has_gone_is_silent_and_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(_notices, "CONNECT_S", 0.01)
+    has_answered = threading.Event()
+
+    class Gone:
+        def clone(self):
+            has_answered.wait()
+
+    notices = Notices(Gone(), None, None, {})
+    assert notices.verdict(is_patient=False) is None
+    has_answered.set()
+    notices._store.close()
 
 
 def connect(box, data=b""):

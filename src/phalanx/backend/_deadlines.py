@@ -30,6 +30,9 @@ GRACE_S = 0.5
 TABLE_S = 0.2
 """Time for all ranks in a mismatch to write their rows of the table."""
 
+CONNECT_S = 5.0
+"""For a further connection to the store, which is there unless the rank that serves it has gone."""
+
 NOTE_S = 0.3
 """Time for news that travels separately from the end of a connection: the note of a rank that leaves, mail, the end of
 the process itself."""

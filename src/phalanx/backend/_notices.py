@@ -15,7 +15,7 @@ from torch.distributed import Store
 from phalanx._errors import Failure
 from phalanx._errors.facts import MadeCall
 from phalanx._store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, fits, understand
-from phalanx.backend._deadlines import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, TABLE_S
+from phalanx.backend._deadlines import CONNECT_S, GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, TABLE_S
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._members import Members
 
@@ -32,10 +32,7 @@ class Notices:
     def __init__(
         self, store: Store, members: Members, mailbox: Mailbox | None, boxes: Mapping[int, Sequence[Any]]
     ) -> None:
-        clone = getattr(store, "clone", None)
-        with contextlib.suppress(RuntimeError):  # this kind of store has none
-            store = clone() if clone else store  # a connection of its own: another thread may be waiting in the store
-        self._store = JsonStore(store)
+        self._store = _own_connection(store)
         self._mailbox, self._boxes = mailbox, boxes
         self._members = members
         self._departed: set[int] = set()
@@ -182,3 +179,17 @@ def verdict_in(text: bytes) -> Failure | None:
         verdict: Failure = understand(text, Failure.from_facts)
         return verdict
     return None
+
+
+def _own_connection(store: Store) -> JsonStore:
+    """Return the store over a connection of its own, since another thread may be waiting in this one.
+
+    A server that has gone, or is stopped, lets whoever connects wait for minutes: then it is silent.
+    """
+    shared = JsonStore(store)
+    try:
+        return JsonStore(shared.ask(lambda store: store.clone(), CONNECT_S))
+    except StoreGoneError:  # or this kind of store has none
+        return JsonStore(store)
+    except StoreSilentError:
+        return shared
