@@ -1,9 +1,9 @@
 # make demo   set up a virtual environment, build, train the README's model on two processes
-# make test   set up, run the tests                make check        what CI runs: format, lint, types, all tests
+# make test   set up, run the tests                make check        what CI runs: format, lint, types, book, tests
 # make docs   check and build the book, docs/en and docs/zh, into build/docs
 # make integrations  train under Accelerate, transformers, Lightning, ... on Gloo and in its place, in a virtual environment of its own
 # make cluster  the tests of several hosts, Slurm and MPI; as root
-# make slow   the tests of the benchmarks, the exam, the model; random faults; the core's own tests, sanitized
+# make slow   before a release: long tests; the benchmarks, the exam, the model; random faults; the core's own, sanitized
 # make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
 # make bench-ddp  what data parallel training costs over a step without communication
 # make bench-step  what a step takes under plain python, torchrun and phalanx run
@@ -70,7 +70,7 @@ test-integrations: $(VENV)/built
 cluster slow: $(VENV)/built
 	$(BIN)/python -m pytest -m $@ tests
 
-check: lint docs test cluster slow
+check: lint docs test cluster
 
 lint: $(VENV)/built
 	$(BIN)/ruff format --check .
