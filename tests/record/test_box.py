@@ -234,6 +234,24 @@ def test_a_saved_box_with_any_bit_flipped_is_whole_or_refused(data, tmp_path):
             assert load_boxes(tmp_path) == [read_box(data)]
 
 
+WARNS = """
+import sys, warnings, torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+warnings.warn("the batch is small")
+dist.barrier()
+"""
+
+
+def test_a_warning_is_noted_and_shown_as_ever(tmp_path):
+    boxes = run_script(tmp_path, script=WARNS)
+    for box in boxes:
+        assert [event.text for event in box.events if event.kind == "note"] == [
+            "UserWarning: the batch is small (train.py:4)"
+        ]
+    (shown,) = tmp_path.glob("runs/*/logs/attempt_0/rank_0/stderr.log")
+    assert "train.py:4: UserWarning: the batch is small\n" in shown.read_text()
+
+
 LOOPS = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("phalanx")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from phalanx import _env
 from phalanx.record.box import MEMORY_NAME, OPS
@@ -39,6 +40,25 @@ def begin(rank: int, world_size: int) -> None:
             _core.record_to(fd, offset, rank, world_size)  # `fd` stays open: by it others find the box
         except OSError:
             os.close(fd)
+            return
+        _note_warnings()
+
+
+def _note_warnings() -> None:
+    show = warnings.showwarning
+
+    def note_and_show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        note(f"{category.__name__}: {message} ({os.path.basename(filename)}:{lineno})")
+        show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = note_and_show
 
 
 def _place() -> tuple[int, int]:
