@@ -20,7 +20,6 @@ from phalanx.diagnose.processes import (
     descendants,
     environment_of,
     is_python,
-    memories_of,
     process_of,
     processes_of,
 )
@@ -138,7 +137,7 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
     seen: set[tuple[int, int]] = set()
     for pid in sorted(pythons, key=lambda pid: processes[pid].start_time):
         with contextlib.suppress(OSError, ValueError):
-            for path in memories_of(pid, MEMORY_NAME):
+            for path in box.memories_of(pid, MEMORY_NAME):
                 memory = os.stat(path)
                 started = read_started(path)
                 if started is None or (memory.st_dev, memory.st_ino) in seen:

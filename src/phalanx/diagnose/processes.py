@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pwd
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
@@ -114,20 +114,6 @@ def owner_of(pid: int) -> str:
         return ""
     except KeyError:
         return str(user)
-
-
-def memories_of(pid: int, name: str) -> Iterator[str]:
-    """Yield the paths by which the open memfds of this name can be opened.
-
-    Raises:
-        PermissionError: This user may not look into that process.
-    """
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, NotADirectoryError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            path = f"/proc/{pid}/fd/{number}"
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                if os.readlink(path).startswith(f"/memfd:{name} "):
-                    yield path
 
 
 def descendants(root: int, processes: Mapping[int, Process]) -> list[Process]:

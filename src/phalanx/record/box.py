@@ -272,6 +272,20 @@ def _at_rest(data: bytes, later: bytes) -> bytes:
     return bytes(kept)
 
 
+def memories_of(pid: int, name: str) -> Iterator[str]:
+    """Yield the paths by which the open memfds of this name in a running process can be opened.
+
+    Raises:
+        FileNotFoundError: The process has ended.
+        PermissionError: This user may not look into it.
+    """
+    folder = f"/proc/{pid}/fd"
+    for number in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name} "):
+                yield f"{folder}/{number}"
+
+
 def open_box(pid: int) -> tuple[int, int] | None:
     """Return an open file with the box of a running process, and where the box begins in it; None if it has none.
 
@@ -279,11 +293,8 @@ def open_box(pid: int) -> tuple[int, int] | None:
         PermissionError: This user may not look into that process.
         ValueError: There is a box, and it can't be read.
     """
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{name}"
+    for path in memories_of(pid, MEMORY_NAME):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if not os.readlink(path).startswith(f"/memfd:{MEMORY_NAME}"):
-                continue
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for offset in range(0, os.fstat(fd).st_size, BOX_BYTES):
@@ -323,12 +334,9 @@ def boxes_held_by(pid: int) -> Iterator[Box]:
         PermissionError: This user may not look into that process.
         ValueError: There is one, and it can't be read.
     """
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{name}"
+    for path in memories_of(pid, MEMORY_NAME):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if not os.readlink(path).startswith(f"/memfd:{MEMORY_NAME}"):
-                continue
-            fd = os.open(path, os.O_RDONLY)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 yield from map(read_box, boxes_in(fd))
             finally:
