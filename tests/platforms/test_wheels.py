@@ -18,8 +18,10 @@ from tools import wheels
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 INSTALL_LIMIT_S = 10
-# The newest that there is for each Python, as its users get it; the last four are of the tests.
-NEEDS = ("torch>=2.11", "cloudpickle>=3.0", "rich>=13", "numpy", "pytest", "hypothesis", "expecttest")
+# The newest that there is for each Python, as its users get it; the last five are of the tests.
+NEEDS = (
+    "torch>=2.11", "cloudpickle>=3.0", "rich>=13", "numpy", "pytest", "pytest-timeout", "hypothesis", "expecttest"
+)  # fmt: skip
 SHORT_TESTS = ("tests/core/test_simd.py", "tests/backend/test_dtypes.py", "tests/backend/test_shapes.py")
 HELLO = """
 import torch
