@@ -59,7 +59,7 @@ release: $(VENV)/built
 # pytest exits with 5 if there is nothing to do.
 test: $(VENV)/built
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (cluster or slow or integrations or wheels or alone)" $(TESTS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -m "alone" $(TESTS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "alone and not slow" $(TESTS) || [ $$? = 5 ]
 
 integrations:
 	$(MAKE) VENV=.venv-integrations MORE=requirements-integrations.txt test-integrations

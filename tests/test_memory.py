@@ -205,6 +205,7 @@ def test_ranks_of_phalanx_run_keep_their_memory_without_a_word(flags):
     assert "memory" not in done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_free_as_before_if_asked_to():
     for flags, environ in ((("--memory", "default"), {}), ((), {"PHALANX_MEMORY": "default"})):
         done, found = probe([*RUN, *flags], **environ)
@@ -213,6 +214,7 @@ def test_ranks_free_as_before_if_asked_to():
         assert "phalanx run: 2 ranks x 1 thread; memory not kept (--memory default)" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_launch_within_a_rank_chooses_for_itself():
     source = f"""
     import os, subprocess, sys
@@ -224,6 +226,7 @@ def test_a_launch_within_a_rank_chooses_for_itself():
     assert [policy for policy, _ in probe(RUN, source)[1]] == ["not kept (--memory default)"] * 2
 
 
+@pytest.mark.slow
 def test_plain_python_is_left_alone_until_it_asks():
     assert probe([sys.executable])[1][0][0] == "not kept"
     asked = f"import phalanx\nassert phalanx.tune_process() == phalanx.tune_process()\n{PROBE}"
@@ -245,6 +248,7 @@ def build_allocator(folder):
     return library
 
 
+@pytest.mark.slow
 def test_another_allocator_is_left_alone_and_named(tmp_path):
     library = build_allocator(tmp_path)
     done, found = probe(RUN, LD_PRELOAD=str(library))
@@ -270,6 +274,7 @@ def test_ranks_of_run_ranks_keep_their_memory(run_ranks, monkeypatch):
     assert run_ranks(of_this_rank, 1, backend=None) == ["not kept (--memory default)"]
 
 
+@pytest.mark.slow
 def test_a_forked_child_keeps_its_memory_and_has_a_watch_of_its_own():
     source = f"""
     import os, sys, torch, phalanx
@@ -294,6 +299,7 @@ def test_a_forked_child_keeps_its_memory_and_has_a_watch_of_its_own():
     assert faults < 20
 
 
+@pytest.mark.slow
 def test_tensors_keep_their_values_whatever_is_allocated_between_them():
     source = """
     import random, torch, phalanx
@@ -334,6 +340,7 @@ print("LIVED", rank, in_force(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_no_rank_is_killed_for_what_another_keeps(tmp_path):
     (tmp_path / "neighbours.py").write_text(NEIGHBOURS)
     done = run_limited([*RUN, "neighbours.py"], 2600 * MIB, tmp_path, LIMIT_S)
@@ -367,6 +374,7 @@ print("PROBE " + json.dumps([_core.kept()[1], _core.kept()[3] >> 20]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("happens", "why", "kept_mib"),
     [

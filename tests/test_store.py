@@ -54,6 +54,7 @@ def test_no_wait_hangs_on_a_store_whose_server_is_stopped(server):
     process, port = server
     stores = [connect(port) for _ in range(4)]
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # until then it may answer
     asked = read_url(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", 0.5, "train.py:1", "init_process_group")
     patience = Patience(asked)
     meeting = Meeting(JsonStore(stores[0]), 1, 2, "default", [0, 1], 0.5, time.monotonic() + 0.5)

@@ -141,6 +141,7 @@ def test_this_torch_has_every_name():
     assert _torch.MARK_STEPS_IN_BACKWARD in inspect.getsource(torch.nn.parallel.distributed)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_without_a_name_or_say_which_is_missing():
     """All that can be replaced at once, all that this training does not need at once, and each other one alone."""
     spare = _torch.NAMES.keys() - LOSSY - NEEDED

@@ -50,6 +50,7 @@ def test_ranks_that_agree(check, backend):
     assert "1  all_reduce of 8 elements at train.py:10\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_more_ranks_than_cores(check):
     done = check(nproc=6)
     assert done.returncode == 0, done.stderr

@@ -235,6 +235,7 @@ if "exit" in sys.argv:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [("python", "exit"), ("phalanx run", "destroy"), ("phalanx run", "raise")],

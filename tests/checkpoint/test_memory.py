@@ -102,6 +102,7 @@ def test_a_killed_rank_costs_one_step_and_changes_no_bit_twice_in_a_row(tmp_path
     assert ends == undisturbed
 
 
+@pytest.mark.slow
 def test_a_rank_killed_inside_a_snapshot_leaves_the_one_before(tmp_path, undisturbed):
     kills = [(0, 1, 5, "in snapshot"), (1, 0, 6, "in snapshot")]
     loaded, ends = train(tmp_path / "run", kills)

@@ -69,6 +69,7 @@ def test_a_collective_can_be_stepped_over(terminal):
     assert ends(screen) == BOTH_END
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [">= 0", "== 0"], ids=["at the breakpoint", "in a collective"])
 def test_whoever_waits_does_not_time_out(terminal, where, monkeypatch):
     monkeypatch.setenv("PHALANX_STALL_S", "1")
@@ -84,6 +85,7 @@ def test_whoever_waits_does_not_time_out(terminal, where, monkeypatch):
     assert said == (1 if where == "== 0" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [("--local-ranks-filter", "0"), ("--redirects", "3"), ("--log-dir", "logs", "--redirects", "1:3")],

@@ -126,6 +126,7 @@ def test_where_no_job_runs_the_youngest_run_is_told_or_nothing_is_there(tmp_path
     assert done.stderr.startswith("phalanx why: there is no job 'no_such.py' of this user on this host")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
 def test_a_rank_that_waits_asks_by_itself_and_its_timeout_tells_the_answer(tmp_path):
     done = run(tmp_path, WAITS.replace("LIMIT_S", "20"), 2, PHALANX_STALL_S="0.5")

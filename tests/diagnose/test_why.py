@@ -21,6 +21,7 @@ import pytest
 from phalanx.diagnose.kernel import stand_of
 from phalanx.diagnose.processes import descendants, processes_of
 from phalanx.diagnose.stacks import find_py_spy
+from phalanx.record.box import box_of_process
 
 SCRIPT = Path(__file__).with_name("hanging.py")
 PHALANX = [sys.executable, "-m", "phalanx"]
@@ -102,6 +103,8 @@ class Job:
             return culprit.state == "T"
         if name == "infinite_loop":
             return culprit.state == "R" and all(stand.state == "S" for stand in stands.values())
+        if name == "wrong_order" and any(map(box_of_process, self.pids.values())):  # it waits too, and looks about
+            return all(map(is_in_a_call, self.pids.values()))
         return (
             culprit.state == "S"
             and (culprit.still_s or 0) > 0.2
@@ -137,6 +140,12 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(20)
+
+
+def is_in_a_call(pid: int) -> bool:
+    """Whether a rank of the phalanx backend has begun a collective that has not ended."""
+    calls = [event for event in box_of_process(pid).events if event.kind == "collective"]
+    return bool(calls) and not calls[-1].ended_ns
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ def test_the_first_collectives(tmp_path):
     assert "rank 0: broadcast(float32, count=4, src=0)" in disagree
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are scikit-learn's")
 def test_training_shows_curves_and_report(tmp_path):
     shown = run_notebook("train_digits", tmp_path)

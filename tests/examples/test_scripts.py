@@ -99,6 +99,7 @@ def test_ring_all_reduce(tmp_path):
     assert max(differences) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the digits are scikit-learn's")
 def test_partition(tmp_path):
     printed = start(tmp_path, "partition.py", "--epochs", "3")
@@ -109,6 +110,7 @@ def test_partition(tmp_path):
     assert one == other > 80
 
 
+@pytest.mark.slow
 def test_a_trainer_goes_on_to_the_same_losses_on_the_way_that_it_was_stopped(tmp_path):
     whole = start(tmp_path, "trainer_class.py", "--epochs", "3", "--snapshot", "whole.pt").splitlines()
     assert [line.split(",")[0] for line in whole[:3]] == ["epoch 1: 32 steps", "epoch 2: 64 steps", "epoch 3: 96 steps"]
@@ -119,6 +121,7 @@ def test_a_trainer_goes_on_to_the_same_losses_on_the_way_that_it_was_stopped(tmp
     assert second.splitlines()[:3] == ["resumed from part.pt after step 40", *whole[1:3]]
 
 
+@pytest.mark.slow
 def test_sync_batchnorm(tmp_path):
     plain, synced = numbers(r"(\d\.?\d*e[+-]\d+)", start(tmp_path, "sync_batchnorm.py", "--steps", "3"))
     assert synced < 1e-5 < 1e-2 < plain
@@ -131,6 +134,7 @@ def test_gradient_accumulation(tmp_path):
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_train_gpt(tmp_path):
     (tmp_path / "text").write_text("to be or not to be, that is the question. " * 50)
     printed = start(
@@ -144,6 +148,7 @@ def test_train_gpt(tmp_path):
     assert "after fine-tuning:" in printed
 
 
+@pytest.mark.slow
 def test_tensor_parallel(tmp_path):
     printed = start(tmp_path, "tensor_parallel.py", "--steps", "2")
     assert numbers(r"the same parameters, (\d+)% of them on each rank", printed) == [51, 51]
@@ -155,6 +160,7 @@ def test_pipeline(tmp_path):
     assert said == [("GPipe", "1", "3"), ("1F1B", "1", "3"), ("interleaved", "2", "6")]
 
 
+@pytest.mark.slow
 def test_fully_sharded(tmp_path):
     printed = start(tmp_path, "fully_sharded.py", "--steps", "2", num_ranks=4)
     assert re.findall(r"^(\w+): (\d+)% of the parameters on each rank", printed, re.MULTILINE) == [
@@ -164,6 +170,7 @@ def test_fully_sharded(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the digits are scikit-learn's")
 def test_local_sgd(tmp_path):
     printed = start(tmp_path, "local_sgd.py", "--epochs", "2", "--margin", "0.2", num_ranks=4)

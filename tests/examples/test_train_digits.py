@@ -74,6 +74,7 @@ def test_two_ranks_reach_97_percent_and_leave_checkpoints_and_a_report(tmp_path)
     assert "already finished at step 276; nothing to train" in again
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_and_the_training_goes_on_to_the_same_weights(tmp_path):
     train(launcher(2), tmp_path / "whole", "--epochs", "3")
     killed = tmp_path / "killed"

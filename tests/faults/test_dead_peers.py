@@ -209,6 +209,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_raises_is_named_with_its_exit_code_though_the_interpreter_tidies_up(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

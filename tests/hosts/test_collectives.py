@@ -339,6 +339,7 @@ def test_an_average_of_large_halves_stays_in_their_range(run_ranks):
     assert run_ranks(average_near_the_largest_half, 4, hosts=[2, 2]) == [[60_000.0]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [2, 1]], ids=layout_name)
 def test_average_coalesced_has_the_same_bits_on_all_ranks(run_ranks, hosts):
     results = run_ranks(average_all, sum(hosts), hosts=hosts)

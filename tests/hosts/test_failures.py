@@ -80,6 +80,7 @@ def test_a_killed_rank_is_named_on_every_host(spawn_ranks, hosts, victim):
             assert "test_dead_peers.py:" in str(outcome.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "victim"), [*((name, 1) for name in WAITS), ("large all_gather", 0), ("recv", 0), ("async wait", 0)]
 )

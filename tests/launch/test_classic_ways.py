@@ -88,6 +88,7 @@ def run_all(commands, folder, environments=None):
     return [out for out, _ in ends]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_four_terminals_with_variables_set_by_hand(script, tmp_path, backend):
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "4"}
@@ -95,17 +96,20 @@ def test_four_terminals_with_variables_set_by_hand(script, tmp_path, backend):
     check(run_all(commands, tmp_path, [{**meet, "RANK": str(rank)} for rank in range(4)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["tcp", "file"])
 def test_four_terminals_with_an_address_or_a_shared_file(script, tmp_path, method):
     url = f"tcp://127.0.0.1:{free_port()}" if method == "tcp" else f"file://{tmp_path}/sharedfile"
     check(run_all([[sys.executable, script, url, "phalanx", str(rank)] for rank in range(4)], tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["spawn", "processes"])
 def test_torchs_own_multiprocessing(script, tmp_path, how):
     check(run_all([[sys.executable, script, how, "phalanx", free_port()]], tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torch.distributed.run", "phalanx run"])
 def test_a_launcher(script, tmp_path, launcher):
     command = [sys.executable, "-m", *launcher.split(), "--nproc-per-node", "4", script, "launcher", "phalanx"]

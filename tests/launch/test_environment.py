@@ -71,6 +71,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_threads", "told"), [("512", "WAIT ['PASSIVE', True] False"), ("1", "WAIT [None, False] False")]
 )

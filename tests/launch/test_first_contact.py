@@ -228,6 +228,7 @@ input()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_hosts", [1, 2])
 @pytest.mark.parametrize("killed", [0, 1])
 def test_an_attempt_meets_in_a_store_that_outlives_the_one_before(run_ranks, killed, num_hosts):

@@ -115,6 +115,7 @@ def test_a_node_whose_peer_never_comes_says_where_it_waited(nodes):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_a_host_that_does_not_resolve_is_named_once_with_the_flag_to_correct(nodes, backend):
     group = nodes("print('started')")

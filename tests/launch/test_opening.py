@@ -50,6 +50,7 @@ def test_what_does_not_fit_has_lines_of_its_own():
     assert max(map(len, lines[1:])) <= 67
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--no-preload",)], ids=["forked", "executed"])
 def test_ranks_that_train_without_a_process_group_are_told(tmp_path, flags):
     done = run_job(tmp_path, "import torch" + STEP, *flags)

@@ -160,6 +160,7 @@ def script_that_spawns(folder, source):
             script.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victims", ["process group", "script and server", "server"])
 def test_nothing_that_spawned_ranks_have_started_outlives_the_script(tmp_path, victims):
     with script_that_spawns(tmp_path, SPAWNS) as script:

@@ -125,6 +125,7 @@ def test_a_traceback_shows_the_script_alone(script):
     assert ours.returncode == alone.returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "code"),
     [
@@ -157,6 +158,7 @@ def test_random_numbers_differ_between_ranks_as_between_processes(script):
     assert len({line.split()[-1] for line in out if "torch" in line}) == 1  # torch's seed is a constant
 
 
+@pytest.mark.slow
 def test_worker_processes_of_every_start_method_find_the_script(script):
     source = """
     import multiprocessing, os, torch

@@ -28,6 +28,7 @@ def test_the_line_that_is_named_is_the_scripts(tmp_path):
     assert "not started again: every rank raised TypeError at train.py:4, before any progress" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "failure",
     [

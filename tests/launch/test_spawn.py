@@ -268,6 +268,7 @@ def test_a_rank_that_dies_while_its_result_is_on_its_way_is_named():
         phalanx.spawn(die_of_signal, (40,), nprocs=1)
 
 
+@pytest.mark.slow
 def test_ranks_that_nobody_joins_finish_before_the_interpreter_does(tmp_path):
     source = """
         import os, phalanx
@@ -283,6 +284,7 @@ def test_ranks_that_nobody_joins_finish_before_the_interpreter_does(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["ran 0", "ran 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", None])
 def test_data_loader_workers_run_inside_a_rank(method):
     assert phalanx.spawn(load_data, (method,), nprocs=2) == [28.0, 28.0]
@@ -292,6 +294,7 @@ def name_start_method(rank):
     return multiprocessing.get_start_method()
 
 
+@pytest.mark.slow
 def test_a_rank_starts_processes_as_its_parent_does():
     assert phalanx.spawn(name_start_method, nprocs=1) == [multiprocessing.get_start_method()]
     code = "import multiprocessing, phalanx; from tests.launch.test_spawn import name_start_method as fn\n"
@@ -350,6 +353,7 @@ def train(rank, scale):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["command", "stdin", "notebook"])
 def test_functions_and_classes_of_a_cell_travel(how):
     source = CELL + "results = phalanx.spawn(train, (2,), nprocs=2)\nassert results == [Result(6.0)] * 2\nprint('good')"

@@ -84,6 +84,7 @@ def on_cue(action):
     """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(read_machine().num_cores < 2, reason="one core: nothing to divide")
 def test_ranks_are_pinned_to_cores_of_their_own_unless_told_not_to(start):
     script = "print(sorted(os.sched_getaffinity(0)))\n"

@@ -119,6 +119,7 @@ def test_the_progress_bar_of_a_run_that_goes_on_begins_at_its_step(terminal):
     assert " 75/300" in screen.shown
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_has_no_progress_bar(terminal):
     screen = terminal(
         """

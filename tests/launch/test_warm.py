@@ -116,6 +116,7 @@ def test_a_warm_argument_of_the_script_is_the_scripts(warm):
     assert listed.split()[1] == "1"  # job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "code"),
     [("import sys; sys.exit(3)", 3), ("raise ValueError('bad')", 1), ("import os; os.kill(os.getpid(), 9)", 137)],
@@ -131,6 +132,7 @@ def test_the_command_ends_as_its_job(warm, source, code):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirection", ["<&-", "< /dev/null >&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_stream_may_be_closed(warm, redirection):
     warm(HELLO)
@@ -174,6 +176,7 @@ def before(act):
     return lambda warm: {"preexec_fn": act}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "source"),
     [
@@ -230,6 +233,7 @@ def test_what_only_counts_when_a_process_starts_starts_another(warm, change, sou
     assert len(servers()) == 2
 
 
+@pytest.mark.slow
 def test_another_number_of_threads_starts_another(warm):
     source = "import os, torch; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
     flags = ("--no-pin",)
@@ -257,6 +261,7 @@ def test_jobs_of_one_process_draw_numbers_of_their_own(warm):
     assert len(servers()) == 1
 
 
+@pytest.mark.slow
 def test_a_package_that_was_installed_meanwhile_ends_the_process(warm, tmp_path):
     import sysconfig
 
@@ -324,6 +329,7 @@ def of_another_user(folder):
     os.chown(folder, 65534, 65534)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [open_to_all, of_another_user])
 def test_a_folder_that_is_not_private_is_left_alone(warm, spoil):
     warm(HELLO)

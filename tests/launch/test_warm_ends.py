@@ -36,6 +36,7 @@ def test_it_ends_when_nobody_has_needed_it_for_a_while(warm):
     assert sockets() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_reach_the_ranks(warm, sig):
     warm(HELLO)

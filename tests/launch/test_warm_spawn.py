@@ -77,6 +77,7 @@ def test_spawned_ranks_see_the_same_cold_and_warm(warm):
     assert len(servers()) == 1
 
 
+@pytest.mark.slow
 def test_each_fork_server_draws_numbers_of_its_own(warm):
     warm.write("""
         import torch, phalanx
@@ -101,6 +102,7 @@ def test_ranks_of_tests_start_warm(warm, environ):
     assert len(servers()) == 1
 
 
+@pytest.mark.slow
 def test_an_interpreter_with_options_of_its_own_starts_cold(warm):
     warm.write(SPAWN)
     for options in (["-W", "error::BytesWarning"], ["-O"]):

@@ -18,6 +18,7 @@ from tests.launch.test_orphans import ends
 from tests.launch.warm_jobs import HELLO, servers, sockets
 
 
+@pytest.mark.slow
 def test_the_warm_process_may_end_once_it_has_said_go(warm):
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     warm(HELLO, env=environ)
@@ -42,6 +43,7 @@ def test_the_warm_process_may_end_once_it_has_said_go(warm):
     assert (done.returncode, done.stdout) == (0, "[rank 0] hello 0\n")
 
 
+@pytest.mark.slow
 def test_a_stopped_process_gets_no_job_and_no_descriptor(warm):
     warm(HELLO)
     (stopped,) = servers()
@@ -177,6 +179,7 @@ def test_more_open_files_than_a_packet_takes_are_passed_on(warm):
     assert len(servers()) == 1
 
 
+@pytest.mark.slow
 def test_a_zip_on_the_path_that_was_rewritten_is_read_anew(warm, tmp_path):
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "own.zip")}
     for number in range(2):

@@ -89,6 +89,7 @@ def test_a_command_that_starts_ranks_is_refused_in_a_sentence(tmp_path, command)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", [(), ("torch.distributed.run", "--nproc-per-node", "2", "-m")])
 def test_a_trainer_trains_and_goes_on_from_its_checkpoint_on_gloo(tmp_path, launch):
     (tmp_path / "train.py").write_text(TRAIN)

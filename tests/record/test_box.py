@@ -148,6 +148,7 @@ def test_a_saved_box_that_is_damaged_is_named(data, tmp_path):
         load_boxes(tmp_path / "saved")
 
 
+@pytest.mark.slow
 def test_random_bytes_in_a_box_are_never_an_error_of_another_kind(data):
     seed = 1
     for _ in range(300):

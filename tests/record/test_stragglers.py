@@ -30,6 +30,7 @@ def test_five_percent_are_named_within_fifty_steps_in_99_of_100_runs(num_ranks):
     assert found >= 99
 
 
+@pytest.mark.slow
 def test_nobody_is_named_in_100_runs_without_a_slow_rank():
     for seed in range(100):
         ledger = Ledger()

@@ -73,6 +73,7 @@ def join_with_or_without(rank, world_size, who, port, launched):
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launched", [True, False], ids=["phalanx run", "torchrun"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_without_the_variable_is_named(spawn_ranks, who, launched):

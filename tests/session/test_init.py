@@ -111,6 +111,7 @@ MPIRUN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True], ids=["", "under a shell"])
 @pytest.mark.parametrize("scheduler", list(MPIRUN))
 def test_it_is_placed_by_a_real_mpirun(script, scheduler, wrapped):
@@ -163,6 +164,7 @@ def test_pods_of_kubeflow_are_nodes(script):
     assert errors == ["", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", socket.gethostname()])
 def test_it_takes_variables_that_are_set_by_hand(script, host):
     # Which ranks share a host, they tell each other: no name of the master tells it.

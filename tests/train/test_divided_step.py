@@ -93,6 +93,7 @@ def with_each_optimizer(rank, world_size, folder):
     return {maker: both(f"{folder}/{maker}", maker=maker) for maker in MAKERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_optimizer_has_the_same_bits_divided(run_ranks, tmp_path, world_size):
     for results in run_ranks(with_each_optimizer, world_size, str(tmp_path), timeout_s=120):
@@ -350,6 +351,7 @@ def bits_of_job(folder, *arguments):
     return set(re.findall(r"BITS (\w+)", done.stdout)), "restart 1 of 1" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_a_divided_run_leaves_the_bits_of_a_whole_one(tmp_path):
     (whole,), was_restarted = bits_of_job(tmp_path, "never", "-1")
     assert not was_restarted

@@ -351,6 +351,7 @@ def expected(data=None):
         return float(mean_squares(outputs, targets)), float(distance(outputs, targets).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_kind_of_loader_evaluates_each_sample_once(results, world_size):
     loss, mean = expected()

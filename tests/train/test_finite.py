@@ -283,6 +283,7 @@ def results(run_ranks, tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_sample_that_is_not_finite_is_named_on_every_rank(results, world_size):
     every = [of_rank["a_sample_of_nan"] for of_rank in results[world_size]]
@@ -435,6 +436,7 @@ phalanx.Trainer(
 """
 
 
+@pytest.mark.slow
 def test_a_job_fails_once_it_is_not_finite_and_its_snapshots_are_good(tmp_path):
     (tmp_path / "script.py").write_text(_SCRIPT)
     command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", "1", "script.py"]

@@ -358,6 +358,7 @@ def plainly(script, **options):
     return subprocess.Popen([sys.executable, script, "--wait"], cwd=script.parent, **streams, **options)
 
 
+@pytest.mark.slow
 def test_a_second_job_in_the_folder_is_refused_until_the_first_has_gone_however_it_goes(script):
     with plainly(script) as first:
         while "training" not in first.stdout.readline():
@@ -389,6 +390,7 @@ def launched(script, *arguments, **environ):
     )
 
 
+@pytest.mark.slow
 def test_a_restart_of_the_same_job_is_never_refused_and_one_of_a_refused_job_always(script):
     done = launched(script, "--fail")  # whose script draws another learning rate each time
     assert done.returncode == 0, done.stdout + done.stderr

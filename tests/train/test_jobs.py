@@ -42,6 +42,7 @@ def run_and_interrupt(folder, arguments, send, flags=(), **environ):
         return job.wait(LIMIT_S), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_job_that_is_asked_to_make_room_saves_and_ends_with_75_and_is_queued_again(tmp_path, number):
     scontrol = tmp_path / "bin" / "scontrol"
@@ -75,6 +76,7 @@ def family_of(pid):
     return [pid, *(one for child in children for one in family_of(child))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [(), NODES], ids=["one node", "one of two"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_every_process_of_a_job_is_a_signal_to_the_job(tmp_path, number, nodes):
@@ -101,6 +103,7 @@ def wait_until_ready(folder):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_keeper_holds_nobodys_socket_so_that_each_end_is_noticed_at_once(tmp_path):
     held = {}
 
@@ -116,6 +119,7 @@ def test_a_keeper_holds_nobodys_socket_so_that_each_end_is_noticed_at_once(tmp_p
     assert [sorted(set(names)) for names in held.values()] == [["anon_inode:[pidfd]"]] * 2
 
 
+@pytest.mark.slow
 def test_a_restart_is_forked_from_a_process_that_has_the_scripts_imports(tmp_path):
     parents, printed = [], []
 
@@ -189,6 +193,7 @@ def run_failing(folder, fails, seed=0):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_job_that_begins_anew_does_so_although_its_first_attempt_fails_before_it_trains(tmp_path):
     run_failing(tmp_path, "")
     printed = run_failing(tmp_path, "before it trains", seed=1)
@@ -203,6 +208,7 @@ def test_a_job_that_begins_anew_does_so_although_its_first_attempt_fails_before_
     assert start["origin"]["command"] == wanted, "what was typed, not what each rank runs"
 
 
+@pytest.mark.slow
 def test_an_epoch_whose_steps_were_all_trained_before_a_restart_has_no_mean_loss_of_its_own(tmp_path):
     printed = run_failing(tmp_path, "in the first step of an epoch")
     assert "epoch 1, step 5: no steps were left to train" in printed  # begins anew no second time: it goes on
@@ -225,6 +231,7 @@ def verify(folder, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)
 
 
+@pytest.mark.slow
 def test_verify_resume_finds_a_script_that_resumes_to_the_bit(tmp_path):
     done = verify(tmp_path, "--epochs", "12")
     assert done.returncode == 0, done.stdout
@@ -232,6 +239,7 @@ def test_verify_resume_finds_a_script_that_resumes_to_the_bit(tmp_path):
     assert "preempted: the same bits as the whole run" in done.stdout
 
 
+@pytest.mark.slow
 def test_verify_resume_finds_what_a_script_forgets(tmp_path):
     done = verify(tmp_path, "--epochs", "12", "--forgets")
     assert done.returncode == 1
@@ -252,6 +260,7 @@ def test_verify_resume_refuses_what_run_refuses(tmp_path):
     assert f"did you mean --nproc-per-node? Right: phalanx verify-resume --nproc-per-node 2 {SCRIPT}" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 160])
 def test_on_a_terminal_one_progress_bar_shows_steps_loss_and_time_left_and_the_rest_where_there_is_room(
     tmp_path, columns

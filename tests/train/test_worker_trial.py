@@ -84,6 +84,7 @@ def load_in_each_way(rank, world_size, folder):
     )
 
 
+@pytest.mark.alone
 def test_the_samples_are_the_same_with_any_number_and_slow_ones_get_workers(run_ranks, tmp_path):
     results = run_ranks(load_in_each_way, 2, str(tmp_path), timeout_s=120)
     numbers = [num_workers for _, (_, num_workers) in results]

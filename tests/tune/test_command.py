@@ -99,6 +99,7 @@ def test_ranks_that_divide_the_work_are_the_best_command(tmp_path):
         assert ("auto: phalanx tune" in done.stdout) == (words == ["train.py"])
 
 
+@pytest.mark.slow
 def test_ranks_without_a_process_group_are_no_choice(tmp_path):
     write(tmp_path, PLAIN, **ALONE)
     done = tune(tmp_path)
@@ -108,6 +109,7 @@ def test_ranks_without_a_process_group_are_no_choice(tmp_path):
     assert reasons(table, "2 ranks") == {"makes no process group, so each rank would train on its own"}
 
 
+@pytest.mark.slow
 def test_a_script_that_is_over_soon_is_started_again(tmp_path):
     write(tmp_path, PLAIN, **GROUP | {"epochs": 1})  # 50 steps
     done = tune(tmp_path, "--seconds", "5", "--json", "found.json", "--nproc-per-node", "2", "train.py")
@@ -117,6 +119,7 @@ def test_a_script_that_is_over_soon_is_started_again(tmp_path):
     assert table["steps"][0]["rate"] > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("begin", "epochs", "said", "code"),
     [
@@ -145,6 +148,7 @@ def test_a_script_that_can_not_be_measured_says_why(tmp_path, begin, epochs, sai
     assert "Traceback" not in done.stderr.partition("phalanx tune:")[2]
 
 
+@pytest.mark.slow
 def test_what_fails_with_one_number_of_ranks_is_a_line_of_the_table(tmp_path):
     write(tmp_path, PLAIN, **GROUP | {"begin": GROUP["begin"] + "; assert dist.get_world_size() == 2"})
     done = tune(tmp_path)
@@ -154,6 +158,7 @@ def test_what_fails_with_one_number_of_ranks_is_a_line_of_the_table(tmp_path):
     assert reasons(table, "1 rank ") == {"ended before its optimizer had taken three steps"}
 
 
+@pytest.mark.slow
 def test_a_job_that_dies_while_it_is_measured_is_a_line_of_the_table(tmp_path):
     count = "num_steps = globals().get('num_steps', 0) + 1"
     dies = f"{count}; assert num_steps < 40 or dist.get_world_size() == 1, 'two are too many'"
@@ -165,6 +170,7 @@ def test_a_job_that_dies_while_it_is_measured_is_a_line_of_the_table(tmp_path):
     assert reasons(table, "2 ranks") == {"has ended with code 1"}
 
 
+@pytest.mark.slow
 def test_a_script_that_keeps_its_batches_is_measured_in_steps(tmp_path):
     write(
         tmp_path, PLAIN.replace("DataLoader(", "list(DataLoader(").replace("batch_size=8)", "batch_size=8))"), **GROUP
@@ -261,6 +267,7 @@ TRAINER = """
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_trainer_is_measured_for_as_long_as_it_takes_and_offers_its_settings(tmp_path):
     write(tmp_path, TRAINER, epochs=1)
     done = tune(tmp_path, "--seconds", "40", "--json", "found.json", "--nproc-per-node", "1", "train.py")
@@ -289,6 +296,7 @@ def test_samples_are_counted_that_a_trainer_loads_without_workers(tmp_path):
     assert "faster than plain python" not in done.stdout  # which was not measured
 
 
+@pytest.mark.slow
 def test_a_flag_behind_the_script_and_a_result_that_can_not_be_kept_are_told(tmp_path):
     write(tmp_path, PLAIN, **GROUP)
     (tmp_path / "runs").write_text("a file, where a folder is needed")
@@ -339,6 +347,7 @@ def test_threads_that_the_user_has_set_are_not_searched(tmp_path):
     assert "best: OMP_NUM_THREADS=1 phalanx run --nproc-per-node 1" in done.stdout
 
 
+@pytest.mark.slow
 def test_tunables_of_the_user_leave_memory_alone(tmp_path):
     write(tmp_path, PLAIN, **GROUP)
     done = tune(
@@ -380,6 +389,7 @@ def processes_in(folder: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_a_turn_is_a_line_of_the_table(tmp_path):
     count = "num_steps = globals().get('num_steps', 0) + 1"
     hangs = f"{count}; dist.get_world_size() > 1 and num_steps == 30 and time.sleep(1000)"
@@ -393,6 +403,7 @@ def test_a_rank_that_hangs_in_a_turn_is_a_line_of_the_table(tmp_path):
     assert reasons(table, "2 ranks") == {"has not taken its steps in time; --seconds gives it more"}
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_before_its_first_step_is_given_what_others_took(tmp_path, monkeypatch):
     monkeypatch.setattr("phalanx.tune.trials._LEAST_START_S", 1.0)
     write(tmp_path, PLAIN, **ALONE | {"begin": "import os; os.environ['WORLD_SIZE'] == '2' and time.sleep(1000)"})
