@@ -29,7 +29,7 @@ WORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json"
 
 @dataclass(frozen=True)
 class View:
-    """The rows of a record's table in which `where` holds, and some of its columns.
+    """The rows of a record's table in which `where` holds, with one of the sizes if any are named, and some columns.
 
     "Gloo ratio" is the column that follows Gloo's.
     """
@@ -38,6 +38,7 @@ class View:
     columns: Sequence[str] = ()
     where: tuple[str, object] | None = None
     table: int = 0
+    sizes: Sequence[int] = ()
 
 
 VIEWS = {
@@ -49,6 +50,7 @@ VIEWS = {
     "collectives": View(
         "collectives",
         ("operation", "ranks", "size", "phalanx", "Gloo", "Gloo ratio", "Open MPI", "Open MPI ratio"),
+        sizes=(0, 4, 2**18, 2**20, 2**24, 2**28),
     ),
     "calls": View("calls", ("operation", "ranks", "size", "phalanx", "torch's front end", "direct way", "Open MPI")),
     "hosts_10gbit": View("hosts_10gbit", ("size", "phalanx", "ratio")),
@@ -155,6 +157,8 @@ def render(name: str, language: str) -> str:
     rows = table["rows"]
     if view.where is not None:
         rows = [row for row in rows if row[names.index(view.where[0])] == view.where[1]]
+    if view.sizes:
+        rows = [row for row in rows if row[names.index("size")] in view.sizes]
     places = [_place_of(names, wanted) for wanted in view.columns] or range(len(names))
     cells = [["" if row[i] is None else _shown(FORMATS[kinds[i]](row[i]), language) for i in places] for row in rows]
     heading = [_shown(names[i], language) for i in places]
