@@ -171,6 +171,7 @@ def save_on_rank_0_of_gloo(rank, world_size, folder):
         assert "anks 1 failed to pass" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_call_that_another_rank_does_not_make_is_told_on_gloo(run_ranks, tmp_path):
     run_ranks(save_on_rank_0_of_gloo, 2, str(tmp_path / "c"), backend="gloo")
 

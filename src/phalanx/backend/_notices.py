@@ -193,3 +193,5 @@ def _own_connection(store: Store) -> JsonStore:
         return JsonStore(store)
     except StoreSilentError:
         return shared
+    finally:
+        shared.close()  # its thread, unless that still waits

@@ -18,7 +18,7 @@ class End:
     """How a rank ended.
 
     Attributes:
-        code: Its exit code, or minus the number of the signal that ended it.
+        code: Exit code, or minus the number of the signal that ended it.
         was_told: Whether it was told to end, because another rank had failed or the job was to.
         at_ns: Time of its end, by CLOCK_MONOTONIC of the host.
     """
