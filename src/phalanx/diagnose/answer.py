@@ -63,7 +63,7 @@ def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Iterable[R
     elsewhere = [one for one in others() if one.doing.rank not in here]
     seen = tuple(sorted([*seen, *elsewhere], key=lambda one: one.doing.rank))
     finding = find([one.doing for one in seen], job.world_size)
-    culprits = [one for one in seen if one.doing.rank in here and one.doing.rank in finding.culprits]
+    culprits = [one for one in seen if one.doing.rank in finding.culprits and not one.doing.host]
     puzzling = [one.doing.pid for one in culprits if needs_native(one) and not halt_ends(one)]
     native = read_stacks(puzzling, max(deadline - time.monotonic(), 0.0), native=True)
     return Answer(
@@ -71,7 +71,7 @@ def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Iterable[R
         finding=finding,
         seen=tuple(
             dataclasses.replace(one, native=native[one.doing.pid].threads)
-            if one.doing.rank in here and one.doing.pid in native
+            if one.doing.pid in native and not one.doing.host
             else one
             for one in seen
         ),

@@ -65,7 +65,7 @@ class NodeAgent(SimpleElasticAgent):
         first, spec = worker_group.workers[0], worker_group.spec
         self._ended, self._done = None, False
         size = cast(int, worker_group.group_world_size)
-        self._node = Node(self._attempt_store, cast(int, worker_group.group_rank), size)
+        self._node = Node(self._attempt_store, cast(int, worker_group.group_rank), size, set())
         self._channel.send(
             {
                 "start": {

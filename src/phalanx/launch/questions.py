@@ -30,11 +30,12 @@ _MOST_BYTES = 1 << 20
 
 
 class Node(NamedTuple):
-    """This node's part in an attempt: the store of that, and its number among the nodes."""
+    """This node's part in an attempt: the store of that, its number among the nodes, and the questions asked on it."""
 
     store: Store
     rank: int
     num_nodes: int
+    own: set[int]
 
 
 def socket_of(supervisor_pid: int) -> str:
@@ -57,7 +58,6 @@ class Questions:
 
     def __init__(self, supervisor_pid: int, node: Callable[[], Node | None]) -> None:
         self._supervisor_pid, self._node = supervisor_pid, node
-        self._own: set[int] = set()  # numbers of questions that were asked here
         self._lock = threading.Lock()
         with contextlib.suppress(OSError, RuntimeError):  # the job goes on without it
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -67,7 +67,8 @@ class Questions:
             threading.Thread(target=self._run, args=(listener,), name="phalanx-why", daemon=True).start()
 
     def _run(self, listener: socket.socket) -> None:
-        num_heard: dict[int, int] = {}  # by the store, which each attempt has anew
+        heard: Node | None = None
+        num_heard = 0
         lost: Store | None = None
         while True:
             with contextlib.suppress(TimeoutError):
@@ -76,14 +77,16 @@ class Questions:
             node = self._node()
             if node is None or node.store is lost:
                 continue
+            if node is not heard:  # each attempt has a store of its own, and counts anew
+                heard, num_heard = node, 0
             try:
                 asked = node.store.add(_ASKED, 0)
             except Exception:  # its host is gone, and with it the attempt; each further question would be a traceback
                 lost = node.store
                 continue
             with self._lock:
-                new = {*range(num_heard.get(id(node.store), 0) + 1, asked + 1)} - self._own
-            num_heard = {id(node.store): asked}
+                new = {*range(num_heard + 1, asked + 1)} - node.own
+            num_heard = asked
             if new:
                 self._begin(self._answer, node, max(new))
 
@@ -110,7 +113,7 @@ class Questions:
                 return
             with self._lock:
                 number = node.store.add(_ASKED, 1)
-                self._own.add(number)
+                node.own.add(number)
             silent = {f"{_ASKED}/{number}/{rank}" for rank in range(node.num_nodes) if rank != node.rank}
             deadline = time.monotonic() + ANSWER_S
             while silent and time.monotonic() < deadline:
