@@ -72,7 +72,6 @@ def write(
     record = {
         "command": command_line(sys.modules["__main__"].__spec__.name, sys.argv[1:]),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "by_hand": False,
         "note": note,
         "machine": dict(facts),
         "tables": [asdict(table) for table in tables],

@@ -57,6 +57,7 @@ VIEWS = {
     "hosts_1gbit": View("hosts_1gbit", ("size", "phalanx", "ratio")),
     "launch": View("launch"),
     "step": View("step", ("model", *_STEP_COLUMNS)),
+    "step_memory": View("step", table=1),
     "ddp": View("ddp"),
     "ddp_memory": View("ddp", table=1),
     "imports": View("imports"),
@@ -129,7 +130,7 @@ def facts(record: dict[str, Any], language: str) -> str:
     cpus = _shown("{} CPUs", language).format(machine["usable_cpus"])
     if machine.get("cpu"):
         cpus += _shown(" ({})", language).format(machine["cpu"])
-    template = "`{command}`, {date}, {cpus}, {software}{by_hand}. {note}"
+    template = "`{command}`, {date}, {cpus}, {software}. {note}"
     return (
         _shown(template, language)
         .format(
@@ -137,7 +138,6 @@ def facts(record: dict[str, Any], language: str) -> str:
             date=record["date"],
             cpus=cpus,
             software=f"torch {machine['torch']}" + (f", {machine['mpi']}" if machine.get("mpi") else ""),
-            by_hand=_shown("; recorded by hand from the command's output", language) if record["by_hand"] else "",
             note=_shown(note, language),
         )
         .rstrip()

@@ -21,7 +21,6 @@ def found(outcomes: list[list[str]], num_found: int) -> None:
     assert outcomes[0].count("found") == num_found
 
 
-@pytest.mark.slow
 def test_a_flipped_bit_is_found_within_the_interval(run_ranks, tmp_path):
     found(run_ranks(flip_until, 3, str(tmp_path), 8, timeout_s=120), 8)
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ _LEAST_LOOKS = 4  # before their time counts
 _MOST_EVERY = 10_000
 _MOST_CHANGE = 4.0  # at once: a rank may have been interrupted in a look
 _NOTHING = (0, 0, 0)
+LEAST_OF_A_CYCLE = 4  # looks, where `every` has as many steps: then any two of a tensor's are at most `every` apart
 
 
 def kind_of_processor(device: torch.device) -> str:
@@ -41,10 +43,11 @@ def kind_of_processor(device: torch.device) -> str:
 class Sentinel:
     """Compares parameters and optimizer state of all ranks, all of it once in `every` steps.
 
-    A cycle goes through all tensors in the model's order. In each look, a rank makes one number of the digests of the
-    next slice. The ranks find the largest of each of their numbers in a message that goes anyway. The largest number
-    and the largest of the negative ones tell every rank at once whether all are the same. Only if they are not, the
-    ranks compare everything, and raise an error that names what differs.
+    A cycle goes through all tensors in the model's order, again and again. In each look, a rank makes one number of the
+    digests of the next slice, which is as long as the steps since the last look ask for. The ranks find the largest of
+    each of their numbers in a message that goes anyway. The largest number and the largest of the negative ones tell
+    every rank at once whether all are the same. Only if they are not, the ranks compare everything, and raise an error
+    that names what differs.
 
     Every rank has one and calls the same methods after the same steps.
 
@@ -52,7 +55,8 @@ class Sentinel:
         model: Model in its wrapper.
         optimizer: Optimizer of its parameters.
         group: Ranks that hold a copy each; None: there is nothing to compare.
-        every: Number of steps in which everything is compared once; "auto": as few as cost 0.5 % of the time.
+        every: Number of steps in which everything is compared once, whatever the number of steps between two looks, if
+            that is at most ``every / LEAST_OF_A_CYCLE``; "auto": as few as cost 0.5 % of the time.
         leaves_out: Whether the optimizer's state of a parameter lies where all ranks have it.
         step: Number of steps done; the copies count as the same then.
 
@@ -94,7 +98,7 @@ class Sentinel:
         if self._is_on_device:
             torch.accelerator.synchronize()  # what the slice waits for has been asked for before: it is no time of ours
         begin_s, self._num_steps = time.perf_counter(), num_steps
-        number = self._fingerprint(max(1, self.every // num_steps))
+        number = self._fingerprint(self._share())
         return number, -number, int(1e9 * (time.perf_counter() - begin_s))
 
     def hear(self, largest: Sequence[int]) -> None:
@@ -150,16 +154,33 @@ class Sentinel:
             if tensor is not None and is_plain(tensor):
                 yield entry
 
-    def _fingerprint(self, num_slices: int) -> int:
-        """Return 62 bits of the next slice, one of so many in a cycle."""
+    def _share(self) -> Fraction:
+        """Return how much of all to compare in this look.
+
+        A byte that is compared at the end of a slice comes again in the look with which the slices since then are a
+        whole cycle. The look before was less than a cycle's steps after the first, this one at most a gap later: so a
+        cycle must take a gap less than `every`.
+        """
+        most_between = max(self._num_steps, self.every // LEAST_OF_A_CYCLE)
+        return Fraction(self._num_steps, max(self.every - most_between, self._num_steps))
+
+    def _begin_cycle(self) -> None:
+        self._cycle = list(self._entries())
+        self._cycle_bytes = sum(t.numel() * t.element_size() for e in self._cycle if (t := e.fetch()) is not None)
+        self._at = self._offset = 0
+
+    def _fingerprint(self, share: Fraction) -> int:
+        """Return 62 bits of the next slice, which goes on into the next cycle."""
         if self._at >= len(self._cycle):
-            self._cycle = list(self._entries())
-            self._cycle_bytes = sum(t.numel() * t.element_size() for e in self._cycle if (t := e.fetch()) is not None)
-            self._at = self._offset = 0
+            self._begin_cycle()
         forms, pieces = [], []
-        left = -(-self._cycle_bytes // num_slices)
+        left = math.ceil(self._cycle_bytes * share)
         self._compared = {}
-        while left > 0 and self._at < len(self._cycle):
+        while left > 0:
+            if self._at >= len(self._cycle):
+                self._begin_cycle()
+                left = min(left, self._cycle_bytes)  # a tensor may be gone
+                continue
             form, piece = self._take(self._cycle[self._at], left)
             left -= len(piece)
             forms.append(form)

@@ -18,6 +18,7 @@ from phalanx._rank_group import RankGroup
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules
+from phalanx.parallel.sentinel import LEAST_OF_A_CYCLE
 from phalanx.record import writer
 from phalanx.train import determinism, restarts
 from phalanx.train.arguments import check_arguments, check_fit
@@ -167,7 +168,7 @@ class Trainer:
         self._judge = Judge(s.monitor)
         self._first_world_size = self.session.world_size
         self._agreed_signal = 0
-        self._agree_every = 1
+        self._agree_every, self._next_agreement = 1, 0  # steps between two; number of steps done
         self._collate_fn = collate_fn
         in_steps = scheduler if s.scheduler_interval == "step" else None
         divides = "never" if has_callbacks and s.divide_optimizer == "auto" else s.divide_optimizer
@@ -243,7 +244,7 @@ class Trainer:
         for parts, num_samples in self._in_step(self._feed.steps()):
             loss = self._stepper.backward(parts, num_samples, self.step + 1, self.epoch)
             del parts  # the next batch takes its memory, which is in the caches
-            if self.step % self._agree_every == 0:  # here, where ranks have just met
+            if self.step >= self._next_agreement:  # here, where ranks have just met
                 self._agree()
             self._stepper.optimize(self.step + 1, self.epoch)
             self.step += 1
@@ -287,6 +288,7 @@ class Trainer:
             del step
 
     def _agree(self) -> None:
+        self._next_agreement = self.step + self._agree_every
         urgent = _NOT_FINITE if self._guard.has_finding else self._preemption.signal
         agreed, *largest = self._ranks.largest_of_each([urgent, *self._sentinel.look(self.step)])
         if agreed == _NOT_FINITE:
@@ -320,7 +322,8 @@ class Trainer:
         self._sentinel.adapt(self.step, min(map(sum, by_rank)))
         self._agree_every = max(1, int(_AGREE_S / max(map(sum, by_rank))))  # the same on every rank
         if isinstance(s.compare_every, int) and s.compare_every:
-            self._agree_every = min(self._agree_every, s.compare_every)
+            self._agree_every = min(self._agree_every, max(1, s.compare_every // LEAST_OF_A_CYCLE))
+        self._next_agreement = min(self._next_agreement, self.step + self._agree_every)
         if news := self._snapshots.adapt(by_rank):
             self._run_log.say(news)
         self._guard.look_at_scale(self._stepper.scaler, self.step, self.epoch)
