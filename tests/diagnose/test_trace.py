@@ -17,7 +17,7 @@ import pytest
 from phalanx import cli
 from phalanx.diagnose.trace import make_trace, merged, write_trace
 from phalanx.diagnose.trace_clocks import align
-from phalanx.record.box import Box, Event
+from phalanx.record.box import MEMORY, Box, Event
 from tests.browser import needs_browser, run_page
 from tests.diagnose.trace_format import check_format
 from tests.record.made import MS, Job, looks
@@ -53,6 +53,15 @@ def test_what_overlaps_without_nesting_is_shown_on_a_track_of_its_own():
     check_format(trace)
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
     assert names == {"main thread", "main thread (overlapping)"}
+
+
+def test_memory_is_shown_as_a_counter():
+    events = tuple(
+        Event(number, number * MS, number * MS, "note", "", MEMORY, "", 1000, 0, number << 20) for number in range(1, 4)
+    )
+    trace = make_trace([Box(0, 1, 1000, 5, "host", 0, 5, events)])
+    check_format(trace)
+    assert [event["args"] for event in trace["traceEvents"] if event["ph"] == "C"] == [{"MiB": n} for n in (1, 2, 3)]
 
 
 def test_what_has_not_ended_lasts_to_the_end_of_the_trace():

@@ -8,6 +8,7 @@ from typing import Any
 NEEDED = {
     "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
     "i": {"name", "cat", "pid", "tid", "ts", "s", "args"},
+    "C": {"name", "cat", "pid", "tid", "ts", "args"},
     "M": {"name", "pid", "args"},
     "s": {"name", "cat", "id", "pid", "tid", "ts"},
     "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
@@ -31,6 +32,8 @@ def check_format(trace: dict[str, Any]) -> None:
             assert type(event["args"][argument]) is of
         else:
             assert event["ts"] >= 0
+        if kind == "C":
+            assert all(type(value) is int for value in event["args"].values()), event
         if kind == "i":
             assert event["s"] in "tpg"
         if kind == "X":

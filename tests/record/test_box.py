@@ -253,6 +253,28 @@ def test_a_warning_is_noted_and_shown_as_ever(tmp_path):
     assert "train.py:4: UserWarning: the batch is small\n" in shown.read_text()
 
 
+FORKS = """
+import os, warnings, torch.distributed as dist
+from phalanx.record.box import box_of_process
+from phalanx.record import writer
+dist.init_process_group("phalanx")
+if os.fork() == 0:
+    writer.begin(0, 1)  # as a training of its own does
+    warnings.warn("the batch is small")
+    notes = [event.text for event in box_of_process(os.getpid()).events if event.kind == "note"]
+    with open(f"noted_{dist.get_rank()}", "w") as file:
+        file.write("\\n".join(notes))
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_forked_child_that_records_too_notes_a_warning_once(tmp_path):
+    run_script(tmp_path, script=FORKS)
+    for rank in range(2):
+        assert (tmp_path / f"noted_{rank}").read_text() == "UserWarning: the batch is small (train.py:8)"
+
+
 LOOPS = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("phalanx")

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import phalanx
 from phalanx import _core
 from phalanx.record import writer
-from phalanx.record.box import Event, box_of_process, boxes_held_by, load_boxes
+from phalanx.record.box import MEMORY, Event, box_of_process, boxes_held_by, load_boxes
 from phalanx.testing import run_ranks, spawn_ranks
 
 
@@ -42,6 +42,9 @@ def train(rank: int, world_size: int, folder: str) -> list[tuple[str, str, int, 
     trainer.fit(data(), data())
     events = own_events("step", "phase")
     assert events[0].site.startswith("tests/record/test_events.py:")
+    memory = [event.value for event in own_events("note") if event.text == MEMORY]
+    assert memory
+    assert all(100 << 20 < size < 10 << 30 for size in memory), "torch alone takes more than 100 MiB"
     return [(event.kind, event.text, event.seq, event.value, event.ended_ns > 0) for event in events]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import phalanx
 from phalanx.diagnose.trace_clocks import Clock, align
-from phalanx.record.box import Box, Event
+from phalanx.record.box import MEMORY, Box, Event
 
 _FIRST_LANE = 1 << 22  # no thread of Linux has such a number
 _TraceEvent = dict[str, Any]
@@ -112,7 +112,9 @@ class _Rank:
         for event, track in zip(self.events, self.tracks, strict=True):
             shown: _TraceEvent = {"ph": "X", "pid": pid, "tid": track, "ts": _micros(event.begun_ns - begin_ns)}
             shown |= _content(event)
-            if event.kind == "note":
+            if event.kind == "note" and event.text == MEMORY:
+                shown |= {"ph": "C", "args": {"MiB": event.value >> 20}}
+            elif event.kind == "note":
                 shown |= {"ph": "i", "s": "t"}
             else:
                 shown["dur"] = _micros((event.ended_ns or end_ns) - event.begun_ns)

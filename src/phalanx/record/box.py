@@ -23,6 +23,8 @@ SUFFIX = ".box"
 """Of a saved box, which is compressed."""
 ANSWER = "phalanx why: "
 """Beginning of a note of a rank that waited, and asked why."""
+MEMORY = "resident memory"
+"""Text of a note whose value is the number of bytes of memory that a rank has."""
 
 _MAGIC = b"PHAXBOX1"
 _VERSION = 1
@@ -54,7 +56,7 @@ class Event(NamedTuple):
         site: Line of the call, such as ``train.py:31``; empty if it is not known.
         thread: The kernel's number of the thread.
         seq: Number of the collective in its group or of the step; of a message, the peer's rank in the group + 1.
-        value: Elements of a collective or a message; samples of a step.
+        value: Elements of a collective or a message; samples of a step; bytes of a note of memory.
     """
 
     number: int

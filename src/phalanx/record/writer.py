@@ -6,13 +6,14 @@ Every function may be called at any time: where nothing is recorded, nothing hap
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import warnings
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 from phalanx import _env
-from phalanx.record.box import MEMORY_NAME, OPS
+from phalanx.record.box import MEMORY, MEMORY_NAME, OPS
 
 _core: Any = None
 with contextlib.suppress(ImportError, OSError):  # a system without the core, on which training goes on with Gloo
@@ -21,6 +22,8 @@ with contextlib.suppress(ImportError, OSError):  # a system without the core, on
 _COLLECTIVE, _STEP, _PHASE, _NOTE = 1, 3, 4, 5  # EventKind of csrc/record.h
 _OP_CODES = {op: code for code, op in enumerate(OPS)}
 _MOST = 2**64 - 1
+
+_notes_warnings = False
 
 is_told: bool = False
 """Whether a trainer tells steps and phases, so that models and loaders need not: see `telling`."""
@@ -45,6 +48,11 @@ def begin(rank: int, world_size: int) -> None:
 
 
 def _note_warnings() -> None:
+    """Note each warning that is shown, once: a forked child that records, too, has this from its parent."""
+    global _notes_warnings
+    if _notes_warnings:
+        return
+    _notes_warnings = True
     show = warnings.showwarning
 
     def note_and_show(
@@ -128,6 +136,12 @@ def phase(name: str, step: object = 0) -> Iterator[None]:
 def note(words: str) -> None:
     """Record something that was said, such as a warning or the last exception."""
     end(_begin(_NOTE, 0, words[:500], 0, 0))
+
+
+def note_memory() -> None:
+    """Record how many bytes of memory this process has, what is shared among them."""
+    with contextlib.suppress(OSError, IndexError, ValueError), open("/proc/self/statm") as file:
+        end(_begin(_NOTE, 0, MEMORY, 0, int(file.read().split()[1]) * mmap.PAGESIZE))
 
 
 @contextlib.contextmanager

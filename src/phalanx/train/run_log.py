@@ -187,6 +187,7 @@ class RunLog:
 
         Every rank calls it after the same step.
         """
+        writer.note_memory()
         num = len(self._losses)
         phases = [seconds / num for seconds in self.clock.take()]
         losses = torch.stack(self._losses).flatten().tolist()
