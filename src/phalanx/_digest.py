@@ -18,7 +18,7 @@ _LEAST_BYTES = 241  # a shorter piece is none for the core: see csrc/digest.h
 def bytes_of(tensor: Tensor) -> Tensor:
     """View the bits of a strided tensor as bytes, in the order of its elements; of a copy if they lie otherwise."""
     elements = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return elements.reshape(-1).view(torch.uint8)
+    return elements.as_strided((elements.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def digests(pieces: Sequence[Tensor], num_threads: int = 1) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,6 +108,38 @@ def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tm
         process.wait(60)
     _, answer, *_ = why(tmp_path, folder)
     assert re.search(r"rank \d was killed by SIGKILL after (barrier|all_reduce|join)", answer), answer
+
+
+def test_a_run_is_found_by_its_script_and_nothing_is_claimed_of_ranks_that_left_no_record(tmp_path):
+    run(tmp_path, RAISES.replace("BACKEND", "'phalanx'"))
+    (folder,) = tmp_path.glob("runs/job/*")
+    for name in ("job.py", folder.parent):
+        assert why(tmp_path, name)[1].startswith("rank 1 raised ValueError: a bad batch")
+    shutil.rmtree(folder / "blackbox")
+    for path in folder.glob("logs/attempt_0/*/*"):
+        path.unlink()
+    assert why(tmp_path, folder)[1].startswith("no rank left a record of what it did, and the launcher none of their")
+
+
+def test_a_name_that_would_control_a_terminal_is_escaped_wherever_it_is_shown(tmp_path):
+    name = "a\x1b[31m\n.py"
+    script = RAISES.replace("BACKEND", "'phalanx'").replace("(1, 3)", "(0, 3)").replace("raise ValueError", "input")
+    (tmp_path / name).write_text(script)
+    command = [*PHALANX, "run", "--nproc-per-node", "2", name]
+    options = {"cwd": tmp_path, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environment = {**os.environ, "PHALANX_STALL_S": "0.5"}
+    with subprocess.Popen(command, text=True, env=environment, **options) as process:
+        while "waiting" not in (top := printed(tmp_path, "top", "--once", name)):
+            assert process.poll() is None, process.stdout.read()
+        said = process.communicate("\n", timeout=60)[0]
+    assert "a\\x1b[31m\\n.py:" in top + said
+    assert "\x1b" not in top + said
+    assert "a\\x1b[31m\\n.py:" in said
+
+
+def printed(folder, *command):
+    done = subprocess.run([*PHALANX, *command], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout + done.stderr
 
 
 def test_a_torn_box_of_a_run_is_named_and_the_others_are_read(tmp_path):

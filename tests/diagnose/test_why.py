@@ -212,6 +212,73 @@ def test_a_call_that_a_halt_would_end_is_not_disturbed_unless_native_frames_are_
         assert "found 1" in process.communicate(timeout=60)[0]
 
 
+RESTS = """
+import ctypes, socket, struct, sys, threading, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group(sys.argv[1])
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+def rest():
+    sys.stdin.read()  # rests
+def ddp():
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    for step in range(3):
+        if rank == 1 and step == 2: rest()
+        model(torch.ones(1, 2)).sum().backward()  # waits
+def thread():
+    def train():
+        if rank == 1: rest()
+        dist.all_reduce(torch.ones(1))  # waits
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    trainer.join()
+def receives():
+    if rank == 1:
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 1000, 0))
+        threading.Thread(target=lambda: (sys.stdin.read(), theirs.send(b"x"))).start()
+        recv, room = ctypes.CDLL(None).recv, ctypes.create_string_buffer(1)
+        print("received", recv(ours.fileno(), room, 1, 0), flush=True)  # rests
+    dist.all_reduce(torch.ones(1))  # waits
+globals()[sys.argv[2]]()
+dist.barrier()
+"""
+RESTING = [("ddp", "phalanx"), ("ddp", "gloo"), ("thread", "phalanx"), ("thread", "gloo"), ("receives", "phalanx")]
+
+
+@needs_py_spy
+@pytest.mark.parametrize(("what", "backend"), RESTING)
+def test_a_rank_that_rests_is_named_and_for_how_long_and_is_left_alone(tmp_path, what, backend):
+    (tmp_path / "job.py").write_text(RESTS)
+    rests, waits = (
+        {number for number, line in enumerate(RESTS.splitlines(), 1) if f"# {word}" in line}
+        for word in ("rests", "waits")
+    )
+    command = [*LAUNCHERS["torchrun"][:-1], "--nproc-per-node", "2", "job.py", backend, what]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
+        try:
+            lasted: list[tuple[float, float, float]] = []
+            said = ""
+            deadline = time.monotonic() + 60
+            while len(lasted) < 3:
+                assert time.monotonic() < deadline, said
+                done = [*PHALANX, "why", "--json", str(process.pid)]
+                said = subprocess.run(done, capture_output=True, text=True, timeout=60, check=False).stdout
+                if said and (answer := json.loads(said))["culprits"] == [1] and answer["waiters"] == [0]:
+                    waiting, resting = answer["ranks"]
+                    if resting["frame"]["line"] in rests and int(waiting["call"]["site"].rpartition(":")[2]) in waits:
+                        lasted.append((time.monotonic(), resting["since_s"], waiting["call"]["since_s"]))
+        finally:
+            process.stdin.close()
+        assert process.wait(timeout=60) == 0
+        assert "received" not in (out := process.stdout.read()) or "received 1" in out
+    (first, *since), *later = lasted
+    for at, *longer in later:
+        for before, after in zip(since, longer, strict=True):
+            assert abs(after - before - (at - first)) < 0.5, lasted
+
+
 def why(pid: int) -> str:
     return subprocess.run([*PHALANX, "why", str(pid)], capture_output=True, text=True, timeout=60, check=False).stdout
 

@@ -21,7 +21,16 @@ def make():
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 3, 3, 3)).sum().backward()
     optimizer.step()
+    model.register_buffer("one", torch.ones(1, dtype=torch.complex64).conj().imag)  # its stride is 2
+    model.register_buffer("hole", torch.tensor([float("nan")]))
+    model.register_buffer("levels", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8))
+    channels = torch.ones(2), torch.zeros(2, dtype=torch.long)
+    model.register_buffer("channels", torch.quantize_per_channel(torch.ones(2, 2), *channels, 0, torch.qint8))
     return model, optimizer
+
+
+def requantized(model, scale, point):
+    return lambda: setattr(model, "levels", torch.quantize_per_tensor(torch.ones(3), scale, point, torch.quint8))
 
 
 def flip(tensor, place, bit=0):
@@ -40,6 +49,11 @@ def changes(rank, model, optimizer):
     yield lambda: flip(model.table, 69_999), "buffer 'table' at [69999] is 69999.0 on ranks 0,2 and ", "value"
     yield lambda: model.table[2:].fill_(float("nan")), "buffer 'table' at [2] is 2.0 on ranks 0,2 and nan on", "NaN"
     yield lambda: model.phases[1:2].zero_(), "buffer 'phases' at [1] is (1-0j) on ranks 0,2 and 0j on", "value"
+    yield lambda: model.one.fill_(2.0), "buffer 'one' at [0] is -0.0 on ranks 0,2 and 2.0 on", "value"
+    levels = "buffer 'levels' is quint8 (scale 0.1, zero point 0) [3] on ranks 0,2 and quint8 (scale 0.5, zero point 3)"
+    yield requantized(model, 0.5, 3), levels, "dtype"
+    bits = "buffer 'hole' at [0] is nan (bits 0x7fc00000) on ranks 0,2 and nan (bits 0x7fc00001) on"
+    yield lambda: flip(model.hole, 0), bits, "NaN"
     yield lambda: flip(optimizer.state[bias]["exp_avg"], 0), "exp_avg of parameter '3.bias' at [0] is ", "value"
     yield lambda: optimizer.state[bias]["step"].add_(1), "step of parameter '3.bias' is 1.0 on ranks 0,2 and", "value"
     yield lambda: optimizer.state[bias].pop("exp_avg"), "exp_avg of parameter '3.bias' is float32 [5] on", "missing"
@@ -69,7 +83,7 @@ def test_every_rank_names_tensor_place_ranks_and_kind(run_ranks, backend):
     every = run_ranks(name_each, 3, backend=backend)
     assert every == [every[0]] * 3
     assert [one for one in every[0] if one[:3] != (True, (1,), True)] == []
-    assert len(every[0]) == 11
+    assert len(every[0]) == 14
 
 
 def without_a_majority(rank, world_size):

@@ -18,7 +18,7 @@ import typing_extensions
 from torch.distributed import Work
 
 from phalanx import _core
-from phalanx._errors import hand_over
+from phalanx._errors import hand_over, printable
 
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
@@ -36,7 +36,7 @@ _shown: dict[int, tuple[str, CodeType]] = {}
 
 def shown_file(code: CodeType) -> str:
     """Return how the file of a code object is shown; empty if it is torch's, ours or the standard library's."""
-    path = code.co_filename.encode(errors="backslashreplace").decode()  # a name need not be UTF-8; the core's texts are
+    path = printable(code.co_filename)  # a name need not be UTF-8, and may hold what would control a terminal
     if path.startswith((*_SKIPPED, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path):
         return ""
     try:

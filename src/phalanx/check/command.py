@@ -102,7 +102,7 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
             record, end = watch.run(began_s + settings["seconds"])
         finally:
             watch.close()
-        printed = watch.printed
+        printed = [line for line in watch.printed.rstrip().splitlines() if folder not in line]  # it is gone then
     verdict = judge(record, end, num_ranks, settings["steps"])
     if settings["json"]:
         print(json.dumps(as_json(record, verdict, end), indent=1))
@@ -115,9 +115,10 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
     return verdict.code
 
 
-def _tell(verdict: Verdict, printed: str, of_what: str) -> None:
-    if verdict.kind in ("failed", "unknown") and printed:
-        print("\n".join(printed.rstrip().splitlines()[-_TAIL_LINES:]), file=sys.stderr)
+def _tell(verdict: Verdict, printed: Sequence[str], of_what: str) -> None:
+    if verdict.kind in ("failed", "unknown"):
+        for line in printed[-_TAIL_LINES:]:
+            print(line, file=sys.stderr)
     print(f"phalanx check: {verdict.words} ({of_what})")
     for line in verdict.evidence:
         print(f"  {line}")

@@ -13,12 +13,14 @@ from phalanx.diagnose.processes import Process
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
 from phalanx.record.box import Box, Event
 
+_BACKWARD = "_engine_run_backward"
 _C10D = "torch/distributed/distributed_c10d.py"
 _DISTRIBUTED = re.compile(r"torch/(?:distributed/|nn/parallel/distributed\.py)")
 _DEBUGGERS = {"pdb.py", "bdb.py", "pudb.py"}
 _LOADERS = re.compile(r"torch/utils/data/dataloader\.py|phalanx/data/")
 _WORKERS = re.compile(r"torch/utils/data/_utils/worker\.py|phalanx/data/.*worker")
 _SLEEPING = "SDI"
+_JOINS = {"join": ("threading.py",), "result": ("_base.py",), "wait": ("_base.py",)}
 
 _READING = ("", "read", "select", "pselect6", "poll", "ppoll")
 """Calls of the kernel in which a prompt waits; empty: unknown."""
@@ -160,18 +162,28 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
 
 def _at_the_training(look: Look) -> Look:
     """Return a look whose first thread is the one that trains, if that is known and not the main one."""
-    if look.box is None or len(look.stacks.threads) < 2:
+    if len(look.stacks.threads) < 2:
         return look
     there = {thread.number: thread for thread in look.stacks.threads if thread.own_frames}
-    trains = [
-        event.thread for event in look.box.events if event.kind in ("collective", "step") and event.thread in there
-    ]
-    if not trains or trains[-1] == look.stacks.threads[0].number:
+    events = look.box.events if look.box else ()
+    trains = [event.thread for event in events if event.kind in ("collective", "step") and event.thread in there]
+    main = look.stacks.threads[0]
+    first = there[trains[-1]] if trains else main
+    if first is main and _joins(main):
+        others = [thread for thread in there.values() if thread is not main]
+        calling = [thread for thread in others if _call_on(thread, look) is not None]
+        first = (calling or others[: len(others) == 1] or [main])[0]
+    if first is main:
         return look
-    first = there[trains[-1]]
     threads = (first, *(thread for thread in look.stacks.threads if thread is not first))
     stacks = dataclasses.replace(look.stacks, threads=threads)
     return dataclasses.replace(look, stacks=stacks, stand=stand_of(look.pid, first.number))
+
+
+def _joins(thread: Thread) -> bool:
+    """Whether a thread waits for another thread's end, or for its result."""
+    library, _ = _split(thread)
+    return any(frame.name in _JOINS and os.path.basename(frame.file) in _JOINS[frame.name] for frame in library)
 
 
 # ---- operations ----------------------------------------------------------------------------------------------------
@@ -194,6 +206,8 @@ def _awaits(look: Look) -> bool:
     library, rest = _split(look.stacks.threads[0])
     if any(frame.owner == "phalanx" or _DISTRIBUTED.search(frame.file) for frame in library):
         return True
+    if any(frame.name == _BACKWARD for frame in library):  # it waits for gradients, if it does not compute them
+        return look.stand.state in _SLEEPING
     return bool(rest) and not library and ".wait(" in _source(rest[0], look.pid)
 
 
@@ -232,7 +246,7 @@ def _call_on(thread: Thread, look: Look) -> Call | None:
         if frame.file.endswith(_C10D) and not frame.name.startswith("_"):
             op = frame.name
     if not op and look.stand.state in _SLEEPING:
-        if any(frame.name == "_engine_run_backward" for frame in library):
+        if any(frame.name == _BACKWARD for frame in library):
             op = "backward"
         elif any(_DISTRIBUTED.search(frame.file) for frame in library):
             op = next(frame.name for frame in reversed(library) if _DISTRIBUTED.search(frame.file)).strip("_")

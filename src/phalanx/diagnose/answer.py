@@ -79,15 +79,13 @@ def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Iterable[R
 
 
 def needs_native(one: RankSeen) -> bool:
-    """Whether the frames of Python do not tell what a rank does: its own code has called into a library's."""
-    return (
-        bool(one.look.stacks.threads) and not one.doing.within and one.doing.how in ("asleep", "gil", "starved", "lock")
-    )
+    """Whether the frames of Python do not tell what a rank does: native code sleeps with the lock of all threads."""
+    return bool(one.look.stacks.threads) and one.doing.how in ("gil", "starved")
 
 
 def halt_ends(one: RankSeen) -> str:
-    """Return the system call of its Python code that would fail if the rank was halted to read native frames."""
-    return call_ended_by_a_halt(one.doing.pid, [thread.number for thread in one.look.stacks.threads])
+    """Return the system call that might fail if the rank was halted to read native frames."""
+    return call_ended_by_a_halt(one.doing.pid)
 
 
 def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> tuple[RankSeen, ...]:

@@ -85,6 +85,10 @@ class Job:
         return {self.launcher_pid, *(rank.pid for rank in self.ranks)}
 
 
+class NoJob(LookupError):
+    """There is no such job."""
+
+
 def find_jobs() -> list[Job]:
     """Return the jobs of this user on this host, the youngest last."""
     processes = processes_of(os.geteuid())
@@ -106,7 +110,8 @@ def find_job(wanted: str) -> Job:
     A process that is no rank of any job is a job of its own.
 
     Raises:
-        LookupError: There is none, or there are several; the message says which there are.
+        NoJob: There is none; the message says which there are.
+        LookupError: There are several.
     """
     jobs = find_jobs()
     if wanted.isdecimal():
@@ -119,17 +124,20 @@ def find_job(wanted: str) -> Job:
                 return job
         process = process_of(pid)
         if process is None:
-            raise LookupError(f"there is no process {pid}")
+            raise NoJob(f"there is no process {pid}")
         return Job(
             _name(command_of(pid)) or process.name, _BY_HAND, process.parent, 0, (_rank(0, pid, {pid: process}),)
         )
-    found = [job for job in jobs if not wanted or wanted in (job.name, os.path.splitext(job.name)[0])]
+    shown = printable(wanted)
+    found = [job for job in jobs if not wanted or shown in (job.name, os.path.splitext(job.name)[0])]
     found = found or [job for job in jobs if job.folder == os.path.abspath(wanted)]
     if len(found) == 1:
         return found[0]
     kind = f"no job {wanted!r}" if wanted and not found else "several jobs" if found else "no job"
     there = "; ".join(f"{job.launcher_pid} ({job.name}, {job.launcher})" for job in (found or jobs))
-    raise LookupError(f"there {'are' if found else 'is'} {kind} of this user on this host{there and ': '}{there}")
+    raise (LookupError if found else NoJob)(
+        f"there {'are' if found else 'is'} {kind} of this user on this host{there and ': '}{there}"
+    )
 
 
 def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:

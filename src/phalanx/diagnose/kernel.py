@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
 
 _CALLS = {
     "x86_64": {
@@ -21,7 +20,13 @@ _CALLS = {
     },
 }  # fmt: skip
 _BY_NUMBER = _CALLS.get(os.uname().machine, {})
-_ENDED_BY_A_HALT = {"epoll_wait", "io_getevents", "semop", "sigtimedwait"}  # see signal(7)
+_GO_ON_AFTER_A_HALT = {
+    "", "futex", "nanosleep", "poll", "select", "wait4", "waitid", "read", "write", "open", "fcntl", "flock", "fsync",
+    "fdatasync",
+}  # fmt: skip
+"""System calls that the kernel begins again by itself, see signal(7); empty: none, or unknown."""
+_LOOPS = {"pt_tcpstore_uv", "gloo_tcp_loop"}
+"""Threads of torch's that wait for events, and go on waiting after a halt."""
 _LOCK_COMMANDS = {7, 38}  # F_SETLKW, F_OFD_SETLKW
 _WITH_DESCRIPTOR = {
     "read", "write", "fcntl", "flock", "fsync", "fdatasync", "connect", "accept", "sendto", "recvfrom", "recvmsg",
@@ -69,10 +74,19 @@ def stand_of(pid: int, thread: int = 0) -> Stand:
     )
 
 
-def call_ended_by_a_halt(pid: int, threads: Iterable[int]) -> str:
-    """Return a system call of these threads that would fail with EINTR after a short halt; empty if none would."""
-    calls = (_call(_read(f"/proc/{pid}/task/{thread}/syscall").split())[0] for thread in threads)
-    return next((call for call in calls if call in _ENDED_BY_A_HALT), "")
+def call_ended_by_a_halt(pid: int) -> str:
+    """Return a system call of a process that might fail with EINTR after a short halt; empty if none would."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return ""
+    for thread in threads:
+        folder = f"/proc/{pid}/task/{thread}"
+        call, descriptor = _call(_read(f"{folder}/syscall").split())
+        is_special = call in ("read", "write") and _path(pid, descriptor).startswith(("socket:", "anon_inode:"))
+        if (is_special or call not in _GO_ON_AFTER_A_HALT) and _read(f"{folder}/comm").strip() not in _LOOPS:
+            return call
+    return ""
 
 
 def _call(words: list[str]) -> tuple[str, int]:
@@ -94,9 +108,31 @@ def _path(pid: int, descriptor: int) -> str:
 
 
 def _still_s(folder: str) -> float | None:
-    """Return how long a thread has not run, by the scheduler's clock, which only another thread can tell."""
-    then, now = _last_ran_ms(f"{folder}/sched"), _last_ran_ms("/proc/thread-self/sched")
-    return max(now - then, 0.0) / 1000 if then and now else None
+    """Return how long a thread has not run, by the scheduler's clock, which only a thread of the same CPU can tell."""
+    then, cpu = _last_ran_ms(f"{folder}/sched"), _last_cpu(folder)
+    now = _clock_ms(cpu) if then else 0.0
+    # It may have run on another CPU meanwhile, whose clock is another.
+    is_same = cpu == _last_cpu(folder) and then == _last_ran_ms(f"{folder}/sched")
+    return max(now - then, 0.0) / 1000 if then and now and is_same else None
+
+
+def _last_cpu(folder: str) -> int:
+    """Return the CPU on which a thread last ran; -1 if it has ended."""
+    words = _read(f"{folder}/stat").rpartition(")")[2].split()
+    return int(words[36]) if len(words) > 36 else -1
+
+
+def _clock_ms(cpu: int) -> float:
+    """Return the scheduler's clock of a CPU; 0 if this thread may not run there."""
+    try:
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {cpu})
+    except (OSError, ValueError):
+        return 0.0
+    try:
+        return _last_ran_ms("/proc/thread-self/sched")
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def _last_ran_ms(path: str) -> float:

@@ -24,9 +24,13 @@ from phalanx.record.ends import End, load_ends
 _TAIL_BYTES = 256 << 10
 
 
-def newest_run(under: Path = Path("runs")) -> Path | None:
-    """Return the folder of the youngest run; None if there is none."""
-    runs = [path.parent for path in under.glob("*/*/logs")]
+def newest_run(of_script: Path | None = None) -> Path | None:
+    """Return the folder of the youngest run; None if there is none.
+
+    Args:
+        of_script: Folder of the runs of one script; None: of any.
+    """
+    runs = [path.parent for path in (Path("runs").glob("*/*/logs") if of_script is None else of_script.glob("*/logs"))]
     return max(runs, key=lambda path: path.name, default=None)
 
 

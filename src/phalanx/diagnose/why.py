@@ -16,10 +16,11 @@ from phalanx._errors import printable
 from phalanx._text import listed, plural
 from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
-from phalanx.diagnose.jobs import Job, find_job, find_jobs
+from phalanx.diagnose.jobs import Job, NoJob, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import examine_run, is_run, newest_run
 from phalanx.diagnose.wording import caution, clause, ranks, sentence, thread_lines
+from phalanx.launch.run_folder import name_of
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8
@@ -39,7 +40,8 @@ def main(args: Sequence[str]) -> int:
         nargs="?",
         default="",
         metavar="JOB | PID | RUN",
-        help="script of a running job, one of its processes, or a run's folder (default: the one job, or the last run)",
+        help="script of a job that runs or has run, one of its processes, or a run's folder (default: the one job, or "
+        "the last run)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # another host asks: ask it not again
@@ -88,9 +90,10 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
         return _examine(running[0], is_asked_by_other) if running else examine_run(folder)
     try:
         return _examine(find_job(wanted), is_asked_by_other)
-    except LookupError:
-        last = newest_run()
-        if wanted or last is None or find_jobs():
+    except NoJob:
+        of_script = None if not wanted else folder if folder.is_dir() else Path("runs", name_of([wanted]))
+        last = newest_run(of_script)
+        if last is None or (not wanted and find_jobs()):
             raise
         return examine_run(last)
 
@@ -143,9 +146,10 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     there = f" ({'also ' * bool(pids)}on {plural(len(hosts), 'host')} {listed(hosts, 6)})" * bool(hosts)
     yield f"{named}{there}: {clause(dataclasses.replace(first.doing, host=''))}"
     yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES)
-    is_puzzling = first.doing.rank in culprits and not first.doing.host and not first.native and needs_native(first)
-    if is_puzzling and (call := halt_ends(first)):
-        yield f"  native frames: phalanx stacks --native {first.doing.pid}, which would end its {call} early"
+    is_puzzling = needs_native(first) or (first.doing.how == "asleep" and not first.doing.within)
+    if is_puzzling and first.doing.rank in culprits and not first.doing.host and not first.native:
+        early = f", which would end its {call} early" if (call := halt_ends(first)) else ""
+        yield f"  native frames: phalanx stacks --native {first.doing.pid}{early}"
     for helper in first.helpers:
         if any(thread.own_frames for thread in helper.stacks.threads) or not helper.stacks.threads:
             yield f"  process {helper.pid}: {clause(activity_of(first.doing.rank, helper))}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from phalanx._text import columns, counted
+from phalanx._text import columns, counted, shortened
 from phalanx.diagnose.activity import Activity, Call
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.stacks import Thread
@@ -100,6 +100,8 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
         return "no rank of this job runs on this host"
     if len(activities) == 1:
         return f"pid {activities[0].pid} {clause(activities[0])}"
+    if all(doing.how == "unrecorded" for doing in activities):
+        return "no rank left a record of what it did, and the launcher none of their ends: it may have been killed, too"
     same = len({(doing.how, doing.frame) for doing in activities}) == 1
     each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing)}" for doing in activities]
     return "; ".join(["no rank waits for another", *each[: 1 if same else 3]])
@@ -135,7 +137,7 @@ def thread_lines(threads: Sequence[Thread], pid: int, most_frames: int) -> Itera
                 continue
             yield f"  thread {thread.name or thread.number}"
         shown = thread.frames[:most_frames]
-        yield from (f"    {line}" for line in columns([(frame.function, frame.site) for frame in shown]))
+        yield from (f"    {line}" for line in columns([(shortened(frame.function), frame.site) for frame in shown]))
         if len(thread.frames) > most_frames:
             yield f"    ... {counted(len(thread.frames) - most_frames, 'frame')} more"
 

@@ -61,4 +61,5 @@ def name_of(command: Sequence[str]) -> str:
         if "-m" in words[1:2]:
             return words[2].rsplit(".", 1)[-1]
         words = words[1:]
-    return os.path.splitext(os.path.basename(os.path.normpath(words[0])))[0] or "run"
+    name = os.path.splitext(os.path.basename(os.path.normpath(words[0])))[0]
+    return "".join(char if char.isprintable() else "_" for char in name) or "run"

@@ -140,14 +140,32 @@ def _odd_ranks(found: Sequence[object]) -> tuple[int, ...]:
 
 
 def _description(tensor: Tensor) -> tuple[str, str, bytes]:
-    bits = bytes_of(tensor if tensor.layout is torch.strided else tensor.to_dense()).cpu()
+    bits = bytes_of(_elements(tensor)).cpu()
     digest = digests(bits.split(_COARSE_BYTES), torch.get_num_threads())
-    return str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."), digest
+    return str(list(tensor.shape)), _kind(tensor), digest
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Return all elements of a tensor of any layout; of a quantized one, the integers."""
+    tensor = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    return tensor.int_repr() if tensor.is_quantized else tensor
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype, with what its integers stand for if it is quantized."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if not tensor.is_quantized:
+        return name
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return f"{name} (scale {tensor.q_scale()!r}, zero point {tensor.q_zero_point()})"
+    of_channels = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
+    digest = digests([bytes_of(values).cpu() for values in of_channels])
+    return f"{name} (scales {digest[:4].hex()}, zero points {digest[16:20].hex()})"
 
 
 def _first_element(tensor: Tensor, ranks: RankGroup) -> tuple[str, list[str]]:
     """Return where the first element lies that differs, and its value on each rank."""
-    tensor = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    tensor = _elements(tensor)
     every = ranks.gather(digests(bytes_of(tensor).cpu().split(_FINE_BYTES)))
     at = next(
         at for at in range(0, len(every[0]), 16) if len({digest[at : at + 16] for digest in every}) > 1
@@ -158,6 +176,10 @@ def _first_element(tensor: Tensor, ranks: RankGroup) -> tuple[str, list[str]]:
     parts = ranks.gather_tensor(bytes_of(part).to(ranks.device))
     differs = torch.stack([one != parts[0] for one in parts]).any(0).view(-1, size).any(1)
     offset = int(differs.nonzero()[0])
-    values = [repr(one.view(tensor.dtype)[offset].item()) for one in (p.cpu() for p in parts)]
+    numbers = [one.view(tensor.dtype)[offset].item() for one in (p.cpu() for p in parts)]
+    values = [repr(number) for number in numbers]
+    if len({*values}) == 1:  # such as NaNs of different bits
+        bits = [bytes(one[offset * size : (offset + 1) * size].tolist())[::-1].hex() for one in parts]
+        values = [f"{value} (bits 0x{word})" for value, word in zip(values, bits, strict=True)]
     index = torch.unravel_index(torch.tensor(first + offset), tensor.shape)
     return f" at [{', '.join(str(int(i)) for i in index)}]" if tensor.dim() else "", values

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from phalanx._errors import printable
 from phalanx._files import open_regular
 
 MEMORY_NAME = "phalanx-record"
@@ -130,7 +131,7 @@ class Header(NamedTuple):
 
     def box(self, events: Sequence[Event]) -> Box:
         """Return a box with these events."""
-        host = self.host.partition(b"\0")[0].decode(errors="replace")
+        host = printable(self.host.partition(b"\0")[0].decode(errors="replace"))
         offset_ns = self.realtime_less_monotonic_ns
         return Box(
             self.rank, self.world_size, self.pid, self.start_time, host, offset_ns, self.num_events, tuple(events)
@@ -184,7 +185,7 @@ def _texts(data: bytes) -> Iterator[str]:
         (size,) = struct.unpack_from("<I", data, at)
         if at + 4 + size > len(data):
             raise ValueError("it is torn")
-        yield data[at + 4 : at + 4 + size].decode(errors="replace")
+        yield printable(data[at + 4 : at + 4 + size].decode(errors="replace"))
         at += 4 + size
 
 
