@@ -55,6 +55,14 @@ class RankGroup:
         dist.all_gather(tensors, tensor, group=self._group)
         return tensors
 
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Return the tensor of the global rank `source`, on the CPU; all ranks' have the same shape and dtype."""
+        if self.world_size > 1:
+            sent = tensor.to(self.device)
+            dist.broadcast(sent, source, group=self._group)
+            tensor = sent.cpu()
+        return tensor
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of all ranks, in rank order; every rank passes equally many."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self.device)

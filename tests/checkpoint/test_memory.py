@@ -306,10 +306,3 @@ def test_after_a_kill_for_want_of_memory_snapshots_are_loaded_once_more_and_free
 def test_without_a_supervisor_that_is_the_answer(tmp_path):
     for answers in run_ranks(take, 2, str(tmp_path), [1]):
         assert answers == ["no supervisor holds memory for them: start with phalanx run --max-restarts"]
-
-
-def test_ranks_on_several_hosts_are_told_that_it_is_of_no_use(tmp_path, held):
-    script = "import phalanx.checkpoint as c; print(c.snapshot('c', {'x': 1}, 1))"
-    env = {**os.environ, **held, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.stdout == "the ranks are on several hosts, and each keeps only its own memory\n", done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import time
 
 import pytest
 
@@ -31,6 +32,14 @@ class Nodes:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.started.append(subprocess.Popen(command, cwd=self._folder, **pipes))
         return self.started[-1]
+
+    def wait_for_rendezvous(self):
+        """Return once a node serves it."""
+        host, port = self._endpoint.split(":")
+        with socket.socket() as probe:
+            while probe.connect_ex((host, int(port))) != 0:
+                assert self.started[0].poll() is None
+                time.sleep(0.05)
 
     def finish(self):
         """Return (exit code, stdout, stderr) of each node."""
@@ -143,3 +152,39 @@ def test_a_node_that_comes_later_is_taken_in(nodes):
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert lines(*(out for _, out, _ in ends)) == [f"[rank {rank}] nodes 2 ranks 4" for rank in range(4)]
     assert "nodes of the job: 2, before 1: the ranks start again" in ends[0][2]
+
+
+GO_ON = """
+import torch, phalanx, phalanx.checkpoint as ckpt
+phalanx.init("gloo")
+state = {"step": 0, "weight": torch.zeros(70_000)}
+found = ckpt.load("c", state, missing="ignore")
+print("from", *((found.step, found.source, state["weight"][0].item()) if found else (0, "none")), flush=True)
+for step in range(state["step"] + 1, 1_000_000):
+    torch.distributed.barrier()
+    said = ckpt.snapshot("c", {"step": step, "weight": torch.full((70_000,), float(step))}, step)
+    assert not said, said
+    if found is not None:
+        break
+    if step == 3:
+        print("ready", flush=True)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow  # 20 s: torch's agents wait for nodes that may still come
+def test_a_node_that_is_killed_is_gone_on_without_from_the_memory_of_another(nodes):
+    group = nodes(GO_ON)
+    at_once = ("--rdzv-conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3")
+    first = group.start("--max-restarts", "1", *at_once, backend="c10d", nnodes="1:2")
+    group.wait_for_rendezvous()  # which ends with the node that serves it
+    second = group.start("--max-restarts", "1", *at_once, backend="c10d", nnodes="1:2")
+    while "ready" not in first.stdout.readline():
+        assert first.poll() is None, first.stderr.read()
+    second.kill()
+    out, err = first.communicate(timeout=LIMIT_S)
+    assert first.returncode == 0, err
+    begun = [line.split() for line in out.splitlines() if "from" in line]
+    assert [words[4] for words in begun] == ["memory", "memory"], out
+    assert len({words[3] for words in begun}) == 1
+    assert all(int(words[3]) >= 3 and float(words[5]) == int(words[3]) for words in begun)

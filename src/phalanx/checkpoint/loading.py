@@ -16,7 +16,7 @@ from phalanx.checkpoint.agreement import gather, raise_problems, require_all
 from phalanx.checkpoint.blocks import Reader
 from phalanx.checkpoint.folder import Checkpoint, Damaged
 from phalanx.checkpoint.image import Image
-from phalanx.checkpoint.memory import memory
+from phalanx.checkpoint.memory import Held, memory, newest_of
 from phalanx.checkpoint.restoring import reason_of, restore
 from phalanx.checkpoint.tree import unpack
 
@@ -82,13 +82,15 @@ def load(
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
     ranks = RankGroup()
-    path, candidates = _agreed_candidates(os.path.abspath(folder), step, ranks)
+    require_all("load")  # before anybody looks: another may still be writing its snapshot
+    held = ranks.gather(memory().held())
+    path, candidates = _agreed_candidates(os.path.abspath(folder), step, ranks, held)
     if not candidates:
         _say_missing(path, ranks.rank, missing)
         return None
     damage: list[str] = []
     for source, number in candidates:
-        images, problems = _check(path, source, number, ranks)
+        images, problems = _check(path, source, number, ranks, held)
         damage += problems
         if problems:
             continue
@@ -108,14 +110,16 @@ def _joined(damage: Sequence[str]) -> str:
     return printable("; ".join(damage), keep="\n")
 
 
-def _agreed_candidates(folder: str, step: int | str, ranks: RankGroup) -> tuple[str, list[tuple[str, int]]]:
+def _agreed_candidates(
+    folder: str, step: int | str, ranks: RankGroup, held: Sequence[Sequence[Held]]
+) -> tuple[str, list[tuple[str, int]]]:
     """Return the folder of the checkpoints, and those to try, best first, as rank 0 has found them.
 
     Raises:
         CheckpointError: On every rank: the ranks load different checkpoints, or there is none of that step.
     """
-    require_all("load")  # before rank 0 looks: another may still be writing its snapshot
-    answers = gather("load", (folder, step, *(_candidates(folder, step) if ranks.rank == 0 else ("", "", []))))
+    found = _candidates(folder, step, held) if ranks.rank == 0 else ("", "", [])
+    answers = ranks.gather((folder, step, *found))
     if any(answer[:2] != answers[0][:2] for answer in answers):
         raise_problems("load", [f"loads step {answer[1]} from {answer[0]}" for answer in answers])
     problem, path, candidates = answers[0][2:]
@@ -136,10 +140,10 @@ def _say_missing(path: str, rank: int, missing: str) -> None:
             print(f"phalanx: checkpoint.load: {said}: starting from the beginning", file=sys.stderr, flush=True)
 
 
-def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, int]]]:
+def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> tuple[str, str, list[tuple[str, int]]]:
     """Return what is wrong, the folder of the checkpoints, and the candidates to load, best first."""
     try:
-        path = given if memory().newest(given) is not None else folders.find(given)
+        path = given if newest_of(held, given) is not None else folders.find(given)
         published = folders.steps(path)
     except OSError as error:
         return f"can't read {given}: {error.strerror}", given, []
@@ -148,27 +152,32 @@ def _candidates(given: str, step: int | str) -> tuple[str, str, list[tuple[str, 
             return f"{path} has no checkpoint of step {step}; it has steps {published or 'none'}", path, []
         return "", path, [("disk", int(step))]
     on_disk = [("disk", number) for number in reversed(published)]
-    in_memory = memory().newest(path)
+    in_memory = newest_of(held, path)
     if in_memory is not None:
-        older = [entry for entry in on_disk if entry[1] <= in_memory]
-        on_disk = [*(entry for entry in on_disk if entry[1] > in_memory), ("memory", in_memory), *older]
+        older = [entry for entry in on_disk if entry[1] <= in_memory.step]
+        on_disk = [*(entry for entry in on_disk if entry[1] > in_memory.step), ("memory", in_memory.step), *older]
     return "", path, on_disk
 
 
-def _check(path: str, source: str, step: int, ranks: RankGroup) -> tuple[list[Image], list[str]]:
+def _check(
+    path: str, source: str, step: int, ranks: RankGroup, held: Sequence[Sequence[Held]]
+) -> tuple[list[Image], list[str]]:
     """Return the checkpoint's images, and the problems that any rank found with them: one for each damaged file."""
     problem, is_seen = "", False
     images: list[Image] = []
     try:
         if source == "memory":
-            images = memory().read(path, step)
-            check(images, step, [_own(len(images), ranks)])
+            newest = newest_of(held, path)
+            assert newest is not None  # it has become a candidate
+            images = memory().read(newest, [rank for rank, of_rank in enumerate(held) if newest in of_rank])
+            check(images, step, [_own(images, ranks)])
         else:
             found = folders.read_manifest(path, step)
             mine = sorted(found.files)[ranks.rank :: ranks.world_size]
             problem = "; ".join(filter(None, (folders.check_file(found, name) for name in mine)))
             is_seen = bool(problem)
-            images = images_of(found, [_own(found.world_size, ranks)]) if not problem else []
+            owner = ranks.rank if found.world_size == ranks.world_size else 0
+            images = images_of(found, [owner]) if not problem else []
     except Damaged as error:
         problem = str(error)
     except Exception as error:  # whatever a parser makes of what others wrote
@@ -180,9 +189,11 @@ def _check(path: str, source: str, step: int, ranks: RankGroup) -> tuple[list[Im
     return images, list(dict.fromkeys(seen or [one for _, one in said if one]))
 
 
-def _own(num_saved: int, ranks: RankGroup) -> int:
-    """Return the rank whose values this rank gets: itself, or 0 if another number of ranks saved."""
-    return ranks.rank if num_saved == ranks.world_size else 0
+def _own(images: Sequence[Image], ranks: RankGroup) -> int:
+    """Return the image whose values this rank gets: its own, or the first if another number of ranks saved."""
+    owners = [image.metadata.get("owner", [rank, len(images)]) for rank, image in enumerate(images)]
+    own = [ranks.rank, ranks.world_size]
+    return owners.index(own) if own in owners else 0
 
 
 def images_of(checkpoint: Checkpoint, owners: Iterable[int] | None = None) -> list[Image]:
@@ -218,7 +229,7 @@ def _restore(
     images: Sequence[Image], state: MutableMapping[str, Any], ranks: RankGroup, strict: bool, about: str
 ) -> None:
     problem, cause = "", None
-    own = _own(len(images), ranks)
+    own = _own(images, ranks)
     try:
         if not images[own].metadata["is_alike"] and len(images) != ranks.world_size:
             raise ValueError(

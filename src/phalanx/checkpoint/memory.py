@@ -4,6 +4,9 @@ One memfd for all ranks of the host, sparse: each rank has two regions and write
 whole at any moment. Ranks that train together are never more than a step apart, so there is always a step of which
 all have a whole one.
 
+Where the ranks are on several hosts, those of each host keep all of the state between them, so that any host can be
+lost. Hosts that lack the newest step, such as those that have just joined, get it from one that has it.
+
 A region begins with a page that says what is in it (`phalanx._snapshots`); behind that lies an image as in a file on
 disk.
 """
@@ -14,8 +17,10 @@ import functools
 import hashlib
 import mmap
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
 
 from phalanx import _env
 from phalanx._cgroups import cgroup_memory, host_memory
@@ -40,9 +45,24 @@ from phalanx.record import writer
 
 _PAGE_BYTES = mmap.PAGESIZE
 _SLACK_BYTES = 64 * 1024  # headers grow a little
+_PIECE_BYTES = 16 << 20  # of an image, on its way to another host
 _IS_WHOLE = slice(8, 16)  # bytes of a head: written at once, so it never says so of what is not
 _MAX_SHARE = 0.25  # of the host's memory and of each cgroup's limit, for all ranks' snapshots
 _MAX_SHARE_OF_REST = 0.5  # of what is not used of them: training goes on to need some
+
+
+class Held(NamedTuple):
+    """A snapshot that the ranks of a host hold between them; the newest one is the largest.
+
+    Attributes:
+        attempt: Number of the ranks that took it: all later ones have a larger number, on all hosts.
+        step: Step of the training.
+        folder: Which folder of checkpoints it belongs to.
+    """
+
+    attempt: int
+    step: int
+    folder: bytes
 
 
 class SnapshotMemory:
@@ -59,15 +79,17 @@ class SnapshotMemory:
         self._is_forbidden = False
         self.size_bytes: int = 0
         environ = _env.environment()
-        self._attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        self._restart_count = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        self._attempt = 0  # known at the first snapshot
+        self._spans_hosts = environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE")
+        self._host = environ.get("GROUP_RANK", "0")
+        self._place = int(environ.get("LOCAL_RANK") or 0), int(environ.get("LOCAL_WORLD_SIZE") or 1)
         self.problem: str = self._open(environ)
 
     def _open(self, environ: Mapping[str, str]) -> str:
         path = environ.get(_env.SNAPSHOT_VARIABLE)
         if not path:
             return "no supervisor holds memory for them: start with phalanx run --max-restarts"
-        if environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE"):
-            return "the ranks are on several hosts, and each keeps only its own memory"
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -89,27 +111,36 @@ class SnapshotMemory:
             self.let_go()
             return
         ranks = RankGroup()
-        rank, world_size = ranks.rank, ranks.world_size
+        rank, world_size = self._own_place(ranks)
         problem, cause, tree = "", None, None
         leaves: list[Leaf] = []
         described: blocks.Description = {}
         try:
             tree, leaves = pack(state)
-            described = blocks.describe(leaves, world_size)
+            described = blocks.describe(leaves, ranks.world_size)
         except Exception as error:  # whatever a state_dict() raises, the others must know
             problem, cause = f"{type(error).__name__}: {error}", error
         low, high = blocks.fingerprint(described)
-        *found, has_failed = ranks.largest_of_each([low, high, -low, -high, cause is not None])
+        has_shards = any(blocks.is_sharded(leaf.tensor) for leaf in leaves)
+        *found, has_failed, any_has_shards, self._attempt = ranks.largest_of_each(
+            [low, high, -low, -high, cause is not None, has_shards, self._attempt or 1 + self._last_attempt()]
+        )
         if has_failed:
             raise_problems("snapshot", gather("snapshot", problem), cause, f"of step {step} of {folder}")
         is_alike = found == [low, high, -low, -high]
         alike = described.keys() if is_alike else blocks.names_alike(gather("snapshot", described))
+        if self._spans_hosts and (any_has_shards or not is_alike):
+            self.problem = "the ranks are on several hosts, and a host's part of the state would be lost with it"
+            return
         parts = blocks.parts_of_rank(leaves, rank, world_size, alike)
-        metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
+        owner = [ranks.rank, ranks.world_size]
+        metadata = {
+            "step": step, "rank": rank, "world_size": world_size, "owner": owner, "is_alike": is_alike, "tree": tree,
+        }  # fmt: skip
         layout = lay_out(parts, metadata)
         is_short = not self._regions or len(self._regions[0]) < _PAGE_BYTES + layout.size_bytes
         if ranks.largest(is_short):  # at the first snapshot, and at the first with an optimizer's state
-            self.problem = self._make_room(rank, layout.size_bytes)
+            self.problem = self._make_room(ranks.rank, layout.size_bytes)
             if self.problem:
                 return
         region = self._regions[self._slot]
@@ -122,7 +153,8 @@ class SnapshotMemory:
 
     def _make_room(self, rank: int, size_bytes: int) -> str:
         """Get memory for two snapshots of every rank; return why not, the same on every rank, or nothing."""
-        sizes = gather("snapshot", _region_bytes(size_bytes + _SLACK_BYTES))
+        told = gather("snapshot", (self._host, _region_bytes(size_bytes + _SLACK_BYTES)))
+        sizes = [size for host, size in told if host == self._host]
         total_bytes = 2 * sum(sizes)
         problem = _shortage(total_bytes, os.fstat(self._fd).st_blocks * 512)
         if max(sizes) > REGION_BYTES:
@@ -131,12 +163,13 @@ class SnapshotMemory:
         if problem:
             return problem
         try:
-            self._allocate(rank, sizes[rank])
+            self._allocate(told[rank][1])
         except OSError as error:
             problem = f"{total_bytes >> 20} MiB can't be had on rank {rank}: {error.strerror}"
         return next(filter(None, gather("snapshot", problem)), "")
 
-    def _allocate(self, rank: int, length: int) -> None:
+    def _allocate(self, length: int) -> None:
+        rank, _ = self._own_place(RankGroup())
         for slot in (0, 1):
             offset = region_offset(rank, slot)
             os.posix_fallocate(self._fd, offset, length)
@@ -148,31 +181,42 @@ class SnapshotMemory:
 
         Not before the first step: until then a script may load from it, in several calls.
         """
-        if self._is_forbidden and RankGroup().rank == 0:
+        if self._is_forbidden and self._own_place(RankGroup())[0] == 0:
             release(self._fd)
         self._is_forbidden = False
 
     @property
     def restart_is_planned(self) -> bool:
         """Whether the supervisor ends this rank only to start it again, with more ranks, from the last snapshot."""
-        return self._fd >= 0 and is_restart_announced(self._fd, self._attempt)
+        return self._fd >= 0 and is_restart_announced(self._fd, self._restart_count)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def newest(self, folder: str) -> int | None:
-        """Return the newest step of which every rank that trained has left a whole snapshot."""
-        head = self._newest(folder)
-        return None if head is None else head.step
+    def held(self) -> list[Held]:
+        """Return the snapshots that are whole on this host."""
+        heads = common_heads(self._fd) if self._fd >= 0 else []
+        return [Held(head.attempt, head.step, head.folder) for head in heads]
 
-    def read(self, folder: str, step: int) -> list[Image]:
-        """Return the snapshots of a step that `newest` has found, in rank order; the next goes elsewhere."""
-        rank = RankGroup().rank
-        head = self._newest(folder)
-        if head is None or head.step != step:
-            raise ValueError("not every rank finds it")
+    def read(self, held: Held, holders: Sequence[int]) -> list[Image]:
+        """Return the images of a snapshot, in the order of the ranks that took them; the next goes elsewhere.
+
+        Every rank calls it if any of them has to get it from another host.
+
+        Args:
+            held: Snapshot to read.
+            holders: Ranks on whose hosts it is whole.
+
+        Raises:
+            OSError, ValueError: It is not there, or there is no room for it.
+        """
+        ranks = RankGroup()
+        if len(holders) < ranks.world_size:
+            self._fetch(held, holders, ranks)
+        rank, _ = self._own_place(ranks)
+        found = [self._find(held, 0)]
+        found += [self._find(held, other) for other in range(1, found[0][1].world_size)]
         images = []
-        for other in range(head.world_size):
-            slot, head = next(e for e in heads_of_rank(self._fd, other) if e[1].is_of_one_snapshot_with(head))
+        for other, (slot, head) in enumerate(found):
             if other == rank:
                 self._slot = 1 - slot
             length = _region_bytes(head.size_bytes)
@@ -180,10 +224,71 @@ class SnapshotMemory:
             images.append(Image(memoryview(region)[_PAGE_BYTES : _PAGE_BYTES + head.size_bytes]))
         return images
 
-    def _newest(self, folder: str) -> Head | None:
-        heads = common_heads(self._fd) if self._fd >= 0 else []
-        ours = (head for head in heads if head.folder == _digest(folder))
-        return max(ours, key=lambda head: (head.attempt, head.step), default=None)
+    def _find(self, held: Held, rank: int) -> tuple[int, Head]:
+        """Return slot and head of a rank's part of a snapshot."""
+        for slot, head in heads_of_rank(self._fd, rank):
+            if (head.attempt, head.step, head.folder) == held:
+                return slot, head
+        raise ValueError("not every rank finds it")
+
+    def _fetch(self, held: Held, holders: Sequence[int], ranks: RankGroup) -> None:
+        """Get the images of a snapshot from the first rank that has them, one rank for its host."""
+        giver = min(holders)
+        heads: list[Head] = []
+        if ranks.rank == giver:
+            _, first = self._find(held, 0)
+            heads = [first, *(self._find(held, other)[1] for other in range(1, first.world_size))]
+        heads = [Head(*head) for head in ranks.gather(heads)[giver]]
+        takes = ranks.rank not in holders and self._own_place(ranks)[0] == 0
+        problem = self.problem
+        if takes and not problem:
+            problem = self._make_room_for(heads)
+        if problem := next(filter(None, ranks.gather(problem)), ""):
+            raise ValueError(problem)
+        failed: OSError | None = None
+        for number, head in enumerate(heads):
+            begin = region_offset(number, 0) + _PAGE_BYTES
+            own_begin = region_offset(number, self._find(held, number)[0]) + _PAGE_BYTES if ranks.rank == giver else 0
+            for at in range(0, head.size_bytes, _PIECE_BYTES):
+                piece = torch.empty(min(_PIECE_BYTES, head.size_bytes - at), dtype=torch.uint8)
+                if ranks.rank == giver:
+                    os.preadv(self._fd, [piece.numpy().data], own_begin + at)
+                piece = ranks.broadcast(piece, giver)
+                try:
+                    if takes and failed is None:
+                        os.pwrite(self._fd, piece.numpy().data, begin + at)
+                except OSError as error:  # the others go on
+                    failed = error
+        if takes and failed is None:
+            for number, head in enumerate(heads):
+                os.pwrite(self._fd, head.pack(), region_offset(number, 0))
+        ranks.gather(None)  # nobody reads before it is there
+        if failed is not None:
+            raise failed
+
+    def _make_room_for(self, heads: Sequence[Head]) -> str:
+        """Get memory for the images of another host; return why not, or nothing."""
+        sizes = [_region_bytes(head.size_bytes) for head in heads]
+        problem = _shortage(2 * sum(sizes), os.fstat(self._fd).st_blocks * 512)
+        try:
+            for number, size in enumerate(sizes if not problem else ()):
+                os.posix_fallocate(self._fd, region_offset(number, 0), size)
+        except OSError as error:
+            problem = f"{sum(sizes) >> 20} MiB can't be had: {error.strerror}"
+        return problem
+
+    def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
+        """Return this rank's number among those that keep the state between them, and how many these are."""
+        return self._place if self._spans_hosts else (ranks.rank, ranks.world_size)
+
+    def _last_attempt(self) -> int:
+        return max((held.attempt for held in self.held()), default=0)
+
+
+def newest_of(by_rank: Sequence[Sequence[Held]], folder: str) -> Held | None:
+    """Return the newest snapshot of a folder that is whole on any rank's host."""
+    ours = (held for of_rank in by_rank for held in of_rank if held.folder == _digest(folder))
+    return max(ours, default=None)
 
 
 def _region_bytes(size_bytes: int) -> int:

@@ -1,0 +1,148 @@
+"""Snapshots in memory where the ranks are on several hosts: any of these can be lost, and those that join get them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx.checkpoint as ckpt
+from phalanx._cgroups import Memory
+from phalanx.checkpoint import memory
+from phalanx.testing import run_ranks
+
+
+@pytest.fixture
+def new_host():
+    """``new_host()`` returns the path of an empty memory, as the supervisor of a host has one."""
+    fds = []
+
+    def make():
+        fds.append(os.memfd_create("phalanx-snapshots"))
+        return f"/proc/{os.getpid()}/fd/{fds[-1]}"
+
+    yield make
+    for fd in fds:
+        os.close(fd)
+
+
+def take_place(rank, sizes, hosts):
+    """Make this rank one of those of a host, as its launcher would."""
+    number = next(number for number in range(len(sizes)) if rank < sum(sizes[: number + 1]))
+    os.environ |= {
+        "PHALANX_SNAPSHOTS": hosts[number],
+        "GROUP_RANK": str(number),
+        "LOCAL_RANK": str(rank - sum(sizes[:number])),
+        "LOCAL_WORLD_SIZE": str(sizes[number]),
+        "WORLD_SIZE": str(sum(sizes)),
+    }
+
+
+class Own:
+    """A number of each rank's own."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+def state_at(step, rank):
+    generator = torch.Generator().manual_seed(step)
+    large = torch.rand(300, 500, generator=generator)
+    return {"large": large, "small": torch.full((3,), float(step)), "step": step, "own": Own((step, rank))}
+
+
+def go_on(rank, world_size, folder, sizes, hosts, num_steps, step_at_last=None):
+    """Load what there is, compare it, and take as many snapshots more; return what was loaded."""
+    take_place(rank, sizes, hosts)
+    state = state_at(0, rank)
+    found = ckpt.load(folder, state, missing="ignore")
+    if found is not None:
+        want = state_at(found.step, 0)
+        assert torch.equal(state["large"], want["large"])
+        assert torch.equal(state["small"], want["small"])
+    begin = found.step if found else 0
+    for step in range(begin + 1, begin + 1 + num_steps):
+        assert ckpt.snapshot(folder, state_at(step, rank), step) == ""
+    return (found.step, found.source, tuple(state["own"].number)) if found else None
+
+
+def run(tmp_path, sizes, hosts, num_steps):
+    world_size = sum(sizes)
+    return run_ranks(go_on, world_size, str(tmp_path), sizes, hosts, num_steps, hosts=sizes)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [1, 2], [2, 1, 1]])
+def test_every_rank_finds_its_own_again_where_all_hosts_are_there(tmp_path, new_host, sizes):
+    hosts = [new_host() for _ in sizes]
+    assert run(tmp_path, sizes, hosts, 3) == [None] * sum(sizes)
+    assert run(tmp_path, sizes, hosts, 2) == [(3, "memory", (3, rank)) for rank in range(sum(sizes))]
+    assert run(tmp_path, sizes, hosts, 0) == [(5, "memory", (5, rank)) for rank in range(sum(sizes))]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_any_host_can_be_lost(tmp_path, new_host, lost):
+    hosts = [new_host(), new_host()]
+    run(tmp_path, [2, 1], hosts, 3)
+    left, size = (hosts[1], 1) if lost == 0 else (hosts[0], 2)
+    first = 2 if lost == 0 else 0
+    assert run(tmp_path, [size], [left], 2) == [(3, "memory", (3, first))] * size
+    assert run(tmp_path, [size], [left], 0) == [(5, "memory", (5, rank)) for rank in range(size)]
+
+
+def test_a_host_that_joins_gets_what_it_lacks_and_can_then_be_the_only_one(tmp_path, new_host):
+    old, new = new_host(), new_host()
+    run(tmp_path, [2, 2], [old, new_host()], 3)
+    for hosts in ([new, old], [old, new]):
+        found = run(tmp_path, [2, 2], hosts, 0)
+        assert [one[:2] for one in found] == [(3, "memory")] * 4
+    assert [one[:2] for one in run(tmp_path, [2], [new], 0)] == [(3, "memory")] * 2
+
+
+def test_what_a_host_kept_while_others_went_on_without_it_is_old_whatever_its_step(tmp_path, new_host):
+    cut_off, other = new_host(), new_host()
+    run(tmp_path, [1, 1], [cut_off, other], 3)
+    run(tmp_path, [1], [cut_off], 4)  # to step 7; it had to stop
+    hosts = [new_host(), other]
+    run(tmp_path, [1, 1], hosts, 1)  # from step 3 to step 4, as an attempt as late as that
+    run(tmp_path, [1, 1], hosts, 1)  # to step 5, as a later one
+    found = run(tmp_path, [1, 1, 1], [cut_off, *hosts], 0)
+    assert [one[:2] for one in found] == [(5, "memory")] * 3
+
+
+def without_room(rank, world_size, folder, sizes, hosts):
+    take_place(rank, sizes, hosts)
+    if rank == 0:
+        memory.host_memory = lambda: Memory(1 << 20, 1 << 20)
+    with warnings.catch_warnings(record=True) as caught:
+        found = ckpt.load(folder, state_at(0, rank))
+    return found.step, found.source, " ".join(str(one.message) for one in caught)
+
+
+def test_a_host_that_has_no_room_for_a_snapshot_lets_all_load_from_disk(tmp_path, new_host):
+    old = new_host()
+    ckpt.save(tmp_path, state_at(2, 0), 2, wait=True)
+    run(tmp_path, [1, 1], [old, new_host()], 1)  # step 3
+    found = run_ranks(without_room, 2, str(tmp_path), [1, 1], [new_host(), old], hosts=[1, 1])
+    assert [one[:2] for one in found] == [(2, "disk")] * 2
+    assert "two of all ranks would take 1 MiB, more than 25% of this host's 1 MiB" in found[0][2]
+
+
+def sharded(rank, world_size, folder, hosts):
+    take_place(rank, [1, 1], hosts)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    tensor = dist.tensor.distribute_tensor(torch.rand(4, 3), mesh, [dist.tensor.Shard(0)])
+    return ckpt.snapshot(folder, {"weight": tensor}, 1)
+
+
+def test_a_state_of_which_each_host_has_a_part_is_not_kept(tmp_path, new_host):
+    said = run_ranks(sharded, 2, str(tmp_path), [new_host(), new_host()], hosts=[1, 1])
+    assert said == ["the ranks are on several hosts, and a host's part of the state would be lost with it"] * 2
