@@ -92,6 +92,26 @@ def test_a_rank_that_left_without_a_word_is_named_with_its_exit_code(tmp_path):
     assert why(tmp_path, folder)[1].startswith("rank 1 ended with exit code 7 after all_reduce #3 of group 'default'")
 
 
+def test_a_rank_whose_native_code_crashed_is_named_with_its_line(tmp_path):
+    run(
+        tmp_path,
+        RAISES.replace("BACKEND", "'phalanx'").replace("raise ValueError", "__import__('ctypes').string_at(0)#"),
+    )
+    assert why(tmp_path, *tmp_path.glob("runs/job/*"))[1].startswith(
+        "rank 1 was killed by SIGSEGV at job.py:6; 2 ranks wait for it in all_reduce #4"
+    )
+
+
+def test_ranks_that_called_different_collectives_are_told_with_their_lines(tmp_path):
+    run(tmp_path, RAISES.replace("BACKEND", "'phalanx'").replace('raise ValueError("a bad batch")', "dist.barrier()"))
+    what = "the ranks of this group called different collectives"
+    named = [
+        f"{ranks} raised phalanx.CollectiveMismatch: {op} #4 of group 'default' at job.py:{line}: {what}"
+        for ranks, op, line in (("ranks 0 and 2", "all_reduce", 7), ("rank 1", "barrier", 6))
+    ]
+    assert why(tmp_path, *tmp_path.glob("runs/job/*"))[1] == "; ".join(named)
+
+
 def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tmp_path):
     (tmp_path / "job.py").write_text(KILLED)
     command = [*PHALANX, "run", "--nproc-per-node", "3", "job.py"]

@@ -147,5 +147,7 @@ def group_alike(seen: Iterable[RankSeen], first: Sequence[int]) -> list[list[Ran
             if thread.own_frames
         )
         call = (doing.call.op, doing.call.seq, doing.call.group, doing.call.peer) if doing.call else None
-        groups.setdefault((threads, doing.how, call, one.look.stacks.problem), []).append(one)
+        groups.setdefault(
+            (threads, doing.how, doing.detail * (doing.how == "raised"), call, one.look.stacks.problem), []
+        ).append(one)
     return sorted(groups.values(), key=lambda group: (group[0].doing.rank not in first, len(group)))

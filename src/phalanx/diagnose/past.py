@@ -74,9 +74,15 @@ def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
     if words.kind and _has_waited(words):  # and that ended by its exception
         doing = dataclasses.replace(doing, call=doing.call or doing.last or _call(words))
     elif words.kind:
-        doing = dataclasses.replace(doing, how="raised", call=None, detail=words.summary, frame=_frame(words.site))
+        doing = dataclasses.replace(
+            doing,
+            how="raised",
+            call=None,
+            detail=words.summary.replace(f"rank {rank}: ", "", 1),
+            frame=_frame(words.site),
+        )
     elif how:
-        doing = dataclasses.replace(doing, how="killed", call=None, detail=how)
+        doing = dataclasses.replace(doing, how="killed", call=None, detail=how, frame=_frame(words.site))
     elif end is not None and not end.was_told:
         doing = dataclasses.replace(doing, how="exited" if end.code else "returned", call=None, detail=str(end.code))
     return RankSeen(doing, look)

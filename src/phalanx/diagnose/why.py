@@ -152,7 +152,8 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
         yield f"  native frames: phalanx stacks --native {first.doing.pid}{early}"
     for helper in first.helpers:
         if any(thread.own_frames for thread in helper.stacks.threads) or not helper.stacks.threads:
-            yield f"  process {helper.pid}: {clause(activity_of(first.doing.rank, helper))}"
+            name = f" ({helper.process.name})" if helper.process else ""
+            yield f"  process {helper.pid}{name}: {clause(activity_of(first.doing.rank, helper))}"
             yield from thread_lines(helper.stacks.threads, helper.pid, _MOST_FRAMES)
     for problem in dict.fromkeys(filter(None, (first.look.stacks.problem, first.look.box_problem))):
         yield f"  {problem}"

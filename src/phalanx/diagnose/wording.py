@@ -64,7 +64,12 @@ def _halted(finding: Finding, culprits: list[Activity], activities: list[Activit
 
 def _fell(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
     waiting = f"; {_wait(finding)} in {call_text(finding.call, True)}" if finding.call and finding.waiters else ""
-    return "; ".join(f"rank {doing.rank} {clause(doing)}" for doing in culprits[:3]) + waiting
+    alike: dict[str, list[int]] = {}
+    for doing in culprits:
+        words = clause(doing)
+        alike.setdefault(words if doing.how in ("raised", "exited") else f"{words} {doing.rank}", []).append(doing.rank)
+    by_rank = {doing.rank: doing for doing in culprits}
+    return "; ".join(f"{ranks(of)} {clause(by_rank[of[0]])}" for of in [*alike.values()][:3]) + waiting
 
 
 def _done(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
@@ -83,6 +88,12 @@ def _circle(finding: Finding, culprits: list[Activity], activities: list[Activit
 
 def _together(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
     assert finding.call is not None
+    calls = [(doing.rank, doing.call) for doing in activities if doing.call is not None]
+    if all(call.is_message for _, call in calls):
+        each = [f"rank {rank} waits in {call_text(call, True)}" for rank, call in calls[:4]]
+        senders = [rank for rank, call in calls if "send" in call.op]
+        why = "nobody sends one" if not senders else "nobody takes one" if len(senders) == len(calls) else "none fits"
+        return f"{'; '.join(each)}: all wait for a message, and {why}"
     found = f"{_all(finding.waiters)} in {call_text(finding.call, True)}, and no rank is missing"
     if finding.call.seq:
         return f"{found}: they are exchanging data, or the network between hosts is slow"
@@ -198,7 +209,7 @@ def _where(doing: Activity) -> str:
     if doing.frame is None:
         return "" if doing.last is None else f" after {call_text(doing.last, True)}"
     if not doing.frame.function:
-        return f" at {doing.frame.site}"
+        return "" if f" at {doing.frame.site}" in doing.detail else f" at {doing.frame.site}"
     deep = f", {counted(doing.depth, 'call')} deep" if doing.depth >= _MANY_FRAMES else ""
     within = f" (in {doing.within})" if doing.within and doing.how == "asleep" else ""
     return f" in {doing.frame.name} at {doing.frame.site}{within}{deep}"
