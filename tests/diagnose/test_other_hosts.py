@@ -85,29 +85,3 @@ def test_what_no_agent_would_answer_is_left_out(said):
 
 def test_without_an_agent_there_are_no_other_answers():
     assert list(OtherHosts(Job("train.py", "phalanx run", os.getpid(), 4, ())).answers()) == []
-
-
-RESTARTS = """
-import os, threading
-from torch.distributed import HashStore
-from phalanx.launch.questions import Node, Questions, _ASKED
-
-class Noting(Questions):
-    def _answer(self, node, number):
-        print(number, node is nodes[-1], flush=True)
-        has_answered.set()
-
-has_answered = threading.Event()
-nodes = [Node(HashStore(), 0, 2, {1})]  # asked here, in the first attempt
-nodes[0].store.add(_ASKED, 1)
-Noting(os.getpid(), lambda: nodes[-1])
-has_answered.wait(1)  # longer than it takes to look
-nodes.append(Node(HashStore(), 0, 2, set()))
-nodes[1].store.add(_ASKED, 1)  # asked elsewhere, in the second
-has_answered.wait(20)
-"""
-
-
-def test_each_attempt_counts_its_questions_anew():
-    done = subprocess.run([sys.executable, "-c", RESTARTS], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "1 True\n"

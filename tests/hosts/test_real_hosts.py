@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from tests.namespaces import hosts
 pytestmark = pytest.mark.usefixtures("needs_hosts")
 LIMIT_S = 60
 PORT = "29511"
+GOES_ON_WITHIN_S = 8.0  # mostly a second start of the ranks, on two cores
+GOES_ON_AFTER_CUT_S = 10.0
 NAMED_WITHIN_S = 3.0  # a silent host is lost after one to two seconds, since the kernel probes once a second
 
 SCRIPT = """
@@ -182,29 +185,114 @@ dist.init_process_group("phalanx")
 tensor = torch.ones(4)
 dist.all_reduce(tensor)
 print("hosts", os.environ["GROUP_WORLD_SIZE"], "sum", tensor[0].item(), flush=True)
-while os.environ["GROUP_WORLD_SIZE"] == "2":
-    dist.barrier()
+while not tensor[0] < 0:
+    tensor = torch.full((4,), -1.0 if os.path.exists("enough") else 1.0)
+    dist.all_reduce(tensor, dist.ReduceOp.MIN)
 dist.destroy_process_group()
 """
 
 
-def test_a_job_goes_on_alone_when_its_other_host_is_killed(jobs, tmp_path):
-    script = tmp_path / "train.py"
+def launch(jobs, made, folder, nodes, *, endpoint=None, num_hosts=None):
+    """Start the job's supervisor on each host; return when they train with so many hosts, all of them by default."""
+    script = folder / "train.py"
     script.write_text(TRAIN)
-    with hosts(2) as (a, b):
-        command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--nnodes", "1:2"]
-        command += ["--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{a.address}:{PORT}"]
-        command += ["--max-restarts", "2"]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
-        for host in (a, b):
-            # Long enough for the slower host to begin: torch's agents wait so long once they are as many as they need.
-            own = ["--rdzv-conf", f"last_call_timeout=10,is_host={host is a}", "--local-addr", host.address]
-            jobs.append(host.start([*command, *own, "--log-dir", str(tmp_path / host.name), str(script)], **options))
-        for job in jobs:
-            for _ in range(2):
-                line = job.stdout.readline()
-                assert line.endswith("hosts 2 sum 4.0\n"), line or job.communicate(timeout=LIMIT_S)[1]
-        b.kill()
-        out, err = jobs[0].communicate(timeout=LIMIT_S)
-        assert jobs[0].returncode == 0, err
-        assert sorted(out.splitlines()) == [f"[rank {rank}] hosts 1 sum 2.0" for rank in range(2)]
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--nnodes", nodes]
+    command += [
+        "--rdzv-id",
+        "job",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{(endpoint or made[0]).address}:{PORT}",
+    ]
+    command += ["--max-restarts", "2"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
+    started = [host.start([*command, "--log-dir", str(folder / host.name), str(script)], **options) for host in made]
+    jobs += started
+    for job in started if num_hosts != 0 else []:
+        await_size(job, num_hosts or len(made))
+
+
+def await_size(job, num_hosts):
+    """Read what a supervisor shows until its ranks train with those of so many hosts."""
+    said = []
+    while f"hosts {num_hosts} sum {2.0 * num_hosts}\n" not in "".join(said):
+        said.append(job.stdout.readline())
+        assert said[-1], (said, job.communicate(timeout=LIMIT_S)[1])
+
+
+@pytest.mark.parametrize("way", ["kill", "cut"])
+@pytest.mark.parametrize("lost", [0, 2], ids=["where nodes meet", "another"])
+def test_a_job_goes_on_without_a_host(jobs, tmp_path, lost, way):
+    with hosts(3) as made:
+        launch(jobs, made, tmp_path, "1:3")
+        began_s = time.monotonic()
+        getattr(made[lost], way)()
+        living = [job for host, job in zip(made, jobs, strict=True) if host is not made[lost]]
+        for job in living:
+            await_size(job, 2)
+        assert time.monotonic() - began_s < (GOES_ON_WITHIN_S if way == "kill" else GOES_ON_AFTER_CUT_S)
+        (tmp_path / "enough").touch()
+        for job in living:
+            assert job.communicate(timeout=LIMIT_S)[1].count("restart 1 of 2") == 1
+            assert job.returncode == 0
+        if way == "cut":  # it knows that the others may go on, and does not
+            assert any("are no majority" in line for line in jobs[lost].stderr)
+            made[lost].kill()
+            assert "hosts 1" not in jobs[lost].communicate(timeout=LIMIT_S)[0]
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["where nodes meet", "another"])
+def test_of_two_hosts_either_can_be_killed(jobs, tmp_path, lost):
+    with hosts(2) as made:
+        launch(jobs, made, tmp_path, "1:2")
+        made[lost].kill()
+        await_size(jobs[1 - lost], 1)
+
+
+def test_a_host_that_is_started_again_finds_the_job_that_moved_on(jobs, tmp_path):
+    with hosts(3) as made:
+        launch(jobs, made, tmp_path, "2:3")
+        made[0].kill()
+        for job in jobs[1:]:
+            await_size(job, 2)
+        launch(jobs, made[:1], tmp_path, "2:3", num_hosts=3)
+        for job in jobs[1:]:
+            await_size(job, 3)
+        (tmp_path / "enough").touch()
+        for job in jobs[1:]:
+            assert (
+                job.communicate(timeout=LIMIT_S)[1].count("nodes of the job: 3, before 2: the ranks start again") <= 1
+            )
+            assert job.returncode == 0
+
+
+def test_a_third_host_takes_the_place_of_one_that_is_lost(jobs, tmp_path):
+    with hosts(3) as made:
+        launch(jobs, made[:2], tmp_path, "2")
+        launch(jobs, made[2:], tmp_path, "2", endpoint=made[0], num_hosts=0)
+        assert "this one is a spare" in next(line for line in jobs[2].stderr if "nodes of the job" in line)
+        made[1].kill()
+        for job in (jobs[0], jobs[2]):
+            await_size(job, 2)
+        (tmp_path / "enough").touch()
+        for job in (jobs[0], jobs[2]):
+            job.communicate(timeout=LIMIT_S)
+            assert job.returncode == 0
+
+
+def test_two_hosts_that_die_one_after_the_other_are_gone_on_without(jobs, tmp_path):
+    with hosts(3) as made:
+        launch(jobs, made, tmp_path, "1:3")
+        made[0].kill()
+        time.sleep(0.05)  # the others have begun to go on
+        made[1].kill()
+        await_size(jobs[2], 1)
+
+
+def test_a_supervisor_that_is_stopped_is_gone_on_without(jobs, tmp_path):
+    with hosts(3) as made:
+        launch(jobs, made, tmp_path, "1:3")
+        jobs[1].send_signal(signal.SIGSTOP)
+        for job in (jobs[0], jobs[2]):
+            await_size(job, 2)

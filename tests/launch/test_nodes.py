@@ -22,9 +22,15 @@ class Nodes:
             probe.bind(("127.0.0.1", 0))
             self._endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
 
-    def start(self, *flags, backend="static", nnodes="2"):
+    @property
+    def place(self):
+        """Host and port at which the nodes meet."""
+        host, port = self._endpoint.split(":")
+        return host, int(port)
+
+    def start(self, *flags, backend="static", nnodes="2", rank=None):
         """Start the next node and return its process."""
-        number = len(self.started)
+        number = len(self.started) if rank is None else rank
         command = [*PHALANX_RUN, "--nproc-per-node", "2", "--nnodes", nnodes, "--rdzv-id", "job"]
         command += ["--rdzv-backend", backend, "--rdzv-endpoint", self._endpoint]
         command += ["--node-rank", str(number)] if backend == "static" else []
@@ -35,15 +41,14 @@ class Nodes:
 
     def wait_for_rendezvous(self):
         """Return once a node serves it."""
-        host, port = self._endpoint.split(":")
         with socket.socket() as probe:
-            while probe.connect_ex((host, int(port))) != 0:
+            while probe.connect_ex(self.place) != 0:
                 assert self.started[0].poll() is None
                 time.sleep(0.05)
 
     def finish(self):
         """Return (exit code, stdout, stderr) of each node."""
-        ends = [job.communicate(timeout=LIMIT_S) for job in self.started]
+        ends = [job.communicate(timeout=LIMIT_S) if job.returncode is None else ("", "") for job in self.started]
         return [(job.returncode, *end) for job, end in zip(self.started, ends, strict=True)]
 
 
@@ -172,18 +177,19 @@ for step in range(state["step"] + 1, 1_000_000):
 """
 
 
-@pytest.mark.slow  # 20 s: torch's agents wait for nodes that may still come
-def test_a_node_that_is_killed_is_gone_on_without_from_the_memory_of_another(nodes):
+@pytest.mark.parametrize("lost", [0, 1], ids=["that others met at", "another"])
+def test_a_node_that_is_killed_is_gone_on_without_from_the_memory_of_another(nodes, lost):
     group = nodes(GO_ON)
-    at_once = ("--rdzv-conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3")
-    first = group.start("--max-restarts", "1", *at_once, backend="c10d", nnodes="1:2")
-    group.wait_for_rendezvous()  # which ends with the node that serves it
-    second = group.start("--max-restarts", "1", *at_once, backend="c10d", nnodes="1:2")
-    while "ready" not in first.stdout.readline():
-        assert first.poll() is None, first.stderr.read()
-    second.kill()
-    out, err = first.communicate(timeout=LIMIT_S)
-    assert first.returncode == 0, err
+    for _ in range(2):
+        group.start("--max-restarts", "1", backend="c10d", nnodes="1:2")
+        group.wait_for_rendezvous()
+    living = group.started[1 - lost]
+    while "ready" not in (line := living.stdout.readline()):
+        assert line, living.stderr.read()
+    group.started[lost].kill()
+    out, err = living.communicate(timeout=LIMIT_S)
+    assert living.returncode == 0, err
+    assert f"node {socket.gethostname()} (ranks {2 * lost} to {2 * lost + 1}) was lost: its connection has ended" in err
     begun = [line.split() for line in out.splitlines() if "from" in line]
     assert [words[4] for words in begun] == ["memory", "memory"], out
     assert len({words[3] for words in begun}) == 1

@@ -198,9 +198,6 @@ ATTRIBUTES = {
     "_worker_info": ("torch.utils.data._utils.worker", "to read a stream whole in each worker of a DataLoader"),
     "_orig_mod": ("torch._dynamo.OptimizedModule", "to name a compiled model's parameters as before torch.compile"),
     "_join_config": ("torch.distributed.algorithms.Joinable", "for model.join()"),
-    "_remaining_restarts": ("torch.distributed.elastic.agent.server.SimpleElasticAgent", "to restart several nodes"),
-    "_store": ("torch.distributed.elastic.agent.server.SimpleElasticAgent", "for the agents of several nodes to talk"),
-    "_worker_group": ("torch.distributed.elastic.agent.server.SimpleElasticAgent", "to stop the ranks of a node"),
     "_timeout": ("torch.distributed.ProcessGroupGloo._Options", "to bound the time that Gloo takes to connect"),
     "_threads": ("torch.distributed.ProcessGroupGloo._Options", "to bound Gloo's threads"),
     "_devices": ("torch.distributed.ProcessGroupGloo._Options", "to say on which address Gloo listens"),
@@ -227,10 +224,5 @@ OVERRIDDEN = {
         *("_start_coalescing", "_end_coalescing"),
     ),
     "torch._C._distributed_c10d.Backend": ("_get_sequence_number_for_group", "_set_sequence_number_for_group"),
-    "torch.distributed.elastic.agent.server.SimpleElasticAgent": (
-        *("_start_workers", "_stop_workers", "_monitor_workers", "_shutdown"),  # abstract: a lost one is a TypeError
-        "_exit_barrier",  # torch's own waits as long, and prints what it meets
-        "_record_worker_events",  # torch's own looks for the failed rank among this node's
-    ),
 }
 """Private methods of torch's classes that ours replace."""

@@ -104,7 +104,7 @@ class Course:
         self._proven = 0  # ranks that made progress before we went back to MAX; 0: we did not
         self._is_trial = False  # of MAX ranks, by our own choice
         self._wait_s = job.regrow_after_s
-        self._steps_before = _newest_steps(self._fd)
+        self._steps_before = newest_steps(self._fd)
         self._steps_seen: dict[bytes, int] | None = None  # since the wait was over
 
     @property
@@ -118,8 +118,8 @@ class Course:
         """
         if lived_s < self._wait_s:
             return False
-        seen, self._steps_seen = self._steps_seen, _newest_steps(self._fd)
-        self.is_regrowing = seen is not None and _is_ahead(self._steps_seen, seen)
+        seen, self._steps_seen = self._steps_seen, newest_steps(self._fd)
+        self.is_regrowing = seen is not None and is_ahead(self._steps_seen, seen)
         if self.is_regrowing:
             announce_restart(self._fd, self.num_ended)
         return self.is_regrowing
@@ -141,7 +141,7 @@ class Course:
             ends: Ends of all ranks, if none of them has noted progress.
         """
         job, most = self._job, self._job.num_local_ranks
-        has_progress = _is_ahead(_newest_steps(self._fd), self._steps_before)
+        has_progress = is_ahead(newest_steps(self._fd), self._steps_before)
         failed = f"{culprit.name} failed {'again ' if self.num_ended else ''}before any progress"
         if has_progress and self.num_ranks == most:
             self._proven, self._wait_s = 0, job.regrow_after_s
@@ -181,7 +181,7 @@ class Course:
         self.num_ended += 1
         self.is_regrowing = self._is_trial = False
         self._proven = proven
-        self._steps_before, self._steps_seen = _newest_steps(self._fd), None
+        self._steps_before, self._steps_seen = newest_steps(self._fd), None
 
     @property
     def _note(self) -> str:
@@ -217,7 +217,7 @@ def _reserve_port(ranks: Supervisor, job: Job) -> ReservedPort:
         raise SystemExit(1) from None
 
 
-def _newest_steps(fd: int) -> dict[bytes, int]:
+def newest_steps(fd: int) -> dict[bytes, int]:
     """Return the newest step of which there is a whole snapshot, for each folder of checkpoints."""
     newest: dict[bytes, int] = {}
     for head in common_heads(fd):
@@ -225,5 +225,5 @@ def _newest_steps(fd: int) -> dict[bytes, int]:
     return newest
 
 
-def _is_ahead(steps: dict[bytes, int], before: dict[bytes, int]) -> bool:
+def is_ahead(steps: dict[bytes, int], before: dict[bytes, int]) -> bool:
     return any(step > before.get(folder, -1) for folder, step in steps.items())

@@ -36,6 +36,12 @@ NODES_S = 10.0
 NAME_S = 900.0
 """For the name of the host where nodes meet to be in DNS; the limit of torch's static rendezvous."""
 
+JOIN_S = 600.0
+"""For the fewest nodes to be together, at the start and after a loss; the limit of torch's c10d rendezvous."""
+
+ANSWERS_S = 10.0
+"""For a supervisor to answer its agent; one that does not has been stopped, and its node is given up."""
+
 LEAVE_S = 5.0
 """For the agents of the other nodes to leave, once all are known to be done."""
 

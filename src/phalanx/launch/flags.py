@@ -208,8 +208,19 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("rdzv-backend", "rendezvous of the nodes: static or c10d", _choice("static", "c10d"), "NAME", "static"),
         Flag("rdzv-endpoint", "address of the rendezvous (default: that of node 0)", str, "HOST:PORT"),
         Flag("rdzv-id", "name of the job, the same on all nodes", str, "NAME", "none"),
-        Flag("rdzv-conf", "further settings of torch's rendezvous", _pairs, "KEY=VALUE,..."),
-        Flag("monitor-interval", "seconds between two checks of the other nodes", _seconds, "SECONDS", "0.1"),
+        Flag(
+            "rdzv-conf",
+            "further settings of the rendezvous, as torch's: last_call_timeout, join_timeout, is_host",
+            _pairs,
+            "KEY=VALUE,...",
+        ),
+        Flag(
+            "monitor-interval",
+            "taken as torchrun does, without effect: news come by themselves",
+            _seconds,
+            "SECONDS",
+            "0.1",
+        ),
     ),
     "Output": (
         Flag("log-dir", "folder in which the run's folder is made (default: runs/<script>)", str, "FOLDER"),

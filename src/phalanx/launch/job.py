@@ -33,14 +33,13 @@ class Job:
         node_rank: Number of this node, for the static rendezvous.
         rdzv_backend: Rendezvous of several nodes, "static" or "c10d".
         rdzv_endpoint: Address of the rendezvous, "host:port"; empty: the master's address and port.
-        rdzv_conf: Further settings of torch's rendezvous.
+        rdzv_conf: Further settings of the rendezvous, named as torch's.
         run_id: Name of the job, TORCHELASTIC_RUN_ID.
         role: Role of the ranks, ROLE_NAME.
         master_addr: Host on which rank 0 serves the store.
         master_port: Port of the store; 0: a free one, held by the supervisor.
-        local_addr: Address of this node; empty: found by torch.
+        local_addr: Address of this node; empty: that from which it reaches the others.
         max_restarts: Number of times that the ranks are restarted after a failure.
-        monitor_interval_s: Seconds between two checks of the other nodes.
         grace_s: Seconds between SIGTERM and SIGKILL.
         signals: Signals that are passed on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
         log_dir: Folder in which the run's folder is made; empty: ``runs/<name of the script>``.
@@ -71,7 +70,6 @@ class Job:
     master_port: int = 0
     local_addr: str = ""
     max_restarts: int = 0
-    monitor_interval_s: float = 0.1
     grace_s: float = 30.0
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     log_dir: str = ""

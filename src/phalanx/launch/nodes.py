@@ -1,4 +1,4 @@
-"""A job on several nodes: the supervisor of each obeys an agent of torch's, which agrees with those of the others."""
+"""A job on several nodes: the supervisor of each obeys an agent, which agrees with those of the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import time
 from typing import Any
 
 from phalanx._last_words import LastWords
-from phalanx.launch.attempts import say_failure
+from phalanx._snapshots import announce_restart
+from phalanx.launch.agreement import NODE_LOST
+from phalanx.launch.attempts import is_ahead, newest_steps, say_failure
 from phalanx.launch.deadlines import NODES_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.folding import ROWS, fold
@@ -24,7 +26,6 @@ from phalanx.launch.warden import die_with_parent, hold_signals
 
 # Not with -m, which would let a json.py in the current folder take the library's place.
 _RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.agent import main; main()"
-_MAX_LINES = 42
 
 
 def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
@@ -44,18 +45,28 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 if num_nodes not in (0, attempt.num_nodes):
                     ranks.say(f"nodes of the job: {attempt.num_nodes}, before {num_nodes}: the ranks start again")
                 num_nodes = attempt.num_nodes
-                orders.report(ranks.run_attempt(attempt))
+                orders.report(order["number"], ranks.run_attempt(attempt, until=orders.look))
             elif "restart" in order:
                 orders.num_restarts += 1
-                say_failure(ranks, _end_of(order["restart"]))
+                if order["restart"]["kind"] == NODE_LOST:
+                    ranks.say(order["restart"]["message"])
+                else:
+                    say_failure(ranks, _end_of(order["restart"]))
                 ranks.say(f"restart {orders.num_restarts} of {job.max_restarts}")
             elif "unresolved" in order:
                 ranks.say(
                     f"{order['unresolved']}: waiting for it. {_flag_of_host(job)}, or add it to DNS or /etc/hosts"
                 )
+            elif "waiting" in order:
+                ranks.say(order["waiting"])
             elif "give_up" in order:
                 ranks.say(f"the nodes of {job.run_id!r} lost each other at {_endpoint(job)}: {order['give_up']}")
                 ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
+                raise SystemExit(1)
+            elif "finish" in order and order["finish"] and order["finish"]["kind"] == NODE_LOST:
+                ranks.say(f"{order['finish']['message']}; exit code 1")
+                if not job.max_restarts:
+                    ranks.say("with --max-restarts N the job goes on without it, or when it is back")
                 raise SystemExit(1)
             elif "finish" in order:
                 return _end_of(order["finish"]) if order["finish"] else None
@@ -71,6 +82,7 @@ class _Orders:
         self._pending: list[dict[str, Any]] = []
         self._reserved: ReservedPort | None = None
         self._running = self._stopped = False
+        self._steps: dict[bytes, int] | None = None  # of the newest snapshots, if the next one is waited for
         self.num_restarts = 0
 
     def __enter__(self) -> _Orders:
@@ -119,13 +131,29 @@ class _Orders:
         order = self._pending.pop(0)
         self._running = "start" in order
         self._stopped = False
+        self._steps = None
+        self._attempt = order["start"]["restart_count"] if self._running else 0
         return order
 
-    def report(self, culprit: Outcome | None) -> None:
-        """Tell the agent how this node's ranks ended."""
+    def report(self, number: int, culprit: Outcome | None) -> None:
+        """Tell the agent how this node's ranks ended, of which start."""
         self._running = False
         how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
-        self._channel.send({"ended": how, "cause": cause_of(culprit) if culprit else None})
+        self._channel.send({"ended": how, "number": number, "cause": cause_of(culprit) if culprit else None})
+
+    def look(self) -> bool:
+        """Tell the agent, if it waits for that, when a snapshot has just been taken; at once if there are none.
+
+        Returns:
+            False: that does not end the attempt here, all nodes do it together.
+        """
+        if self._steps is not None:
+            steps = newest_steps(self._ranks.snapshots_fd)
+            if not steps or is_ahead(steps, self._steps):
+                self._steps = None
+                announce_restart(self._ranks.snapshots_fd, self._attempt)
+                self._channel.send({"whole": True})
+        return False
 
     def _take(self) -> None:
         for packet in self._channel.receive():
@@ -134,12 +162,17 @@ class _Orders:
                     self._reserved.close()
                 self._reserved = ReservedPort()
                 self._channel.send({"reserved": self._reserved.port})
+            elif "ping" in packet:
+                self._channel.send({"pong": True})
+            elif "watch" in packet:
+                self._steps = newest_steps(self._ranks.snapshots_fd)
             elif "stop" in packet:
                 self._stopped = True
                 if self._running:
                     self._ranks.stop_attempt()
-                else:
-                    self._channel.send({"ended": "stopped", "cause": None})
+                for order in [order for order in self._pending if "start" in order]:
+                    self._pending.remove(order)
+                    self._channel.send({"ended": "stopped", "number": order["number"], "cause": None})
             else:
                 self._pending.append(packet)
         if not self._channel.alive:
@@ -161,28 +194,6 @@ def cause_of(end: Outcome) -> dict[str, Any]:
         "lines": [line[:300] for line in fold(end.last_words.lines, ROWS)],
         "folder": end.folder,
         "host": end.host or socket.gethostname(),
-    }
-
-
-def read_cause(text: str | bytes) -> dict[str, Any]:
-    """Return what `cause_of` wrote on some node, well-formed whatever the store gave: nobody vouches for its bytes."""
-    told: Any = None
-    with contextlib.suppress(ValueError, RecursionError):
-        told = json.loads(text)
-    told = told if isinstance(told, dict) else {}
-    rank, pid, returncode = (
-        number if type(number := told.get(name)) is int and least <= number < limit else -1
-        for name, least, limit in (("rank", -1, 1 << 31), ("pid", -1, 1 << 31), ("returncode", -64, 256))
-    )
-    words = {name: str(told.get(name, ""))[:1000] for name in ("kind", "message", "folder", "host")}
-    lines = told.get("lines")
-    return {
-        "rank": rank,
-        "pid": pid,
-        "returncode": returncode or 1,  # it has failed
-        **words,
-        "is_victim": told.get("is_victim") is True,
-        "lines": [str(line)[:300] for line in (lines if isinstance(lines, list) else [])[:_MAX_LINES]],
     }
 
 
@@ -221,5 +232,4 @@ def _settings(job: Job) -> dict[str, Any]:
         "local_addr": job.local_addr,
         "num_local_ranks": job.num_local_ranks,
         "max_restarts": job.max_restarts,
-        "monitor_interval_s": job.monitor_interval_s,
     }

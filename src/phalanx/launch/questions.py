@@ -1,7 +1,7 @@
 """Passes the question why a job does not go on to its other hosts: agents hear it from a user, and from each other.
 
-A user's ``phalanx why`` connects to a socket of its host's agent, which counts the question in the nodes' store. The
-agents of the other nodes see the count, look at their ranks, and put what they saw there.
+A user's ``phalanx why`` connects to a socket of its host's agent, which asks the agents of the other nodes. Each looks
+at its own ranks and answers.
 """
 
 from __future__ import annotations
@@ -9,33 +9,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, Protocol
 
 from phalanx._peer import peer_of
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-_ASKED = "phalanx/why/asked"
-_LOOK_S = 0.2  # between looks for a question of another node
 ANSWER_S = 3.0
 """Within which the other nodes answer."""
 _MOST_BYTES = 1 << 20
+_MOST_AT_ONCE = 8
 
 
-class Node(NamedTuple):
-    """This node's part in an attempt: the store of that, its number among the nodes, and the questions asked on it."""
+class Wire(Protocol):
+    """What carries questions and answers."""
 
-    store: Store
-    rank: int
-    num_nodes: int
-    own: set[int]
+    def tell(self, peer: str, message: dict[str, Any]) -> None:
+        """Send a message to one node."""
+
+    def tell_all(self, make: Any) -> None:
+        """Send every node the message that is made for it."""
 
 
 def socket_of(supervisor_pid: int) -> str:
@@ -48,76 +44,96 @@ def is_trusted(peer: socket.socket) -> bool:
     return peer_of(peer)[1] in (0, os.geteuid())
 
 
+class _Look:
+    """A look at this node's ranks that is under way for another node."""
+
+    def __init__(self, peer: str, number: int, supervisor_pid: int) -> None:
+        self.peer, self.number = peer, number
+        self.ends_s = time.monotonic() + ANSWER_S
+        self.said = bytearray()
+        command = [sys.executable, "-m", "phalanx", "why", "--json", "--here", str(supervisor_pid)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert self.process.stdout is not None
+        self.pipe = self.process.stdout
+        os.set_blocking(self.pipe.fileno(), False)
+
+
 class Questions:
-    """A thread of the agent that hears questions and answers those of other nodes.
+    """Hears questions, passes them on and answers those of other nodes, as part of the agent's loop.
 
     Args:
         supervisor_pid: Process whose ranks are asked about.
-        node: Function that returns this node's part in the attempt that runs; None while there is none.
+        selector: The loop's.
+        wire: To the other nodes.
     """
 
-    def __init__(self, supervisor_pid: int, node: Callable[[], Node | None]) -> None:
-        self._supervisor_pid, self._node = supervisor_pid, node
-        self._lock = threading.Lock()
-        with contextlib.suppress(OSError, RuntimeError):  # the job goes on without it
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            listener.bind(socket_of(supervisor_pid))
-            listener.listen()
-            listener.settimeout(_LOOK_S)
-            threading.Thread(target=self._run, args=(listener,), name="phalanx-why", daemon=True).start()
+    def __init__(self, supervisor_pid: int, selector: selectors.BaseSelector, wire: Wire) -> None:
+        self._supervisor_pid, self._selector, self._wire = supervisor_pid, selector, wire
+        self._asking: dict[int, tuple[socket.socket, float, set[str]]] = {}  # users who wait, until when, for whom
+        self._looks: list[_Look] = []
+        self._num_asked = 0
+        with contextlib.suppress(OSError):  # the job goes on without it
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            self._listener.bind(socket_of(supervisor_pid))
+            self._listener.listen()
+            self._listener.setblocking(False)
+            selector.register(self._listener, selectors.EVENT_READ, self._hear)
 
-    def _run(self, listener: socket.socket) -> None:
-        heard: Node | None = None
-        num_heard = 0
-        lost: Store | None = None
-        while True:
-            with contextlib.suppress(TimeoutError):
-                asking, _ = listener.accept()
-                self._begin(self._pass_on, asking)
-            node = self._node()
-            if node is None or node.store is lost:
-                continue
-            if node is not heard:  # each attempt has a store of its own, and counts anew
-                heard, num_heard = node, 0
-            try:
-                asked = node.store.add(_ASKED, 0)
-            except Exception:  # its host is gone, and with it the attempt; each further question would be a traceback
-                lost = node.store
-                continue
-            with self._lock:
-                new = {*range(num_heard + 1, asked + 1)} - node.own
-            num_heard = asked
-            if new:
-                self._begin(self._answer, node, max(new))
-
-    def _begin(self, function: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):
-            threading.Thread(target=function, args=args, name="phalanx-why", daemon=True).start()
-
-    def _answer(self, node: Node, number: int) -> None:
-        """Put what this node's ranks do into the store."""
-        command = [sys.executable, "-m", "phalanx", "why", "--json", "--here", str(self._supervisor_pid)]
-        with contextlib.suppress(Exception):  # whoever has asked hears from this node no more than nothing
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=True
-            )
-            if len(done.stdout) < _MOST_BYTES:
-                said = {"host": socket.gethostname(), "seen": json.loads(done.stdout)["ranks"]}
-                node.store.set(f"{_ASKED}/{number}/{node.rank}", json.dumps(said))
-
-    def _pass_on(self, asking: socket.socket) -> None:
-        """Ask the other nodes, and send whoever asks here what they answered, a line for each."""
-        with asking, contextlib.suppress(Exception):
-            node = self._node()
-            if node is None or not is_trusted(asking):
+    def _hear(self) -> None:
+        """Pass a user's question on."""
+        with contextlib.suppress(OSError):
+            asking, _ = self._listener.accept()
+            if not is_trusted(asking) or len(self._asking) >= _MOST_AT_ONCE:
+                asking.close()
                 return
-            with self._lock:
-                number = node.store.add(_ASKED, 1)
-                node.own.add(number)
-            silent = {f"{_ASKED}/{number}/{rank}" for rank in range(node.num_nodes) if rank != node.rank}
-            deadline = time.monotonic() + ANSWER_S
-            while silent and time.monotonic() < deadline:
-                for key in [key for key in silent if node.store.check([key])]:
-                    silent.remove(key)
-                    asking.sendall(node.store.get(key) + b"\n")
-                time.sleep(_LOOK_S / 4)
+            asking.settimeout(ANSWER_S)
+            self._num_asked += 1
+            silent: set[str] = set()
+            self._asking[self._num_asked] = asking, time.monotonic() + ANSWER_S, silent
+
+            def ask(peer: str) -> dict[str, Any]:
+                silent.add(peer)
+                return {"asks": self._num_asked}
+
+            self._wire.tell_all(ask)
+
+    def received(self, peer: str, message: dict[str, Any]) -> None:
+        """Take in what another node asks or answers."""
+        if "asks" in message and len(self._looks) < _MOST_AT_ONCE:
+            with contextlib.suppress(OSError):
+                look = _Look(peer, int(message["asks"]), self._supervisor_pid)
+                self._looks.append(look)
+                self._selector.register(look.pipe, selectors.EVENT_READ, lambda: self._read(look))
+        elif "answers" in message and (waiting := self._asking.get(message["answers"])):
+            asking, _, silent = waiting
+            with contextlib.suppress(OSError):
+                asking.sendall(json.dumps(message["said"]).encode() + b"\n")
+            silent.discard(peer)
+
+    def _read(self, look: _Look) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if more := os.read(look.pipe.fileno(), 1 << 16):
+                look.said += more
+                return
+            with contextlib.suppress(ValueError, KeyError):  # whoever has asked hears no more than nothing
+                said = {"host": socket.gethostname(), "seen": json.loads(look.said)["ranks"]}
+                if len(look.said) < _MOST_BYTES:
+                    self._wire.tell(look.peer, {"answers": look.number, "said": said})
+            self._end(look)
+
+    def _end(self, look: _Look) -> None:
+        self._looks.remove(look)
+        self._selector.unregister(look.pipe)
+        look.pipe.close()
+        look.process.kill()
+        look.process.wait()
+
+    def look(self) -> None:
+        """End what is complete or has taken too long."""
+        now_s = time.monotonic()
+        for look in [look for look in self._looks if now_s > look.ends_s]:
+            self._end(look)
+        for number in [it for it, (_, ends_s, silent) in self._asking.items() if not silent or now_s > ends_s]:
+            self._asking.pop(number)[0].close()

@@ -1,0 +1,168 @@
+"""``python -m bench.recovery``: how long a job of several hosts stands still when one dies, and what it repeats.
+
+Hosts are namespaces of this machine (`tests.namespaces`); it needs root. Each turn starts a job on all of them, waits
+for some steps, and takes one host away: all its processes are killed, or its cable is cut. Measured is the time from
+that to the next step elsewhere, and how many steps are done again. Under torchrun the host that others meet at has to
+live, so another is lost there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench import record
+from bench.report import machine_facts, verdict_line
+from tests.namespaces import Host, hosts, why_no_hosts
+
+_SCRIPT = """
+import os, socket, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+backend = os.environ["BACKEND"]
+dist.init_process_group(backend, timeout=timedelta(seconds=60))
+state = {"step": 0, "weight": torch.zeros(100_000)}
+if backend == "phalanx":
+    import phalanx.checkpoint as ckpt
+    ckpt.load("folder", state, missing="ignore")
+with open(f"{socket.gethostname()}.steps", "a", buffering=1) as file:
+    while not os.path.exists("enough"):
+        dist.all_reduce(state["weight"])
+        state["step"] += 1
+        time.sleep(0.01)
+        if backend == "phalanx":
+            ckpt.snapshot("folder", state, state["step"])
+        if os.environ["LOCAL_RANK"] == "0":
+            print(state["step"], os.environ["WORLD_SIZE"], time.monotonic(), file=file)
+os._exit(0)
+"""
+_PORT = 29511
+_STEPS_BEFORE = 30
+_STARTS_S, _RECOVERS_S = 120.0, 240.0
+_POLL_S = 0.01
+_MOST_S = {"kill": 3.0, "cut": 5.0}
+_TORCHRUN = "torchrun, another killed"
+
+
+def _command(launcher: str, meeting_at: Host, num_hosts: int, host: Host, script: Path) -> list[str]:
+    endpoint = f"{meeting_at.address}:{_PORT}"
+    flags = ["--nnodes", f"1:{num_hosts}", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "bench"]
+    flags += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    if launcher == "phalanx run":
+        return [sys.executable, "-m", "phalanx", "run", *flags, str(script)]
+    # With its defaults torchrun waits longer: 30 s for nodes that may still come, 15 s before a node is lost.
+    conf = f"last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={host is meeting_at}"
+    module = [sys.executable, "-m", "torch.distributed.run"]
+    return [*module, *flags, "--rdzv-conf", conf, "--local-addr", host.address, str(script)]
+
+
+def _steps(folder: Path, host: Host) -> list[tuple[int, int, float]]:
+    """Return number, number of ranks and time of the steps that a host has done."""
+    try:
+        lines = (folder / f"{host.name}.steps").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    rows = [line.split() for line in lines if line.endswith("\n")]
+    return [(int(step), int(size), float(when_s)) for step, size, when_s in rows]
+
+
+def _await(condition: Callable[[], object], limit_s: float, what: str) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(_POLL_S)
+
+
+def turn(launcher: str, num_hosts: int, lost: int, way: str) -> tuple[float, int]:
+    """Return the seconds without a step, and the steps that were repeated."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as name, hosts(num_hosts) as made:
+        folder = Path(name)
+        script = folder / "train.py"
+        script.write_text(_SCRIPT)
+        environ = {"BACKEND": "phalanx" if launcher == "phalanx run" else "gloo", "OMP_NUM_THREADS": "1"}
+        started = []
+        for host in made:
+            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            command = _command(launcher, made[0], num_hosts, host, script)
+            started.append(host.start(command, {**environ, "GLOO_SOCKET_IFNAME": host.interface}, cwd=folder, **quiet))
+        observer = made[1 if lost == 0 else 0]
+
+        def all_train() -> bool:
+            last = [steps[-1] if (steps := _steps(folder, host)) else (0, 0, 0.0) for host in made]
+            return all(size == num_hosts and step >= _STEPS_BEFORE for step, size, _ in last)
+
+        _await(all_train, _STARTS_S, f"{launcher}: not all hosts train")
+        began_s = time.monotonic()
+        getattr(made[lost], way)()
+
+        def after() -> list[tuple[int, int, float]]:
+            return [row for row in _steps(folder, observer) if row[1] < num_hosts and row[2] > began_s]
+
+        _await(after, _RECOVERS_S, f"{launcher}: no step after the loss")
+        step, _, when_s = after()[0]
+        before = [row for row in _steps(folder, observer) if row[1] == num_hosts]
+        for host in made:
+            host.kill()
+        return when_s - began_s, max(0, before[-1][0] - step + 1)
+
+
+def measure(rounds: int, num_hosts: int, *, with_torchrun: bool) -> dict[str, list[tuple[float, int]]]:
+    """Return what each turn took, by what happened."""
+    cases = {
+        "phalanx run, where they met killed": ("phalanx run", 0, "kill"),
+        "phalanx run, another killed": ("phalanx run", num_hosts - 1, "kill"),
+        "phalanx run, another cut off": ("phalanx run", num_hosts - 1, "cut"),
+    }
+    if num_hosts > 2:  # of two, the one at which they met goes on
+        cases["phalanx run, where they met cut off"] = ("phalanx run", 0, "cut")
+    if with_torchrun:
+        cases[_TORCHRUN] = ("torchrun", num_hosts - 1, "kill")
+    samples: dict[str, list[tuple[float, int]]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, (launcher, lost, way) in cases.items():
+            samples[name].append(turn(launcher, num_hosts, lost, way))
+            print(f"{name}: {samples[name][-1][0]:.2f} s, {samples[name][-1][1]} steps again", flush=True)
+    return samples
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.recovery", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--no-torchrun", action="store_true", help="leave torchrun out, which takes most of the time")
+    record.add_arguments(parser)
+    asked = parser.parse_args(arguments)
+    if why := why_no_hosts():
+        print(why, file=sys.stderr)
+        return 1
+    samples = measure(asked.rounds, asked.hosts, with_torchrun=not asked.no_torchrun)
+    median = {name: statistics.median(took for took, _ in turns) for name, turns in samples.items()}
+    for name, turns in samples.items():
+        print(f"{name}: {median[name]:.2f} s (median of {len(turns)}), most {max(took for took, _ in turns):.2f} s")
+    is_good = True
+    for name in [name for name in samples if name != _TORCHRUN]:
+        most_s = _MOST_S["cut" if "cut" in name else "kill"]
+        again = max(steps for _, steps in samples[name])
+        reached = median[name] <= most_s and again <= 1
+        is_good &= reached
+        ratio = f", {median[_TORCHRUN] / median[name]:.1f} times faster than torchrun" if _TORCHRUN in median else ""
+        print(verdict_line(reached, f"{name}: {median[name]:.2f} s (at most {most_s:g}), {again} steps again{ratio}"))
+    columns = [("what", "text"), ("median", "seconds"), ("most", "seconds"), ("steps again", "count")]
+    rows = [
+        [name, median[name], max(took for took, _ in turns), float(max(steps for _, steps in turns))]
+        for name, turns in samples.items()
+    ]
+    table = record.Table(f"after the loss of one of {asked.hosts} hosts", columns, rows)
+    facts = machine_facts("")
+    record.write(asked.json, asked.note, facts, [table], {name: list(turns) for name, turns in samples.items()})
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,668 @@
+"""Which nodes train together: what one of them knows of the others, and what it does next.
+
+Nothing in here waits, reads a clock or owns a socket, so a test can play thousands of accidents in a second. `links`
+carries what nodes tell each other, `agent` obeys what is ordered.
+
+Every node tells every other its `State`, when it changes and twice a second. What they agree on is a `View`: who takes
+part in one attempt. A view has a leader. It chooses the next one when an attempt has ended, and no node is special: if
+it is lost, the first that lives in the order of the view comes next.
+
+Two sides of a cut network never both go on, because
+
+- a leader needs the votes of more than half of the nodes of the last view, or of half of them with that view's leader,
+  and a node gives one vote in a term;
+- a view starts once all its nodes have accepted it, and once they have shown it to everybody they can reach; until it
+  is known to have started, the views that it follows have to agree as well (joint consensus, as in Raft);
+- a vote and a node's right to train last as long as its answers are fresh, which is shorter than the time after which
+  the others call it lost;
+- a node whose connection ends is dead, because its system said so; the first living node in the order may count its
+  vote, unless its last answer was too old: then it may have voted for others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from phalanx.launch.deadlines import CAUSE_S
+
+Key = tuple[int, int]
+"""Term of the leader that chose a view, and the view's number; a greater one is newer."""
+Place = tuple[str, int]
+"""Address and port of an agent."""
+NO_VIEW: Key = (0, 0)
+NODE_LOST = "NodeLost"
+"""Kind of a cause that is no rank's."""
+_FRESH = 0.9  # of the time after which a silent node is lost
+_MAX_PLACES = 1000
+_SETTLE_S = 1.0  # for nodes that are linked to vote; between terms of one that gets no votes; to be dialed
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A node as the others know it.
+
+    Attributes:
+        id: Of this agent's process; a node that is started again has another.
+        host: Its hostname, for people.
+        address: Address at which the other nodes reach it.
+        port: Port on which its agent listens.
+        num_ranks: Number of its ranks.
+        position: Its number, where nodes have fixed ones; else -1.
+    """
+
+    id: str
+    host: str
+    address: str
+    port: int
+    num_ranks: int
+    position: int = -1
+
+    @property
+    def place(self) -> Place:
+        return self.address, self.port
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Nodes whose votes count together, and who led them."""
+
+    leader: str
+    ids: tuple[str, ...]
+
+    @property
+    def succession(self) -> Iterator[str]:
+        yield self.leader
+        yield from (one for one in self.ids if one != self.leader)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Who takes part in one attempt.
+
+    Attributes:
+        members: In the order of their ranks.
+        attempt: Attempts before it, for whatever reason they ended.
+        restarts: Failures so far.
+        cause: Why the attempt before it failed, as `nodes.cause_of` wrote it; None: it did not.
+        bases: Groups of the views that may have started last.
+        places: Addresses and ports of all nodes that have taken part: there one that is started again is looked for.
+    """
+
+    key: Key
+    leader: str
+    members: tuple[Node, ...]
+    attempt: int = 0
+    restarts: int = 0
+    cause: Mapping[str, Any] | None = None
+    bases: tuple[Group, ...] = ()
+    places: tuple[Place, ...] = ()
+
+    @property
+    def group(self) -> Group:
+        return Group(self.leader, tuple(node.id for node in self.members))
+
+    def first_rank(self, node_rank: int) -> int:
+        return sum(node.num_ranks for node in self.members[:node_rank])
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a node tells the others, again and again; what comes last counts.
+
+    Attributes:
+        term: The term in which it has voted.
+        leader: Whom it follows; itself: it would lead.
+        in_office: Whether it leads with enough votes.
+        key: The view that it has accepted.
+        is_settled: Whether it is linked to all nodes of it, and all that it is linked to know it.
+        is_idle: Whether none of its ranks run.
+        has_left: Whether it has stopped its ranks in this view, because it could not reach all others.
+        is_done: Whether its ranks have come to their end in this view.
+        failure: How one of its ranks has failed in this view.
+        running: As leader, the view that its nodes are to train in.
+        port: Port that the first node of this view holds for rank 0; 0: not yet.
+        result: How the job ended, {"cause": ...}; None: it has not.
+    """
+
+    term: int = -1
+    leader: str = ""
+    in_office: bool = False
+    key: Key = NO_VIEW
+    is_settled: bool = False
+    is_idle: bool = True
+    has_left: bool = False
+    is_done: bool = False
+    failure: Mapping[str, Any] | None = None
+    running: Key = NO_VIEW
+    port: int = 0
+    result: Mapping[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the job's flags ask for.
+
+    Attributes:
+        silence_s: Seconds of silence after which a node is lost.
+        last_call_s: Seconds to wait for more nodes when the fewest are there, at the job's start.
+        join_s: Seconds that new nodes wait for the ranks to take a snapshot, before all start again without.
+        has_positions: Whether nodes have fixed numbers.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+    silence_s: float = 2.0
+    last_call_s: float = 3.0
+    join_s: float = 10.0
+    has_positions: bool = False
+
+
+class Acts(Protocol):
+    """What an agreement does to the world."""
+
+    def hand(self, peer: str, view: View, is_started: bool) -> None:
+        """Send a view to a peer."""
+
+    def order(self, what: dict[str, Any]) -> None:
+        """Have the supervisor "start" or "stop" its ranks, "reserve" a port or "watch" for their next snapshot."""
+
+
+@dataclasses.dataclass
+class _Peer:
+    """A linked node."""
+
+    node: Node
+    echo_s: float  # when we sent what it had heard last
+    state: State = dataclasses.field(default_factory=State)
+    handed: Key = NO_VIEW
+    handed_s: float = 0.0
+
+
+class Agreement:
+    """One node's part.
+
+    Args:
+        me: This node.
+        rules: The same on all nodes.
+        acts: Told what to do.
+        is_root: Whether this node is where the others look for the job; it leads first.
+        now_s: The time, on any clock that only grows.
+
+    Attributes:
+        view: The newest view that this node knows.
+        result: How the job ended, {"cause": ...}; None: it goes on.
+    """
+
+    def __init__(self, me: Node, rules: Rules, acts: Acts, *, is_root: bool, now_s: float) -> None:
+        self.me = me
+        self.view: View | None = None
+        self.result: Mapping[str, Any] | None = None
+        self._rules, self._acts, self._is_root = rules, acts, is_root
+        self._now_s = self._born_s = self._quiet_since_s = now_s
+        self._peers: dict[str, _Peer] = {}  # in the order in which they came
+        self._dead: set[str] = set()
+        self._known: dict[str, State] = {}  # of each member, also when it is lost: what it said last in this view
+        self._term, self._leader = (0, me.id) if is_root else (-1, "")
+        self._raised_s = -_SETTLE_S
+        self._has_started = False  # whether the view is known to have started
+        self._running: Key = NO_VIEW
+        self._enough_since_s: float | None = None
+        self._failed_since_s: float | None = None
+        self._cause: Mapping[str, Any] | None = None  # of the attempt that we have ended
+        self._port = 0
+        self._forget_attempt()
+        self._ranks = "idle"  # or "running", "stopping"
+        self._trained_in: Key = NO_VIEW
+
+    def _forget_attempt(self) -> None:
+        self._is_done = self._has_left = False
+        self._failure: Mapping[str, Any] | None = None
+        self._failed_since_s = None
+        self._watched_since_s: float | None = None
+        self._has_snapshot = False
+        self._cause = None
+        self._port = 0
+        self._has_asked_for_port = False
+        self._known = {}
+
+    # ------------------------------------------------------------ what happens
+
+    def linked(self, node: Node, now_s: float) -> None:
+        """Take in that a node can be talked to."""
+        self._peers[node.id] = _Peer(node, now_s)
+        self._quiet_since_s = now_s
+
+    def unlinked(self, peer: str, *, has_ended: bool, now_s: float) -> None:
+        """Take in that a node can't be talked to any more.
+
+        Args:
+            has_ended: Whether its system has told so, and not its silence.
+        """
+        gone = self._peers.pop(peer)
+        if has_ended and self._is_fresh(gone, now_s):
+            self._dead.add(peer)
+
+    def heard(self, peer: str, state: State, echo_s: float) -> None:
+        """Take in what a node says of itself.
+
+        Args:
+            echo_s: When we sent what it had heard last from us.
+        """
+        it = self._peers[peer]
+        it.state, it.echo_s = state, max(it.echo_s, echo_s)
+        if self.view is not None and state.key == self.view.key:
+            self._known[peer] = state
+
+    def handed(self, view: View, *, is_started: bool) -> None:
+        """Take in a view that another node knows."""
+        if view.key > self._key:
+            self.view, self._has_started, self._running = view, False, NO_VIEW
+            self._forget_attempt()
+            for peer in self._peers.values():
+                if peer.state.key == view.key:
+                    self._known[peer.node.id] = peer.state
+        self._has_started |= is_started and view.key == self._key
+
+    def ranks_ended(self, how: str, cause: Mapping[str, Any] | None) -> None:
+        """Take in how this node's ranks ended: "succeeded", "failed" or "stopped"."""
+        if self._ranks == "running" and self._trained_in == self._key:
+            self._is_done = how == "succeeded"
+            self._failure = cause if how == "failed" else None
+        self._ranks = "idle"
+
+    def snapshot_is_whole(self) -> None:
+        """Take in that the ranks have just taken a snapshot, after "watch" was ordered."""
+        self._has_snapshot = True
+
+    def reserved(self, port: int) -> None:
+        """Take in which port the supervisor holds for rank 0."""
+        self._port = port
+
+    # ------------------------------------------------------------ what is known
+
+    @property
+    def _key(self) -> Key:
+        return self.view.key if self.view is not None else NO_VIEW
+
+    @property
+    def leads(self) -> bool:
+        return self._leader == self.me.id
+
+    @property
+    def state(self) -> State:
+        return State(
+            self._term,
+            self._leader,
+            self._is_in_office(),
+            self._key,
+            self._is_settled(),
+            self._ranks == "idle",
+            self._has_left,
+            self._is_done,
+            self._failure,
+            self._running,
+            self._port,
+            self.result,
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether this node's ranks run."""
+        return self._ranks == "running"
+
+    @property
+    def others_stay(self) -> bool:
+        """Whether a node can be talked to that does not know yet how the job has ended."""
+        return any(peer.state.result is None for peer in self._peers.values())
+
+    @property
+    def is_member(self) -> bool:
+        return self.view is not None and self.me in self.view.members
+
+    def wanted(self, now_s: float) -> set[Place]:
+        """Return where this node is to connect to.
+
+        Of two nodes of a view the later one does; the earlier one too, when that has not come to pass.
+        """
+        if self.view is None:
+            return set()
+        members = self.view.members
+        if self.is_member and now_s - self._quiet_since_s < _SETTLE_S:
+            members = members[: members.index(self.me)]
+        places = {node.place for node in members if node.id not in self._dead}
+        if self.leads:
+            places |= {*self.view.places}
+        return places - {self.me.place} - {peer.node.place for peer in self._peers.values()}
+
+    def waits_for(self) -> str:
+        """Return what this node waits for, for people; empty: for nothing."""
+        if self._running == self._key != NO_VIEW or self._ranks != "idle" or self.result is not None:
+            return ""
+        if self.view is not None and not self.is_member and self._leader in self._peers:
+            if len(self.view.members) < self._rules.max_nodes:
+                return ""
+            all_there = f"all {len(self.view.members)} nodes of the job are there"
+            return f"{all_there}: this one is a spare, and waits to take the place of one that is lost"
+        hosts = ", ".join([self.me.host, *(peer.node.host for peer in self._peers.values())])
+        if self.leads and not self._is_in_office() and self.view is not None:
+            lost = [node.host for node in self.view.members if not self._is_with_us(node.id)]
+            return (
+                f"of {len(self.view.members)} nodes, {', '.join(lost)} can't be reached; those that are left ({hosts}) "
+                "are no majority, so others may be going on: waiting for them"
+            )
+        if self.leads and self._rules.has_positions:
+            here = {self.me.position, *(peer.node.position for peer in self._peers.values())}
+            missing = ", ".join(str(position) for position in range(self._rules.max_nodes) if position not in here)
+            return f"waiting for the nodes with --node-rank {missing}; here are {hosts}" if missing else ""
+        if self.leads and len(self._peers) + 1 < self._rules.min_nodes:
+            return f"waiting for nodes: {len(self._peers) + 1} of at least {self._rules.min_nodes} are here ({hosts})"
+        return ""
+
+    def _is_fresh(self, peer: _Peer, now_s: float) -> bool:
+        return now_s - peer.echo_s < _FRESH * self._rules.silence_s
+
+    def _is_with_us(self, node: str) -> bool:
+        peer = self._peers.get(node)
+        return node == self.me.id or (peer is not None and self._is_fresh(peer, self._now_s))
+
+    def _follows(self, node: str) -> bool:
+        """Whether a node has voted for this one, and can't have voted for another since."""
+        if not self._is_with_us(node) or node == self.me.id:
+            return node == self.me.id
+        state = self._peers[node].state
+        return state.leader == self.me.id and state.term == self._term
+
+    def _has_quorum(self, group: Group) -> bool:
+        votes = {node for node in group.ids if self._follows(node)}
+        before = []
+        for node in group.succession:
+            if node == self.me.id:
+                break
+            before.append(node)
+        if all(node in votes or node in self._dead for node in before):
+            votes |= self._dead & {*group.ids}
+        return 2 * len(votes) > len(group.ids) or (2 * len(votes) == len(group.ids) and group.leader in votes)
+
+    def _bases(self) -> tuple[Group, ...]:
+        """Return the groups of the views that may have started last, as far as this node can know."""
+        if self.view is None:
+            return (Group(self.me.id, (self.me.id,)),)
+        if self._has_started:
+            return (self.view.group,)
+        is_ours = self.view.leader == self.me.id  # and then we know that it has not started, and will not
+        return self.view.bases if is_ours else tuple(dict.fromkeys((*self.view.bases, self.view.group)))
+
+    def _is_in_office(self) -> bool:
+        if not self.leads or (self.view is not None and not self.is_member):
+            return False
+        if self.view is None and (not self._is_root or self._now_s - self._born_s < _SETTLE_S):
+            return False
+        return all(self._has_quorum(base) for base in self._bases())
+
+    def _is_settled(self) -> bool:
+        if self.view is None:
+            return False
+        if self.view.members[0] == self.me and not self._port:
+            return False
+        here = all(node == self.me or node.id in self._peers for node in self.view.members)
+        return here and all(peer.state.key >= self._key for peer in self._peers.values())
+
+    # ------------------------------------------------------------ what follows
+
+    def decide(self, now_s: float) -> None:
+        """Do what follows from all that has happened."""
+        self._now_s = now_s
+        while True:
+            before = (self.state, self.view, self._ranks, self._has_asked_for_port)
+            if self.result is None:
+                self._choose_leader()
+                self._hand_on()
+                self._reserve()
+                if self.leads:
+                    self._lead()
+                self._run()
+            if before == (self.state, self.view, self._ranks, self._has_asked_for_port):
+                return
+
+    def _holder(self) -> _Peer | None:
+        """Return the node that says it is in office; of several, the one with the newest term."""
+        holders = [
+            peer
+            for peer in self._peers.values()
+            if peer.state.in_office and peer.state.leader == peer.node.id and peer.state.key >= self._key
+        ]
+        return max(holders, key=lambda peer: peer.state.term, default=None)
+
+    def _preferred(self) -> str:
+        """Return who should lead, as seen from here; empty: unknown."""
+        if (holder := self._holder()) is not None:
+            return holder.node.id
+        if self.view is None:
+            leading = (peer.node.id for peer in self._peers.values() if peer.state.leader == peer.node.id)
+            return self.me.id if self._is_root else next(leading, "")
+        for node in self.view.group.succession:
+            if node in self._peers or (node == self.me.id and self.is_member):
+                return node
+        return ""
+
+    def _choose_leader(self) -> None:
+        others = [peer.state.term for peer in self._peers.values() if peer.state.leader != self.me.id]
+        newest = max(others, default=-1)  # of those who can't vote for this node in a term that is no newer
+        holder = self._holder()
+        if self.leads and self._is_in_office():
+            if holder is not None and holder.state.term > self._term:
+                self._vote(holder)
+            elif newest >= self._term:
+                self._term = newest + 1
+            return
+        current = self._peers.get(self._leader)
+        if current is not None and current.state.leader == self._leader:
+            if current.state.term > self._term:
+                self._term = current.state.term
+            if holder is not None and not current.state.in_office:
+                self._vote(holder)
+            return
+        preferred = self._preferred()
+        if preferred == self.me.id:
+            may_raise = self._now_s - self._raised_s >= _SETTLE_S
+            if not self.leads or (newest >= self._term and may_raise):
+                self._term, self._leader, self._raised_s = max(newest, self._term) + 1, self.me.id, self._now_s
+                self._running = NO_VIEW
+        elif preferred:
+            self._vote(self._peers[preferred])
+
+    def _vote(self, peer: _Peer) -> None:
+        """Follow a node that leads in a newer term."""
+        if peer.state.leader == peer.node.id and peer.state.term > self._term:
+            self._term, self._leader, self._running = peer.state.term, peer.node.id, NO_VIEW
+
+    def _hand_on(self) -> None:
+        for peer in self._peers.values():
+            is_due = peer.handed != self._key or self._now_s - peer.handed_s >= _SETTLE_S
+            if self.view is not None and peer.state.key < self._key and is_due:
+                peer.handed, peer.handed_s = self._key, self._now_s
+                self._acts.hand(peer.node.id, self.view, self._has_started)
+
+    def _reserve(self) -> None:
+        if self.view is not None and self.view.members[0] == self.me and not self._has_asked_for_port:
+            self._has_asked_for_port = True
+            self._acts.order({"reserve": True})
+
+    # ------------------------------------------------------------ leading
+
+    def _lead(self) -> None:
+        view = self.view
+        if view is not None and self._has_started and self._all_are_done(view):
+            self.result = {"cause": None}
+        elif view is not None and self._running == view.key:
+            self._watch(view)
+        elif self._is_in_office():
+            if view is not None and self._may_start(view):
+                self._has_started, self._running = True, view.key
+            elif view is None or not self._is_coming(view):
+                self._propose()
+
+    def _watch(self, view: View) -> None:
+        """End the attempt if it can't go on, or could with more nodes."""
+        cause = self._cause_of_end(view)
+        if cause is not None and cause["is_victim"]:  # what it fell victim to may show
+            if self._failed_since_s is None:
+                self._failed_since_s = self._now_s
+            if self._now_s - self._failed_since_s < CAUSE_S:
+                return
+        if cause is not None or self._may_grow(view):
+            self._cause, self._running = cause, NO_VIEW
+
+    def _may_grow(self, view: View) -> bool:
+        """Whether the attempt can end now to go on with more nodes: when a snapshot is whole, or does not come."""
+        if len(view.members) >= self._rules.max_nodes or not self._newcomers(view):
+            return False
+        if self._watched_since_s is None:
+            self._watched_since_s, self._has_snapshot = self._now_s, False
+            self._acts.order({"watch": True})
+        return self._has_snapshot or self._now_s - self._watched_since_s >= self._rules.join_s
+
+    def _all_are_done(self, view: View) -> bool:
+        known = {**self._known, self.me.id: self.state}
+        return all(node.id in known and known[node.id].is_done for node in view.members)
+
+    def _newcomers(self, view: View | None) -> list[Node]:
+        members = view.members if view is not None else ()
+        return [p.node for p in self._peers.values() if p.node not in members and self._follows(p.node.id)]
+
+    def _cause_of_end(self, view: View) -> Mapping[str, Any] | None:
+        """Return why an attempt in `view` failed; None if it did not."""
+        known = {**self._known, self.me.id: self.state}
+        causes = [state.failure for state in known.values() if state.failure is not None]
+        for number, node in enumerate(view.members):
+            if node.id in self._dead:
+                causes.append(_loss(view, number, "its connection has ended"))
+            elif not self._is_with_us(node.id) or known.get(node.id, State()).has_left:
+                causes.append(_loss(view, number, f"silent for {self._rules.silence_s:g} s"))
+        return min(causes, key=lambda cause: (cause["is_victim"], cause["returncode"] > 0), default=None)
+
+    def _is_coming(self, view: View) -> bool:
+        """Whether a view that we have proposed is being accepted, and nobody of it is lost."""
+        is_ours = view.leader == self.me.id and not self._has_started
+        return is_ours and all(self._is_with_us(node.id) for node in view.members)
+
+    def _may_start(self, view: View) -> bool:
+        if not self._is_coming(view) or not self._is_settled():
+            return False
+        others = [self._peers[node.id].state for node in view.members if node != self.me]
+        return all(self._follows(node.id) for node in view.members) and all(
+            state.key == view.key and state.is_settled for state in others
+        )
+
+    def _propose(self) -> None:
+        """Choose who takes part in the next attempt, if that can be said."""
+        view, rules = self.view, self._rules
+        old = view.members if view is not None else ()
+        undecided = [node for node in old if node.id in self._peers and not self._follows(node.id)]
+        if undecided and self._now_s - max(self._raised_s, self._quiet_since_s) < _SETTLE_S:
+            return
+        with_us = [self.me, *(peer.node for peer in self._peers.values() if self._follows(peer.node.id))]
+        is_idle = all(self._peers[node.id].state.is_idle for node in with_us if node != self.me)
+        if not is_idle or self._ranks != "idle":
+            return
+        members = self._placed(old, with_us)
+        if len(members) < rules.min_nodes:
+            self._enough_since_s = None
+            return
+        if self._enough_since_s is None:
+            self._enough_since_s = self._now_s
+        if view is None and len(members) < rules.max_nodes and self._now_s - self._enough_since_s < rules.last_call_s:
+            return
+        cause, attempt, restarts = None, 0, 0
+        if view is not None:
+            cause = (self._cause or self._cause_of_end(view)) if self._has_started else view.cause
+            attempt = view.attempt + self._has_started
+            restarts = view.restarts + (self._has_started and cause is not None)
+        if restarts > rules.max_restarts:
+            self.result = {"cause": cause}
+            return
+        number = self._key[1] + 1
+        known = [*(view.places if view is not None else ()), *(node.place for node in members)]
+        places = tuple(dict.fromkeys(known))[-_MAX_PLACES:]
+        key, bases = (self._term, number), self._bases()
+        view = View(key, self.me.id, tuple(members), attempt, restarts, cause, bases, places)
+        self.handed(view, is_started=False)
+
+    def _placed(self, old: tuple[Node, ...], with_us: list[Node]) -> list[Node]:
+        """Return the nodes of the next view in order: who was there keeps its place, newcomers fill the gaps."""
+        if self._rules.has_positions:
+            placed = {node.position: node for node in reversed(with_us)}
+            return [placed[position] for position in sorted(placed)]
+        stayed = [node for node in old if node in with_us]
+        new = [node for node in with_us if node not in old][: self._rules.max_nodes - len(stayed)]
+        members: list[Node] = []
+        for node in old:
+            if node in stayed:
+                members.append(node)
+            elif new:
+                members.append(new.pop(0))
+        return [*members, *new]
+
+    # ------------------------------------------------------------ this node's ranks
+
+    def _run(self) -> None:
+        view = self.view
+        leader = self.state if self.leads else self._peers[self._leader].state if self._leader in self._peers else None
+        if leader is not None and leader.result is not None and not self.leads:
+            self.result = leader.result
+            return
+        if view is None:
+            return
+        if leader is not None and leader.running == view.key:
+            self._has_started = True
+        may_train = (
+            self.is_member
+            and leader is not None
+            and leader.running == view.key
+            and all(self._is_with_us(node.id) for node in view.members)
+        )
+        if may_train and self._trained_in != view.key and self._ranks == "idle":
+            self._ranks, self._trained_in = "running", view.key
+            self._acts.order({"start": self._attempt(view), "cause": view.cause})
+        elif not may_train and self._ranks == "running":
+            self._ranks = "stopping"
+            self._has_left = leader is not None and leader.running == view.key
+            self._acts.order({"stop": True})
+
+    def _attempt(self, view: View) -> dict[str, Any]:
+        """Return what this node's ranks are told, as `environment.Attempt` takes it."""
+        first = view.members[0]
+        number = view.members.index(self.me)
+        return {
+            "world_size": view.first_rank(len(view.members)),
+            "num_local_ranks": self.me.num_ranks,
+            "first_rank": view.first_rank(number),
+            "node_rank": number,
+            "num_nodes": len(view.members),
+            "master_addr": first.address,
+            "master_port": self._port if first == self.me else self._peers[first.id].state.port,
+            "restart_count": view.attempt,
+            "max_restarts": self._rules.max_restarts,
+        }
+
+
+def _loss(view: View, number: int, how: str) -> dict[str, Any]:
+    """Return the cause that a node was lost, as `nodes.cause_of` writes those of ranks."""
+    node = view.members[number]
+    first = view.first_rank(number)
+    last = first + node.num_ranks - 1
+    ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    return {
+        "rank": first,
+        "pid": -1,
+        "returncode": 1,
+        "is_victim": False,
+        "kind": NODE_LOST,
+        "message": f"node {node.host} ({ranks}) was lost: {how}",
+        "lines": [],
+        "folder": "",
+        "host": node.host,
+    }

@@ -1,0 +1,363 @@
+"""Connections between the agents of a job: plain TCP, lines of JSON, one thread.
+
+Each connection begins with a greeting of both ends, which says which job and which node it is. Both send a line twice a
+second at least; who has sent nothing for a while is lost. Nothing here waits but `wait`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from phalanx.launch.agreement import Node, Place
+from phalanx.launch.messages import as_line, read_line, read_node
+
+_MOST_BYTES = 1 << 22  # of one line, or waiting to be sent
+_MOST_STRANGERS = 64  # connections without a greeting
+_BUFFER_BYTES = 1 << 18
+_RESOLVE_AGAIN_S = 5.0
+
+
+class Listener(Protocol):
+    """Who is told what happens on the links."""
+
+    def linked(self, node: Node) -> None:
+        """A node has greeted."""
+
+    def unlinked(self, peer: str, *, has_ended: bool) -> None:
+        """A node is gone: its system has told so, or it has been silent."""
+
+    def received(self, peer: str, message: dict[str, Any]) -> None:
+        """A node has sent something.
+
+        Raises:
+            ValueError: Nobody of ours would send that; the connection is closed.
+        """
+
+    def refused(self, why: str) -> None:
+        """A node does not want us."""
+
+    def problem_with(self, greeting: dict[str, Any]) -> str:
+        """Return why whoever sends this greeting is no node of this job; empty: it is."""
+
+
+class _Link:
+    """One connection."""
+
+    def __init__(self, end: socket.socket, now_s: float, dialed: Place | None = None) -> None:
+        self.socket = end
+        self.dialed = dialed  # where we have connected to; None: it was accepted
+        self.is_connecting = dialed is not None
+        self.peer = ""  # the node's id, once it has greeted
+        self.heard_s = now_s
+        self.came = bytearray()
+        self.goes = bytearray()
+
+
+class Links:
+    """All connections of one agent.
+
+    Args:
+        selector: On which this waits; others may, too, with a function as data.
+        silence_s: Seconds after which a silent node is lost.
+
+    Attributes:
+        own: Places at which this agent itself was found to listen.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, listener: Listener, silence_s: float) -> None:
+        self._selector, self._listener, self._silence_s = selector, listener, silence_s
+        self._me: Node | None = None
+        self._greeting: dict[str, Any] = {}
+        self._links: set[_Link] = set()
+        self._by_peer: dict[str, _Link] = {}
+        self._door: socket.socket | None = None
+        self._names = _Names()
+        self.own: set[Place] = set()
+
+    def introduce(self, me: Node, greeting: Mapping[str, Any]) -> None:
+        """Say who this node is; before that nothing is sent, and what comes is read later."""
+        self._me, self._greeting = me, {**greeting, "node": me}
+        for link in [*self._links]:
+            if not link.is_connecting:
+                self._greet(link)
+
+    def listen(self, door: socket.socket) -> None:
+        """Take connections from a bound socket."""
+        door.listen(128)
+        door.setblocking(False)
+        self._door = door
+        self._selector.register(door, selectors.EVENT_READ, self._accept)
+
+    # ------------------------------------------------------------ connecting
+
+    def _accept(self) -> None:
+        assert self._door is not None
+        while True:
+            try:
+                end, _ = self._door.accept()
+            except OSError:
+                return
+            strangers = [link for link in self._links if not link.peer and link.dialed is None]
+            if len(strangers) >= _MOST_STRANGERS:
+                self._close(min(strangers, key=lambda link: link.heard_s))
+            self._add(_Link(end, time.monotonic()))
+
+    def _add(self, link: _Link) -> None:
+        link.socket.setblocking(False)
+        link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._links.add(link)
+        self._selector.register(link.socket, selectors.EVENT_READ, lambda: self._serve(link))
+        if not link.is_connecting:
+            self._greet(link)
+        self._watch(link)
+
+    def _greet(self, link: _Link) -> None:
+        if self._me is not None:
+            self._queue(link, as_line(self._greeting))
+
+    def dial(self, place: Place) -> str:
+        """Connect to an agent, unless that is under way; return what is wrong with its name, if anything."""
+        if place in self.own or any(link.dialed == place for link in self._links):
+            return ""
+        address, why = self._names.find(place)
+        if address is None:
+            return why
+        family, target = address
+        end = socket.socket(family, socket.SOCK_STREAM)
+        end.setblocking(False)
+        result = end.connect_ex(target)
+        if result in (0, errno.EINPROGRESS):
+            self._add(_Link(end, time.monotonic(), place))
+        else:
+            end.close()
+        return ""
+
+    def own_address(self) -> str:
+        """Return the address of this host at one of its connections; empty: there is none."""
+        addresses = (_plain(link.socket.getsockname()[0]) for link in self._links if not link.is_connecting)
+        return next(addresses, "")
+
+    # ------------------------------------------------------------ talking
+
+    def tell(self, peer: str, message: Mapping[str, Any]) -> None:
+        """Send a message to a linked node."""
+        if (link := self._by_peer.get(peer)) is not None:
+            self._queue(link, as_line(message))
+
+    def tell_all(self, make: Callable[[str], Mapping[str, Any]]) -> None:
+        """Send every linked node the message that is made for it."""
+        for peer in [*self._by_peer]:
+            self.tell(peer, make(peer))
+
+    def _queue(self, link: _Link, line: bytes) -> None:
+        if len(link.goes) + len(line) > _MOST_BYTES:
+            self._lose(link, has_ended=False)
+            return
+        link.goes += line
+        self._flush(link)
+
+    def _flush(self, link: _Link) -> None:
+        if link.is_connecting or link not in self._links:
+            return
+        try:
+            while link.goes:
+                del link.goes[: link.socket.send(link.goes)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lose(link, has_ended=True)
+            return
+        self._watch(link)
+
+    def _watch(self, link: _Link) -> None:
+        wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.goes or link.is_connecting else 0)
+        key = self._selector.get_key(link.socket)
+        if key.events != wants:
+            self._selector.modify(link.socket, wants, key.data)
+
+    def _serve(self, link: _Link) -> None:
+        if link.is_connecting:
+            if link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self._close(link)
+                return
+            try:
+                link.socket.getpeername()
+            except OSError:
+                return
+            link.is_connecting, link.heard_s = False, time.monotonic()
+            self._greet(link)
+        self._flush(link)
+        if link in self._links:
+            self._read(link)
+
+    def _read(self, link: _Link) -> None:
+        try:
+            came = link.socket.recv(_BUFFER_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            came = b""
+        if not came:
+            self._lose(link, has_ended=True)
+            return
+        link.heard_s = time.monotonic()
+        link.came += came
+        while self._me is not None and link in self._links and (end := link.came.find(b"\n")) >= 0:
+            line = bytes(link.came[:end])
+            del link.came[: end + 1]
+            try:
+                self._take(link, read_line(line))
+            except (ValueError, TypeError, KeyError, OverflowError):  # not one of ours
+                self._lose(link, has_ended=False)
+        if len(link.came) > _MOST_BYTES:
+            self._lose(link, has_ended=False)
+
+    def _take(self, link: _Link, message: dict[str, Any]) -> None:
+        if link.peer:
+            self._listener.received(link.peer, message)
+            return
+        if "refused" in message:
+            self._close(link)
+            if link.dialed is not None:  # whoever comes to us has nothing to refuse
+                self._listener.refused(str(message["refused"])[:500])
+            return
+        assert self._me is not None
+        node = read_node(message.get("node"))
+        if node.id == self._me.id:
+            if link.dialed is not None:
+                self.own.add(link.dialed)
+            self._close(link)
+        elif why := self._listener.problem_with(message):
+            if link.dialed is None:  # whom we have dialed will tell us what is wrong
+                self._queue(link, as_line({"refused": why}))
+                self._close(link)
+        elif not self._is_double(link, node.id):
+            link.peer = node.id
+            self._by_peer[node.id] = link
+            self._listener.linked(node)
+
+    def _is_double(self, link: _Link, peer: str) -> bool:
+        """Close one of two connections with a node, the same one as it does: the one that the greater id has made."""
+        before = self._by_peer.get(peer)
+        if before is None:
+            return False
+        assert self._me is not None
+        keeps_ours = self._me.id < peer
+        if (link.dialed is not None) == keeps_ours and (before.dialed is not None) != keeps_ours:
+            link.peer = peer
+            self._by_peer[peer] = link
+            self._close(before)
+        else:
+            self._close(link)
+        return True
+
+    # ------------------------------------------------------------ ends
+
+    def _lose(self, link: _Link, *, has_ended: bool) -> None:
+        peer = link.peer
+        self._close(link)
+        if peer and self._by_peer.get(peer) is link:
+            del self._by_peer[peer]
+            self._listener.unlinked(peer, has_ended=has_ended)
+
+    def _close(self, link: _Link) -> None:
+        if link in self._links:
+            self._links.remove(link)
+            self._selector.unregister(link.socket)
+            link.socket.close()
+
+    def drop(self, peer: str) -> None:
+        """Close the connection with a node that is none of ours."""
+        self._lose(self._by_peer[peer], has_ended=False)
+
+    def wait(self, timeout_s: float) -> None:
+        """Do what there is to do; if nothing, wait for it."""
+        for key, _ in self._selector.select(timeout_s):
+            now = self._selector.get_map().get(key.fd)
+            if now is not None and now.data is key.data:  # nobody has closed it meanwhile
+                key.data()
+
+    def lose_silent(self) -> None:
+        """Lose the nodes that have been silent; after `wait`, which takes what has come meanwhile."""
+        now_s = time.monotonic()
+        for link in [link for link in self._links if now_s - link.heard_s >= self._silence_s]:
+            self._lose(link, has_ended=False)
+
+    def flush(self, limit_s: float) -> None:
+        """Wait until all has been sent, or the limit."""
+        ends_s = time.monotonic() + limit_s
+        while any(link.goes for link in self._by_peer.values()) and time.monotonic() < ends_s:
+            self.wait(0.05)
+
+
+class _Names:
+    """Addresses of hosts. Threads ask for them, since DNS may take seconds."""
+
+    def __init__(self) -> None:
+        self._found: dict[Place, tuple[float, tuple[Any, Any] | None, str]] = {}
+        self._asking: set[Place] = set()
+
+    def find(self, place: Place) -> tuple[tuple[Any, Any] | None, str]:
+        """Return family and address of a place, as far as it is known, and what is wrong."""
+        asked_s, address, why = self._found.get(place, (-_RESOLVE_AGAIN_S, None, ""))
+        if time.monotonic() - asked_s >= _RESOLVE_AGAIN_S and place not in self._asking:
+            self._asking.add(place)
+            threading.Thread(target=self._ask, args=(place,), daemon=True).start()
+        return address, why
+
+    def _ask(self, place: Place) -> None:
+        address, why = None, ""
+        try:
+            infos = socket.getaddrinfo(place[0].strip("[]"), place[1], type=socket.SOCK_STREAM)
+            address = infos[0][0], infos[0][4]
+        except (OSError, UnicodeError) as error:
+            why = f"the name {place[0]!r} does not resolve here ({error.args[-1]})"
+            address = self._found.get(place, (0, None, ""))[1]
+        self._found[place] = time.monotonic(), address, why
+        self._asking.discard(place)
+
+
+def open_door(port: int) -> socket.socket:
+    """Return a socket bound to a port of all addresses; 0: a free port.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    try:
+        door = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        any_address = "::"
+        door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    except OSError:  # no IPv6
+        door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        any_address = "0.0.0.0"
+    try:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((any_address, port))
+    except OSError:
+        door.close()
+        raise
+    return door
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or an address is one of this host.
+
+    Raises:
+        OSError: The name does not resolve.
+    """
+    for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+            return True
+    return False
+
+
+def _plain(address: str) -> str:
+    return address.removeprefix("::ffff:").partition("%")[0]

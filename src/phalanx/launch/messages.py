@@ -1,0 +1,121 @@
+"""What agents tell each other, as lines of JSON. Whatever comes from another host is checked before it is believed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from phalanx.launch.agreement import Group, Key, Node, State, View
+
+_T = TypeVar("_T")
+_MOST_NODES = 10_000
+_MOST_LINES = 42
+
+
+def as_line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message, default=dataclasses.asdict).encode() + b"\n"
+
+
+def read_line(line: bytes) -> dict[str, Any]:
+    """Return the message that a line holds.
+
+    Raises:
+        ValueError: It holds none.
+    """
+    try:
+        told = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(told, dict):
+        raise ValueError("no message")
+    return told
+
+
+def _take(told: Any, name: str, kind: type[_T]) -> _T:
+    value = told.get(name) if isinstance(told, dict) else None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} is no {kind.__name__}")
+    return value
+
+
+def _key(told: Any, name: str) -> Key:
+    term, number = _take(told, name, list)
+    if type(term) is not int or type(number) is not int:
+        raise ValueError(f"{name} is no key")
+    return term, number
+
+
+def read_node(told: Any) -> Node:
+    """Return the node that a message tells of.
+
+    Raises:
+        ValueError: It tells of none.
+    """
+    name, host, address = (_take(told, field, str)[:300] for field in ("id", "host", "address"))
+    port, num_ranks, position = (_take(told, field, int) for field in ("port", "num_ranks", "position"))
+    if not (0 <= port < 65536 and 0 < num_ranks < 1 << 20):
+        raise ValueError("no such node")
+    return Node(name, host, address, port, num_ranks, position)
+
+
+def read_view(told: Any) -> View:
+    """Return the view that a message tells of.
+
+    Raises:
+        ValueError: It tells of none.
+    """
+    members = tuple(read_node(node) for node in _take(told, "members", list)[:_MOST_NODES])
+    leader, attempt, restarts = _take(told, "leader", str), _take(told, "attempt", int), _take(told, "restarts", int)
+    bases = tuple(
+        Group(_take(base, "leader", str), tuple(str(one) for one in _take(base, "ids", list)))
+        for base in _take(told, "bases", list)
+    )
+    places = tuple((str(address), int(port)) for address, port in _take(told, "places", list))
+    if leader not in {node.id for node in members}:
+        raise ValueError("the leader is no member")
+    return View(_key(told, "key"), leader, members, attempt, restarts, _cause(told, "cause"), bases, places)
+
+
+def read_state(told: Any) -> State:
+    """Return what a node tells of itself.
+
+    Raises:
+        ValueError: It tells nothing.
+    """
+    result = told.get("result") if isinstance(told, dict) else None
+    return State(
+        term=_take(told, "term", int),
+        leader=_take(told, "leader", str),
+        **{name: _take(told, name, bool) for name in ("in_office", "is_settled", "is_idle", "has_left", "is_done")},
+        key=_key(told, "key"),
+        failure=_cause(told, "failure"),
+        running=_key(told, "running"),
+        port=_take(told, "port", int),
+        result=None if result is None else {"cause": _cause(result, "cause")},
+    )
+
+
+def _cause(told: Any, name: str) -> dict[str, Any] | None:
+    value = told.get(name) if isinstance(told, dict) else None
+    return None if value is None else read_cause(value)
+
+
+def read_cause(told: Any) -> dict[str, Any]:
+    """Return what `nodes.cause_of` wrote on some node, well-formed whatever has come."""
+    told = told if isinstance(told, dict) else {}
+    rank, pid, returncode = (
+        number if type(number := told.get(name)) is int and least <= number < limit else -1
+        for name, least, limit in (("rank", -1, 1 << 31), ("pid", -1, 1 << 31), ("returncode", -64, 256))
+    )
+    words = {name: str(told.get(name, ""))[:1000] for name in ("kind", "message", "folder", "host")}
+    lines = told.get("lines")
+    return {
+        "rank": rank,
+        "pid": pid,
+        "returncode": returncode or 1,  # it has failed
+        **words,
+        "is_victim": told.get("is_victim") is True,
+        "lines": [str(line)[:300] for line in (lines if isinstance(lines, list) else [])[:_MOST_LINES]],
+    }

@@ -1,0 +1,188 @@
+"""What nodes agree on, over a simulated network."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from phalanx.launch.agreement import NO_VIEW, Agreement
+from tests.launch.simulated_nodes import World, rules
+
+
+def trains(world):
+    """The names of the nodes that train, which they must do in one view that has them all."""
+    training = [node for node in world.living() if node.training]
+    views = {node.training for node in training}
+    assert len(views) <= 1
+    order = [member.host for member in training[0].agreement.view.members] if training else []
+    assert sorted(order) == sorted(node.name for node in training)
+    return "".join(sorted(order))
+
+
+@pytest.fixture
+def four():
+    world = World(1, "abcd", rules(4))
+    world.run(5)
+    assert trains(world) == "abcd"
+    return world
+
+
+def test_all_meet(four):
+    assert four.now_s == 5
+    assert max(when_s for when_s, _, _ in four.starts) < 1.5
+    assert four.finish() == [{"cause": None}] * 4
+
+
+@pytest.mark.parametrize("lost", "abcd")
+def test_the_others_go_on_when_one_is_killed(four, lost):
+    four.kill(lost)
+    four.run(6)
+    assert trains(four) == "abcd".replace(lost, "")
+    assert four.nodes["d" if lost != "d" else "a"].agreement.view.cause["host"] == lost
+    assert four.finish() == [{"cause": None}] * 3
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_two_that_are_killed_together_are_gone_on_without(four, is_silent):
+    four.kill("b", is_silent=is_silent)
+    four.run(5.05)
+    four.kill("d", is_silent=is_silent)
+    four.run(9)
+    assert trains(four) == "ac"  # half, with the leader
+
+
+# ---------------------------------------------------------------- accidents
+
+NAMES = "abcde"
+
+
+def play(seed, accidents, agreement=Agreement, *, num_accidents=8, begins_whole=True):
+    """Let accidents of these kinds happen to two to five nodes, mend, and return the world."""
+    drawn = random.Random(seed)
+    names = NAMES[: drawn.randint(2, 5)]
+    world = World(seed, names, rules(len(names)), agreement)
+    world.slowness_s = drawn.choice((0.002, 0.05, 0.4))
+    while begins_whole and not any(node.agreement.state.running != NO_VIEW for node in world.living()):
+        world.run(world.now_s + 0.1)
+    world.run(world.now_s + drawn.uniform(0, 6))
+    for _ in range(drawn.randint(1, num_accidents)):
+        one, other = drawn.sample(names, 2)
+        kind = drawn.choice(accidents)
+        if kind in ("kill", "lose power") and world.nodes[one].is_alive and len(world.living()) > 1:
+            world.kill(one, is_silent=kind == "lose power")
+        elif kind == "come back" and not world.nodes[one].is_alive:
+            world.start(one)
+        elif kind == "pause":
+            world.pause(one, drawn.uniform(0.5, 6))
+        elif kind == "cut":
+            world.cut(one, other, is_both=drawn.random() < 0.7)
+        elif kind == "isolate":
+            for name in names:
+                world.cut(one, name)
+        elif kind == "divide":
+            side = set(drawn.sample(names, len(names) // 2))
+            for name, peer in itertools.product(side, set(names) - side):
+                world.cut(name, peer)
+        elif kind == "mend":
+            world.mend()
+        elif kind == "fail":
+            world.fail(one)
+        world.run(world.now_s + drawn.choice((0, 0.05, 0.5, 1.5, 2.2, 5)))
+    world.mend()
+    world.run(world.now_s + 25)
+    return world
+
+
+GROUPS = [*range(2), *(pytest.param(group, marks=pytest.mark.slow) for group in range(2, 20))]  # of 100 seeds each
+CUTS = ("cut", "isolate", "divide", "mend", "mend", "pause", "fail")
+KILLS = ("kill", "kill", "come back", "fail")
+ALL_ACCIDENTS = CUTS + KILLS + ("lose power",)
+
+
+@pytest.mark.parametrize("seeds", GROUPS)
+def test_after_cuts_all_are_together_again(seeds):
+    for seed in range(100 * seeds, 100 * seeds + 100):
+        world = play(seed, CUTS)
+        assert trains(world) == "".join(sorted(world.nodes)), seed
+        assert world.finish() == [{"cause": None}] * len(world.nodes), seed
+
+
+@pytest.mark.parametrize("seeds", GROUPS)
+def test_after_kills_all_that_live_are_together(seeds):
+    for seed in range(100 * seeds, 100 * seeds + 100):
+        world = play(seed, KILLS)
+        if world.has_survivor():  # of the last view: others can't know how far the job has come
+            assert trains(world) == "".join(sorted(node.name for node in world.living())), seed
+
+
+@pytest.mark.parametrize("seeds", GROUPS)
+def test_two_sides_never_train(seeds):
+    for seed in range(100 * seeds, 100 * seeds + 100):
+        play(seed, ALL_ACCIDENTS, num_accidents=14, begins_whole=False)
+
+
+# ---------------------------------------------------------------- what each rule is for
+
+
+class SilentOnesAreDead(Agreement):
+    def unlinked(self, peer, *, has_ended, now_s):
+        super().unlinked(peer, has_ended=has_ended, now_s=now_s)
+        self._dead.add(peer)
+
+
+class EveryEndIsADeath(Agreement):
+    def unlinked(self, peer, *, has_ended, now_s):
+        super().unlinked(peer, has_ended=has_ended, now_s=now_s)
+        self._dead |= {peer} if has_ended else set()
+
+
+class AllCountTheDead(Agreement):
+    def _has_quorum(self, group):
+        votes = {node for node in group.ids if self._follows(node) or node in self._dead}
+        return 2 * len(votes) > len(group.ids) or (2 * len(votes) == len(group.ids) and group.leader in votes)
+
+
+class NoVotes(Agreement):
+    def _has_quorum(self, group):
+        return True
+
+
+class HalfIsEnough(Agreement):
+    def _has_quorum(self, group):
+        return 2 * sum(map(self._follows, group.ids)) >= len(group.ids)
+
+
+class OldVotesCount(Agreement):
+    def _is_fresh(self, peer, now_s):
+        return True
+
+
+class OnlyTheNewestViewVotes(Agreement):
+    def _bases(self):
+        return super()._bases() if self.view is None else (self.view.group,)
+
+
+class OnlyTheOldViewVotes(Agreement):
+    def _bases(self):
+        return super()._bases() if self.view is None or self._has_started else self.view.bases
+
+
+class NotShownToOthers(Agreement):
+    def _is_settled(self):
+        return self.view is not None and (self.view.members[0] != self.me or self._port > 0)
+
+
+QUICKLY_FOUND = [SilentOnesAreDead, NoVotes, HalfIsEnough, OldVotesCount, EveryEndIsADeath, NotShownToOthers]
+RARE = [AllCountTheDead, OnlyTheNewestViewVotes, OnlyTheOldViewVotes]
+
+
+@pytest.mark.parametrize("broken", [*QUICKLY_FOUND, *(pytest.param(it, marks=pytest.mark.slow) for it in RARE)])
+def test_without_any_one_of_the_rules_two_sides_do_train(broken):
+    for seed in range(1000):
+        try:
+            play(seed, ALL_ACCIDENTS, broken, num_accidents=14, begins_whole=False)
+        except AssertionError:
+            return
+    pytest.fail("no accident shows what the rule is for")
