@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -159,11 +158,11 @@ class Keeper {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
     const auto run = [](void* self) -> void* {
-      prctl(PR_SET_NAME, kThread);
       static_cast<Keeper*>(self)->watch();
       return nullptr;
     };
     if (pthread_create(&thread, nullptr, run, this) == 0) {
+      pthread_setname_np(thread, kThread);  // here, so that whoever looks after this call finds its name
       pthread_detach(thread);
       has_thread_ = true;
     } else {

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import selectors
 import socket
+import struct
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx.launch.agreement import Group, Node, State, View
+from phalanx.launch.links import Links, open_door
 from phalanx.launch.messages import as_line, read_line, read_node, read_state, read_view
 from tests.launch.jobs import LIMIT_S
 from tests.launch.test_nodes import LEAVE, MEET, nodes
@@ -24,7 +28,10 @@ CAUSE = {
     "is_victim": False, "lines": ["x"],
 }  # fmt: skip
 VIEW = View((3, 4), "a1", (NODE,), 5, 2, CAUSE, (Group("b", ("b", "c")),), (("10.0.0.1", 29500),))
-STATE = State(3, "a1", True, (3, 4), True, False, False, True, CAUSE, (3, 4), 1234, {"cause": None})
+STATE = State(
+    term=3, leader="a1", in_office=True, key=(3, 4), is_settled=True, is_idle=False, has_left=True, is_leaving=True,
+    is_done=True, failure=CAUSE, running=(3, 4), port=1234, result={"cause": None},
+)  # fmt: skip
 
 
 def test_what_is_sent_is_what_is_read():
@@ -106,3 +113,114 @@ def test_a_node_that_is_none_of_the_job_is_told_so_and_ends(nodes):
     assert "runs another job at this place: its --rdzv-id is 'job'" in err
     group.start(rank=1)
     assert [code for code, _, _ in group.finish()][::2] == [0, 0]
+
+
+class Noted:
+    """Links of a node, and what they told."""
+
+    def __init__(self, name, silence_s=60.0):
+        self.selector = selectors.DefaultSelector()
+        self.links = Links(self.selector, self, silence_s)
+        self.told = []
+        door = open_door(0)
+        self.place = ("127.0.0.1", door.getsockname()[1])
+        self.links.introduce(Node(name, name, *self.place, 1), {})
+        self.links.listen(door)
+
+    def linked(self, node):
+        self.told.append(("linked", node.id))
+
+    def unlinked(self, peer, *, has_ended):
+        self.told.append(("unlinked", peer, has_ended))
+
+    def received(self, peer, message):
+        if message.get("bad"):
+            raise ValueError
+        self.told.append((peer, message))
+
+    def problem_with(self, greeting):
+        return ""
+
+
+@pytest.fixture
+def two():
+    """Two nodes with links, which both have dialed the other at once."""
+    nodes = Noted("a"), Noted("b")
+    for node, peer in (nodes, nodes[::-1]):
+        for _ in range(200):  # until the name is resolved
+            node.links.dial(peer.place)
+            if node.links._links:
+                break
+            node.links.wait(0.01)
+    pump(nodes)
+    yield nodes
+    for node in nodes:
+        for key in [*node.selector.get_map().values()]:
+            key.fileobj.close()
+        node.selector.close()
+
+
+def pump(nodes):
+    for _ in range(20):
+        for node in nodes:
+            node.links.wait(0.005)
+
+
+def test_of_two_connections_one_stays_and_nobody_is_lost(two):
+    for node, peer in (two, two[::-1]):
+        assert len(node.links._links) == 1
+        assert [what[0] for what in node.told] == ["linked"]
+        node.links.tell_all(lambda name: {"to": name})
+        pump(two)
+        assert peer.told.pop()[1]["to"] == ("b" if node is two[0] else "a")
+
+
+@pytest.mark.parametrize("kind", ["reset", "ended", "nonsense"])
+def test_a_connection_that_ends_is_made_anew_and_nobody_hears_of_it(two, kind):
+    a, b = two
+    [link] = b.links._links
+    if kind == "nonsense":
+        a.links.tell("b", {"bad": True})
+    else:
+        if kind == "reset":
+            link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        b.links._close(link)
+    for _ in range(10):
+        pump(two)
+        for node in two:
+            node.links.redial()
+    assert link not in b.links._links
+    for node, peer in (two, two[::-1]):
+        assert [what[0] for what in node.told] == ["linked"]
+        node.links.tell_all(lambda name: {"to": name})
+        pump(two)
+        assert peer.told.pop()[1]["to"] == ("b" if node is two[0] else "a")
+
+
+def test_a_process_that_ends_is_dead_at_once(two):
+    a, b = two
+    for key in [*b.selector.get_map().values()]:
+        b.selector.unregister(key.fileobj)
+        key.fileobj.close()
+    pump([a])
+    assert a.told[-1] == ("unlinked", "b", True)
+
+
+def test_a_node_that_is_silent_is_lost_and_not_dead(two):
+    a, b = two
+    a.links._silence_s = 0.2
+    b.selector.unregister(b.links._door)  # it takes and says nothing
+    deadline = time.monotonic() + 10
+    while a.told[-1] != ("unlinked", "b", False):
+        assert time.monotonic() < deadline
+        a.links.wait(0.01)
+        a.links.lose_silent()
+    b.links._door.close()
+
+
+def test_a_stranger_that_resets_its_connection_disturbs_nobody(two):
+    for _ in range(20):
+        with socket.create_connection(two[0].place) as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        pump(two)
+    assert [what[0] for what in two[0].told] == ["linked"]

@@ -54,7 +54,10 @@ class Agent:
         self._endpoint: Place = host.strip("[]"), int(port)
         self._rules = _rules(job)
         nodes = [self._rules.min_nodes, self._rules.max_nodes]
-        self._greeting = {"phalanx": phalanx.__version__, "protocol": _PROTOCOL, "job": job["run_id"], "nodes": nodes}
+        self._greeting = {
+            "phalanx": phalanx.__version__, "protocol": _PROTOCOL, "job": job["run_id"], "nodes": nodes,
+            "backend": job["rdzv_backend"], "silence_s": self._rules.silence_s,
+        }  # fmt: skip
         self._selector = selectors.DefaultSelector()
         self._links = Links(self._selector, self, self._rules.silence_s)
         self._questions = Questions(os.getppid(), self._selector, self._links)
@@ -166,6 +169,7 @@ class Agent:
         self._dialed_s = now_s
         if not self._me.address and (address := self._links.own_address()):
             self._introduce(address)
+        self._links.redial()
         for place in self._agreement.wanted(now_s):
             self._links.dial(place)
         if not self._is_root and (self._agreement.view is None or self._agreement.leads):
@@ -187,7 +191,7 @@ class Agent:
         elif what and not is_said and now_s - since_s >= _TOLD_AFTER_S:
             self._waits_for = what, since_s, True
             self._channel.send({"waiting": what})
-        if self._agreement.trains:
+        if self._agreement.is_under_way or self._agreement.trains:
             self._joining_s = now_s
         elif now_s - self._joining_s >= self._join_s:
             raise TimeoutError(what or f"no answer within {self._join_s:g} s")
@@ -197,6 +201,8 @@ class Agent:
             self._answered_s = time.monotonic()
             if "reserved" in packet:
                 self._agreement.reserved(packet["reserved"])
+            elif "leave" in packet:
+                self._agreement.leave()
             elif "whole" in packet:
                 self._agreement.snapshot_is_whole()
             elif packet.get("number") == self._num_starts:
@@ -245,6 +251,10 @@ class Agent:
             return f"{here} has phalanx {ours['phalanx']}, and this host {str(greeting.get('phalanx'))[:40]}"
         if greeting.get("nodes") != ours["nodes"]:
             return f"{here} was started with --nnodes {rules.min_nodes}:{rules.max_nodes}, and this host with another"
+        if greeting.get("backend") != ours["backend"]:
+            return f"{here} was started with --rdzv-backend {ours['backend']}, and this host with another"
+        if greeting.get("silence_s") != ours["silence_s"]:
+            return f"{here} was started with other keep_alive settings in --rdzv-conf: they must be the same on all"
         return ""
 
     # ------------------------------------------------------------ what the agreement orders
@@ -255,7 +265,7 @@ class Agent:
     def order(self, what: dict[str, Any]) -> None:
         if "start" in what:
             if what["cause"] is not None and self._num_starts:
-                self._channel.send({"restart": read_cause(what["cause"])})
+                self._channel.send({"restart": read_cause(what["cause"]), "number": what["restarts"]})
             self._num_starts += 1
             attempt = {**what["start"], "role": self._job["role"], "run_id": self._job["run_id"]}
             self._channel.send({"start": attempt, "number": self._num_starts})
@@ -284,8 +294,10 @@ def main() -> None:
         Agent(channel, json.loads(sys.argv[2])).run()
     except _Refused as error:
         channel.send({"give_up": str(error)})
+    except TimeoutError as error:
+        channel.send({"give_up": str(error), "is_alone": True})
     except Exception as error:
-        channel.send({"give_up": str(error) if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"})
+        channel.send({"give_up": f"{type(error).__name__}: {error}"})
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(0)

@@ -15,7 +15,7 @@ Two sides of a cut network never both go on, because
   is known to have started, the views that it follows have to agree as well (joint consensus, as in Raft);
 - a vote and a node's right to train last as long as its answers are fresh, which is shorter than the time after which
   the others call it lost;
-- a node whose connection ends is dead, because its system said so; the first living node in the order may count its
+- a node is dead when its system refuses connections to its port; the first living node in the order may count its
   vote, unless its last answer was too old: then it may have voted for others.
 """
 
@@ -119,6 +119,7 @@ class State:
         is_settled: Whether it is linked to all nodes of it, and all that it is linked to know it.
         is_idle: Whether none of its ranks run.
         has_left: Whether it has stopped its ranks in this view, because it could not reach all others.
+        is_leaving: Whether it will be gone soon, and nothing is wrong with that.
         is_done: Whether its ranks have come to their end in this view.
         failure: How one of its ranks has failed in this view.
         running: As leader, the view that its nodes are to train in.
@@ -133,6 +134,7 @@ class State:
     is_settled: bool = False
     is_idle: bool = True
     has_left: bool = False
+    is_leaving: bool = False
     is_done: bool = False
     failure: Mapping[str, Any] | None = None
     running: Key = NO_VIEW
@@ -213,6 +215,7 @@ class Agreement:
         self._failed_since_s: float | None = None
         self._cause: Mapping[str, Any] | None = None  # of the attempt that we have ended
         self._port = 0
+        self._is_leaving = False
         self._forget_attempt()
         self._ranks = "idle"  # or "running", "stopping"
         self._trained_in: Key = NO_VIEW
@@ -233,13 +236,14 @@ class Agreement:
     def linked(self, node: Node, now_s: float) -> None:
         """Take in that a node can be talked to."""
         self._peers[node.id] = _Peer(node, now_s)
+        self._dead.discard(node.id)
         self._quiet_since_s = now_s
 
     def unlinked(self, peer: str, *, has_ended: bool, now_s: float) -> None:
         """Take in that a node can't be talked to any more.
 
         Args:
-            has_ended: Whether its system has told so, and not its silence.
+            has_ended: Whether its process has ended, as its system says; otherwise it was silent.
         """
         gone = self._peers.pop(peer)
         if has_ended and self._is_fresh(gone, now_s):
@@ -277,6 +281,10 @@ class Agreement:
         """Take in that the ranks have just taken a snapshot, after "watch" was ordered."""
         self._has_snapshot = True
 
+    def leave(self) -> None:
+        """Take in that this node is to be gone soon."""
+        self._is_leaving = True
+
     def reserved(self, port: int) -> None:
         """Take in which port the supervisor holds for rank 0."""
         self._port = port
@@ -301,6 +309,7 @@ class Agreement:
             self._is_settled(),
             self._ranks == "idle",
             self._has_left,
+            self._is_leaving,
             self._is_done,
             self._failure,
             self._running,
@@ -337,28 +346,53 @@ class Agreement:
             places |= {*self.view.places}
         return places - {self.me.place} - {peer.node.place for peer in self._peers.values()}
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the job trains, here or on other nodes."""
+        leader = self._peers.get(self._leader)
+        return (leader.state.running if leader is not None else self._running) != NO_VIEW
+
     def waits_for(self) -> str:
         """Return what this node waits for, for people; empty: for nothing."""
-        if self._running == self._key != NO_VIEW or self._ranks != "idle" or self.result is not None:
+        if (self.is_under_way and self.is_member) or self.result is not None:
             return ""
-        if self.view is not None and not self.is_member and self._leader in self._peers:
-            if len(self.view.members) < self._rules.max_nodes:
+        view, rules = self.view, self._rules
+        nodes = [self.me, *(peer.node for peer in self._peers.values())]
+        here = ", ".join(node.host for node in nodes)
+        if self.is_under_way:
+            if view is None or len(view.members) < rules.max_nodes:
                 return ""
-            all_there = f"all {len(self.view.members)} nodes of the job are there"
-            return f"{all_there}: this one is a spare, and waits to take the place of one that is lost"
-        hosts = ", ".join([self.me.host, *(peer.node.host for peer in self._peers.values())])
-        if self.leads and not self._is_in_office() and self.view is not None:
-            lost = [node.host for node in self.view.members if not self._is_with_us(node.id)]
+            if rules.has_positions:
+                return (
+                    f"all nodes of the job are there: another one has --node-rank {self.me.position}, as this one has"
+                )
             return (
-                f"of {len(self.view.members)} nodes, {', '.join(lost)} can't be reached; those that are left ({hosts}) "
-                "are no majority, so others may be going on: waiting for them"
+                f"all {len(view.members)} nodes of the job are there: this one is a spare, and waits to take the place "
+                "of one that is lost"
             )
-        if self.leads and self._rules.has_positions:
-            here = {self.me.position, *(peer.node.position for peer in self._peers.values())}
-            missing = ", ".join(str(position) for position in range(self._rules.max_nodes) if position not in here)
-            return f"waiting for the nodes with --node-rank {missing}; here are {hosts}" if missing else ""
-        if self.leads and len(self._peers) + 1 < self._rules.min_nodes:
-            return f"waiting for nodes: {len(self._peers) + 1} of at least {self._rules.min_nodes} are here ({hosts})"
+        if not self.leads:
+            return ""
+        if view is not None and not self._is_in_office():
+            lost = [node.host for node in view.members if not self._is_with_us(node.id)]
+            return (
+                f"of {len(view.members)} nodes, {', '.join(lost)} can't be reached; those that are left ({here}) are "
+                "no majority, so others may be going on: waiting for them"
+            )
+        busy = [peer.node.host for peer in self._peers.values() if not peer.state.is_idle]
+        if busy and self._ranks == "idle":
+            return f"waiting for the ranks on {', '.join(busy)} to end"
+        cause = (self._cause or self._cause_of_end(view)) if view is not None and self._has_started else None
+        loss = f"{cause['message']}; " if cause is not None and cause["kind"] == NODE_LOST else ""
+        if rules.has_positions:
+            positions = [node.position for node in nodes]
+            if twice := sorted({one for one in positions if positions.count(one) > 1}):
+                owners = ", ".join(node.host for node in nodes if node.position == twice[0])
+                return f"{loss}several nodes have --node-rank {twice[0]}: {owners}"
+            missing = {*range(rules.max_nodes)} - {*positions}
+            named = ", ".join(map(str, sorted(missing)))
+            return f"{loss}waiting for the nodes with --node-rank {named}; here are {here}" if missing else ""
+        if len(nodes) < rules.min_nodes:
+            return f"{loss}waiting for nodes: {len(nodes)} of at least {rules.min_nodes} are here ({here})"
         return ""
 
     def _is_fresh(self, peer: _Peer, now_s: float) -> bool:
@@ -408,7 +442,8 @@ class Agreement:
         if self.view.members[0] == self.me and not self._port:
             return False
         here = all(node == self.me or node.id in self._peers for node in self.view.members)
-        return here and all(peer.state.key >= self._key for peer in self._peers.values())
+        voters = {node for group in (*self.view.bases, self.view.group) for node in group.ids}
+        return here and all(p.state.key >= self._key for p in self._peers.values() if p.node.id in voters)
 
     # ------------------------------------------------------------ what follows
 
@@ -480,7 +515,7 @@ class Agreement:
             self._term, self._leader, self._running = peer.state.term, peer.node.id, NO_VIEW
 
     def _hand_on(self) -> None:
-        for peer in self._peers.values():
+        for peer in [*self._peers.values()]:
             is_due = peer.handed != self._key or self._now_s - peer.handed_s >= _SETTLE_S
             if self.view is not None and peer.state.key < self._key and is_due:
                 peer.handed, peer.handed_s = self._key, self._now_s
@@ -513,7 +548,7 @@ class Agreement:
                 self._failed_since_s = self._now_s
             if self._now_s - self._failed_since_s < CAUSE_S:
                 return
-        if cause is not None or self._may_grow(view):
+        if cause is not None or self._gone(view) or self._may_grow(view):
             self._cause, self._running = cause, NO_VIEW
 
     def _may_grow(self, view: View) -> bool:
@@ -536,13 +571,25 @@ class Agreement:
     def _cause_of_end(self, view: View) -> Mapping[str, Any] | None:
         """Return why an attempt in `view` failed; None if it did not."""
         known = {**self._known, self.me.id: self.state}
+        gone = self._gone(view)
         causes = [state.failure for state in known.values() if state.failure is not None]
+        if gone:  # whoever fell victim did so to those
+            causes = [cause for cause in causes if not cause["is_victim"]]
         for number, node in enumerate(view.members):
+            if node.id in gone:
+                continue
             if node.id in self._dead:
-                causes.append(_loss(view, number, "its connection has ended"))
-            elif not self._is_with_us(node.id) or known.get(node.id, State()).has_left:
+                causes.append(_loss(view, number, "its process has ended"))
+            elif not self._is_with_us(node.id):
                 causes.append(_loss(view, number, f"silent for {self._rules.silence_s:g} s"))
+            elif known.get(node.id, State()).has_left:  # because of another, who may show
+                causes.append(_loss(view, number, "it could not reach the others for a while") | {"is_victim": True})
         return min(causes, key=lambda cause: (cause["is_victim"], cause["returncode"] > 0), default=None)
+
+    def _gone(self, view: View) -> set[str]:
+        """Return the nodes that have left as they had said."""
+        leaving = {node for node, state in self._known.items() if state.is_leaving}
+        return {node.id for node in view.members if node.id in leaving and not self._is_with_us(node.id)}
 
     def _is_coming(self, view: View) -> bool:
         """Whether a view that we have proposed is being accepted, and nobody of it is lost."""
@@ -568,14 +615,6 @@ class Agreement:
         is_idle = all(self._peers[node.id].state.is_idle for node in with_us if node != self.me)
         if not is_idle or self._ranks != "idle":
             return
-        members = self._placed(old, with_us)
-        if len(members) < rules.min_nodes:
-            self._enough_since_s = None
-            return
-        if self._enough_since_s is None:
-            self._enough_since_s = self._now_s
-        if view is None and len(members) < rules.max_nodes and self._now_s - self._enough_since_s < rules.last_call_s:
-            return
         cause, attempt, restarts = None, 0, 0
         if view is not None:
             cause = (self._cause or self._cause_of_end(view)) if self._has_started else view.cause
@@ -584,10 +623,17 @@ class Agreement:
         if restarts > rules.max_restarts:
             self.result = {"cause": cause}
             return
-        number = self._key[1] + 1
+        members = self._placed(old, with_us)
+        if len(members) < rules.min_nodes:
+            self._enough_since_s = None
+            return
+        if self._enough_since_s is None:
+            self._enough_since_s = self._now_s
+        if view is None and len(members) < rules.max_nodes and self._now_s - self._enough_since_s < rules.last_call_s:
+            return
         known = [*(view.places if view is not None else ()), *(node.place for node in members)]
         places = tuple(dict.fromkeys(known))[-_MAX_PLACES:]
-        key, bases = (self._term, number), self._bases()
+        key, bases = (self._term, self._key[1] + 1), self._bases()
         view = View(key, self.me.id, tuple(members), attempt, restarts, cause, bases, places)
         self.handed(view, is_started=False)
 
@@ -626,7 +672,7 @@ class Agreement:
         )
         if may_train and self._trained_in != view.key and self._ranks == "idle":
             self._ranks, self._trained_in = "running", view.key
-            self._acts.order({"start": self._attempt(view), "cause": view.cause})
+            self._acts.order({"start": self._attempt(view), "cause": view.cause, "restarts": view.restarts})
         elif not may_train and self._ranks == "running":
             self._ranks = "stopping"
             self._has_left = leader is not None and leader.running == view.key

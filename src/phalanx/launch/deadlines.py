@@ -42,6 +42,9 @@ JOIN_S = 600.0
 ANSWERS_S = 10.0
 """For a supervisor to answer its agent; one that does not has been stopped, and its node is given up."""
 
+AGENT_S = 5.0
+"""For an agent to say something to its supervisor; then it has been stopped, and other nodes may go on without."""
+
 LEAVE_S = 5.0
 """For the agents of the other nodes to leave, once all are known to be done."""
 

@@ -124,11 +124,30 @@ def _port_or_nothing(text: str) -> int:
     return int(number(int, 0, "a port from 0 to 65535", most=65535)(text)) if text else 0
 
 
+_SECONDS = {"timeout", "join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt"}
+_YES, _NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
+
+
 def _pairs(text: str) -> dict[str, str]:
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     if not all(key and is_pair and value for key, is_pair, value in pairs):
         raise ValueError("must be KEY=VALUE,KEY=VALUE")
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _rendezvous_settings(text: str) -> dict[str, str]:
+    """Return the settings of the rendezvous; those that are understood must make sense, others are left alone."""
+    pairs = _pairs(text)
+    for name in _SECONDS & pairs.keys():
+        try:
+            is_right = 0 <= float(pairs[name]) < float("inf")
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise ValueError(f"{name} must be a number that is not negative, got {pairs[name]!r}")
+    if pairs.get("is_host", "true").lower() not in (*_YES, *_NO):
+        raise ValueError(f"is_host must be true or false, got {pairs['is_host']!r}")
+    return pairs
 
 
 def _streams(text: str) -> int | dict[int, int]:
@@ -211,7 +230,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(
             "rdzv-conf",
             "further settings of the rendezvous, as torch's: last_call_timeout, join_timeout, is_host",
-            _pairs,
+            _rendezvous_settings,
             "KEY=VALUE,...",
         ),
         Flag(
@@ -252,6 +271,11 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "run on phalanx what asks for gloo, or for torch's default on the CPU, as PHALANX_REPLACE=gloo does",
             _gloo,
             variable=REPLACE_VARIABLE,
+        ),
+        Flag(
+            "drain",
+            "of several nodes: SIGTERM takes this one out of the job after the next snapshot, and the others go on",
+            _switch,
         ),
         Flag("no-preload", "import torch in each rank, instead of once for all", _switch),
         Flag(

@@ -2,6 +2,10 @@
 
 Each connection begins with a greeting of both ends, which says which job and which node it is. Both send a line twice a
 second at least; who has sent nothing for a while is lost. Nothing here waits but `wait`.
+
+A connection that ends says nothing of the node: a firewall can reset it, too. It is made anew, and nobody hears of it.
+A node is dead when its system refuses connections to its port, or another agent answers there; it is lost when it has
+been silent for too long.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from phalanx.launch.messages import as_line, read_line, read_node
 _MOST_BYTES = 1 << 22  # of one line, or waiting to be sent
 _MOST_STRANGERS = 64  # connections without a greeting
 _BUFFER_BYTES = 1 << 18
-_RESOLVE_AGAIN_S = 5.0
 
 
 class Listener(Protocol):
@@ -31,7 +34,7 @@ class Listener(Protocol):
         """A node has greeted."""
 
     def unlinked(self, peer: str, *, has_ended: bool) -> None:
-        """A node is gone: its system has told so, or it has been silent."""
+        """A node is gone: its system has refused us, or it has been silent."""
 
     def received(self, peer: str, message: dict[str, Any]) -> None:
         """A node has sent something.
@@ -60,6 +63,22 @@ class _Link:
         self.goes = bytearray()
 
 
+class _Peer:
+    """A node that has greeted, over whichever connections.
+
+    Attributes:
+        link: The connection that is used; None: it has ended, and another is being made.
+    """
+
+    def __init__(self, node: Node, link: _Link) -> None:
+        self.node = node
+        self.link: _Link | None = link
+        self.heard_s = link.heard_s
+
+
+_RESOLVE_AGAIN_S = 5.0
+
+
 class Links:
     """All connections of one agent.
 
@@ -76,7 +95,7 @@ class Links:
         self._me: Node | None = None
         self._greeting: dict[str, Any] = {}
         self._links: set[_Link] = set()
-        self._by_peer: dict[str, _Link] = {}
+        self._peers: dict[str, _Peer] = {}
         self._door: socket.socket | None = None
         self._names = _Names()
         self.own: set[Place] = set()
@@ -137,6 +156,8 @@ class Links:
             self._add(_Link(end, time.monotonic(), place))
         else:
             end.close()
+        if result == errno.ECONNREFUSED:  # at once, as on this host
+            self._bury(place)
         return ""
 
     def own_address(self) -> str:
@@ -147,18 +168,18 @@ class Links:
     # ------------------------------------------------------------ talking
 
     def tell(self, peer: str, message: Mapping[str, Any]) -> None:
-        """Send a message to a linked node."""
-        if (link := self._by_peer.get(peer)) is not None:
+        """Send a message to a linked node; while its connection is made anew, it is lost."""
+        if (link := self._peers[peer].link) is not None:
             self._queue(link, as_line(message))
 
     def tell_all(self, make: Callable[[str], Mapping[str, Any]]) -> None:
         """Send every linked node the message that is made for it."""
-        for peer in [*self._by_peer]:
+        for peer in [*self._peers]:
             self.tell(peer, make(peer))
 
     def _queue(self, link: _Link, line: bytes) -> None:
         if len(link.goes) + len(line) > _MOST_BYTES:
-            self._lose(link, has_ended=False)
+            self._close(link)
             return
         link.goes += line
         self._flush(link)
@@ -172,11 +193,12 @@ class Links:
         except BlockingIOError:
             pass
         except OSError:
-            self._lose(link, has_ended=True)
-            return
+            self._close(link)
         self._watch(link)
 
     def _watch(self, link: _Link) -> None:
+        if link not in self._links:
+            return
         wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.goes or link.is_connecting else 0)
         key = self._selector.get_key(link.socket)
         if key.events != wants:
@@ -184,12 +206,11 @@ class Links:
 
     def _serve(self, link: _Link) -> None:
         if link.is_connecting:
-            if link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            problem = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if problem:
                 self._close(link)
-                return
-            try:
-                link.socket.getpeername()
-            except OSError:
+                if problem == errno.ECONNREFUSED:
+                    self._bury(link.dialed)
                 return
             link.is_connecting, link.heard_s = False, time.monotonic()
             self._greet(link)
@@ -205,7 +226,7 @@ class Links:
         except OSError:
             came = b""
         if not came:
-            self._lose(link, has_ended=True)
+            self._close(link)
             return
         link.heard_s = time.monotonic()
         link.came += came
@@ -215,12 +236,13 @@ class Links:
             try:
                 self._take(link, read_line(line))
             except (ValueError, TypeError, KeyError, OverflowError):  # not one of ours
-                self._lose(link, has_ended=False)
+                self._close(link)
         if len(link.came) > _MOST_BYTES:
-            self._lose(link, has_ended=False)
+            self._close(link)
 
     def _take(self, link: _Link, message: dict[str, Any]) -> None:
         if link.peer:
+            self._peers[link.peer].heard_s = link.heard_s
             self._listener.received(link.peer, message)
             return
         if "refused" in message:
@@ -238,44 +260,52 @@ class Links:
             if link.dialed is None:  # whom we have dialed will tell us what is wrong
                 self._queue(link, as_line({"refused": why}))
                 self._close(link)
-        elif not self._is_double(link, node.id):
-            link.peer = node.id
-            self._by_peer[node.id] = link
-            self._listener.linked(node)
-
-    def _is_double(self, link: _Link, peer: str) -> bool:
-        """Close one of two connections with a node, the same one as it does: the one that the greater id has made."""
-        before = self._by_peer.get(peer)
-        if before is None:
-            return False
-        assert self._me is not None
-        keeps_ours = self._me.id < peer
-        if (link.dialed is not None) == keeps_ours and (before.dialed is not None) != keeps_ours:
-            link.peer = peer
-            self._by_peer[peer] = link
-            self._close(before)
         else:
+            self._greeted(link, node)
+
+    def _greeted(self, link: _Link, node: Node) -> None:
+        """Use a connection with a node, unless there is one; of two, both ends keep that which the lesser id made."""
+        assert self._me is not None
+        if link.dialed is not None:
+            self._bury(link.dialed, but=node.id)
+        peer = self._peers.get(node.id)
+        if peer is None:
+            link.peer = node.id
+            self._peers[node.id] = _Peer(node, link)
+            self._listener.linked(node)
+            return
+        is_ours_kept = self._me.id < node.id
+        if peer.link is not None and (link.dialed is not None) != is_ours_kept:
             self._close(link)
-        return True
+            return
+        before, peer.link = peer.link, link
+        link.peer, peer.heard_s = node.id, link.heard_s
+        if before is not None:
+            self._close(before)
 
     # ------------------------------------------------------------ ends
-
-    def _lose(self, link: _Link, *, has_ended: bool) -> None:
-        peer = link.peer
-        self._close(link)
-        if peer and self._by_peer.get(peer) is link:
-            del self._by_peer[peer]
-            self._listener.unlinked(peer, has_ended=has_ended)
 
     def _close(self, link: _Link) -> None:
         if link in self._links:
             self._links.remove(link)
             self._selector.unregister(link.socket)
             link.socket.close()
+            if link.peer and (peer := self._peers[link.peer]).link is link:
+                peer.link = None
+                self.dial(peer.node.place)
 
-    def drop(self, peer: str) -> None:
-        """Close the connection with a node that is none of ours."""
-        self._lose(self._by_peer[peer], has_ended=False)
+    def _bury(self, place: Place | None, but: str = "") -> None:
+        """Take the nodes that were at a place for dead: nobody is there any more, or another."""
+        for peer in [peer for peer in self._peers.values() if peer.node.place == place and peer.node.id != but]:
+            if peer.link is None:
+                del self._peers[peer.node.id]
+                self._listener.unlinked(peer.node.id, has_ended=True)
+
+    def redial(self) -> None:
+        """Connect anew to nodes whose connection has ended."""
+        for peer in [*self._peers.values()]:
+            if peer.link is None:
+                self.dial(peer.node.place)
 
     def wait(self, timeout_s: float) -> None:
         """Do what there is to do; if nothing, wait for it."""
@@ -287,13 +317,19 @@ class Links:
     def lose_silent(self) -> None:
         """Lose the nodes that have been silent; after `wait`, which takes what has come meanwhile."""
         now_s = time.monotonic()
+        for peer in [peer for peer in self._peers.values() if now_s - peer.heard_s >= self._silence_s]:
+            del self._peers[peer.node.id]
+            if peer.link is not None:
+                peer.link.peer = ""
+                self._close(peer.link)
+            self._listener.unlinked(peer.node.id, has_ended=False)
         for link in [link for link in self._links if now_s - link.heard_s >= self._silence_s]:
-            self._lose(link, has_ended=False)
+            self._close(link)
 
     def flush(self, limit_s: float) -> None:
         """Wait until all has been sent, or the limit."""
         ends_s = time.monotonic() + limit_s
-        while any(link.goes for link in self._by_peer.values()) and time.monotonic() < ends_s:
+        while any(link.goes for link in self._links if link.peer) and time.monotonic() < ends_s:
             self.wait(0.05)
 
 
@@ -317,7 +353,7 @@ class _Names:
         try:
             infos = socket.getaddrinfo(place[0].strip("[]"), place[1], type=socket.SOCK_STREAM)
             address = infos[0][0], infos[0][4]
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             why = f"the name {place[0]!r} does not resolve here ({error.args[-1]})"
             address = self._found.get(place, (0, None, ""))[1]
         self._found[place] = time.monotonic(), address, why

@@ -55,7 +55,7 @@ def read_node(told: Any) -> Node:
     """
     name, host, address = (_take(told, field, str)[:300] for field in ("id", "host", "address"))
     port, num_ranks, position = (_take(told, field, int) for field in ("port", "num_ranks", "position"))
-    if not (0 <= port < 65536 and 0 < num_ranks < 1 << 20):
+    if not (name and "\0" not in address and 0 <= port < 65536 and 0 < num_ranks < 1 << 20):
         raise ValueError("no such node")
     return Node(name, host, address, port, num_ranks, position)
 
@@ -73,6 +73,8 @@ def read_view(told: Any) -> View:
         for base in _take(told, "bases", list)
     )
     places = tuple((str(address), int(port)) for address, port in _take(told, "places", list))
+    if not all(0 < port < 65536 and "\0" not in address for address, port in places):
+        raise ValueError("no such place")
     if leader not in {node.id for node in members}:
         raise ValueError("the leader is no member")
     return View(_key(told, "key"), leader, members, attempt, restarts, _cause(told, "cause"), bases, places)
@@ -88,7 +90,10 @@ def read_state(told: Any) -> State:
     return State(
         term=_take(told, "term", int),
         leader=_take(told, "leader", str),
-        **{name: _take(told, name, bool) for name in ("in_office", "is_settled", "is_idle", "has_left", "is_done")},
+        **{
+            name: _take(told, name, bool)
+            for name in ("in_office", "is_settled", "is_idle", "has_left", "is_leaving", "is_done")
+        },
         key=_key(told, "key"),
         failure=_cause(told, "failure"),
         running=_key(told, "running"),

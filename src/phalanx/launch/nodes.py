@@ -10,11 +10,12 @@ import sys
 import time
 from typing import Any
 
+from phalanx._env import PREEMPTED_CODE
 from phalanx._last_words import LastWords
 from phalanx._snapshots import announce_restart
 from phalanx.launch.agreement import NODE_LOST
 from phalanx.launch.attempts import is_ahead, newest_steps, say_failure
-from phalanx.launch.deadlines import NODES_S
+from phalanx.launch.deadlines import AGENT_S, NODES_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.job import Job
@@ -34,7 +35,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
     Raises:
         SystemExit: The nodes did not meet; what to look at has been said.
     """
-    num_nodes = 0
+    num_nodes, is_restart = 0, False
     with _Orders(ranks, job) as orders:
         while ranks.received is None:
             order = orders.next()
@@ -44,15 +45,17 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 attempt = Attempt(**order["start"])
                 if num_nodes not in (0, attempt.num_nodes):
                     ranks.say(f"nodes of the job: {attempt.num_nodes}, before {num_nodes}: the ranks start again")
-                num_nodes = attempt.num_nodes
+                elif num_nodes and not is_restart:
+                    ranks.say("the ranks start again with as many nodes: one was replaced, or was away for a moment")
+                num_nodes, is_restart = attempt.num_nodes, False
                 orders.report(order["number"], ranks.run_attempt(attempt, until=orders.look))
             elif "restart" in order:
-                orders.num_restarts += 1
                 if order["restart"]["kind"] == NODE_LOST:
                     ranks.say(order["restart"]["message"])
                 else:
                     say_failure(ranks, _end_of(order["restart"]))
-                ranks.say(f"restart {orders.num_restarts} of {job.max_restarts}")
+                ranks.say(f"restart {order['number']} of {job.max_restarts}")
+                is_restart = True
             elif "unresolved" in order:
                 ranks.say(
                     f"{order['unresolved']}: waiting for it. {_flag_of_host(job)}, or add it to DNS or /etc/hosts"
@@ -61,7 +64,8 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 ranks.say(order["waiting"])
             elif "give_up" in order:
                 ranks.say(f"the nodes of {job.run_id!r} lost each other at {_endpoint(job)}: {order['give_up']}")
-                ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
+                if "is_alone" in order:
+                    ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
                 raise SystemExit(1)
             elif "finish" in order and order["finish"] and order["finish"]["kind"] == NODE_LOST:
                 ranks.say(f"{order['finish']['message']}; exit code 1")
@@ -83,7 +87,9 @@ class _Orders:
         self._reserved: ReservedPort | None = None
         self._running = self._stopped = False
         self._steps: dict[bytes, int] | None = None  # of the newest snapshots, if the next one is waited for
-        self.num_restarts = 0
+        self._heard_s = time.monotonic()  # when the agent has been heard last
+        self._how = ""  # the last attempt has ended here
+        self._leaves_at_s = 0.0  # at the latest; 0: this node stays
 
     def __enter__(self) -> _Orders:
         self._channel, theirs = PacketSocket.pair()
@@ -100,6 +106,8 @@ class _Orders:
             finally:
                 os._exit(1)
         theirs.close()
+        if self._job.drains:
+            self._ranks.drain = self._leave
         self._ranks.spared.append(self._pid)
         self._ranks.events.watch(self._channel.fileno(), self._take)
         return self
@@ -122,6 +130,9 @@ class _Orders:
         while not self._pending:
             if self._ranks.received is not None:
                 return None
+            if self._leaves_at_s and self._how != "succeeded":
+                self._ranks.say(f"this node has left the job; exit code {PREEMPTED_CODE}, start it again to join")
+                raise SystemExit(PREEMPTED_CODE)
             if not self._channel.alive:
                 return {"give_up": "the agent of this node has ended"}
             self._ranks.wait(None if said else max(0.0, patience_ends_s - time.monotonic()))
@@ -138,22 +149,35 @@ class _Orders:
     def report(self, number: int, culprit: Outcome | None) -> None:
         """Tell the agent how this node's ranks ended, of which start."""
         self._running = False
-        how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
-        self._channel.send({"ended": how, "number": number, "cause": cause_of(culprit) if culprit else None})
+        self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
+        self._channel.send({"ended": self._how, "number": number, "cause": cause_of(culprit) if culprit else None})
 
     def look(self) -> bool:
         """Tell the agent, if it waits for that, when a snapshot has just been taken; at once if there are none.
 
         Returns:
-            False: that does not end the attempt here, all nodes do it together.
+            Whether the attempt ends here, since this node leaves; otherwise all nodes end it together.
         """
-        if self._steps is not None:
-            steps = newest_steps(self._ranks.snapshots_fd)
-            if not steps or is_ahead(steps, self._steps):
-                self._steps = None
-                announce_restart(self._ranks.snapshots_fd, self._attempt)
-                self._channel.send({"whole": True})
+        if time.monotonic() - self._heard_s >= AGENT_S:
+            self._ranks.kill_attempt()  # the agent was stopped, and the other nodes may be going on without this one
+        if self._steps is None:
+            return False
+        steps = newest_steps(self._ranks.snapshots_fd)
+        is_late = 0 < self._leaves_at_s < time.monotonic()
+        if not steps or is_ahead(steps, self._steps) or is_late:
+            self._steps = None
+            announce_restart(self._ranks.snapshots_fd, self._attempt)
+            self._channel.send({"whole": True})
+            self._stopped |= self._leaves_at_s > 0
+            return self._leaves_at_s > 0
         return False
+
+    def _leave(self) -> None:
+        """Have this node leave the job when its next snapshot is whole; the others go on from that."""
+        self._ranks.say("SIGTERM: this node leaves the job after the next snapshot, and the others go on")
+        self._channel.send({"leave": True})
+        self._leaves_at_s = time.monotonic() + self._job.grace_s / 2
+        self._steps = newest_steps(self._ranks.snapshots_fd)
 
     def _take(self) -> None:
         for packet in self._channel.receive():
@@ -163,6 +187,7 @@ class _Orders:
                 self._reserved = ReservedPort()
                 self._channel.send({"reserved": self._reserved.port})
             elif "ping" in packet:
+                self._heard_s = time.monotonic()
                 self._channel.send({"pong": True})
             elif "watch" in packet:
                 self._steps = newest_steps(self._ranks.snapshots_fd)
@@ -177,8 +202,7 @@ class _Orders:
                 self._pending.append(packet)
         if not self._channel.alive:
             self._ranks.events.unwatch(self._channel.fileno())
-            if self._running:
-                self._ranks.stop_attempt()
+            self._ranks.kill_attempt()  # to the other nodes this one is dead, and they go on
 
 
 def cause_of(end: Outcome) -> dict[str, Any]:

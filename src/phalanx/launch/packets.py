@@ -52,8 +52,8 @@ class PacketSocket:
             data = self._socket.recv(MAX_PACKET_BYTES, flags)
         except BlockingIOError:
             return None
-        except ConnectionResetError:
-            data = b""
+        except ConnectionResetError:  # said once, by an end that has not read all; what it has sent comes after it
+            data = self._socket.recv(MAX_PACKET_BYTES, flags)
         if not data:
             self.alive = False
             return None

@@ -64,6 +64,7 @@ class Supervisor:
         self._ranks: list[Rank] = []
         self._num_attempts = 0
         self.received: int | None = None  # the one that ends the job
+        self.drain: Callable[[], None] | None = None  # what the first SIGTERM asks for instead of the end of the job
         self.cause_before: Outcome | None = None  # of a failure that came before it
         self._late: int | None = None  # one that came when all ranks had ended
         self.began_s = 0.0  # when the ranks of this attempt were started
@@ -365,6 +366,11 @@ class Supervisor:
         if self._ending_by is None:
             self._end_ranks(signal.SIGTERM)
 
+    def kill_attempt(self) -> None:
+        """End the ranks at once: they may not do another step."""
+        if any(rank.end is None for rank in self._ranks) and self._ending_by != signal.SIGKILL:
+            self._end_ranks(signal.SIGKILL)
+
     def _end_ranks(self, sig: int) -> None:
         """Tell every rank that lives to end; SIGKILL follows after the grace period."""
         living = [rank for rank in self._ranks if rank.end is None]
@@ -390,6 +396,9 @@ class Supervisor:
             elif sig in _ONLY_FORWARDED:  # to ranks alone: what they have started would mostly die of it
                 living_pids = [rank.pid for rank in self._ranks if rank.pid and rank.end is None]
                 self._warden.signal(sig, living_pids, groups=False)
+            elif sig == signal.SIGTERM and self.drain is not None:
+                drain, self.drain = self.drain, None
+                drain()
             elif self.received not in (None, signal.SIGPIPE):  # asked a second time: at once
                 self._say_kill(sig)
                 self._end_ranks(signal.SIGKILL)
