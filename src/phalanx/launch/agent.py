@@ -143,6 +143,7 @@ class Agent:
         while self._agreement.result is None:
             self._links.wait(self._rules.silence_s / (2 * _BEATS))
             self._links.lose_silent()
+            self._links.redial()
             self._agreement.decide(time.monotonic())
             self._dial()
             self._beat()
@@ -169,7 +170,6 @@ class Agent:
         self._dialed_s = now_s
         if not self._me.address and (address := self._links.own_address()):
             self._introduce(address)
-        self._links.redial()
         for place in self._agreement.wanted(now_s):
             self._links.dial(place)
         if not self._is_root and (self._agreement.view is None or self._agreement.leads):

@@ -74,9 +74,11 @@ class _Peer:
         self.node = node
         self.link: _Link | None = link
         self.heard_s = link.heard_s
+        self.dialed_s = 0.0  # since its connection has ended
 
 
 _RESOLVE_AGAIN_S = 5.0
+_DIAL_AGAIN_S = 0.02  # a process that is ending may still take a connection
 
 
 class Links:
@@ -169,8 +171,8 @@ class Links:
 
     def tell(self, peer: str, message: Mapping[str, Any]) -> None:
         """Send a message to a linked node; while its connection is made anew, it is lost."""
-        if (link := self._peers[peer].link) is not None:
-            self._queue(link, as_line(message))
+        if (it := self._peers.get(peer)) is not None and it.link is not None:
+            self._queue(it.link, as_line(message))
 
     def tell_all(self, make: Callable[[str], Mapping[str, Any]]) -> None:
         """Send every linked node the message that is made for it."""
@@ -291,8 +293,8 @@ class Links:
             self._selector.unregister(link.socket)
             link.socket.close()
             if link.peer and (peer := self._peers[link.peer]).link is link:
-                peer.link = None
-                self.dial(peer.node.place)
+                peer.link, peer.dialed_s = None, 0.0
+                self.redial()
 
     def _bury(self, place: Place | None, but: str = "") -> None:
         """Take the nodes that were at a place for dead: nobody is there any more, or another."""
@@ -303,12 +305,16 @@ class Links:
 
     def redial(self) -> None:
         """Connect anew to nodes whose connection has ended."""
+        now_s = time.monotonic()
         for peer in [*self._peers.values()]:
-            if peer.link is None:
+            if peer.link is None and now_s - peer.dialed_s >= _DIAL_AGAIN_S:
+                peer.dialed_s = now_s
                 self.dial(peer.node.place)
 
     def wait(self, timeout_s: float) -> None:
         """Do what there is to do; if nothing, wait for it."""
+        if any(peer.link is None for peer in self._peers.values()):
+            timeout_s = min(timeout_s, _DIAL_AGAIN_S)
         for key, _ in self._selector.select(timeout_s):
             now = self._selector.get_map().get(key.fd)
             if now is not None and now.data is key.data:  # nobody has closed it meanwhile
