@@ -73,7 +73,9 @@ def play(seed, accidents, agreement=Agreement, *, num_accidents=8, begins_whole=
         if kind in ("kill", "lose power") and world.nodes[one].is_alive and len(world.living()) > 1:
             world.kill(one, is_silent=kind == "lose power")
         elif kind == "come back" and not world.nodes[one].is_alive:
-            world.start(one)
+            # A new process at the endpoint that reaches nobody begins the job: it can't know of another.
+            if one != world.root or not world.cuts:
+                world.start(one)
         elif kind == "pause":
             world.pause(one, drawn.uniform(0.5, 6))
         elif kind == "cut":
