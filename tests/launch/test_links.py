@@ -130,7 +130,8 @@ class Noted:
     def linked(self, node):
         self.told.append(("linked", node.id))
 
-    def unlinked(self, peer, *, has_ended):
+    def unlinked(self, peer, *, has_ended, since_s):
+        assert 0 < since_s <= time.monotonic()
         self.told.append(("unlinked", peer, has_ended))
 
     def received(self, peer, message):

@@ -19,6 +19,8 @@ from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.memory import Held, memory, newest_of
 from phalanx.checkpoint.restoring import reason_of, restore
 from phalanx.checkpoint.tree import unpack
+from phalanx.record import writer
+from phalanx.record.box import LOADED, LOADING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,16 @@ def load(
     """
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
+    with writer.phase(LOADING):
+        loaded = _load(folder, state, step, strict=strict, missing=missing)
+    if loaded is not None:
+        writer.note(LOADED, loaded.step)
+    return loaded
+
+
+def _load(
+    folder: str | os.PathLike[str], state: MutableMapping[str, Any], step: int | str, *, strict: bool, missing: str
+) -> Loaded | None:
     ranks = RankGroup()
     require_all("load")  # before anybody looks: another may still be writing its snapshot
     held = ranks.gather(memory().held())

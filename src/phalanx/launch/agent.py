@@ -64,6 +64,8 @@ class Agent:
         self._told: State | None = None
         self._told_s = self._dialed_s = self._joining_s = 0.0
         self._times: dict[str, tuple[float, float]] = {}  # of each peer: when it sent its last, ours that it had
+        self._hosts: dict[str, str] = {}  # of each peer
+        self._signs: dict[str, dict[str, Any]] = {}  # by host: how this node has noticed that it lost it, and when
         self._waits_for = ("", 0.0, False)
         self._num_starts = 0
         self._is_root = False
@@ -222,10 +224,13 @@ class Agent:
     # ------------------------------------------------------------ what the links tell
 
     def linked(self, node: Node) -> None:
+        self._hosts[node.id] = node.host
         self._agreement.linked(node, time.monotonic())
         self._told = None
 
-    def unlinked(self, peer: str, *, has_ended: bool) -> None:
+    def unlinked(self, peer: str, *, has_ended: bool, since_s: float) -> None:
+        sign = "refused" if has_ended else "silent"
+        self._signs[self._hosts.pop(peer)] = {"how": sign, "since_s": since_s, "noticed_s": time.monotonic()}
         self._times.pop(peer, None)
         self._agreement.unlinked(peer, has_ended=has_ended, now_s=time.monotonic())
 
@@ -265,7 +270,9 @@ class Agent:
     def order(self, what: dict[str, Any]) -> None:
         if "start" in what:
             if what["cause"] is not None and self._num_starts:
-                self._channel.send({"restart": read_cause(what["cause"]), "number": what["restarts"]})
+                cause = read_cause(what["cause"])
+                sign = self._signs.get(cause["host"])
+                self._channel.send({"restart": cause, "number": what["restarts"], "sign": sign})
             self._num_starts += 1
             attempt = {**what["start"], "role": self._job["role"], "run_id": self._job["run_id"]}
             self._channel.send({"start": attempt, "number": self._num_starts})

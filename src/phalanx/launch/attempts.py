@@ -64,6 +64,7 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
                 ranks.say(step)
             return culprit
         say_failure(ranks, culprit)
+        ranks.recovery.lost_rank(culprit, ranks.ends)
         if count_oom_kills() > num_oom_kills:
             forbid(ranks.snapshots_fd)
             ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")

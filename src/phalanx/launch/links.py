@@ -33,8 +33,8 @@ class Listener(Protocol):
     def linked(self, node: Node) -> None:
         """A node has greeted."""
 
-    def unlinked(self, peer: str, *, has_ended: bool) -> None:
-        """A node is gone: its system has refused us, or it has been silent."""
+    def unlinked(self, peer: str, *, has_ended: bool, since_s: float) -> None:
+        """A node is gone: its system has refused us, or it has been silent. The first sign of it came at `since_s`."""
 
     def received(self, peer: str, message: dict[str, Any]) -> None:
         """A node has sent something.
@@ -75,6 +75,7 @@ class _Peer:
         self.link: _Link | None = link
         self.heard_s = link.heard_s
         self.dialed_s = 0.0  # since its connection has ended
+        self.ended_s = 0.0
 
 
 _RESOLVE_AGAIN_S = 5.0
@@ -293,7 +294,7 @@ class Links:
             self._selector.unregister(link.socket)
             link.socket.close()
             if link.peer and (peer := self._peers[link.peer]).link is link:
-                peer.link, peer.dialed_s = None, 0.0
+                peer.link, peer.dialed_s, peer.ended_s = None, 0.0, time.monotonic()
                 self.redial()
 
     def _bury(self, place: Place | None, but: str = "") -> None:
@@ -301,7 +302,7 @@ class Links:
         for peer in [peer for peer in self._peers.values() if peer.node.place == place and peer.node.id != but]:
             if peer.link is None:
                 del self._peers[peer.node.id]
-                self._listener.unlinked(peer.node.id, has_ended=True)
+                self._listener.unlinked(peer.node.id, has_ended=True, since_s=peer.ended_s)
 
     def redial(self) -> None:
         """Connect anew to nodes whose connection has ended."""
@@ -328,7 +329,7 @@ class Links:
             if peer.link is not None:
                 peer.link.peer = ""
                 self._close(peer.link)
-            self._listener.unlinked(peer.node.id, has_ended=False)
+            self._listener.unlinked(peer.node.id, has_ended=False, since_s=peer.heard_s)
         for link in [link for link in self._links if now_s - link.heard_s >= self._silence_s]:
             self._close(link)
 

@@ -52,8 +52,10 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
             elif "restart" in order:
                 if order["restart"]["kind"] == NODE_LOST:
                     ranks.say(order["restart"]["message"])
+                    ranks.recovery.lost_node(order["restart"], order["sign"], ranks.ends)
                 else:
                     say_failure(ranks, _end_of(order["restart"]))
+                    ranks.recovery.lost_rank(_end_of(order["restart"]), ranks.ends)
                 ranks.say(f"restart {order['number']} of {job.max_restarts}")
                 is_restart = True
             elif "unresolved" in order:

@@ -31,6 +31,7 @@ from phalanx.launch.notes import has_made_room, words_of_checkpoints
 from phalanx.launch.outcome import Outcome, find_culprit, read_stderr
 from phalanx.launch.output import Screen, prefix, printable
 from phalanx.launch.ranks import Output, Rank
+from phalanx.launch.recovery import Recovery
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.standby import Standby
 from phalanx.launch.stragglers import StragglerWatch
@@ -72,6 +73,7 @@ class Supervisor:
         self._first_failure_s: float | None = None
         self.spared: list[int] = []  # children of ours that are not the ranks'
         self._said_log_problem = False
+        self.recovery = Recovery(Path(folder.path), self.say, agrees=job.max_nodes > 1)
 
     def __enter__(self) -> Supervisor:
         adopt_orphans()  # of a warden that is killed
@@ -183,6 +185,7 @@ class Supervisor:
             self._start_warden(shares)
         self._relieve_warden()
         self._open_ranks(attempt)
+        self.recovery.begin(self._boxes.places(len(self._ranks)))
         while self.received is None and not self._warden_ready and self._warden.channel.alive:
             self.wait()
         if self.received is not None:
@@ -199,8 +202,10 @@ class Supervisor:
         stragglers = StragglerWatch(self._boxes.places(len(self._ranks)), self.say)
         while any(rank.end is None for rank in self._ranks):
             holds = self._chorus.is_waiting or any(rank.stderr.is_holding for rank in self._ranks)
-            self.wait(_LOOK_S if until or holds or self._wants_standby() else stragglers.timeout_s)
+            timeout_s = _LOOK_S if until or holds or self._wants_standby() else stragglers.timeout_s
+            self.wait(self.recovery.within(timeout_s))
             stragglers.look()
+            self.recovery.look()
             for rank in self._ranks:
                 rank.stderr.release_late()
             self._chorus.flush(late_only=True)
@@ -211,6 +216,7 @@ class Supervisor:
             self._keep_deadline()
         self.events.deadline = None
         self._chorus.flush()
+        self.recovery.look(is_last=True)
         self._save_boxes()
         return self._warden_failure or find_culprit(self.ends)
 
@@ -373,6 +379,7 @@ class Supervisor:
 
     def _end_ranks(self, sig: int) -> None:
         """Tell every rank that lives to end; SIGKILL follows after the grace period."""
+        self.recovery.told_to_end()
         living = [rank for rank in self._ranks if rank.end is None]
         for rank in living:
             rank.asked_to_end = True

@@ -24,6 +24,10 @@ SUFFIX = ".box"
 """Of a saved box, which is compressed."""
 ANSWER = "phalanx why: "
 """Beginning of a note of a rank that waited, and asked why."""
+LOADED = "checkpoint loaded"
+"""Text of a note whose number is the step of the checkpoint that a rank has loaded."""
+LOADING = "load checkpoint"
+"""Text of the phase before such a note."""
 MEMORY = "resident memory"
 """Text of a note whose value is the number of bytes of memory that a rank has."""
 
@@ -56,7 +60,8 @@ class Event(NamedTuple):
         text: Name of the group or of the phase, or the words of a note; of a step, ``of N``, the last that can come.
         site: Line of the call, such as ``train.py:31``; empty if it is not known.
         thread: The kernel's number of the thread.
-        seq: Number of the collective in its group or of the step; of a message, the peer's rank in the group + 1.
+        seq: Number of the collective in its group or of the step; of a message, the peer's rank in the group + 1; of
+            the note of a loaded checkpoint, its step.
         value: Elements of a collective or a message; samples of a step; bytes of a note of memory.
     """
 

@@ -133,9 +133,9 @@ def phase(name: str, step: object = 0) -> Iterator[None]:
         end(event)
 
 
-def note(words: str) -> None:
+def note(words: str, step: int = 0) -> None:
     """Record something that was said, such as a warning or the last exception."""
-    end(_begin(_NOTE, 0, words[:500], 0, 0))
+    end(_begin(_NOTE, 0, words[:500], step, 0))
 
 
 def note_memory() -> None:

@@ -1,0 +1,161 @@
+"""How a job goes on after a loss: one line with the time of each phase, which is also kept beside the black boxes.
+
+The supervisor tells when ranks are told to end and when they are started; the rest is read from the black box of this
+host's first rank, which does nothing for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.launch.outcome import Outcome
+from phalanx.record.beginning import Before, Beginning, is_numbered, num_repeated, read_before
+from phalanx.record.box import SUFFIX, Box, Tail, load_box
+from phalanx.record.losses import Loss, folder_of, save_loss, words_of
+
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
+_SHARE = 0.05  # of the time since the start, between two looks
+
+
+class Recovery:
+    """Follows each loss of a job until the first step behind it.
+
+    Args:
+        run: Folder of the run.
+        say: Told once how the job has gone on after a loss.
+        agrees: Whether nodes have to agree before ranks are started.
+    """
+
+    def __init__(self, run: Path, say: Callable[[str], None], *, agrees: bool) -> None:
+        self._run, self._say, self._agrees = run, say, agrees
+        self._attempt = self._ended = -1  # the present one, and that which the loss ended
+        self._began_s = self._told_s = 0.0
+        self._loss: Loss | None = None  # after which no step has been done yet
+        self._marks: dict[str, float] = {}  # when each of its phases ended, in their order
+        self._first_rank = -1  # of this host, in that attempt
+        self._before: Before | None = None
+        self._tail: Tail | None = None
+        self._seen = Beginning()
+        self._next_s = 0.0
+
+    # ------------------------------------------------------------ what the supervisor tells
+
+    def told_to_end(self) -> None:
+        """Take in that the ranks have just been told to end."""
+        self._told_s = self._told_s or time.monotonic()
+
+    def lost_rank(self, culprit: Outcome, ends: Sequence[Outcome]) -> None:
+        """Take in why the attempt has ended whose ranks on this host ended so, and that there will be another."""
+        exception = culprit.raised
+        how = "signal" if culprit.signal else "raised" if exception else "exit"
+        number = int(culprit.signal or culprit.exit_code)
+        self._lost(Loss(who=culprit.name, how=how, number=number, error=exception, host=culprit.host), ends)
+
+    def lost_node(self, cause: Mapping[str, Any], sign: Mapping[str, Any] | None, ends: Sequence[Outcome]) -> None:
+        """Take in the loss of a node, with the sign that this node had of it, if any."""
+        who = str(cause["message"]).partition(" was lost")[0]
+        if sign is None or sign["since_s"] < self._began_s:
+            self._lost(Loss(who=who, how="left", host=cause["host"]), ends)
+            return
+        since_s, noticed_s = float(sign["since_s"]), float(sign["noticed_s"])
+        silent_s = noticed_s - since_s if sign["how"] == "silent" else 0.0
+        loss = Loss(who=who, how=sign["how"], number=silent_s, host=cause["host"])
+        self._lost(loss, ends, since_s=since_s, noticed_s=noticed_s)
+
+    def _lost(self, loss: Loss, ends: Sequence[Outcome], *, since_s: float = 0.0, noticed_s: float = 0.0) -> None:
+        failed_s = [end.when_s for end in ends if end.failed]
+        now_s = time.monotonic()
+        first_s = min(filter(None, (since_s, self._told_s, *failed_s)), default=now_s)
+        noticed_s = noticed_s or self._told_s or first_s
+        self._marks = {"": first_s, "noticed": noticed_s}
+        self._mark("ended", max((end.when_s for end in ends), default=noticed_s))
+        self._ended, self._first_rank, self._before = self._attempt, min((end.rank for end in ends), default=-1), None
+        self._loss = dataclasses.replace(loss, at_s=time.time() - (now_s - first_s))
+        self._save()
+
+    def begin(self, places: Sequence[tuple[int, int]]) -> None:
+        """Take in that ranks are about to be started.
+
+        Args:
+            places: Open file and offset of each rank's box; the files stay the caller's.
+        """
+        self._attempt += 1
+        self._began_s, self._told_s = time.monotonic(), 0.0
+        self._tail, self._next_s = None, 0.0
+        if self._loss is not None and places:
+            if self._agrees:
+                self._mark("agreed", self._began_s)
+            self._tail, self._seen = Tail(*places[0]), Beginning(int(self._began_s * 1e9))
+
+    # ------------------------------------------------------------ what the ranks record
+
+    def within(self, timeout_s: float | None) -> float | None:
+        """Return how long the supervisor may wait if nothing else ends its wait before `timeout_s`."""
+        if self._tail is None:
+            return timeout_s
+        pause_s = max(0.0, self._next_s - time.monotonic())
+        return pause_s if timeout_s is None else min(timeout_s, pause_s)
+
+    def look(self, *, is_last: bool = False) -> None:
+        """Take in what the first rank has recorded; say how the job went on once its first step is done."""
+        now_s = time.monotonic()
+        if self._tail is None or (now_s < self._next_s and not is_last):
+            return
+        self._next_s = now_s + min(max((now_s - self._began_s) * _SHARE, _LEAST_PAUSE_S), _MOST_PAUSE_S)
+        try:
+            box = self._tail.read()
+        except (OSError, ValueError):  # a script that writes where it should not
+            self._tail = None
+            return
+        if box is not None:
+            self._seen.add(box.events)
+            self._judge()
+
+    def _judge(self) -> None:
+        seen = self._seen
+        if self._loss is None or not seen.has_ended_any:
+            return
+        if self._before is None:  # only now: while ranks start, the cores are theirs
+            self._before = read_before(self._box_before())
+        first = seen.first(self._before)
+        if first is None:
+            return
+        begun_ns, loaded_ns = seen.loading_ns or (first.begun_ns, 0)
+        self._mark("started", begun_ns / 1e9)
+        if loaded_ns:
+            self._mark("loaded", loaded_ns / 1e9)
+        self._mark("first step" if first.kind == "step" else "first collective", first.ended_ns / 1e9)
+        self._loss = dataclasses.replace(
+            self._loss,
+            step=first.seq if is_numbered(first) else None,
+            loaded_step=seen.loaded_step,
+            num_repeated=num_repeated(self._before, first, seen.loaded_step),
+        )
+        self._save()
+        self._say(words_of(self._loss))
+        self._loss = self._tail = None
+
+    def _box_before(self) -> Box | None:
+        with contextlib.suppress(ValueError):
+            return load_box(folder_of(self._run, self._ended) / f"rank_{self._first_rank}{SUFFIX}")
+        return None
+
+    # ------------------------------------------------------------ marks
+
+    def _mark(self, phase: str, when_s: float) -> None:
+        """Note when a phase ended: not before the one that precedes it."""
+        self._marks[phase] = max(when_s, *self._marks.values())
+
+    def _save(self) -> None:
+        assert self._loss is not None
+        times = [*self._marks.values()]
+        took = zip([*self._marks][1:], times, times[1:], strict=False)
+        phases_s = {name: end_s - begin_s for name, begin_s, end_s in took}
+        self._loss = dataclasses.replace(self._loss, phases_s=phases_s)
+        with contextlib.suppress(OSError):  # a full disk: the line is on the screen
+            save_loss(self._loss, self._run, self._ended)

@@ -1,0 +1,120 @@
+"""How a rank began, from its black box: which checkpoint it loaded, its first step, and what that does once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from phalanx.record.box import LOADED, LOADING, Box, Event
+
+_SAVING = ("checkpoint", "snapshot")
+_MOST = 10_000  # events of a kind that are kept
+
+
+class Before(NamedTuple):
+    """What a rank did in the attempt before.
+
+    Attributes:
+        last_step: Last step that it finished, by its number in the run; 0: none, or it has no such numbers.
+        saved: Times at which it had saved or loaded the checkpoint of a step; the newest by step.
+        steps: Times at which the steps that it finished began, in order.
+        has_steps: Whether it has recorded any step.
+        uses_checkpoints: Whether it has loaded or saved any.
+    """
+
+    last_step: int
+    saved: dict[int, int]
+    steps: tuple[int, ...]
+    has_steps: bool
+    uses_checkpoints: bool
+
+
+def read_before(box: Box | None) -> Before:
+    """Return what there is to know of the attempt before; nothing if its box is lost."""
+    events = box.events if box is not None else ()
+    steps = [event for event in events if event.kind == "step"]
+    done = [event for event in steps if event.ended_ns]
+    phases = [event for event in events if event.kind == "phase"]
+    saved = {event.seq: event.ended_ns for event in phases if event.text in _SAVING and event.seq and event.ended_ns}
+    saved = {event.seq: event.begun_ns for event in events if _is_loaded(event)} | saved
+    return Before(
+        max((event.seq for event in done if is_numbered(event)), default=0),
+        saved,
+        tuple(event.begun_ns for event in done),
+        bool(steps),
+        bool(saved) or any(event.text in (*_SAVING, LOADING) for event in phases),
+    )
+
+
+def is_numbered(step: Event) -> bool:
+    """Whether the number of a step is that in the run, as a trainer knows it; a loop by hand counts from its start."""
+    return step.kind == "step" and step.value > 0
+
+
+def num_repeated(before: Before, first: Event, loaded_step: int | None) -> int | None:
+    """Return how many steps of the attempt before are done again; None if that is not known."""
+    if is_numbered(first):
+        return max(0, before.last_step - first.seq + 1) if before.has_steps else None
+    if loaded_step not in before.saved or not before.has_steps:
+        return None
+    since_ns = before.saved[loaded_step]
+    return sum(begun_ns >= since_ns for begun_ns in before.steps)
+
+
+class Beginning:
+    """Collects how a rank begins.
+
+    Args:
+        since_ns: Time before which nothing counts, by the clock of the host.
+
+    Attributes:
+        loaded_step: Step of the checkpoint that it has loaded; None: none.
+    """
+
+    def __init__(self, since_ns: int = 0) -> None:
+        self._since_ns = since_ns
+        self._events: dict[str, dict[int, Event]] = {"load": {}, "step": {}, "collective": {}}
+        self.loaded_step: int | None = None
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Take in events that have begun, or ended, since the last call."""
+        for event in events:
+            kind = "load" if event.kind == "phase" and event.text == LOADING else event.kind
+            if _is_loaded(event) and event.begun_ns >= self._since_ns:
+                self.loaded_step = event.seq
+            kept = self._events.get(kind)
+            if kept is None or event.begun_ns < self._since_ns or event.op == "join":
+                continue
+            if event.number in kept or len(kept) < _MOST:
+                kept[event.number] = event
+
+    @property
+    def has_ended_any(self) -> bool:
+        """Whether a step or a collective has ended, so that the first may be known."""
+        events = [*self._events["step"].values(), *self._events["collective"].values()]
+        return any(event.ended_ns for event in events)
+
+    @property
+    def loading_ns(self) -> tuple[int, int] | None:
+        """Begin of the first and end of the last load; None if there was none, or one goes on."""
+        loads = self._events["load"].values()
+        if not loads or not all(load.ended_ns for load in loads):
+            return None
+        return min(load.begun_ns for load in loads), max(load.ended_ns for load in loads)
+
+    def first(self, before: Before) -> Event | None:
+        """Return the first step, or the first collective of a rank that records none; None if it has not ended."""
+        loading = self.loading_ns
+        if loading is None and self._events["load"]:
+            return None
+        by_step = before.has_steps or bool(self._events["step"])
+        if not by_step and before.uses_checkpoints and loading is None:
+            return None
+        events = self._events["step" if by_step else "collective"]
+        after_ns = loading[1] if loading else 0
+        first = next((events[number] for number in sorted(events) if events[number].begun_ns >= after_ns), None)
+        return first if first is not None and first.ended_ns else None
+
+
+def _is_loaded(event: Event) -> bool:
+    return event.kind == "note" and event.text == LOADED

@@ -1,0 +1,144 @@
+"""Losses of ranks and hosts, and how their jobs went on: kept beside the boxes of the attempts that they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+from phalanx._errors import printable
+from phalanx._files import open_regular, write_whole
+from phalanx._text import counted
+
+_NAME = "loss.json"
+_FOLDER = "blackbox"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A loss that ended an attempt, and how long it took until the ranks had done a step again.
+
+    Attributes:
+        who: The rank or the node, such as ``rank 1`` and ``node host-c (ranks 4 to 5)``.
+        how: Sign by which it was noticed: "exit", "signal", "raised", "refused", "silent" or "left".
+        number: Exit code, number of the signal, or seconds of silence; 0: it has none.
+        error: Class of the exception that the rank raised; empty: none is known.
+        host: Host that was lost, or on which the rank ran; empty: this one.
+        at_s: Time of day of the first sign, in seconds since 1970.
+        phases_s: Seconds of each phase by its name, in their order. What lies between two phases is part of the later.
+        step: First step that was done again, by its number in the run; None: the ranks do not record such numbers.
+        loaded_step: Step of the checkpoint that was loaded; None: none was.
+        num_repeated: Number of steps that were done twice; None: unknown.
+    """
+
+    who: str
+    how: str
+    number: float = 0
+    error: str = ""
+    host: str = ""
+    at_s: float = 0.0
+    phases_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    step: int | None = None
+    loaded_step: int | None = None
+    num_repeated: int | None = None
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the first sign to the end of the last phase that is known."""
+        return sum(self.phases_s.values())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job is known to have gone on."""
+        return any(name.startswith("first ") for name in self.phases_s)
+
+
+# ---------------------------------------------------------------- words
+
+
+def sign_of(loss: Loss) -> str:
+    """Return how a loss was noticed, in words."""
+    number = int(loss.number)
+    if loss.how == "signal":
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(number).name}"
+        return f"killed by signal {number}"
+    if loss.how == "silent":
+        return f"silent for {loss.number:.1f} s"
+    known = {"raised": f"raised {loss.error}", "exit": f"exit code {number}", "refused": "connections were refused"}
+    return known.get(loss.how, "it could not reach the others")
+
+
+def place_of(loss: Loss) -> str:
+    """Return where the job went on, in words."""
+    if loss.step is not None:
+        return f"at step {loss.step}"
+    return f"from step {loss.loaded_step}" if loss.loaded_step is not None else ""
+
+
+def repeated(loss: Loss) -> str:
+    """Return how many steps were done twice, in words; empty if that is unknown."""
+    if loss.num_repeated is None:
+        return ""
+    return f"{counted(loss.num_repeated, 'step') if loss.num_repeated else 'no step'} repeated"
+
+
+def words_of(loss: Loss) -> str:
+    """Return how a job has gone on after a loss, or how far it has come."""
+    took = ", ".join(f"{name} {_seconds(value)}" for name, value in loss.phases_s.items())
+    if not loss.is_over:
+        return f"not gone on ({took})" if took else "not gone on"
+    where, again = place_of(loss), repeated(loss)
+    return (
+        f"going on {where}{' ' * bool(where)}after {_seconds(loss.total_s)} s ({took}){f'; {again}' if again else ''}"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
+
+
+# ---------------------------------------------------------------- on disk
+
+
+def folder_of(run: Path, attempt: int) -> Path:
+    """Return the folder in which a run keeps what is known of an attempt's end."""
+    return run / _FOLDER / f"attempt_{attempt}"
+
+
+def save_loss(loss: Loss, run: Path, attempt: int) -> None:
+    """Keep the loss that ended an attempt, in place of what was known of it before.
+
+    Raises:
+        OSError: The folder or the file can't be written.
+    """
+    folder = folder_of(run, attempt)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(str(folder / _NAME), json.dumps(dataclasses.asdict(loss)))
+
+
+def load_losses(run: Path) -> list[Loss]:
+    """Return the losses of a run in their order, without those that can't be read."""
+    found = []
+    for path in run.glob(f"{_FOLDER}/attempt_*/{_NAME}"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            attempt = int(path.parent.name.rpartition("_")[2])
+            with open_regular(path) as file:
+                found.append((attempt, _loss(json.loads(file.read()))))
+    return [loss for _, loss in sorted(found, key=lambda pair: pair[0])]
+
+
+def _loss(told: dict[str, Any]) -> Loss:
+    numbers = {
+        name: None if told[name] is None else int(told[name]) for name in ("step", "loaded_step", "num_repeated")
+    }
+    phases = {printable(str(name)): float(value) for name, value in told["phases_s"].items()}
+    words = {name: printable(str(told[name])) for name in ("who", "how", "error", "host")}
+    loss = Loss(**words, number=float(told["number"]), at_s=float(told["at_s"]), phases_s=phases, **numbers)
+    if not all(map(math.isfinite, (loss.number, loss.at_s, *phases.values()))):
+        raise ValueError("no number")
+    return loss
