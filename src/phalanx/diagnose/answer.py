@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from phalanx.diagnose.activity import Activity, Look, activity_of
 from phalanx.diagnose.findings import Finding, find
@@ -14,6 +15,7 @@ from phalanx.diagnose.kernel import call_ended_by_a_halt, stand_of
 from phalanx.diagnose.processes import Process, process_of
 from phalanx.diagnose.stacks import Stacks, Thread, read_stacks
 from phalanx.record.box import Box, box_of_process
+from phalanx.record.losses import Loss, load_losses
 
 TIME_S = 2.0
 """Within which a question about a running job is answered."""
@@ -43,12 +45,14 @@ class Answer:
         job: The job; ranks that `seen` lacks are on hosts that have not answered.
         seen: The ranks of this host, and of others that have answered; lowest first.
         asked: Answer that a rank got while the job still ran; empty if none asked, or the job runs.
+        losses: Losses of ranks and hosts after which the job was to go on, as far as its run has kept them.
     """
 
     job: Job
     finding: Finding
     seen: tuple[RankSeen, ...]
     asked: str = ""
+    losses: tuple[Loss, ...] = ()
 
 
 def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Iterable[RankSeen]] = tuple) -> Answer:
@@ -75,6 +79,7 @@ def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Iterable[R
             else one
             for one in seen
         ),
+        losses=tuple(load_losses(Path(job.folder))) if job.folder else (),
     )
 
 

@@ -20,6 +20,7 @@ from phalanx.launch.causes import is_victim
 from phalanx.launch.outcome import last_words_in
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_box
 from phalanx.record.ends import End, load_ends
+from phalanx.record.losses import load_losses
 
 _TAIL_BYTES = 256 << 10
 
@@ -55,7 +56,7 @@ def examine_run(folder: Path) -> Answer:
     found = find([one.doing for one in seen])
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
     job = Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder))
-    return Answer(job, _by_cause(found, seen), seen, _asked(seen))
+    return Answer(job, _by_cause(found, seen), seen, _asked(seen), tuple(load_losses(folder)))
 
 
 def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:

@@ -19,7 +19,7 @@ from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt
 from phalanx.diagnose.jobs import Job, NoJob, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import examine_run, is_run, newest_run
-from phalanx.diagnose.wording import caution, clause, ranks, sentence, thread_lines
+from phalanx.diagnose.wording import caution, clause, ranks, sentence, thread_lines, words_of_loss
 from phalanx.launch.run_folder import name_of
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
@@ -107,6 +107,7 @@ def as_json(answer: Answer) -> str:
     document = {
         "sentence": sentence(answer.finding, [one.doing for one in answer.seen]),
         "asked": answer.asked,
+        "losses": [dataclasses.asdict(loss) for loss in answer.losses],
         **dataclasses.asdict(answer.finding),
         "job": {
             name: getattr(answer.job, name) for name in ("name", "launcher", "launcher_pid", "world_size", "folder")
@@ -130,6 +131,7 @@ def lines_of(answer: Answer) -> Iterator[str]:
     yield sentence(answer.finding, [one.doing for one in answer.seen])
     if answer.asked:
         yield f"While it ran: {answer.asked}"
+    yield from map(words_of_loss, answer.losses)
     if answer.job.ranks and (words := caution(answer.finding)):
         yield words
     for group in group_alike(answer.seen, answer.finding.culprits):

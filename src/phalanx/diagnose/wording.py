@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from phalanx._text import columns, counted, shortened
 from phalanx.diagnose.activity import Activity, Call
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.stacks import Thread
+from phalanx.record.losses import Loss, sign_of, who_of, words_of
 
 _MANY_FRAMES = 100
 _MOMENT_S = 0.5  # ranks of a healthy job wait for each other, too
@@ -129,6 +131,12 @@ _SENTENCES = {
     "elsewhere": _elsewhere,
     "apart": _apart,
 }
+
+
+def words_of_loss(loss: Loss) -> str:
+    """Return which rank or host a job has lost, when, and how it has gone on."""
+    at = time.strftime("%H:%M:%S UTC", time.gmtime(loss.at_s))
+    return f"Lost before, at {at}: {who_of(loss)}, {sign_of(loss)}; {words_of(loss, 'went on')}"
 
 
 def caution(finding: Finding) -> str:

@@ -64,7 +64,7 @@ class Agent:
         self._told: State | None = None
         self._told_s = self._dialed_s = self._joining_s = 0.0
         self._times: dict[str, tuple[float, float]] = {}  # of each peer: when it sent its last, ours that it had
-        self._hosts: dict[str, str] = {}  # of each peer
+        self._nodes: dict[str, Node] = {}  # that are linked
         self._signs: dict[str, dict[str, Any]] = {}  # by host: how this node has noticed that it lost it, and when
         self._waits_for = ("", 0.0, False)
         self._num_starts = 0
@@ -224,13 +224,14 @@ class Agent:
     # ------------------------------------------------------------ what the links tell
 
     def linked(self, node: Node) -> None:
-        self._hosts[node.id] = node.host
+        self._nodes[node.id] = node
         self._agreement.linked(node, time.monotonic())
         self._told = None
 
     def unlinked(self, peer: str, *, has_ended: bool, since_s: float) -> None:
-        sign = "refused" if has_ended else "silent"
-        self._signs[self._hosts.pop(peer)] = {"how": sign, "since_s": since_s, "noticed_s": time.monotonic()}
+        gone, now_s = self._nodes.pop(peer), time.monotonic()
+        how = "refused" if has_ended else "silent"
+        self._signs[gone.host] = {"how": how, "since_s": since_s, "noticed_s": now_s, "num_ranks": gone.num_ranks}
         self._times.pop(peer, None)
         self._agreement.unlinked(peer, has_ended=has_ended, now_s=time.monotonic())
 

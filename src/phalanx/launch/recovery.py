@@ -54,17 +54,17 @@ class Recovery:
         exception = culprit.raised
         how = "signal" if culprit.signal else "raised" if exception else "exit"
         number = int(culprit.signal or culprit.exit_code)
-        self._lost(Loss(who=culprit.name, how=how, number=number, error=exception, host=culprit.host), ends)
+        self._lost(Loss(rank=culprit.rank, how=how, number=number, error=exception, host=culprit.host), ends)
 
     def lost_node(self, cause: Mapping[str, Any], sign: Mapping[str, Any] | None, ends: Sequence[Outcome]) -> None:
         """Take in the loss of a node, with the sign that this node had of it, if any."""
-        who = str(cause["message"]).partition(" was lost")[0]
-        if sign is None or sign["since_s"] < self._began_s:
-            self._lost(Loss(who=who, how="left", host=cause["host"]), ends)
+        loss = Loss(rank=cause["rank"], is_node=True, how="left", host=cause["host"])
+        if sign is None or sign["since_s"] < self._began_s:  # this node has had no trouble with it
+            self._lost(loss, ends)
             return
         since_s, noticed_s = float(sign["since_s"]), float(sign["noticed_s"])
         silent_s = noticed_s - since_s if sign["how"] == "silent" else 0.0
-        loss = Loss(who=who, how=sign["how"], number=silent_s, host=cause["host"])
+        loss = dataclasses.replace(loss, how=sign["how"], number=silent_s, num_ranks=sign["num_ranks"])
         self._lost(loss, ends, since_s=since_s, noticed_s=noticed_s)
 
     def _lost(self, loss: Loss, ends: Sequence[Outcome], *, since_s: float = 0.0, noticed_s: float = 0.0) -> None:

@@ -23,7 +23,9 @@ class Loss:
     """A loss that ended an attempt, and how long it took until the ranks had done a step again.
 
     Attributes:
-        who: The rank or the node, such as ``rank 1`` and ``node host-c (ranks 4 to 5)``.
+        rank: Rank that was lost, the first of a node; -1: the process that starts the ranks.
+        num_ranks: Number of ranks of a node.
+        is_node: Whether a whole node was lost.
         how: Sign by which it was noticed: "exit", "signal", "raised", "refused", "silent" or "left".
         number: Exit code, number of the signal, or seconds of silence; 0: it has none.
         error: Class of the exception that the rank raised; empty: none is known.
@@ -35,8 +37,10 @@ class Loss:
         num_repeated: Number of steps that were done twice; None: unknown.
     """
 
-    who: str
+    rank: int
     how: str
+    num_ranks: int = 1
+    is_node: bool = False
     number: float = 0
     error: str = ""
     host: str = ""
@@ -58,6 +62,15 @@ class Loss:
 
 
 # ---------------------------------------------------------------- words
+
+
+def who_of(loss: Loss) -> str:
+    """Return who was lost, in words."""
+    last = loss.rank + loss.num_ranks - 1
+    if loss.is_node:
+        return f"node {loss.host} ({f'ranks {loss.rank} to {last}' if last > loss.rank else f'rank {loss.rank}'})"
+    name = f"rank {loss.rank}" if loss.rank >= 0 else "the process that starts the ranks"
+    return f"{name} on {loss.host}" if loss.host else name
 
 
 def sign_of(loss: Loss) -> str:
@@ -87,14 +100,18 @@ def repeated(loss: Loss) -> str:
     return f"{counted(loss.num_repeated, 'step') if loss.num_repeated else 'no step'} repeated"
 
 
-def words_of(loss: Loss) -> str:
-    """Return how a job has gone on after a loss, or how far it has come."""
+def words_of(loss: Loss, goes_on: str = "going on") -> str:
+    """Return how a job has gone on after a loss, or how far it has come.
+
+    Args:
+        goes_on: Verb: when this is told, the job may have ended.
+    """
     took = ", ".join(f"{name} {_seconds(value)}" for name, value in loss.phases_s.items())
     if not loss.is_over:
-        return f"not gone on ({took})" if took else "not gone on"
+        return f"no step is known after it{f' ({took})' * bool(took)}"
     where, again = place_of(loss), repeated(loss)
     return (
-        f"going on {where}{' ' * bool(where)}after {_seconds(loss.total_s)} s ({took}){f'; {again}' if again else ''}"
+        f"{goes_on} {where}{' ' * bool(where)}after {_seconds(loss.total_s)} s ({took}){f'; {again}' if again else ''}"
     )
 
 
@@ -133,12 +150,18 @@ def load_losses(run: Path) -> list[Loss]:
 
 
 def _loss(told: dict[str, Any]) -> Loss:
-    numbers = {
-        name: None if told[name] is None else int(told[name]) for name in ("step", "loaded_step", "num_repeated")
-    }
     phases = {printable(str(name)): float(value) for name, value in told["phases_s"].items()}
-    words = {name: printable(str(told[name])) for name in ("who", "how", "error", "host")}
-    loss = Loss(**words, number=float(told["number"]), at_s=float(told["at_s"]), phases_s=phases, **numbers)
+    how, error, host = (printable(str(told[name])) for name in ("how", "error", "host"))
+    step, loaded, again = (_count(told[name]) for name in ("step", "loaded_step", "num_repeated"))
+    loss = Loss(
+        rank=int(told["rank"]), num_ranks=int(told["num_ranks"]), is_node=bool(told["is_node"]), how=how,
+        number=float(told["number"]), error=error, host=host, at_s=float(told["at_s"]),
+        phases_s=phases, step=step, loaded_step=loaded, num_repeated=again,
+    )  # fmt: skip
     if not all(map(math.isfinite, (loss.number, loss.at_s, *phases.values()))):
         raise ValueError("no number")
     return loss
+
+
+def _count(value: Any) -> int | None:
+    return None if value is None else int(value)

@@ -1,4 +1,4 @@
-"""What a run's report shows of its black boxes: who waited for whom, and the last moments before a failure.
+"""What a run's report shows of its black boxes: who waited for whom, the last moments before a failure, and losses.
 
 Everything that comes from the boxes is escaped. Imports no torch.
 """
@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 from phalanx.record.box import Box, Event, boxes_in, load_boxes, open_box, read_box
+from phalanx.record.losses import Loss, load_losses
 from phalanx.record.stragglers import Ledger, Verdict
 from phalanx.train.plots import seconds
 
@@ -49,10 +50,21 @@ def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[list[Box]]:
                 yield [read_box(data) for data in boxes_in(fd)]
             finally:
                 os.close(fd)
-    for path in dict.fromkeys(Path(folder, one).parent / "blackbox" for one in logs):
-        for attempt in path.glob("attempt_*"):
+    for run in _launches(folder, logs):
+        for attempt in run.glob("blackbox/attempt_*"):
             with contextlib.suppress(ValueError, OSError):
                 yield load_boxes(attempt)
+
+
+def losses_of(folder: Path, logs: Iterable[str]) -> list[Loss]:
+    """Return the losses that the launches of a run have kept, in their order."""
+    found = [loss for run in _launches(folder, logs) for loss in load_losses(run)]
+    return sorted(found, key=lambda loss: loss.at_s)
+
+
+def _launches(folder: Path, logs: Iterable[str]) -> list[Path]:
+    """Return the folders of all launches of a run."""
+    return list(dict.fromkeys(Path(folder, one).parent for one in logs))
 
 
 def verdict_of(boxes: Iterable[Box]) -> Verdict:

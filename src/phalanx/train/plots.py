@@ -87,8 +87,12 @@ def curve(
     )
 
 
-def bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Return one bar for each row, made of its parts in seconds, with a legend; equal lengths are equal times."""
+def bars(rows: Sequence[tuple[str, Mapping[str, float]]], whole: str = "a step") -> str:
+    """Return one bar for each row, made of its parts in seconds, with a legend; equal lengths are equal times.
+
+    Args:
+        whole: What a bar is the time of.
+    """
     names = list(rows[0][1])
     colours = {name: f"part{number % 7}" for number, name in enumerate(names)}
     longest = max(sum(parts.values()) for _, parts in rows) or 1.0
@@ -96,7 +100,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     lines = []
     for label, parts in rows:
         total = seconds(sum(parts.values()))
-        about = f"{label}: {total} a step: " + ", ".join(f"{name} {seconds(value)}" for name, value in parts.items())
+        about = f"{label}: {total} {whole}: " + ", ".join(f"{name} {seconds(value)}" for name, value in parts.items())
         pieces = "".join(
             f'<i class="{colours[name]}" style="width:{100 * value / longest:.2f}%" '
             f'title="{escape(name)}: {seconds(value)}"></i>'

@@ -21,6 +21,7 @@ import phalanx
 from phalanx._files import write_whole
 from phalanx._text import counted
 from phalanx.record.box import Box
+from phalanx.record.losses import place_of, repeated, sign_of, who_of
 from phalanx.train import black_box, plots
 from phalanx.train.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
 from phalanx.train.plots import Point, number, seconds
@@ -136,7 +137,7 @@ def _ending(records: Sequence[Record]) -> str:
 
 def _page(run: _Run) -> str:
     sections = [_key_figures(run), _curves(run), _phases(run), _stragglers(run), _last_moments(run)]
-    sections += [_restarts(run), _origin(run), _settings(run)]
+    sections += [_restarts(run), _losses(run), _origin(run), _settings(run)]
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     name = escape(run.name)
     note = {
@@ -320,6 +321,26 @@ def _restarts(run: _Run) -> str:
     head = ["Attempt", "Started", "The one before", "Went on from", "With", "Gap"]
     note = "Gap: from the last record of the attempt before to the first of this one, recovery and waiting included."
     return _section("Restarts", _table("Restarts", head, rows), note)
+
+
+def _losses(run: _Run) -> str:
+    """Table and bars of the losses that the launchers have kept: how each was noticed, and how long each phase took."""
+    losses = black_box.losses_of(run.folder, run.logs)
+    if not losses:
+        return ""
+    names = list(dict.fromkeys(name for loss in losses for name in loss.phases_s))
+    head = ["Time", "Lost", "Noticed by", *names, "In all", "Goes on", "Again"]
+    rows = []
+    for loss in losses:
+        took = [seconds(loss.phases_s[name]) if name in loss.phases_s else "" for name in names]
+        whole = seconds(loss.total_s) if loss.is_over else "no step after it"
+        rows.append((_clock(loss.at_s), who_of(loss), sign_of(loss), *took, whole, place_of(loss), repeated(loss)))
+    bars = [(who_of(loss), {name: loss.phases_s.get(name, 0.0) for name in names}) for loss in losses]
+    note = (
+        "From the first sign of a loss to the first step behind it, by the clock of the host that kept it. What lies "
+        "between two phases is part of the later one."
+    )
+    return _section("Losses", f"{plots.bars(bars, whole='the recovery')}{_table('Losses', head, rows)}", note)
 
 
 def _how(records: Sequence[Record]) -> str:
