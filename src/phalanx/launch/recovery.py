@@ -18,8 +18,8 @@ from phalanx.record.beginning import Before, Beginning, is_numbered, num_repeate
 from phalanx.record.box import SUFFIX, Box, Tail, load_box
 from phalanx.record.losses import Loss, folder_of, save_loss, words_of
 
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
-_SHARE = 0.05  # of the time since the start, between two looks
+_PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # between two looks
+_SOON_S = 60.0  # after the start
 
 
 class Recovery:
@@ -106,14 +106,14 @@ class Recovery:
         now_s = time.monotonic()
         if self._tail is None or (now_s < self._next_s and not is_last):
             return
-        self._next_s = now_s + min(max((now_s - self._began_s) * _SHARE, _LEAST_PAUSE_S), _MOST_PAUSE_S)
+        self._next_s = now_s + (_PAUSE_S if now_s - self._began_s < _SOON_S else _LATER_PAUSE_S)
         try:
             box = self._tail.read()
         except (OSError, ValueError):  # a script that writes where it should not
             self._tail = None
             return
         if box is not None:
-            self._seen.add(box.events)
+            self._seen.add(box)
             self._judge()
 
     def _judge(self) -> None:
@@ -125,16 +125,20 @@ class Recovery:
         first = seen.first(self._before)
         if first is None:
             return
-        begun_ns, loaded_ns = seen.loading_ns or (first.begun_ns, 0)
-        self._mark("started", begun_ns / 1e9)
-        if loaded_ns:
-            self._mark("loaded", loaded_ns / 1e9)
-        self._mark("first step" if first.kind == "step" else "first collective", first.ended_ns / 1e9)
+        if seen.loading_ns is not None:
+            begun_ns, ended_ns = seen.loading_ns
+            self._mark("started", begun_ns / 1e9)
+            self._mark("loaded", ended_ns / 1e9)
+        elif not seen.has_gap:
+            self._mark("started", first.begun_ns / 1e9)
+        what = "first step" if first.kind == "step" else "first collective"
+        self._mark(f"{what} seen" if seen.has_gap else what, first.ended_ns / 1e9)
+        is_first = not seen.has_gap
         self._loss = dataclasses.replace(
             self._loss,
-            step=first.seq if is_numbered(first) else None,
+            step=first.seq if is_first and is_numbered(first) else None,
             loaded_step=seen.loaded_step,
-            num_repeated=num_repeated(self._before, first, seen.loaded_step),
+            num_repeated=num_repeated(self._before, first, seen.loaded_step) if is_first else None,
         )
         self._save()
         self._say(words_of(self._loss))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from phalanx.record.box import LOADED, LOADING, Box, Event
 
 _SAVING = ("checkpoint", "snapshot")
 _MOST = 10_000  # events of a kind that are kept
+_MARGIN = 16  # events that may be left out because they were just being written
 
 
 class Before(NamedTuple):
@@ -69,16 +69,23 @@ class Beginning:
 
     Attributes:
         loaded_step: Step of the checkpoint that it has loaded; None: none.
+        has_gap: Whether events were overwritten before they were read, so that the first may be among them.
     """
 
     def __init__(self, since_ns: int = 0) -> None:
         self._since_ns = since_ns
         self._events: dict[str, dict[int, Event]] = {"load": {}, "step": {}, "collective": {}}
+        self._num_read = 0
         self.loaded_step: int | None = None
+        self.has_gap = False
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, box: Box) -> None:
         """Take in events that have begun, or ended, since the last call."""
-        for event in events:
+        new = [event for event in box.events if event.number > self._num_read]
+        if new and new[0].number > self._num_read + _MARGIN and new[0].begun_ns >= self._since_ns:
+            self.has_gap = True
+        self._num_read = max(self._num_read, box.num_events)
+        for event in box.events:
             kind = "load" if event.kind == "phase" and event.text == LOADING else event.kind
             if _is_loaded(event) and event.begun_ns >= self._since_ns:
                 self.loaded_step = event.seq
