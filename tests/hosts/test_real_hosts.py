@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 
 import pytest
 
+from phalanx.record.losses import load_losses
 from tests.namespaces import hosts
 
 pytestmark = pytest.mark.usefixtures("needs_hosts")
@@ -213,6 +215,12 @@ def launch(jobs, made, folder, nodes, *, endpoint=None, num_hosts=None):
         await_size(job, num_hosts or len(made))
 
 
+PHASES = (
+    r"phalanx run: going on after [\d.]+ s "
+    r"\(noticed [\d.]+, ended [\d.]+, agreed [\d.]+, (?:started [\d.]+, )?first collective (?:seen )?[\d.]+\)\n"
+)
+
+
 def await_size(job, num_hosts):
     """Read what a supervisor shows until its ranks train with those of so many hosts."""
     said = []
@@ -234,8 +242,16 @@ def test_a_job_goes_on_without_a_host(jobs, tmp_path, lost, way):
         assert time.monotonic() - began_s < (GOES_ON_WITHIN_S if way == "kill" else GOES_ON_AFTER_CUT_S)
         (tmp_path / "enough").touch()
         for job in living:
-            assert job.communicate(timeout=LIMIT_S)[1].count("restart 1 of 2") == 1
+            said = job.communicate(timeout=LIMIT_S)[1]
+            assert said.count("restart 1 of 2") == 1
+            assert len(re.findall(PHASES, said)) == 1, said
             assert job.returncode == 0
+        for host in (host for host in made if host is not made[lost]):
+            [run] = (tmp_path / host.name).iterdir()
+            [loss] = load_losses(run)
+            assert (loss.is_node, loss.host, loss.num_ranks) == (True, made[lost].name, 2)
+            assert loss.how == ("refused" if way == "kill" else "silent")
+            assert way == "kill" or 1.9 < loss.number <= loss.phases_s["noticed"] < GOES_ON_AFTER_CUT_S
         if way == "cut":  # it knows that the others may go on, and does not
             assert any("are no majority" in line for line in jobs[lost].stderr)
             made[lost].kill()

@@ -1,0 +1,125 @@
+"""What is kept of losses, how it reads, and what black boxes tell of a rank's beginning."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from phalanx.record.beginning import Beginning, num_repeated, read_before
+from phalanx.record.box import LOADED, LOADING, Box, Event
+from phalanx.record.losses import Loss, folder_of, load_losses, save_loss, sign_of, who_of, words_of
+
+PHASES = {"noticed": 0.05, "ended": 0.1, "started": 0.14, "loaded": 0.06, "first step": 0.06}
+KILLED = Loss(
+    rank=1, how="signal", number=9, at_s=1.0, phases_s=PHASES, step=812, loaded_step=811, num_repeated=1
+)  # fmt: skip
+NODE = Loss(rank=4, num_ranks=2, is_node=True, how="silent", number=2.04, host="host-c")
+
+
+def box_of(*events: tuple[str, str, int, int, int, int]) -> Box:
+    """Return the box of events: kind, text, number, value, begin and end."""
+    made = [
+        Event(at, begun, ended, kind, "all_reduce" if kind == "collective" else "", text, "", 1, seq, value)
+        for at, (kind, text, seq, value, begun, ended) in enumerate(events, 1)
+    ]
+    return Box(0, 2, 1, 1, "here", 0, len(made), tuple(made))
+
+
+def beginning_of(box: Box) -> Beginning:
+    beginning = Beginning()
+    beginning.add(box)
+    return beginning
+
+
+def test_losses_are_kept_in_the_order_of_their_attempts_and_damaged_ones_are_left_out(tmp_path):
+    for attempt, loss in ((10, NODE), (2, KILLED)):
+        save_loss(loss, tmp_path, attempt)
+    assert load_losses(tmp_path) == [KILLED, NODE]
+    good = json.loads((folder_of(tmp_path, 2) / "loss.json").read_text())
+    for text in ("", "[]", '{"rank": 1}', json.dumps(good | {"at_s": float("inf")}), json.dumps(good | {"step": "x"})):
+        (folder_of(tmp_path, 2) / "loss.json").write_text(text)
+        assert load_losses(tmp_path) == [NODE]
+
+
+def test_what_is_kept_can_not_control_a_terminal(tmp_path):
+    save_loss(dataclasses.replace(NODE, host="\x1b[31m"), tmp_path, 0)
+    [loss] = load_losses(tmp_path)
+    assert "\x1b" not in who_of(loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (KILLED, "going on at step 812 after 0.41 s (noticed 0.05, ended 0.10, started 0.14, loaded 0.06, first step "
+         "0.06); 1 step repeated"),
+        (dataclasses.replace(KILLED, step=None, num_repeated=0), "going on from step 811 after 0.41 s (noticed 0.05, "
+         "ended 0.10, started 0.14, loaded 0.06, first step 0.06); no step repeated"),
+        (dataclasses.replace(NODE, phases_s={"noticed": 12.04, "first collective": 0.5}),
+         "going on after 12.5 s (noticed 12.0, first collective 0.50)"),
+        (NODE, "no step is known after it"),
+    ],
+)  # fmt: skip
+def test_a_recovery_in_words(loss, words):
+    assert words_of(loss) == words
+
+
+@pytest.mark.parametrize(
+    ("loss", "who", "sign"),
+    [
+        (KILLED, "rank 1", "killed by SIGKILL"),
+        (NODE, "node host-c (ranks 4 to 5)", "silent for 2.0 s"),
+        (dataclasses.replace(NODE, num_ranks=1, how="refused"), "node host-c (rank 4)", "connections were refused"),
+        (dataclasses.replace(NODE, how="left"), "node host-c (ranks 4 to 5)", "it could not reach the others"),
+        (Loss(rank=3, how="raised", number=1, error="ValueError", host="b"), "rank 3 on b", "raised ValueError"),
+        (Loss(rank=-1, how="exit", number=7), "the process that starts the ranks", "exit code 7"),
+    ],
+)
+def test_who_was_lost_and_how_that_was_noticed(loss, who, sign):
+    assert (who_of(loss), sign_of(loss)) == (who, sign)
+
+
+def test_the_first_step_is_the_first_behind_the_checkpoint():
+    box = box_of(
+        ("collective", "default", 1, 1, 10, 11), ("phase", LOADING, 0, 0, 20, 30), ("note", LOADED, 40, 0, 31, 31),
+        ("collective", "default", 2, 1, 35, 36), ("step", "of 100", 41, 8, 40, 50), ("step", "of 100", 42, 8, 51, 0),
+    )  # fmt: skip
+    seen = beginning_of(box)
+    first = seen.first(read_before(None))
+    assert first is not None
+    assert (first.seq, first.ended_ns) == (41, 50)
+    assert (seen.loading_ns, seen.loaded_step, seen.has_gap) == ((20, 30), 40, False)
+
+
+def test_while_a_checkpoint_is_loaded_or_awaited_there_is_no_first_step():
+    before = read_before(box_of(("phase", "snapshot", 40, 0, 1, 2), ("collective", "default", 1, 1, 3, 4)))
+    early = box_of(("collective", "default", 1, 1, 10, 11))
+    assert beginning_of(early).first(before) is None
+    assert beginning_of(early).first(read_before(None)) is not None
+    loading = box_of(("collective", "default", 1, 1, 10, 11), ("phase", LOADING, 0, 0, 20, 0))
+    assert beginning_of(loading).first(read_before(None)) is None
+    assert beginning_of(loading).loading_ns is None
+
+
+def test_overwritten_events_are_a_gap():
+    box = box_of(*[("collective", "default", n, 1, 10 * n, 10 * n + 1) for n in range(1, 60)])
+    assert not beginning_of(box).has_gap
+    assert beginning_of(box.with_events(box.events[30:])).has_gap
+
+
+def test_steps_that_are_done_again_are_counted_by_their_numbers_or_by_what_followed_the_checkpoint():
+    numbered = read_before(box_of(*[("step", "", n, 8, n, n + 1) for n in range(38, 43)], ("step", "", 43, 8, 43, 0)))
+    first = box_of(("step", "", 41, 8, 1, 2)).events[0]
+    assert num_repeated(numbered, first, 40) == 2
+    assert num_repeated(read_before(None), first, 40) is None
+    by_hand = read_before(
+        box_of(
+            ("step", "", 1, 0, 10, 20), ("phase", "snapshot", 70, 0, 18, 19),
+            ("step", "", 2, 0, 20, 30), ("step", "", 3, 0, 30, 40), ("step", "", 4, 0, 40, 0),
+        )
+    )  # fmt: skip
+    first = box_of(("step", "", 1, 0, 1, 2)).events[0]
+    assert num_repeated(by_hand, first, 70) == 2
+    assert num_repeated(by_hand, first, 60) is None
+    assert num_repeated(by_hand, first, None) is None
