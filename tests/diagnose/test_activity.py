@@ -88,6 +88,13 @@ def test_a_backward_pass_that_computes_waits_for_nobody():
     assert doing(seen(of_torch("_engine_run_backward", "torch/autograd/graph.py"), state="R")).call is None
 
 
+@pytest.mark.parametrize("recorded", [None, box(ENDED)], ids=["no box", "a box"])
+def test_a_rank_that_waits_for_the_one_with_the_debugger_waits_at_the_breakpoint(recorded):
+    waits = Frame("_Meeting.wait", "phalanx/debugging/breakpoints.py", 157, "phalanx")
+    call = doing(seen(waits, box=recorded)).call
+    assert (call.op, call.site, call.since_s) == ("phalanx.breakpoint", "train.py:31", None)
+
+
 @pytest.mark.parametrize(
     ("look", "how"),
     [

@@ -34,6 +34,15 @@ def answer(*activities: Activity, world_size: int = 0) -> str:
     return sentence(find(activities, world_size), activities)
 
 
+def test_at_a_breakpoint_of_all_the_rank_with_the_debugger_is_named():
+    waiting = Activity(0, 100, Call("phalanx.breakpoint", "train.py:4"), "asleep")
+    held = Activity(1, 101, None, "breakpoint", Frame("<module>", "train.py", 5, ""), since_s=4.0)
+    assert answer(waiting, held) == (
+        "rank 1 has not left phalanx.breakpoint at train.py:4; it has been at a breakpoint in <module> at train.py:5 "
+        "for 4.0 s; 1 rank waits for it"
+    )
+
+
 @pytest.mark.parametrize("culprit", range(4))
 def test_a_rank_that_has_not_called_is_named_with_its_line_and_the_time(culprit):
     ranks = [elsewhere(rank) if rank == culprit else waits(rank) for rank in range(4)]

@@ -82,6 +82,17 @@ def test_what_is_no_rank_is_a_job_of_its_own_and_what_has_ended_is_none():
         find_job("nothing.py")
 
 
+def test_what_keeps_a_rank_is_none_itself():
+    keeps = "import os; from phalanx.launch import keeper; keeper._take_name(); os.write(1, b'x'); os.read(0, 1)"
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    for command, num_jobs in ((keeps, 0), (keeps.replace("keeper._take_name(); ", ""), 1)):
+        with subprocess.Popen([sys.executable, "-c", command], env={**os.environ, **place}, **pipes) as process:
+            assert process.stdout.read(1) == b"x"
+            assert sum(process.pid in job.pids for job in find_jobs()) == num_jobs
+            process.stdin.close()
+
+
 def test_a_process_whose_name_has_parentheses_is_read(tmp_path):
     program = tmp_path / "a) S (b"
     os.symlink("/bin/sleep", program)

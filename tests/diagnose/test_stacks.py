@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.diagnose import stacks, why
-from phalanx.diagnose.stacks import find_py_spy, read_stacks
+from phalanx.diagnose.stacks import Frame, Thread, find_py_spy, read_stacks
+from phalanx.diagnose.wording import thread_lines
 from phalanx.record.box import MEMORY_NAME
 
 PHALANX = [sys.executable, "-m", "phalanx"]
@@ -143,6 +144,20 @@ def test_a_torn_black_box_is_named_and_the_stacks_are_there_anyway():
         done = ask("why", process.pid)
     assert "in sleep_there at <string>:5" in done.stdout.splitlines()[0]
     assert "its black box can't be read: it is of version" in done.stdout
+
+
+def test_below_many_frames_of_a_library_the_line_of_the_script_is_shown():
+    library = [Frame(f"step_{number}", "library.py", number, "library") for number in range(1, 31)]
+    thread = Thread(7, "MainThread", False, False, (*library, Frame("main", "job.py", 3, ""), library[0]))
+    assert list(thread_lines([thread], 7, 4)) == [
+        "    step_1  library.py:1",
+        "    step_2  library.py:2",
+        "    step_3  library.py:3",
+        "    ... 27 frames more",
+        "    main    job.py:3",
+        "    ... 1 frame more",
+    ]
+    assert len(list(thread_lines([thread], 7, 100))) == 32
 
 
 def test_on_a_terminal_the_answer_stays_on_the_screen(monkeypatch):

@@ -13,6 +13,9 @@ from phalanx.diagnose.processes import Process
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
 from phalanx.record.box import Box, Event
 
+BREAKPOINT = "phalanx.breakpoint"
+"""The operation in which ranks wait for the one that has the debugger."""
+
 _BACKWARD = "_engine_run_backward"
 _C10D = "torch/distributed/distributed_c10d.py"
 _DISTRIBUTED = re.compile(r"torch/(?:distributed/|nn/parallel/distributed\.py)")
@@ -143,7 +146,7 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
     doing = Activity(
         rank=rank,
         pid=look.pid,
-        call=_recorded(look) if has_recorded else _call_on(main, look) if main is not None else None,
+        call=_call(look, main, has_recorded),
         since_s=look.stand.still_s,
         system_call=look.stand.call,
         path=look.stand.path,
@@ -187,6 +190,20 @@ def _joins(thread: Thread) -> bool:
 
 
 # ---- operations ----------------------------------------------------------------------------------------------------
+
+
+def _call(look: Look, main: Thread | None, has_recorded: bool) -> Call | None:
+    """Return the operation in which a rank waits for others; None if it does not."""
+    if main is not None and (call := _at_breakpoint(main)) is not None:
+        return call
+    return _recorded(look) if has_recorded else _call_on(main, look) if main is not None else None
+
+
+def _at_breakpoint(thread: Thread) -> Call | None:
+    """Return the breakpoint of all ranks at which a thread waits for the one that has the debugger."""
+    library, rest = _split(thread)
+    waits = any(frame.file == "phalanx/debugging/breakpoints.py" and frame.name == "wait" for frame in library)
+    return Call(BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls: the kernel knows no time
 
 
 def _recorded(look: Look) -> Call | None:

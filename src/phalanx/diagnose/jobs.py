@@ -23,6 +23,7 @@ from phalanx.diagnose.processes import (
     process_of,
     processes_of,
 )
+from phalanx.launch import keeper
 from phalanx.launch.schedulers import Placement, detect
 from phalanx.record import box
 
@@ -92,7 +93,8 @@ class NoJob(LookupError):
 def find_jobs() -> list[Job]:
     """Return the jobs of this user on this host, the youngest last."""
     processes = processes_of(os.geteuid())
-    pythons = {pid for pid in processes if pid != os.getpid() and is_python(pid)}
+    others = {pid for pid, process in processes.items() if pid != os.getpid() and process.name != keeper.NAME}
+    pythons = set(filter(is_python, others))
     jobs: list[Job] = []
     taken: set[int] = set()
     for source in (_noted, _boxed, _placed):

@@ -146,7 +146,7 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     named = ranks([one.doing.rank for one in group]) + f" ({plural(len(pids), 'pid')} {listed(pids, 6)})" * bool(pids)
     hosts = sorted({one.doing.host for one in group if one.doing.host})
     there = f" ({'also ' * bool(pids)}on {plural(len(hosts), 'host')} {listed(hosts, 6)})" * bool(hosts)
-    yield f"{named}{there}: {clause(dataclasses.replace(first.doing, host=''))}"
+    yield f"{named}{there}: {'each ' * (len(group) > 1)}{clause(dataclasses.replace(first.doing, host=''))}"
     yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES)
     is_puzzling = needs_native(first) or (first.doing.how == "asleep" and not first.doing.within)
     if is_puzzling and first.doing.rank in culprits and not first.doing.host and not first.native:

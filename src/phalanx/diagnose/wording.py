@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from phalanx._text import columns, counted, shortened
-from phalanx.diagnose.activity import Activity, Call
+from phalanx.diagnose.activity import BREAKPOINT, Activity, Call
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.stacks import Thread
 from phalanx.record.losses import Loss, sign_of, who_of, words_of
@@ -48,6 +48,7 @@ def _absent(finding: Finding, culprits: list[Activity], activities: list[Activit
     assert finding.call is not None
     have, call = "has" if len(culprits) == 1 else "have", call_text(finding.call)
     done = "reached" if finding.call.op in _NAMES else "made the call for" if finding.call.is_message else "called"
+    done = "left" if finding.call.op == BREAKPOINT else done
     return "; ".join(
         [
             f"{ranks(finding.culprits)} {have} not {done} {call}",
@@ -155,10 +156,20 @@ def thread_lines(threads: Sequence[Thread], pid: int, most_frames: int) -> Itera
             if not thread.own_frames:
                 continue
             yield f"  thread {thread.name or thread.number}"
-        shown = thread.frames[:most_frames]
-        yield from (f"    {line}" for line in columns([(shortened(frame.function), frame.site) for frame in shown]))
-        if len(thread.frames) > most_frames:
-            yield f"    ... {counted(len(thread.frames) - most_frames, 'frame')} more"
+        own = next((number for number, frame in enumerate(thread.frames) if not frame.owner), 0)
+        last = [own] if own >= most_frames else []  # below many frames of libraries: the line that everybody looks for
+        shown = [*range(min(most_frames - len(last), len(thread.frames))), *last]
+        lines = columns([(shortened(thread.frames[number].function), thread.frames[number].site) for number in shown])
+        for before, number, line in zip([-1, *shown[:-1]], shown, lines, strict=True):
+            if number > before + 1:
+                yield _left_out(number - before - 1)
+            yield f"    {line}"
+        if more := len(thread.frames) - (shown[-1] + 1 if shown else 0):
+            yield _left_out(more)
+
+
+def _left_out(num_frames: int) -> str:
+    return f"    ... {counted(num_frames, 'frame')} more"
 
 
 # ---- parts of sentences --------------------------------------------------------------------------------------------

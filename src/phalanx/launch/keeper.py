@@ -19,7 +19,8 @@ from phalanx.launch.endings import end_like
 from phalanx.launch.warden import adopt_orphans, children_of, die_with_parent, end_children, hold_signals
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_NAME = b"rank-keeper"
+NAME = "rank-keeper"
+"""Name that a keeper takes, instead of Python's."""
 _WARDEN_S = 6.0  # more than a warden takes to end its children, or to import what ranks share
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
@@ -100,9 +101,9 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
 
 def _take_name() -> None:
     """Give this process a name and a command line of its own: those of the job are what a user kills by."""
-    _libc.prctl(_PR_SET_NAME, _NAME)
+    _libc.prctl(_PR_SET_NAME, NAME.encode())
     with contextlib.suppress(OSError), open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5)
-        if end - start > len(_NAME):  # else a kernel that does not tell
-            ctypes.memmove(start, _NAME.ljust(end - start, b"\0"), end - start)
+        if end - start > len(NAME):  # else a kernel that does not tell
+            ctypes.memmove(start, NAME.encode().ljust(end - start, b"\0"), end - start)
