@@ -184,8 +184,8 @@ def test_imports_have_no_effect_on_the_process() -> None:
         "fork": [
             "phalanx.backend._work._begin_anew",
             "phalanx.backend._channels._let_go",
+            "phalanx.checkpoint.claim._let_go_in_child",
             "phalanx.checkpoint.saving._forget_parents_saves",
-            "phalanx.train.folder_lock._let_go_in_child",
         ],
         "changed": [],
         "torch": [],

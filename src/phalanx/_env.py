@@ -48,6 +48,8 @@ LAUNCH_VARIABLE = "PHALANX_LAUNCH"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the facts of the launch, see `_launched`."""
 MEMORY_VARIABLE = "PHALANX_MEMORY"
 """What `phalanx.spawn` reads of the flags of ``phalanx run``: whether ranks keep the memory that they free."""
+EPOCH_VARIABLE = "PHALANX_EPOCH"
+"""Set by ``phalanx run`` for its ranks: which attempt of which job they are, see `checkpoint.claim`."""
 REPLACE_VARIABLE = "PHALANX_REPLACE"
 """What phalanx stands in the place of, see `_replace`: ``gloo``; empty: nothing."""
 ALLOCATION_VARIABLE = "PHALANX_ALLOCATION"
@@ -69,7 +71,7 @@ PREEMPTED_CODE = 75
 _OF_LAUNCHES = frozenset(
     {
         *(SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, ALLOCATION_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE, TRIAL_VARIABLE),
-        *(WARM_SERVER_VARIABLE, RECORD_VARIABLE, PROMPT_VARIABLE),
+        *(WARM_SERVER_VARIABLE, RECORD_VARIABLE, PROMPT_VARIABLE, EPOCH_VARIABLE),
     }
 )
 LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import random
 
-from phalanx.launch.agreement import Agreement, Node, Rules
+from phalanx.launch.agreement import OTHER_SIDE, Agreement, Node, Rules
 
 BEAT_S = 0.5
 TICK_S = 0.25
@@ -65,7 +65,7 @@ class SimNode:
 
     # Acts
     def hand(self, peer, view, is_started):
-        self.links[peer].send(("view", view, is_started))
+        self.links[peer].send(("view", view, is_started, self.agreement.job_age_s))
 
     def order(self, what):
         self.orders.append(what)
@@ -109,8 +109,8 @@ class SimNode:
         if self._is_away(self.ended, how, attempt) or attempt != self.started:
             return
         self.training = self.started = None
-        cause = {"rank": 0, "is_victim": False, "returncode": 1, "message": self.name} if how == "failed" else None
-        self.agreement.ranks_ended(how, cause)
+        cause = {"rank": 0, "is_victim": False, "returncode": 1, "kind": "Error", "message": self.name}
+        self.agreement.ranks_ended(how, cause if how == "failed" else None)
         self.decide()
 
     def tick(self, again):
@@ -133,13 +133,17 @@ class SimNode:
         if self.agreement.result is None:
             self.agreement.decide(self.world.now_s)
         self._tell(is_beat=False)
+        result = self.agreement.result
+        if self.is_alive and result is not None and (result["cause"] or {}).get("kind") == OTHER_SIDE:
+            self.world.kill(self.name)  # it begins anew
+            self.world.start(self.name, joins=True)
 
     def _tell(self, *, is_beat):
         state = self.agreement.state
         if is_beat or state != self.told:
             self.told = state
             for link in self.links.values():
-                link.send(("state", state, self.world.now_s, link.last_told_s))
+                link.send(("state", state, self.world.now_s, link.last_told_s, self.agreement.job_age_s))
 
     def take(self, link, message):
         if self._is_away(self.take, link, message) or not link.is_open:
@@ -149,11 +153,11 @@ class SimNode:
         if kind == "end":
             self.forget(link, has_ended=True)
         elif kind == "state":
-            state, told_s, echo_s = rest
+            state, told_s, echo_s, age_s = rest
             link.last_told_s = told_s
-            self.agreement.heard(link.peer.node.id, state, echo_s)
+            self.agreement.heard(link.peer.node.id, state, echo_s, age_s)
         else:
-            self.agreement.handed(rest[0], is_started=rest[1])
+            self.agreement.handed(rest[0], is_started=rest[1], age_s=rest[2])
         self.decide()
 
     def close(self, link):
@@ -188,8 +192,9 @@ class World:
         for name in names:
             self.start(name)
 
-    def start(self, name):
-        self.nodes[name] = SimNode(self, name, next(self._numbers), name == self.root, self._agreement)
+    def start(self, name, *, joins=False):
+        is_root = name == self.root and not joins
+        self.nodes[name] = SimNode(self, name, next(self._numbers), is_root, self._agreement)
 
     def at(self, when_s, function, *arguments):
         heapq.heappush(self._queue, (when_s, next(self._order), function, arguments))
@@ -275,9 +280,11 @@ class World:
         return any(member == node.node for member in newest.members for node in self.living())
 
     def trains(self, node):
-        """Check that whoever trains does so in one view."""
+        """Check that whoever trains in a job does so in one view."""
         self.starts.append((self.now_s, node.name, node.training))
+        job = node.agreement.view.job
         awake = [it for it in self.living() if it.training and it.paused_until_s <= self.now_s]
+        awake = [it for it in awake if it.agreement.view.job == job]
         views = {it.training for it in awake}
         assert len(views) == 1, (self.now_s, [(it.name, it.training) for it in awake])
 

@@ -73,9 +73,8 @@ def play(seed, accidents, agreement=Agreement, *, num_accidents=8, begins_whole=
         if kind in ("kill", "lose power") and world.nodes[one].is_alive and len(world.living()) > 1:
             world.kill(one, is_silent=kind == "lose power")
         elif kind == "come back" and not world.nodes[one].is_alive:
-            # A new process at the endpoint that reaches nobody begins the job: it can't know of another.
-            if one != world.root or not world.cuts:
-                world.start(one)
+            # At the endpoint a new process that reaches nobody begins a job of its own: it can't know of another.
+            world.start(one)
         elif kind == "pause":
             world.pause(one, drawn.uniform(0.5, 6))
         elif kind == "cut":
@@ -98,6 +97,33 @@ def play(seed, accidents, agreement=Agreement, *, num_accidents=8, begins_whole=
 
 
 GROUPS = [*range(2), *(pytest.param(group, marks=pytest.mark.slow) for group in range(2, 20))]  # of 100 seeds each
+
+
+@pytest.mark.parametrize("seeds", GROUPS)
+def test_a_job_that_was_begun_a_second_time_behind_a_cut_joins_the_first_one(seeds):
+    for seed in range(100 * seeds, 100 * seeds + 100):
+        drawn = random.Random(seed)
+        names = NAMES[: drawn.randint(2, 5)]
+        world = World(seed, names, rules(len(names)))
+        world.slowness_s = drawn.choice((0.002, 0.05, 0.4))
+        world.run(5)
+        [first] = {node.agreement.view.job for node in world.living()}
+        world.kill(world.root)
+        world.run(world.now_s + drawn.uniform(0, 4))
+        for name in names[1:]:
+            world.cut(world.root, name)
+        world.start(world.root)
+        for _ in range(drawn.randint(0, 6)):  # views of a job that is restarted often have the greater keys
+            world.run(world.now_s + drawn.uniform(0, 2))
+            world.fail(world.root)
+        world.run(world.now_s + 5)
+        assert world.nodes[world.root].agreement.view.job != first, seed
+        world.mend()
+        world.run(world.now_s + 25)
+        assert trains(world) == "".join(sorted(names)), seed
+        assert {node.agreement.view.job for node in world.living()} == {first}, seed
+
+
 CUTS = ("cut", "isolate", "divide", "mend", "mend", "pause", "fail")
 KILLS = ("kill", "kill", "come back", "fail")
 ALL_ACCIDENTS = CUTS + KILLS + ("lose power",)

@@ -27,10 +27,10 @@ CAUSE = {
     "rank": 3, "pid": 4, "returncode": 1, "kind": "ValueError", "message": "x", "folder": "f", "host": "h",
     "is_victim": False, "lines": ["x"],
 }  # fmt: skip
-VIEW = View((3, 4), "a1", (NODE,), 5, 2, CAUSE, (Group("b", ("b", "c")),), (("10.0.0.1", 29500),))
+VIEW = View((3, 4), "a1", (NODE,), 5, 2, CAUSE, (Group("b", ("b", "c")),), (("10.0.0.1", 29500),), "b")
 STATE = State(
     term=3, leader="a1", in_office=True, key=(3, 4), is_settled=True, is_idle=False, has_left=True, is_leaving=True,
-    is_done=True, failure=CAUSE, running=(3, 4), port=1234, result={"cause": None},
+    is_done=True, failure=CAUSE, running=(3, 4), port=1234, result={"cause": None}, job="b",
 )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_a_view_with_one_wrong_thing_in_it_is_none_or_still_one(name, value):
 
 
 def greeting(**changed):
-    told = {"phalanx": phalanx.__version__, "protocol": 1, "job": "job", "nodes": [2, 2], "node": vars(NODE)}
+    told = {"phalanx": phalanx.__version__, "protocol": 2, "job": "job", "nodes": [2, 2], "node": vars(NODE)}
     return json.dumps({**told, **changed}).encode() + b"\n"
 
 

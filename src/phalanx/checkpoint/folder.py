@@ -26,6 +26,7 @@ from typing import Any
 
 from phalanx._errors import CheckpointError
 from phalanx._files import open_regular, write_whole
+from phalanx.checkpoint.claim import Fence
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -47,6 +48,7 @@ class Checkpoint:
         saved_at: Time of the save, in seconds since 1970.
         metric: Score that was passed to `save`, or None.
         files: Size in bytes and SHA-256 of each file, by name.
+        epoch: Epoch of the run's folder in which it was saved; 0: none was claimed.
 
     Example:
         >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1, wait=True)
@@ -62,6 +64,7 @@ class Checkpoint:
     saved_at: float
     metric: float | None
     files: Mapping[str, Mapping[str, Any]]
+    epoch: int = 0
 
 
 class Damaged(CheckpointError):
@@ -148,7 +151,8 @@ def _checkpoint(step: int, path: str, manifest: Mapping[str, Any]) -> Checkpoint
     if not 0 <= saved_at < _END_OF_TIME_S:
         raise ValueError("no time")
     size_bytes = sum(file["size_bytes"] for file in files.values())
-    return Checkpoint(step, path, size_bytes, world_size, saved_at, None if metric is None else float(metric), files)
+    metric, epoch = None if metric is None else float(metric), int(manifest.get("epoch", 0))
+    return Checkpoint(step, path, size_bytes, world_size, saved_at, metric, files, epoch)
 
 
 def check_file(checkpoint: Checkpoint, name: str, *, reads: bool = True) -> str:
@@ -192,6 +196,7 @@ class Draft:
     path: str
     metric: float | None
     saved_at: float
+    fence: Fence | None = None
 
     def write(self, rank: int, image: memoryview, sha256: Future[str]) -> None:
         """Write a rank's file and sign it."""
@@ -202,7 +207,12 @@ class Draft:
         write_whole(os.path.join(self.path, f"{name}.json"), json.dumps(signed))
 
     def publish(self) -> bool:
-        """Give the checkpoint its name if all ranks have signed; return whether this call did."""
+        """Give the checkpoint its name if all ranks have signed; return whether this call did.
+
+        Raises:
+            OtherSide: A newer attempt has the folder. It removes drafts when it takes the folder, so one that is
+                stopped after this look has nothing to publish either.
+        """
         names = [file_of(rank) for rank in range(self.world_size)]
         signatures = [os.path.join(self.path, f"{name}.json") for name in names]
         if not all(map(os.path.exists, signatures)):
@@ -220,12 +230,13 @@ class Draft:
                 files[name] = json.load(file)
         manifest = {
             "format": _FORMAT, "step": self.step, "world_size": self.world_size, "saved_at": self.saved_at,
-            "metric": self.metric, "files": files,
+            "metric": self.metric, "files": files, "epoch": self.fence.epoch if self.fence else 0,
         }  # fmt: skip
         _write_whole(os.path.join(self.path, _MANIFEST), _sign(manifest))
         for path in signatures:
             os.unlink(path)
         _sync(self.path)
+        self.check_fence()
         final = path_of(self.folder, self.step)
         if os.path.exists(final):  # saved again
             _exchange(self.path, final)
@@ -235,6 +246,15 @@ class Draft:
         _write_whole(os.path.join(self.folder, "latest"), f"{os.path.basename(final)}\n")
         return True
 
+    def check_fence(self) -> None:
+        """Return if this attempt may still write the folder.
+
+        Raises:
+            OtherSide: A newer one has it.
+        """
+        if self.fence is not None:
+            self.fence.check()
+
     def remove(self) -> None:
         """Remove what is there; a rank that still writes can't add to it."""
         doomed = f"{self.path}.old"
@@ -243,7 +263,7 @@ class Draft:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def begin(folder: str, step: int, world_size: int, metric: float | None) -> Draft:
+def begin(folder: str, step: int, world_size: int, metric: float | None, fence: Fence | None = None) -> Draft:
     """Make the place where the ranks write.
 
     Raises:
@@ -252,7 +272,7 @@ def begin(folder: str, step: int, world_size: int, metric: float | None) -> Draf
     os.makedirs(folder, exist_ok=True)
     path = _hidden_path(folder, step)
     os.mkdir(path)
-    return Draft(os.path.abspath(folder), step, world_size, os.path.abspath(path), metric, time.time())
+    return Draft(os.path.abspath(folder), step, world_size, os.path.abspath(path), metric, time.time(), fence)
 
 
 def _hidden_path(folder: str, step: int) -> str:
@@ -266,6 +286,10 @@ def sweep(folder: str) -> None:
         for name in os.listdir(folder):
             path = os.path.join(folder, name)
             if _LEFTOVER.fullmatch(name):
+                if os.path.isdir(path) and not name.endswith(".old"):
+                    with contextlib.suppress(OSError):  # at once: its job may live, and be about to publish it
+                        os.rename(path, f"{path}.old")
+                        path = f"{path}.old"
                 shutil.rmtree(path, ignore_errors=True)
                 with contextlib.suppress(OSError):  # gone, or not ours to remove
                     os.unlink(path)

@@ -18,6 +18,7 @@ from phalanx._rank_group import RankGroup
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
+from phalanx.checkpoint.claim import OtherSide, fence_for
 from phalanx.checkpoint.image import Part, fill, lay_out
 from phalanx.checkpoint.retention import check_numbers, prune
 from phalanx.checkpoint.tree import Leaf, pack
@@ -108,6 +109,8 @@ class Saver:
             if rank == 0 and not problem:
                 draft = self._begin(folder, step, metric, leaves)
             described = blocks.describe(leaves, world_size)
+        except OtherSide:  # of this rank alone: the others are to end as its victims
+            raise
         except Exception as error:  # whatever a state_dict() raises, the others must know
             problem, cause = problem or _describe(error, folder), error
         try:
@@ -145,10 +148,13 @@ class Saver:
         return pending.result() if pending is not None else ""
 
     def _begin(self, folder: str, step: int, metric: float | None, leaves: list[Leaf]) -> folders.Draft:
+        os.makedirs(folder, exist_ok=True)
+        fence = fence_for(folder)
         if folder not in self._swept:
             folders.sweep(folder)
             self._swept.add(folder)
-        draft = folders.begin(folder, step, RankGroup().world_size, None if metric is None else float(metric))
+        score = None if metric is None else float(metric)
+        draft = folders.begin(folder, step, RankGroup().world_size, score, fence)
         needed = sum(leaf.tensor.numel() * leaf.tensor.element_size() for leaf in leaves)
         disk = os.statvfs(draft.path)
         if disk.f_bavail * disk.f_frsize < needed:
@@ -203,6 +209,7 @@ def _write(draft: folders.Draft, rank: int, image: memoryview, sha256: Future[st
         return _give_up(draft, rank, f"{why}. Those before it are as they were; make room or choose another folder")
     try:
         if is_published and keep:
+            draft.check_fence()
             prune(draft.folder, **keep)
         return ""
     except Exception as error:

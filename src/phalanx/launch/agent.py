@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import selectors
@@ -16,14 +17,14 @@ import time
 from typing import Any
 
 import phalanx
-from phalanx.launch.agreement import Agreement, Node, Place, Rules, State
+from phalanx.launch.agreement import OTHER_SIDE, Agreement, Node, Place, Rules, State
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
 from phalanx.launch.links import Links, is_local, open_door
 from phalanx.launch.messages import read_cause, read_state, read_view
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.questions import Questions
 
-_PROTOCOL = 1
+_PROTOCOL = 2
 _BEATS = 4  # in the time after which a silent node is lost
 _LAST_CALL_S = 3.0
 _SILENCE_S = 2.0
@@ -31,6 +32,10 @@ _NAME_PAUSE_S = 1.0
 _TOLD_AFTER_S = 2.0  # what this node waits for
 _PEER_AGAIN_S = 0.5
 _ASK_S = 1.0
+
+
+# Not with -m, which would let a json.py in the current folder take the library's place.
+RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.agent import main; main()"
 
 
 class _Refused(Exception):
@@ -67,7 +72,10 @@ class Agent:
         self._nodes: dict[str, Node] = {}  # that are linked
         self._signs: dict[str, dict[str, Any]] = {}  # by host: how this node has noticed that it lost it, and when
         self._waits_for = ("", 0.0, False)
-        self._num_starts = 0
+        self._num_starts = job.get("num_starts", 0)  # more than 0: this agent has begun anew
+        self._is_running = False
+        name = json.dumps([job["run_id"], job["rdzv_endpoint"], job["rdzv_backend"]])
+        self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._is_root = False
 
     # ------------------------------------------------------------ the way in
@@ -83,10 +91,12 @@ class Agent:
         asked = str(self._job["rdzv_conf"].get("is_host", "")).lower()
         if asked:
             may_lead = asked in ("true", "1", "t", "yes", "y")
+        has_port = may_lead or not is_here
+        may_lead = may_lead and not self._job.get("joins")
         port = self._endpoint[1]
         # Where several nodes share a host, one of them has the port; elsewhere it is where a lost node is looked for.
         try:
-            door = open_door(port if may_lead or not is_here else 0)
+            door = open_door(port if has_port else 0)
             self._is_root = may_lead
         except OSError as error:
             if asked and may_lead:
@@ -152,7 +162,21 @@ class Agent:
             self._questions.look()
             self._ask_supervisor()
             self._say_what_is_missing()
-        self._leave(self._agreement.result["cause"])
+        cause = self._agreement.result["cause"]
+        if cause is not None and cause["kind"] == OTHER_SIDE:
+            self._begin_anew(cause["message"])
+        self._leave(cause)
+
+    def _begin_anew(self, why: str) -> None:
+        """Have the ranks stopped, and become the agent of a node that joins the other side of this job."""
+        self._channel.send({"joins": why})
+        deadline = time.monotonic() + LEAVE_S
+        while time.monotonic() < deadline and (self._agreement.others_stay or self._is_running):
+            self._links.wait(self._rules.silence_s / (2 * _BEATS))
+            self._links.lose_silent()
+            self._beat(is_forced=True)
+        job = {**self._job, "joins": True, "num_starts": self._num_starts, "local_addr": self._me.address}
+        os.execv(sys.executable, [sys.executable, "-c", RUN_AGENT, sys.argv[1], json.dumps(job)])
 
     def _leave(self, cause: Any) -> None:
         """End when the others know how the job has ended, too."""
@@ -183,7 +207,10 @@ class Agent:
         is_due = now_s - self._told_s >= self._rules.silence_s / _BEATS
         if is_forced or is_due or state != self._told:
             self._told, self._told_s = state, now_s
-            self._links.tell_all(lambda peer: {"state": state, "at": now_s, "echo": self._times.get(peer, (0.0,))[0]})
+            age_s, times = self._agreement.job_age_s, self._times
+            self._links.tell_all(
+                lambda peer: {"state": state, "at": now_s, "echo": times.get(peer, (0.0,))[0], "age": age_s}
+            )
 
     def _say_what_is_missing(self) -> None:
         now_s, what = time.monotonic(), self._agreement.waits_for()
@@ -208,7 +235,8 @@ class Agent:
             elif "whole" in packet:
                 self._agreement.snapshot_is_whole()
             elif packet.get("number") == self._num_starts:
-                self._agreement.ranks_ended(packet["ended"], packet["cause"])
+                self._is_running = False
+                self._agreement.ranks_ended(packet["ended"], _named(packet["cause"]))
         if not self._channel.alive:
             os._exit(1)
 
@@ -239,9 +267,10 @@ class Agent:
         if "state" in message:
             state, at_s, echo_s = read_state(message["state"]), float(message["at"]), float(message["echo"])
             self._times[peer] = at_s, echo_s
-            self._agreement.heard(peer, state, min(echo_s, time.monotonic()))
+            self._agreement.heard(peer, state, min(echo_s, time.monotonic()), float(message["age"]))
         elif "view" in message:
-            self._agreement.handed(read_view(message["view"]), is_started=message["is_started"] is True)
+            is_started, age_s = message["is_started"] is True, float(message["age"])
+            self._agreement.handed(read_view(message["view"]), is_started=is_started, age_s=age_s)
         else:
             self._questions.received(peer, message)
 
@@ -266,7 +295,7 @@ class Agent:
     # ------------------------------------------------------------ what the agreement orders
 
     def hand(self, peer: str, view: Any, is_started: bool) -> None:
-        self._links.tell(peer, {"view": view, "is_started": is_started})
+        self._links.tell(peer, {"view": view, "is_started": is_started, "age": self._agreement.job_age_s})
 
     def order(self, what: dict[str, Any]) -> None:
         if "start" in what:
@@ -275,10 +304,18 @@ class Agent:
                 sign = self._signs.get(cause["host"])
                 self._channel.send({"restart": cause, "number": what["restarts"], "sign": sign})
             self._num_starts += 1
-            attempt = {**what["start"], "role": self._job["role"], "run_id": self._job["run_id"]}
+            self._is_running = True
+            epoch = {**what["start"]["epoch"], "name": self._name}
+            attempt = {**what["start"], "role": self._job["role"], "run_id": self._job["run_id"], "epoch": epoch}
             self._channel.send({"start": attempt, "number": self._num_starts})
         else:
             self._channel.send(what)
+
+
+def _named(cause: Any) -> Any:
+    """Return a cause with our own kind where a rank was refused because another side of the job has its folder."""
+    is_ours = cause is not None and cause["kind"].rpartition(".")[2] == OTHER_SIDE
+    return {**cause, "kind": OTHER_SIDE} if is_ours else cause
 
 
 def _rules(job: dict[str, Any]) -> Rules:

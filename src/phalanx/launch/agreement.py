@@ -17,6 +17,10 @@ Two sides of a cut network never both go on, because
   the others call it lost;
 - a node is dead when its system refuses connections to its port; the first living node in the order may count its
   vote, unless its last answer was too old: then it may have voted for others.
+
+A process that is started anew where nodes look for the job, and reaches nobody, can't know of the others and begins a
+job of its own. What the two write is fenced by `checkpoint.claim`. When they meet, the younger one gives way: its nodes
+begin anew, and join the other.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ Place = tuple[str, int]
 NO_VIEW: Key = (0, 0)
 NODE_LOST = "NodeLost"
 """Kind of a cause that is no rank's."""
+OTHER_SIDE = "OtherSide"
+"""Kind of a cause that ends a job which is the lesser side of another: its nodes join that."""
 _FRESH = 0.9  # of the time after which a silent node is lost
 _MAX_PLACES = 1000
 _SETTLE_S = 1.0  # for nodes that are linked to vote; between terms of one that gets no votes; to be dialed
@@ -88,6 +94,7 @@ class View:
         cause: Why the attempt before it failed, as `nodes.cause_of` wrote it; None: it did not.
         bases: Groups of the views that may have started last.
         places: Addresses and ports of all nodes that have taken part: there one that is started again is looked for.
+        job: Id of the node that proposed the first view of this job.
     """
 
     key: Key
@@ -98,6 +105,7 @@ class View:
     cause: Mapping[str, Any] | None = None
     bases: tuple[Group, ...] = ()
     places: tuple[Place, ...] = ()
+    job: str = ""
 
     @property
     def group(self) -> Group:
@@ -125,6 +133,7 @@ class State:
         running: As leader, the view that its nodes are to train in.
         port: Port that the first node of this view holds for rank 0; 0: not yet.
         result: How the job ended, {"cause": ...}; None: it has not.
+        job: That of its view.
     """
 
     term: int = -1
@@ -140,6 +149,7 @@ class State:
     running: Key = NO_VIEW
     port: int = 0
     result: Mapping[str, Any] | None = None
+    job: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,6 +215,8 @@ class Agreement:
         self._rules, self._acts, self._is_root = rules, acts, is_root
         self._now_s = self._born_s = self._quiet_since_s = now_s
         self._peers: dict[str, _Peer] = {}  # in the order in which they came
+        self._strangers: dict[str, _Peer] = {}  # linked nodes of another job that began as this one did
+        self._job_born_s = now_s
         self._dead: set[str] = set()
         self._known: dict[str, State] = {}  # of each member, also when it is lost: what it said last in this view
         self._term, self._leader = (0, me.id) if is_root else (-1, "")
@@ -235,6 +247,7 @@ class Agreement:
 
     def linked(self, node: Node, now_s: float) -> None:
         """Take in that a node can be talked to."""
+        self._strangers.pop(node.id, None)
         self._peers[node.id] = _Peer(node, now_s)
         self._dead.discard(node.id)
         self._quiet_since_s = now_s
@@ -245,23 +258,42 @@ class Agreement:
         Args:
             has_ended: Whether its process has ended, as its system says; otherwise it was silent.
         """
+        if self._strangers.pop(peer, None) is not None:
+            return
         gone = self._peers.pop(peer)
         if has_ended and self._is_fresh(gone, now_s):
             self._dead.add(peer)
 
-    def heard(self, peer: str, state: State, echo_s: float) -> None:
+    def heard(self, peer: str, state: State, echo_s: float, age_s: float = 0.0) -> None:
         """Take in what a node says of itself.
 
         Args:
             echo_s: When we sent what it had heard last from us.
+            age_s: Time for which its job has lasted.
         """
+        if self.view is not None and state.job not in ("", self.view.job):
+            self._meet_stranger(peer, state, age_s)
+            return
+        if peer in self._strangers:
+            self._peers[peer] = self._strangers.pop(peer)
         it = self._peers[peer]
         it.state, it.echo_s = state, max(it.echo_s, echo_s)
         if self.view is not None and state.key == self.view.key:
             self._known[peer] = state
 
-    def handed(self, view: View, *, is_started: bool) -> None:
-        """Take in a view that another node knows."""
+    def _meet_stranger(self, peer: str, state: State, age_s: float) -> None:
+        """Of two jobs that began as one and the same, let the younger give way, whatever its views are."""
+        if peer in self._peers:
+            self._strangers[peer] = self._peers.pop(peer)
+        if age_s > self.job_age_s and state.result is None and self.result is None:
+            self.result = {"cause": _other_side(self._strangers[peer].node.host)}
+
+    def handed(self, view: View, *, is_started: bool, age_s: float = 0.0) -> None:
+        """Take in a view that another node knows, of a job that has lasted for `age_s`."""
+        if self.view is not None and view.job != self.view.job:
+            return
+        if self.view is None:
+            self._job_born_s = self._now_s - age_s
         if view.key > self._key:
             self.view, self._has_started, self._running = view, False, NO_VIEW
             self._forget_attempt()
@@ -315,7 +347,13 @@ class Agreement:
             self._running,
             self._port,
             self.result,
+            self.view.job if self.view is not None else "",
         )
+
+    @property
+    def job_age_s(self) -> float:
+        """The time for which the job has lasted: since its first view was proposed."""
+        return self._now_s - self._job_born_s if self.view is not None else 0.0
 
     @property
     def trains(self) -> bool:
@@ -620,7 +658,7 @@ class Agreement:
             cause = (self._cause or self._cause_of_end(view)) if self._has_started else view.cause
             attempt = view.attempt + self._has_started
             restarts = view.restarts + (self._has_started and cause is not None)
-        if restarts > rules.max_restarts:
+        if restarts > rules.max_restarts or (cause is not None and cause["kind"] == OTHER_SIDE):
             self.result = {"cause": cause}
             return
         members = self._placed(old, with_us)
@@ -633,8 +671,8 @@ class Agreement:
             return
         known = [*(view.places if view is not None else ()), *(node.place for node in members)]
         places = tuple(dict.fromkeys(known))[-_MAX_PLACES:]
-        key, bases = (self._term, self._key[1] + 1), self._bases()
-        view = View(key, self.me.id, tuple(members), attempt, restarts, cause, bases, places)
+        key, bases, job = (self._term, self._key[1] + 1), self._bases(), view.job if view is not None else self.me.id
+        view = View(key, self.me.id, tuple(members), attempt, restarts, cause, bases, places, job)
         self.handed(view, is_started=False)
 
     def _placed(self, old: tuple[Node, ...], with_us: list[Node]) -> list[Node]:
@@ -692,7 +730,17 @@ class Agreement:
             "master_port": self._port if first == self.me else self._peers[first.id].state.port,
             "restart_count": view.attempt,
             "max_restarts": self._rules.max_restarts,
+            "epoch": {"job": view.job, "attempt": list(view.key)},
         }
+
+
+def _other_side(host: str) -> dict[str, Any]:
+    """Return the cause that another side of this job is older, and goes on."""
+    message = f"another side of this job is older, and {host} takes part in it"
+    return {
+        "rank": -1, "pid": -1, "returncode": 1, "is_victim": False, "kind": OTHER_SIDE, "message": message,
+        "lines": [], "folder": "", "host": host,
+    }  # fmt: skip
 
 
 def _loss(view: View, number: int, how: str) -> dict[str, Any]:

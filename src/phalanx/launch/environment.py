@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from phalanx import _env
 from phalanx._launched import Launch
@@ -58,6 +60,7 @@ class Attempt:
         first_rank: Rank of this node's local rank 0.
         node_rank: Number of this node among ``num_nodes``.
         restart_count: 0 for the first attempt.
+        epoch: What tells this attempt from others, as `checkpoint.claim.Claimant` takes it; None: nothing does.
     """
 
     world_size: int
@@ -71,6 +74,7 @@ class Attempt:
     run_id: str = "none"
     restart_count: int = 0
     max_restarts: int = 0
+    epoch: Mapping[str, Any] | None = None
 
     def launch(self, launcher: str, notes: str, rank: int) -> dict[str, str]:
         """Return what tells a rank where this launch's notes are; nothing if there are ranks on other nodes."""
@@ -108,4 +112,5 @@ def rank_environment(attempt: Attempt, local_rank: int, error_file: str) -> dict
         # Rank 0 serves the store itself: it is new in each attempt.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": error_file,
+        _env.EPOCH_VARIABLE: json.dumps(attempt.epoch) if attempt.epoch else "",
     }

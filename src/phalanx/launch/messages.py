@@ -77,7 +77,8 @@ def read_view(told: Any) -> View:
         raise ValueError("no such place")
     if leader not in {node.id for node in members}:
         raise ValueError("the leader is no member")
-    return View(_key(told, "key"), leader, members, attempt, restarts, _cause(told, "cause"), bases, places)
+    key, cause, job = _key(told, "key"), _cause(told, "cause"), _take(told, "job", str)[:300]
+    return View(key, leader, members, attempt, restarts, cause, bases, places, job)
 
 
 def read_state(told: Any) -> State:
@@ -99,6 +100,7 @@ def read_state(told: Any) -> State:
         running=_key(told, "running"),
         port=_take(told, "port", int),
         result=None if result is None else {"cause": _cause(result, "cause")},
+        job=_take(told, "job", str)[:300],
     )
 
 

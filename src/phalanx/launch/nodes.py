@@ -13,6 +13,7 @@ from typing import Any
 from phalanx._env import PREEMPTED_CODE
 from phalanx._last_words import LastWords
 from phalanx._snapshots import announce_restart
+from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.agreement import NODE_LOST
 from phalanx.launch.attempts import is_ahead, newest_steps, say_failure
 from phalanx.launch.deadlines import AGENT_S, NODES_S
@@ -24,9 +25,6 @@ from phalanx.launch.packets import PacketSocket
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.warden import die_with_parent, hold_signals
-
-# Not with -m, which would let a json.py in the current folder take the library's place.
-_RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.agent import main; main()"
 
 
 def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
@@ -62,6 +60,9 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 ranks.say(
                     f"{order['unresolved']}: waiting for it. {_flag_of_host(job)}, or add it to DNS or /etc/hosts"
                 )
+            elif "joins" in order:
+                ranks.say(f"{order['joins']}: this node has stopped its ranks, and joins it")
+                num_nodes = 0
             elif "waiting" in order:
                 ranks.say(order["waiting"])
             elif "give_up" in order:
@@ -104,7 +105,7 @@ class _Orders:
                 os.setpgid(0, 0)
                 os.set_inheritable(theirs.fileno(), True)
                 settings = json.dumps({**_settings(self._job)})
-                os.execv(sys.executable, [sys.executable, "-c", _RUN_AGENT, str(theirs.fileno()), settings])
+                os.execv(sys.executable, [sys.executable, "-c", RUN_AGENT, str(theirs.fileno()), settings])
             finally:
                 os._exit(1)
         theirs.close()
@@ -193,7 +194,8 @@ class _Orders:
                 self._channel.send({"pong": True})
             elif "watch" in packet:
                 self._steps = newest_steps(self._ranks.snapshots_fd)
-            elif "stop" in packet:
+            elif "stop" in packet or "joins" in packet:
+                self._pending += [packet] if "joins" in packet else []
                 self._stopped = True
                 if self._running:
                     self._ranks.stop_attempt()

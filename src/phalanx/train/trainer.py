@@ -304,6 +304,7 @@ class Trainer:
 
     def _after_step(self, loss: Tensor, num_samples: int) -> None:
         s, run_log = self.settings, self._run_log
+        self._lock.check()
         run_log.count(loss, num_samples)
         self._call("on_step")  # before its state is kept
         run_log.clock.lap("callbacks")

@@ -1,0 +1,372 @@
+"""A folder is written by one attempt of one job at a time: the one that has claimed its newest epoch.
+
+.lock            who holds the folder, as JSON; its holder locks it, and renews it every second
+.epoch-13        made with O_EXCL by whoever claims epoch 13: of several, one
+
+A lock tells at once that a holder has died, but not every file system locks across hosts. So a folder that another host
+has left open is taken only after its note has not changed for a while, by a clock that no other host has to share. A
+holder that was stopped meanwhile finds the newer epoch before it publishes anything, and refuses to.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from io import FileIO
+from typing import Any
+
+from phalanx import _env
+from phalanx._errors import CheckpointError, printable
+from phalanx._files import open_regular
+
+BEAT_S = 1.0
+SILENCE_S = 4.0
+"""A note from another host that has not changed for so long is that of a job that has ended."""
+_STALE_S = 2.0  # since the last renewal, before the folder is looked at again
+_LOOK_EVERY_S = 0.02
+_NAME = ".lock"
+_CLAIM = re.compile(r"\.epoch-([0-9]{1,18})")
+_NUM_CLAIMS_KEPT = 8
+_MOST_EPOCHS = 10**17
+_NOTE_BYTES = 4096  # never truncated, so a reader finds the old note or the new one
+
+
+class OtherSide(CheckpointError):
+    """Another side of this job, or a newer attempt of it, holds the folder: what this one has is out of date."""
+
+    entry = "folder-in-use"
+
+
+@dataclasses.dataclass(frozen=True)
+class Claimant:
+    """This attempt of this job, as its launcher describes it.
+
+    Attributes:
+        job: Name that all attempts of the job share; empty: it has no launcher.
+        attempt: Number of the attempt, greater than those before it.
+        name: Name that all jobs at the same meeting place share; empty: the job has one host.
+    """
+
+    job: str = ""
+    attempt: tuple[int, ...] = ()
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """What the holder of a folder has written; fields that could not be read have their defaults.
+
+    Attributes:
+        boot: Kernel that the holder runs on.
+        beat: Number of renewals.
+        is_open: Whether the holder has not left yet.
+        is_settled: Whether the holder's job was allowed into the folder.
+    """
+
+    host: str = ""
+    pid: int = 0
+    since: str = ""
+    boot: str = ""
+    job: str = ""
+    attempt: tuple[int, ...] = ()
+    name: str = ""
+    epoch: int = 0
+    beat: int = 0
+    is_open: bool = False
+    is_settled: bool = False
+
+    @property
+    def who(self) -> str:
+        return printable(f"process {self.pid} on {self.host}, since {self.since}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fence:
+    """The right to write below a folder, as any rank can check it."""
+
+    folder: str
+    epoch: int
+
+    def check(self) -> None:
+        """Return if no newer epoch of the folder has been claimed.
+
+        Raises:
+            OtherSide: One has.
+        """
+        note = read_note(self.folder)
+        if note.epoch > self.epoch or os.path.exists(_claim_path(self.folder, self.epoch + 1)):
+            raise OtherSide(
+                f"{self.folder} has been taken over by {note.who}: epoch {max(note.epoch, self.epoch + 1)}, and this "
+                f"one has {self.epoch}. Nothing more is written here; this job was cut off or stopped for a while"
+            )
+
+
+class Claim:
+    """One process's claim of a folder, which ends with `release` or with the process.
+
+    Args:
+        folder: Folder, which must exist.
+        patience_s: Seconds to wait for a holder that is just ending.
+
+    Attributes:
+        problem: Reason why the file system can't lock; empty if it can.
+        before: Note that the holder before this one has left.
+    """
+
+    def __init__(self, folder: str, *, patience_s: float) -> None:
+        self._folder, self._patience_s = os.path.abspath(folder), patience_s
+        self._claimant = claimant()
+        self._file: FileIO | None = None
+        self._is_over = threading.Event()
+        self._guard = threading.Lock()
+        self._beats: threading.Thread | None = None
+        self._renewed_s = 0.0
+        self._lost: OtherSide | None = None
+        self.problem: str = ""
+        self.before: Note = Note()
+        self._note = Note()
+
+    def take(self) -> Note | None:
+        """Take the folder; return who holds it, if it is not to be had.
+
+        Raises:
+            OSError: Its files can't be written.
+        """
+        with contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(open_regular(self._path, os.O_RDWR | os.O_CREAT))
+            is_locked = self._lock()
+            self.before = note = read_note(self._folder)
+            if not self._may_take(note, is_locked=is_locked) or not self._claim_next(note):
+                self._file = None
+                return read_note(self._folder)
+            stack.pop_all()
+        _held[self._folder] = self
+        self._beats = threading.Thread(target=self._renew_until_over, name="phalanx-claim", daemon=True)
+        self._beats.start()
+        return None
+
+    def settle(self, *, is_settled: bool) -> None:
+        """Note whether this job was allowed into the folder."""
+        with self._guard:
+            self._write(dataclasses.replace(self._note, is_settled=is_settled))
+
+    def check(self) -> None:
+        """Return if the folder is still ours. It is looked at again only if this process was stopped for a while.
+
+        Raises:
+            OtherSide: Another has taken it.
+        """
+        if self._lost is None and time.monotonic() - self._renewed_s > _STALE_S:
+            self._renew()
+        if self._lost is not None:
+            raise self._lost
+
+    @property
+    def fence(self) -> Fence:
+        return Fence(self._folder, self._note.epoch)
+
+    def release(self) -> None:
+        """Let others have the folder. Idempotent."""
+        self._is_over.set()
+        if self._beats is not None:
+            self._beats.join()
+        if self._file is not None:
+            if self._lost is None:
+                with self._guard:
+                    self._write(dataclasses.replace(self._note, is_open=False))
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close the file, and with it the lock."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+        _held.pop(self._folder, None)
+
+    # ------------------------------------------------------------ taking it
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(self._folder, _NAME)
+
+    def _lock(self) -> bool:
+        """Return whether the note is locked, by us; if the file system can't, `problem` says so."""
+        assert self._file is not None
+        ends_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > ends_s:
+                    return False
+                time.sleep(_LOOK_EVERY_S)
+            except OSError as error:
+                self.problem = error.strerror or str(error)
+                return False
+
+    def _may_take(self, note: Note, *, is_locked: bool) -> bool:
+        ours = self._claimant
+        if ours.job and note.job == ours.job and note.attempt != ours.attempt:
+            return note.attempt < ours.attempt
+        if not is_locked and not self.problem:
+            return False
+        if not note.is_open or (is_locked and note.boot in ("", _boot())):
+            return True  # whoever held it on this host has ended, or it would have the lock
+        return self._is_silent(note)
+
+    def _is_silent(self, note: Note) -> bool:
+        ends_s = time.monotonic() + SILENCE_S
+        while time.monotonic() < ends_s:
+            time.sleep(_LOOK_EVERY_S)
+            if read_note(self._folder) != note:
+                return False
+        return True
+
+    def _claim_next(self, note: Note) -> bool:
+        """Claim the next epoch; return whether nobody else has."""
+        newest = max(_claims(self._folder), default=0)
+        if newest > note.epoch and not self._is_silent(note):
+            return False
+        epoch = max(newest, note.epoch) + 1
+        try:
+            os.close(os.open(_claim_path(self._folder, epoch), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        except FileExistsError:
+            return False
+        since, ours = time.strftime("%Y-%m-%d %H:%M:%S %z"), self._claimant
+        place = (os.uname().nodename, os.getpid(), since, _boot())
+        self._write(Note(*place, ours.job, ours.attempt, ours.name, epoch, is_open=True))
+        for old in _claims(self._folder):
+            if old <= epoch - _NUM_CLAIMS_KEPT:
+                with contextlib.suppress(OSError):
+                    os.unlink(_claim_path(self._folder, old))
+        return not os.path.exists(_claim_path(self._folder, epoch + 1))  # else we were stopped meanwhile
+
+    # ------------------------------------------------------------ keeping it
+
+    def _renew_until_over(self) -> None:
+        while not self._is_over.wait(BEAT_S) and self._lost is None:
+            self._renew()
+
+    def _renew(self) -> None:
+        with self._guard:
+            if self._file is None:
+                return
+            try:
+                self.fence.check()
+            except OtherSide as error:
+                self._lost = error
+                return
+            with contextlib.suppress(OSError):  # an older attempt of our job may have had the lock, and have ended
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._write(dataclasses.replace(self._note, beat=self._note.beat + 1))
+
+    def _write(self, note: Note) -> None:
+        """Write the note anew, over the old one."""
+        self._note, self._renewed_s = note, time.monotonic()
+        text = json.dumps(dataclasses.asdict(note)).encode()[: _NOTE_BYTES - 1]
+        # On a file system of the network, closing a file lets other hosts see it. On a full disk the lock holds.
+        with contextlib.suppress(OSError), open_regular(self._path, os.O_RDWR) as file:
+            file.write(text.ljust(_NOTE_BYTES - 1) + b"\n")
+
+
+_held: dict[str, Claim] = {}
+
+
+def fence_for(folder: str) -> Fence | None:
+    """Return what a checkpoint in `folder` is fenced by; None: nothing.
+
+    That is the claim of a Trainer on the run's folder. Other scripts claim the folder of the checkpoints itself, if
+    their job has several hosts: one that is cut off may have been started twice.
+
+    Raises:
+        OtherSide: Another side of the job holds the folder.
+    """
+    for path in (folder, os.path.dirname(folder)):
+        if (claim := _held.get(os.path.abspath(path))) is not None:
+            return claim.fence
+    if not claimant().name:
+        return None
+    claim = Claim(folder, patience_s=BEAT_S)
+    if (holder := claim.take()) is not None:
+        raise other_side(folder, holder)
+    atexit.register(claim.release)
+    return claim.fence
+
+
+def other_side(folder: str, holder: Note, prefix: str = "") -> OtherSide:
+    return OtherSide(
+        f"{prefix}another side of this job trains in {folder}: {holder.who}, epoch {holder.epoch}. This host was cut "
+        "off from it, or was started a second time. It writes nothing there, and joins the other side when it can "
+        "reach it",
+        op="fit",
+        holder=dataclasses.asdict(holder),
+    )
+
+
+def is_other_side(holder: Note) -> bool:
+    """Whether the holder of a folder belongs to this job too: to a newer attempt, or started by the same command."""
+    ours = claimant()
+    return bool(ours.job) and (holder.job == ours.job or (ours.name != "" and holder.name == ours.name))
+
+
+def claimant() -> Claimant:
+    """Return who this process claims folders for, as its launcher says."""
+    environ = _env.environment()
+    with contextlib.suppress(ValueError, TypeError):
+        told = json.loads(environ.get(_env.EPOCH_VARIABLE, ""))
+        return Claimant(str(told["job"]), tuple(map(int, told["attempt"])), str(told["name"]))
+    before, number, _ = environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition(f"{os.sep}attempt_")
+    count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return Claimant(before if number else "", (int(count) if count.isdigit() else 0,))
+
+
+def read_note(folder: str) -> Note:
+    """Return what the holder of a folder has written; what is not its note counts as empty."""
+    told: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(os.path.join(folder, _NAME)) as file:
+        told = json.loads(file.read(_NOTE_BYTES))
+    if not isinstance(told, dict):
+        return Note()
+    fields: dict[str, Any] = {"is_open": True}
+    for field in dataclasses.fields(Note):
+        value = told.get(field.name)
+        if field.name == "attempt":
+            is_right = isinstance(value, list) and all(type(one) is int for one in value)
+            fields["attempt"] = tuple(value) if is_right and value is not None else ()
+        elif type(value) is type(field.default):
+            fields[field.name] = value
+    note = Note(**fields)
+    return note if 0 <= note.epoch < _MOST_EPOCHS else dataclasses.replace(note, epoch=0)
+
+
+def _claims(folder: str) -> Iterator[int]:
+    for name in os.listdir(folder):
+        if found := _CLAIM.fullmatch(name):
+            yield int(found[1])
+
+
+def _claim_path(folder: str, epoch: int) -> str:
+    return os.path.join(folder, f".epoch-{epoch}")
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""
+
+
+def _let_go_in_child() -> None:
+    for claim in [*_held.values()]:  # a loader's worker that outlives its rank must not hold the lock
+        claim.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,0 +1,83 @@
+"""A host that is started again behind a cut writes nothing of the job's, and joins it when the cut is mended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.checkpoint.claim import read_note
+from tests.hosts.test_real_hosts import LIMIT_S, PORT, jobs
+from tests.namespaces import hosts
+
+__all__ = ["jobs"]  # a fixture
+pytestmark = pytest.mark.usefixtures("needs_hosts")
+
+TRAIN = """
+import os, sys, torch, phalanx
+from torch.utils.data import TensorDataset
+
+class Callback:
+    def on_step(self, trainer):
+        if trainer.step % 20 == 0 and os.environ["LOCAL_RANK"] == "0":
+            print("training on", os.environ["GROUP_WORLD_SIZE"], "hosts", flush=True)
+
+model = torch.nn.Linear(2, 1)
+options = {"max_steps": 10**9, "save_every": 20, "callbacks": [Callback()], "folder": "run", "global_batch_size": 8}
+trainer = phalanx.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), torch.nn.functional.mse_loss, **options)
+trainer.fit(TensorDataset(torch.ones(32, 2), torch.ones(32, 1)))
+"""
+
+
+def launch(host, first, folder):
+    script = folder / "train.py"
+    script.write_text(TRAIN)
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "run",
+        "--nproc-per-node",
+        "1",
+        "--nnodes",
+        "1:3",
+        "--max-restarts",
+        "9",
+    ]
+    command += ["--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}"]
+    command += ["--log-dir", str(folder / host.name), str(script)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return host.start(command, {"OMP_NUM_THREADS": "1"}, cwd=folder, **pipes)
+
+
+def await_line(stream, what):
+    """Return the next line with `what` in it, and all before it."""
+    said = []
+    while not said or what not in said[-1]:
+        said.append(stream.readline())
+        assert said[-1], "".join(said)
+    return said
+
+
+def test_a_job_that_is_begun_again_behind_a_cut_writes_nothing_and_joins_the_first(jobs, tmp_path):
+    with hosts(3) as made:
+        jobs += [launch(host, made[0], tmp_path) for host in made]
+        for job in jobs:
+            await_line(job.stdout, "training on 3 hosts")
+        made[0].cut()
+        jobs[0].kill()
+        jobs[0].wait(LIMIT_S)
+        for job in jobs[1:]:
+            await_line(job.stdout, "training on 2 hosts")
+        again = launch(made[0], made[0], tmp_path)
+        jobs.append(again)
+        said = await_line(again.stderr, "and joins it")
+        assert "another side of this job trains in run: process " in said[-1]
+        note = read_note(tmp_path / "run")
+        assert note.host in (made[1].name, made[2].name)
+        made[0].mend()
+        for job in jobs[1:]:
+            await_line(job.stdout, "training on 3 hosts")
+        assert read_note(tmp_path / "run").job == note.job
+        assert read_note(tmp_path / "run").epoch > note.epoch
