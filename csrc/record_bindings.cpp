@@ -135,7 +135,7 @@ void bind_recorder(nb::module_& m) {
   static Recorder* stopped = nullptr;
   m.def("stop_recording", [] {
     if (Recorder* const one = g_recorder.exchange(nullptr, std::memory_order_acq_rel)) stopped = one;
-  }, "Record no more; for benchmarks.");
+  }, "Record no more.");
   m.def("resume_recording", [] {
     if (recorder() == nullptr && stopped != nullptr) g_recorder.store(stopped, std::memory_order_release);
   }, "Go on after stop_recording().");

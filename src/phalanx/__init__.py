@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         ring_all_reduce,
     )
     from phalanx.session import Session, init, shutdown
+    from phalanx.session.survival import resilient
     from phalanx.train import Trainer
 
 __version__ = "0.1.0"
@@ -94,6 +95,7 @@ __all__ = [
     "install_as_default",
     "parallel",
     "replace_gloo",
+    "resilient",
     "ring_all_reduce",
     "seed_everything",
     "shard_iterable",
@@ -115,6 +117,7 @@ _EXPORTS = {
         "launch.outcome": "RankError",
         "launch.spawn": "SpawnContext spawn",
         "session": "Session init shutdown",
+        "session.survival": "resilient",
         "data": "DataLoader DataPartitioner DistributedSampler RandomState seed_everything shard_iterable",
         "parallel": "DataParallel DistributedDataParallel HostGroups LocalSGD ZeroRedundancyOptimizer SyncBatchNorm "
         "average_gradients check_replicas convert_sync_batchnorm host_groups ring_all_reduce",

@@ -62,6 +62,8 @@ TRIAL_VARIABLE = "PHALANX_TRIAL"
 """Set by ``phalanx tune`` for the ranks of its trials, see `_trial`."""
 PROMPT_VARIABLE = "PHALANX_PROMPTS"
 """Set by ``phalanx run`` for its ranks: the socket on which it lends its terminal to debuggers; empty: it has none."""
+SURVIVORS_VARIABLE = "PHALANX_SURVIVORS"
+"""Set by ``phalanx run`` for its ranks: the socket at which a rank asks to be kept when another fails; empty: none."""
 WARM_VARIABLE = "PHALANX_WARM"
 """Asks ``phalanx run``, `phalanx.spawn` and `phalanx.testing` to start ranks from a warm process, see `launch.warm`."""
 WARM_SERVER_VARIABLE = "PHALANX_WARM_SERVER"
@@ -71,7 +73,7 @@ PREEMPTED_CODE = 75
 _OF_LAUNCHES = frozenset(
     {
         *(SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, ALLOCATION_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE, TRIAL_VARIABLE),
-        *(WARM_SERVER_VARIABLE, RECORD_VARIABLE, PROMPT_VARIABLE, EPOCH_VARIABLE),
+        *(WARM_SERVER_VARIABLE, RECORD_VARIABLE, PROMPT_VARIABLE, EPOCH_VARIABLE, SURVIVORS_VARIABLE),
     }
 )
 LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}

@@ -1,11 +1,14 @@
-"""Opening files that anybody may have created, and writing files atomically."""
+"""Opening files that anybody may have created, writing files atomically, and freeing the pages of those in memory."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
 from io import FileIO
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> FileIO:
@@ -40,3 +43,15 @@ def write_whole(path: str | os.PathLike[str], text: str, *, durable: bool = Fals
             file.flush()
             os.fsync(file.fileno())
     os.rename(part, path)
+
+
+def free_pages(fd: int, size_bytes: int) -> None:
+    """Free the first pages of a file in memory. It keeps its size: whoever has mapped it finds zeros there.
+
+    Raises:
+        OSError: They can't be freed.
+    """
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, size_bytes) != 0:
+        raise OSError(ctypes.get_errno(), "the memory can't be freed")

@@ -171,6 +171,12 @@ def tell_when_ended(note: Callable[[str], None]) -> None:
     sys.excepthook = hook
 
 
+def tell(error: BaseException) -> None:
+    """Write the facts of an exception for the launcher as if it had ended this process, which goes on."""
+    with contextlib.suppress(Exception):  # as in the hook
+        _tell(error)
+
+
 def _tell(error: BaseException) -> None:
     words = LastWords.of_error(error)
     if _note is not None:

@@ -6,11 +6,12 @@ in one sparse file with two regions per rank. A region begins with a page that h
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from phalanx._files import free_pages
 
 REGION_BYTES = 1 << 36  # address space, not memory
 MAGIC = b"phalanx1"
@@ -18,7 +19,6 @@ _HEAD = struct.Struct("<8sQQQQQ16s")
 _PLAN = struct.Struct("<Q")
 _PLAN_OFFSET = 1 << 62  # behind all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096
-_PUNCH_HOLE = 3  # of fallocate(2): free the pages, keep the size
 HEAD_BYTES = _HEAD.size
 
 
@@ -86,7 +86,4 @@ def are_forbidden(fd: int) -> bool:
 
 def release(fd: int) -> None:
     """Free the memory of all snapshots."""
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if fallocate(fd, _PUNCH_HOLE, 0, _PLAN_OFFSET) != 0:
-        raise OSError(ctypes.get_errno(), "the memory of snapshots can't be freed")
+    free_pages(fd, _PLAN_OFFSET)

@@ -112,6 +112,10 @@ NAMES = {
         "the group is aborted by its public method and then destroyed",
         _abort_world,
     ),
+    "world": Name(
+        "torch.distributed.distributed_c10d._world",
+        "to abort every group of a rank that is kept when another one fails",
+    ),
     "GlooOptions": Name(
         "torch.distributed.ProcessGroupGloo._Options", "to say on which address Gloo listens between hosts"
     ),

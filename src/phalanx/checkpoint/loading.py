@@ -17,7 +17,7 @@ from phalanx.checkpoint.blocks import Reader
 from phalanx.checkpoint.folder import Checkpoint, Damaged
 from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.memory import Held, memory, newest_of
-from phalanx.checkpoint.restoring import reason_of, restore
+from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore
 from phalanx.checkpoint.tree import unpack
 from phalanx.record import writer
 from phalanx.record.box import LOADED, LOADING
@@ -95,6 +95,7 @@ def _load(
 ) -> Loaded | None:
     ranks = RankGroup()
     require_all("load")  # before anybody looks: another may still be writing its snapshot
+    memory().asked.add(os.path.abspath(folder))
     held = ranks.gather(memory().held())
     path, candidates = _agreed_candidates(os.path.abspath(folder), step, ranks, held)
     if not candidates:
@@ -107,6 +108,8 @@ def _load(
         if problems:
             continue
         _restore(images, state, ranks, strict, f"of step {number} from {path}")
+        if memory().is_kept:
+            drop_gradients(state)  # of the step that another rank's failure has ended; a new process has none
         if damage and ranks.rank == 0:
             warn_caller(f"{_joined(damage)}. The checkpoint of step {number} is loaded instead")
         return Loaded(number, source)
@@ -116,6 +119,18 @@ def _load(
         op="load",
         entry="checkpoint-damaged",
     )
+
+
+def why_not_loadable() -> str:
+    """Return why this process could not load again what it has loaded; empty if it could."""
+    held = [memory().held()]
+    if not memory().asked:
+        return "it has not called phalanx.checkpoint.load"
+    for folder in sorted(memory().asked):
+        problem, _, candidates = _candidates(folder, "latest", held)
+        if problem or not candidates:
+            return problem or f"there is no snapshot or checkpoint yet for {folder}"
+    return ""
 
 
 def _joined(damage: Sequence[str]) -> str:

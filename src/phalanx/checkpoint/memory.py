@@ -13,7 +13,6 @@ disk.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import mmap
 import os
@@ -70,10 +69,14 @@ class SnapshotMemory:
 
     Attributes:
         size_bytes: Size of both snapshots of this rank, once there is one.
+        asked: Folders from which this rank has loaded, or has tried to.
+        is_kept: Whether this process was another rank, or this one, before a failure.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_kept: bool = False) -> None:
         self._fd = -1
+        self.asked: set[str] = set()
+        self.is_kept = is_kept
         self._regions: dict[int, mmap.mmap] = {}
         self._slot = 0
         self._is_forbidden = False
@@ -284,6 +287,13 @@ class SnapshotMemory:
     def _last_attempt(self) -> int:
         return max((held.attempt for held in self.held()), default=0)
 
+    def close(self) -> None:
+        """Give up what this process has opened; the snapshots stay."""
+        self._regions.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
 
 def newest_of(by_rank: Sequence[Sequence[Held]], folder: str) -> Held | None:
     """Return the newest snapshot of a folder that is whole on any rank's host."""
@@ -319,10 +329,22 @@ def _digest(folder: str) -> bytes:
     return hashlib.blake2b(os.path.abspath(folder).encode(), digest_size=16).digest()
 
 
-@functools.cache
+_memory: SnapshotMemory | None = None
+
+
 def memory() -> SnapshotMemory:
     """Return the memory of this process. Not before a rank asks: its parent may have imported this module for it."""
-    return SnapshotMemory()
+    global _memory
+    if _memory is None:
+        _memory = SnapshotMemory()
+    return _memory
+
+
+def renew() -> None:
+    """Find this process's place anew: the launcher has made it a rank of the next attempt."""
+    global _memory
+    memory().close()
+    _memory = SnapshotMemory(is_kept=True)
 
 
 def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int) -> str:

@@ -38,6 +38,18 @@ def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: 
                 raise ValueError(f"{key}: {reason_of(error)}") from error
 
 
+def drop_gradients(state: Any) -> None:
+    """Set the gradients of all modules and optimizers in `state` to None."""
+    if isinstance(state, nn.Module | torch.optim.Optimizer):
+        state.zero_grad(set_to_none=True)
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            drop_gradients(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            drop_gradients(value)
+
+
 def reason_of(error: Exception) -> str:
     """Return what an error says, with its class where it is not one that we raise."""
     is_ours = isinstance(error, KeyError | ValueError | RuntimeError) and error.args

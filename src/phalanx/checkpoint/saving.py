@@ -147,6 +147,14 @@ class Saver:
         pending, self._pending = self._pending, None
         return pending.result() if pending is not None else ""
 
+    def is_idle(self) -> bool:
+        """Return whether nothing is being written; then how the last save went is forgotten."""
+        if self._pending is not None and not self._pending.done():
+            return False
+        self._pending = None
+        self._swept.clear()
+        return True
+
     def _begin(self, folder: str, step: int, metric: float | None, leaves: list[Leaf]) -> folders.Draft:
         os.makedirs(folder, exist_ok=True)
         fence = fence_for(folder)
@@ -232,6 +240,13 @@ def _say(rank: int, problem: str) -> str:
 
 
 _saver = Saver()
+
+
+def renew() -> None:
+    """Begin anew in a process that is made a rank of the next attempt: nobody asks how the last save went."""
+    global _saver
+    if not _saver.is_idle():
+        _saver = Saver()  # the files of the last save are being written from the old one's memory
 
 
 def _forget_parents_saves() -> None:

@@ -47,7 +47,7 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
                 max_restarts=job.max_restarts,
             )
             regrow = (lambda: course.is_time_to_regrow(time.monotonic() - ranks.began_s)) if course.may_regrow else None
-            culprit = ranks.run_attempt(attempt, until=regrow)
+            culprit = ranks.run_attempt(attempt, until=regrow, may_keep=course.may_restart)
         if ranks.received is not None:
             return None
         if culprit is None:
@@ -66,6 +66,7 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
         say_failure(ranks, culprit)
         ranks.recovery.lost_rank(culprit, ranks.ends)
         if count_oom_kills() > num_oom_kills:
+            ranks.dismiss_survivors()
             forbid(ranks.snapshots_fd)
             ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")
             ranks.say(
@@ -107,6 +108,11 @@ class Course:
         self._wait_s = job.regrow_after_s
         self._steps_before = newest_steps(self._fd)
         self._steps_seen: dict[bytes, int] | None = None  # since the wait was over
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether a failure of the present attempt may be followed by another attempt."""
+        return self._is_trial or self._num_restarts < self._job.max_restarts
 
     @property
     def may_regrow(self) -> bool:
@@ -210,6 +216,9 @@ def _common_mistake(ends: Sequence[Outcome]) -> str:
 
 
 def _reserve_port(ranks: Supervisor, job: Job) -> ReservedPort:
+    with contextlib.suppress(OSError):
+        return ReservedPort(job.master_port)
+    ranks.dismiss_survivors()  # one that was rank 0 may still listen
     try:
         return ReservedPort(job.master_port)
     except OSError:  # somebody has taken it since

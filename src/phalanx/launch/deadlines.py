@@ -15,6 +15,9 @@ SAME_S = 0.5
 AT_ONCE_S = 10.0
 """A rank that fails sooner can't start; slow imports are part of it."""
 
+STOP_S = 2.0
+"""For a rank that can be kept to leave its groups, once another has failed; it is started anew if it does not."""
+
 HOLD_S = 5.0
 """From a traceback on stderr to the end of the rank; if the rank goes on after it, the traceback is shown."""
 

@@ -33,7 +33,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
     Raises:
         SystemExit: The nodes did not meet; what to look at has been said.
     """
-    num_nodes, is_restart = 0, False
+    num_nodes, num_restarts, is_restart = 0, 0, False
     with _Orders(ranks, job) as orders:
         while ranks.received is None:
             order = orders.next()
@@ -46,7 +46,8 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 elif num_nodes and not is_restart:
                     ranks.say("the ranks start again with as many nodes: one was replaced, or was away for a moment")
                 num_nodes, is_restart = attempt.num_nodes, False
-                orders.report(order["number"], ranks.run_attempt(attempt, until=orders.look))
+                may_keep = num_restarts < job.max_restarts
+                orders.report(order["number"], ranks.run_attempt(attempt, until=orders.look, may_keep=may_keep))
             elif "restart" in order:
                 if order["restart"]["kind"] == NODE_LOST:
                     ranks.say(order["restart"]["message"])
@@ -55,7 +56,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                     say_failure(ranks, _end_of(order["restart"]))
                     ranks.recovery.lost_rank(_end_of(order["restart"]), ranks.ends)
                 ranks.say(f"restart {order['number']} of {job.max_restarts}")
-                is_restart = True
+                num_restarts, is_restart = order["number"], True
             elif "unresolved" in order:
                 ranks.say(
                     f"{order['unresolved']}: waiting for it. {_flag_of_host(job)}, or add it to DNS or /etc/hosts"
@@ -198,7 +199,7 @@ class _Orders:
                 self._pending += [packet] if "joins" in packet else []
                 self._stopped = True
                 if self._running:
-                    self._ranks.stop_attempt()
+                    self._ranks.stop_attempt(keeps=True)
                 for order in [order for order in self._pending if "start" in order]:
                     self._pending.remove(order)
                     self._channel.send({"ended": "stopped", "number": order["number"], "cause": None})

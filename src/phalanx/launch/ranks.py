@@ -50,24 +50,32 @@ class Output:
         voice: Callable[[Stream], Stream] | None = None,
     ) -> None:
         self._screen = screen
-        self._live = live
-        self.tail: bytes = b""
+        self._live, self._shown = live, shown
         self.log_problem: str = ""
         self.ended: bool = False
-        self._num_lost = 0  # interrupts
         self.fd: int
         self.rank_fd: int
         self.fd, self.rank_fd = _open_terminal(screen) if live else os.pipe()
         os.set_blocking(self.fd, False)
         try:
-            self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115 closed with the stream
+            self._open(line_prefix, log_path, voice)
         except OSError:
             os.close(self.fd)
             os.close(self.rank_fd)
             raise
-        kind = LiveStream if live else LineStream
-        view: Stream = kind(screen, line_prefix)
-        self._view = HeldTracebacks(voice(view) if voice else view) if shown else None
+
+    def _open(self, line_prefix: bytes, log_path: str, voice: Callable[[Stream], Stream] | None) -> None:
+        self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115 closed with the stream
+        self.tail: bytes = b""
+        self._num_lost = 0  # interrupts
+        kind = LiveStream if self._live else LineStream
+        view: Stream = kind(self._screen, line_prefix)
+        self._view = HeldTracebacks(voice(view) if voice else view) if self._shown else None
+
+    def go_on(self, line_prefix: bytes, log_path: str, voice: Callable[[Stream], Stream] | None) -> None:
+        """Take what comes from now on for that of another attempt, whose log is another: the process was kept."""
+        self._log.close()
+        self._open(line_prefix, log_path, voice)
 
     def carry(self) -> bool:
         """Give on what has come, at most one buffer; return whether there may be more."""
@@ -143,20 +151,35 @@ class Output:
 
 
 class Rank:
-    """A rank from the moment it is asked for until its end has been reported."""
+    """A rank of one attempt from the moment it is asked for until its end has been reported.
 
-    def __init__(self, rank: int, folder: str, stdout: Output, stderr: Output) -> None:
+    Attributes:
+        pause: How it failed, if its process waits for the next attempt.
+    """
+
+    def __init__(self, rank: int, folder: str, stdout: Output, stderr: Output, pid: int = 0) -> None:
         self.rank = rank
         self.folder = folder
         self.stdout = stdout
         self.stderr = stderr
-        self.pid = 0  # until the warden has forked it
+        self.pid = pid  # 0 until the warden has forked it
         self.asked_to_end = False
         self.end: Outcome | None = None
+        self.pause: Outcome | None = None
 
     @property
     def outputs(self) -> tuple[Output, Output]:
         return self.stdout, self.stderr
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has neither ended nor waits for the next attempt."""
+        return self.end is None and self.pause is None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its process waits for the next attempt."""
+        return self.end is None and self.pause is not None
 
     def has_ended(self) -> bool:
         """Return whether the process has ended, as the kernel knows before the warden tells."""
@@ -190,11 +213,26 @@ class Rank:
             is_reported: Whether the failure will be reported, so that this rank's last words need not be shown now.
         """
         code = os.waitstatus_to_exitcode(status)
-        self.stdout.drain()
-        self.stderr.drain(drops_last_words=is_reported and code != 0)
+        self._drain(is_reported=is_reported and code != 0)
         is_crash = code < 0 and not self.asked_to_end  # after an exception, too: what it was doing stands on stderr
         words = read_stderr(self.stderr.tail) if is_crash else self._last_words() if code else LastWords()
-        self.end = Outcome(
+        self.end = self._outcome(code, words)
+        if self.end.failed:
+            write_error_file(self.end)
+        return self.end
+
+    def record_pause(self) -> Outcome:
+        """Take in that an exception has ended its part of the attempt, and that its process waits for the next one."""
+        self._drain(is_reported=True)
+        self.pause = self._outcome(1, self._last_words())
+        return self.pause
+
+    def _drain(self, *, is_reported: bool) -> None:
+        self.stdout.drain()
+        self.stderr.drain(drops_last_words=is_reported)
+
+    def _outcome(self, code: int, words: LastWords) -> Outcome:
+        return Outcome(
             rank=self.rank,
             pid=self.pid,
             exitcode=code,
@@ -203,9 +241,6 @@ class Rank:
             folder=self.folder,
             when_s=time.monotonic(),
         )
-        if self.end.failed:
-            write_error_file(self.end)
-        return self.end
 
 
 def _open_terminal(screen: Screen) -> tuple[int, int]:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from phalanx import _env
 from phalanx._launched import Notes
 from phalanx._memory import of_rank
-from phalanx._text import counted
+from phalanx._text import counted, named
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
-from phalanx.launch.deadlines import CAUSE_S, KILL_S, SAME_S
+from phalanx.launch.deadlines import CAUSE_S, KILL_S, SAME_S, STOP_S
 from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
@@ -33,10 +33,11 @@ from phalanx.launch.output import Screen, prefix, printable
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.recovery import Recovery
 from phalanx.launch.run_folder import RunFolder
-from phalanx.launch.standby import Standby
 from phalanx.launch.stragglers import StragglerWatch
+from phalanx.launch.survivors import Survivors
+from phalanx.launch.tracebacks import Stream
 from phalanx.launch.warden import adopt_orphans
-from phalanx.launch.warden_client import Warden
+from phalanx.launch.wardens import Serving, Wardens
 from phalanx.record.ends import End, save_ends
 from phalanx.record.memory import BoxMemory
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
 _STDOUT, _STDERR = 1, 2
+_STREAMS = ("stdout", "stderr")
 _LOOK_S = 0.2  # between questions whether the attempt is to end
 
 
@@ -71,7 +73,9 @@ class Supervisor:
         self.began_s = 0.0  # when the ranks of this attempt were started
         self._ending_by: int | None = None  # the signal that ranks are being ended with
         self._first_failure_s: float | None = None
-        self.spared: list[int] = []  # children of ours that are not the ranks'
+        self._may_keep = False  # processes of this attempt for the next one
+        self._stopping: list[Rank] = []  # told to leave their groups
+        self._refusals: set[str] = set()  # said in this attempt
         self._said_log_problem = False
         self.recovery = Recovery(Path(folder.path), self.say, agrees=job.max_nodes > 1)
 
@@ -79,21 +83,23 @@ class Supervisor:
         adopt_orphans()  # of a warden that is killed
         self._descriptors = raise_descriptor_limit()
         self.events.catch((*self._job.signals, *_HARMLESS))
-        self._standby = Standby(
-            self._job, self.events, self._err, os.path.join(self._folder.path, "standby.log"), self._descriptors
-        )
         self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
         self._boxes = BoxMemory(self._job.num_local_ranks)  # in which ranks record what they do
         self._notes = Notes()
         shown = next((screen for screen in (self._out, self._err) if screen.is_terminal), Screen(0))
         self._keyboard = Keyboard(self.events, shown, self._terminal_pid)
-        self._start_warden(self._job.divide(self._job.num_local_ranks).shares)
+        self._survivors = Survivors(self.events, self._rank_waits, self._rank_refuses)
+        self._wardens = Wardens(
+            self._job, self._folder, self.events, self._err, self._descriptors,
+            on_start=self._rank_started, on_end=self._rank_ended, on_loss=self._lose_ranks,
+        )  # fmt: skip
+        self._wardens.start(self._shared_environment(self._job.num_local_ranks), self._embryo)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see Keyboard
         return self
 
-    def _warden_environment(self, shares: Sequence[Share]) -> dict[str, str]:
+    def _shared_environment(self, num_ranks: int) -> dict[str, str]:
         """Return what the ranks have in common; torch is imported with their number of threads."""
-        environ = shared_environment(_env.environment(), shares[0])
+        environ = shared_environment(_env.environment(), self._job.divide(num_ranks).shares[0])
         environ[_env.COMMAND_VARIABLE] = self._job.typed
         environ[_env.RECORD_VARIABLE] = self._boxes.path
         environ |= self._keyboard.environment()
@@ -101,57 +107,23 @@ class Supervisor:
             return environ
         return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self.snapshots_fd}"}
 
-    def _start_warden(self, shares: Sequence[Share]) -> None:
-        job = self._job
-        self._warden_ready = False
-        self._environ = self._warden_environment(shares)
-        log = os.path.join(self._folder.path, "launch.log")
-        self._warden_output = Output(self._err, b"phalanx run: ", log, live=False, shown=True)
-        self._warden = Warden(
-            job.command,
-            self._environ,
-            preload=job.preload,
-            output_fd=self._warden_output.rank_fd,
-            descriptors=self._descriptors,
-            embryo=self._embryo,
-        )
-        self._embryo = None  # it is no process to start another from
-        self._warden_output.hand_over()
-        self.events.watch_output(self._warden_output)
-        self.events.watch(self._warden.channel.fileno(), self._hear_warden)
-
-    def _end_warden(self) -> None:
-        if self._warden.channel.alive:
-            self.events.unwatch(self._warden.channel.fileno())
-        if not self._warden_ready:
-            self._warden.kill()
-        self._warden.close(self.spared)
-        self.events.close_output(self._warden_output)
+    @property
+    def spared(self) -> list[int]:
+        """Children of this process that are nobody's rank."""
+        return self._wardens.spared
 
     def _wants_standby(self) -> bool:
-        return self._ending_by is None and self._standby.prepare(self._environ, self._ranks[0].folder)
-
-    def _relieve_warden(self) -> None:
-        """Make the standby the warden, if it is ready; between attempts."""
-        ready = self._standby.hand_over(self._environ)
-        if ready is None:
-            return
-        warden, output = ready
-        self.spared.append(warden.keeper_pid)
-        self._end_warden()
-        self.spared.remove(warden.keeper_pid)
-        self._warden, self._warden_output, self._warden_ready = warden, output, True
-        self.events.watch(warden.channel.fileno(), self._hear_warden)
+        return self._ending_by is None and self._wardens.prepare_standby(self._ranks[0].folder)
 
     def __exit__(self, *_: object) -> None:
         self.events.hold_signals()  # until this process has ended, none may change its exit code
-        self._standby.drop()
-        self._end_warden()
+        self._wardens.close()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
         with contextlib.suppress(BrokenPipeError):
             self._out.show_cursor()
         self._keyboard.close()
+        self._survivors.close()
         os.close(self.snapshots_fd)
         self._boxes.close()
         self._notes.close()
@@ -164,11 +136,14 @@ class Supervisor:
         """Whether every rank of the last attempt has saved because it was asked to end, and can go on."""
         return bool(self._ranks) and all(rank.end is not None and rank.end.made_room for rank in self._ranks)
 
-    def run_attempt(self, attempt: Attempt, until: Callable[[], bool] | None = None) -> Outcome | None:
+    def run_attempt(
+        self, attempt: Attempt, until: Callable[[], bool] | None = None, *, may_keep: bool = False
+    ) -> Outcome | None:
         """Start the group once and return the cause of its failure; None if every rank ended with 0 or was told to end.
 
         Args:
             until: Asked every now and then while all ranks run; true: they are ended although none has failed.
+            may_keep: Whether there may be another attempt, for which processes can be kept.
         """
         if self._late is not None:
             self.received = self._late
@@ -178,29 +153,48 @@ class Supervisor:
         self._ending_by = self._first_failure_s = None
         self.began_s = time.monotonic()
         self._warden_failure: Outcome | None = None
-        shares = self._job.divide(attempt.num_local_ranks).shares
-        if not self._warden.channel.alive or self._environ != self._warden_environment(shares):
-            self._standby.start_over()
-            self._end_warden()
-            self._start_warden(shares)
-        self._relieve_warden()
-        self._open_ranks(attempt)
+        self._may_keep = may_keep
+        self._refusals.clear()
+        if not self._start_attempt(attempt):
+            return None
+        self.began_s = time.monotonic()
+        self._watch_attempt(until)
+        return self._warden_failure or find_culprit(self.ends)
+
+    def _start_attempt(self, attempt: Attempt) -> bool:
+        """Give kept processes their new places, and fork the other ranks; return whether we were not told to end."""
+        environ = self._shared_environment(attempt.num_local_ranks)
+        if not self._wardens.serves(environ) or attempt.num_local_ranks != len(self._ranks):
+            self.dismiss_survivors()
+        if not self._wardens.serves(environ):
+            self._wardens.replace(environ)
+        self._wardens.relieve()
+        kept = self._open_ranks(attempt)
         self.recovery.begin(self._boxes.places(len(self._ranks)))
-        while self.received is None and not self._warden_ready and self._warden.channel.alive:
+        while self.received is None and not self._wardens.is_ready:
             self.wait()
         if self.received is not None:
-            return None
+            return False
         self._notes.clear()
         self._notes.note_attempt("phalanx run", self._job.typed, os.path.abspath(self._folder.path), attempt.world_size)
+        shares = self._job.divide(attempt.num_local_ranks).shares
         for local_rank, rank in enumerate(self._ranks):
             error_file = os.path.abspath(os.path.join(rank.folder, "error.json"))
             environ = rank_environment(attempt, local_rank, error_file)
             environ |= attempt.launch("phalanx run", self._notes.path, local_rank) | of_rank(self.memory)
-            self._start_rank(rank, local_rank, environ, shares[local_rank])
+            environ[_env.SURVIVORS_VARIABLE] = self._survivors.path if self._may_keep else ""
+            if rank in kept:
+                self._notes.note_start(rank.rank, rank.pid)
+                self._survivors.place(rank.pid, environ)
+            else:
+                self._start_rank(rank, local_rank, environ, shares[local_rank])
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
-        self.began_s = time.monotonic()
+        return True
+
+    def _watch_attempt(self, until: Callable[[], bool] | None) -> None:
+        """Return when every rank has ended, or waits for the next attempt."""
         stragglers = StragglerWatch(self._boxes.places(len(self._ranks)), self.say)
-        while any(rank.end is None for rank in self._ranks):
+        while any(rank.is_running for rank in self._ranks):
             holds = self._chorus.is_waiting or any(rank.stderr.is_holding for rank in self._ranks)
             timeout_s = _LOOK_S if until or holds or self._wants_standby() else stragglers.timeout_s
             self.wait(self.recovery.within(timeout_s))
@@ -211,19 +205,27 @@ class Supervisor:
             self._chorus.flush(late_only=True)
             self._judge()
             self._repeat_lost_interrupts()
-            if until and self._ending_by is None and all(rank.end is None for rank in self._ranks) and until():
+            if until and self._ending_by is None and all(rank.is_running for rank in self._ranks) and until():
                 self.stop_attempt()
             self._keep_deadline()
         self.events.deadline = None
         self._chorus.flush()
         self.recovery.look(is_last=True)
         self._save_boxes()
-        return self._warden_failure or find_culprit(self.ends)
+
+    def dismiss_survivors(self) -> None:
+        """End the processes that wait for the next attempt: it can't have them."""
+        if any(rank.is_kept for rank in self._ranks):
+            self._end_ranks(signal.SIGTERM)
+            while any(rank.end is None for rank in self._ranks):
+                self.wait()
+                self._keep_deadline()
+            self._ending_by = self.events.deadline = None
 
     @property
     def ends(self) -> list[Outcome]:
         """How the ranks of the last attempt have ended."""
-        return [rank.end for rank in self._ranks if rank.end]
+        return [end for rank in self._ranks if (end := rank.end or rank.pause)]
 
     @property
     def has_progress(self) -> bool:
@@ -245,39 +247,57 @@ class Supervisor:
         except OSError as error:
             self._say_log_problem(str(error))
 
-    def _open_ranks(self, attempt: Attempt) -> None:
+    def _open_ranks(self, attempt: Attempt) -> list[Rank]:
+        """Make the ranks of an attempt; return those whose processes are those of the attempt before."""
         job = self._job
-        live_rank = job.shown_ranks[0] if job.shown_ranks else 0
-        for rank in self._ranks:
-            for output in rank.outputs:
-                self.events.close_output(output)
-        self._ranks = []
-        num_shown = len(job.shown_ranks) if job.shown_ranks else attempt.num_local_ranks
-        self._chorus = chorus = Chorus(self._err.write_lines, num_shown)
+        before, self._ranks = self._ranks, []
+        for output in (output for rank in before if not rank.is_kept for output in rank.outputs):
+            self.events.close_output(output)
+        self._num_shown = len(job.shown_ranks) if job.shown_ranks else attempt.num_local_ranks
+        self._chorus = Chorus(self._err.write_lines, self._num_shown)
         for local_rank in range(attempt.num_local_ranks):
-            rank_number = attempt.first_rank + local_rank
-            folder = self._folder.rank_folder(self._num_attempts, rank_number)
-            outputs = []
-            for stream, name, screen in ((_STDOUT, "stdout", self._out), (_STDERR, "stderr", self._err)):
-                shown = job.shown_ranks is None or local_rank in job.shown_ranks
-                kept_off = _bits(job.redirects, local_rank) & ~_bits(job.tees, local_rank) & stream
-                output = Output(
-                    screen,
-                    prefix(rank_number, colour=screen.is_terminal),
-                    os.path.join(folder, f"{name}.log"),
-                    live=screen.is_terminal and local_rank == live_rank,
-                    shown=shown and not kept_off,
-                    voice=partial(Voice, chorus, rank_number) if stream == _STDERR and num_shown > 1 else None,
-                )
-                self.events.watch_output(output)
-                outputs.append(output)
-            self._ranks.append(Rank(rank_number, folder, *outputs))
+            number = attempt.first_rank + local_rank
+            folder = self._folder.rank_folder(self._num_attempts, number)
+            if local_rank < len(before) and before[local_rank].is_kept:
+                old = before[local_rank]
+                for output, name in zip(old.outputs, _STREAMS, strict=True):
+                    output.go_on(*self._way_of(name, number, folder))
+                self._ranks.append(Rank(number, folder, *old.outputs, pid=old.pid))
+            else:
+                self._ranks.append(Rank(number, folder, *self._open_outputs(local_rank, number, folder)))
         self._num_attempts += 1
+        kept = [rank for rank in self._ranks if rank.pid]
+        if kept:
+            words = named("rank", [rank.rank for rank in kept])
+            self.say(f"{words} {'goes' if len(kept) == 1 else 'go'} on in the same process")
+        return kept
+
+    def _open_outputs(self, local_rank: int, number: int, folder: str) -> tuple[Output, Output]:
+        job = self._job
+        outputs: list[Output] = []
+        live_rank = job.shown_ranks[0] if job.shown_ranks else 0
+        for stream, screen, name in zip((_STDOUT, _STDERR), (self._out, self._err), _STREAMS, strict=True):
+            shown = job.shown_ranks is None or local_rank in job.shown_ranks
+            kept_off = _bits(job.redirects, local_rank) & ~_bits(job.tees, local_rank) & stream
+            line_prefix, log_path, voice = self._way_of(name, number, folder)
+            output = Output(
+                screen, line_prefix, log_path,
+                live=screen.is_terminal and local_rank == live_rank, shown=shown and not kept_off, voice=voice,
+            )  # fmt: skip
+            self.events.watch_output(output)
+            outputs.append(output)
+        return outputs[0], outputs[1]
+
+    def _way_of(self, name: str, number: int, folder: str) -> tuple[bytes, str, Callable[[Stream], Stream] | None]:
+        """Return the prefix, the log and the voice of a rank's stream."""
+        screen = self._out if name == "stdout" else self._err
+        voice = partial(Voice, self._chorus, number) if name == "stderr" and self._num_shown > 1 else None
+        return prefix(number, colour=screen.is_terminal), os.path.join(folder, f"{name}.log"), voice
 
     def _start_rank(self, rank: Rank, local_rank: int, environ: dict[str, str], share: Share) -> None:
         job = self._job
         stdin = self._keyboard.stdin_of(rank) if local_rank == 0 else os.open(os.devnull, os.O_RDONLY)
-        self._warden.start_rank(
+        self._wardens.start_rank(
             rank.rank,
             environ,
             (stdin, rank.stdout.rank_fd, rank.stderr.rank_fd),
@@ -300,24 +320,12 @@ class Supervisor:
             self._said_log_problem = True
             self.say(f"the logs in {self._folder.path} are incomplete: {problem}")
 
-    def _hear_warden(self) -> None:
-        for packet in self._warden.channel.receive():
-            if "ready" in packet:
-                self._warden_ready = True
-            elif "started" in packet:
-                self._rank_started(packet["rank"], packet["started"])
-            else:
-                self._rank_ended(packet["ended"], packet["status"])
-        if not self._warden.channel.alive:
-            self.events.unwatch(self._warden.channel.fileno())
-            self._lose_ranks()
-
     def _rank_started(self, number: int, pid: int) -> None:
         rank = next(rank for rank in self._ranks if rank.rank == number)
         rank.pid = pid
         self._notes.note_start(number, pid)
         if self._ending_by is not None:
-            self._warden.signal(self._ending_by, [pid])
+            self._wardens.signal(self._ending_by, [pid])
 
     def _rank_ended(self, pid: int, status: int) -> None:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
@@ -327,19 +335,44 @@ class Supervisor:
         if end.failed and self._first_failure_s is None:
             self._first_failure_s = end.when_s
 
-    def _lose_ranks(self) -> None:
-        """The warden has gone, and the ranks with it."""
-        living = [rank for rank in self._ranks if rank.end is None]
+    def _rank_waits(self, pid: int) -> None:
+        """A process has left its groups because another rank has failed, and can be kept."""
+        rank = next((rank for rank in self._ranks if rank.pid == pid and rank.is_running), None)
+        if rank is None:
+            return
+        pause = rank.record_pause()
+        if pause.failed and self._first_failure_s is None:
+            self._first_failure_s = pause.when_s
+
+    def _rank_refuses(self, pid: int, why: str) -> None:
+        rank = next((rank for rank in self._ranks if rank.pid == pid and rank.is_running), None)
+        if rank is None:
+            return
+        if why not in self._refusals:
+            self._refusals.add(why)
+            self.say(f"rank {rank.rank} can't be kept: {why}")
+        if rank in self._stopping:
+            self._stopping.remove(rank)
+            self._wardens.signal(signal.SIGTERM, [pid])
+
+    def _lose_ranks(self, serving: Serving) -> None:
+        """A warden has gone, and its ranks with it."""
+        is_current = self._wardens.is_current(serving)
+        living = [
+            rank
+            for rank in self._ranks
+            if rank.end is None and (rank.pid in serving.pids or (is_current and not rank.pid))
+        ]
         for rank in living:
             rank.asked_to_end = True
             rank.record_end(signal.SIGKILL, is_reported=self.received is None)
         if living or not self._ranks:
-            self._warden_output.drain(drops_last_words=True)
+            serving.output.drain(drops_last_words=True)
             self._warden_failure = Outcome(
                 rank=-1,
-                pid=self._warden.pid,
-                exitcode=os.waitstatus_to_exitcode(self._warden.status()),
-                last_words=read_stderr(self._warden_output.tail),
+                pid=serving.warden.pid,
+                exitcode=os.waitstatus_to_exitcode(serving.warden.status()),
+                last_words=read_stderr(serving.output.tail),
                 folder=self._folder.path,
                 when_s=time.monotonic(),
             )
@@ -352,47 +385,71 @@ class Supervisor:
             return
         culprit = find_culprit(self.ends)
         assert culprit is not None
+        running = [rank for rank in self._ranks if rank.is_running]
         if culprit.is_victim:
-            awaited = any(rank.end is None for rank in self._ranks)
+            awaited = bool(running)
         else:  # it names no reason, and another is just dying of one
             silent = not culprit.signal and not culprit.last_words.kind
-            awaited = silent and any(rank.end is None and rank.said_why for rank in self._ranks)
+            awaited = silent and any(rank.said_why for rank in running)
         give_up_s = self._first_failure_s + CAUSE_S
         if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
-            awaited, give_up_s = any(rank.end is None for rank in self._ranks), self._first_failure_s + SAME_S
+            awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
         if culprit.made_room:  # and so will the others
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
             self.events.deadline = give_up_s
         else:
-            self._end_ranks(signal.SIGTERM)
+            self.stop_attempt(keeps=True)
 
-    def stop_attempt(self) -> None:
-        """End the ranks although none of them failed."""
-        if self._ending_by is None:
-            self._end_ranks(signal.SIGTERM)
+    def stop_attempt(self, *, keeps: bool = False) -> None:
+        """End the ranks although none of them failed.
+
+        Args:
+            keeps: Whether processes are kept for the next attempt, if they can be.
+        """
+        if self._ending_by is not None:
+            return
+        running = [rank for rank in self._ranks if rank.is_running]
+        stopping = [rank for rank in running if keeps and self._may_keep and self._survivors.has(rank.pid)]
+        self._end_ranks(signal.SIGTERM, [rank for rank in running if rank not in stopping])
+        for rank in stopping:
+            rank.asked_to_end = True
+            self._survivors.stop(rank.pid)
+        if stopping:
+            self._stopping = stopping
+            self.events.deadline = time.monotonic() + min(STOP_S, self._job.grace_s)
 
     def kill_attempt(self) -> None:
         """End the ranks at once: they may not do another step."""
         if any(rank.end is None for rank in self._ranks) and self._ending_by != signal.SIGKILL:
             self._end_ranks(signal.SIGKILL)
 
-    def _end_ranks(self, sig: int) -> None:
-        """Tell every rank that lives to end; SIGKILL follows after the grace period."""
+    def _end_ranks(self, sig: int, ranks: Sequence[Rank] | None = None) -> None:
+        """Tell ranks, by default all that live, to end; SIGKILL follows after the grace period."""
         self.recovery.told_to_end()
-        living = [rank for rank in self._ranks if rank.end is None]
+        living = [rank for rank in self._ranks if rank.end is None] if ranks is None else ranks
         for rank in living:
             rank.asked_to_end = True
         self._ending_by = sig
+        self._stopping = []
         wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
         self.events.deadline = time.monotonic() + wait_s
-        self._warden.signal(sig, [rank.pid for rank in living if rank.pid])
+        self._wardens.signal(sig, [rank.pid for rank in living if rank.pid])
 
     def _keep_deadline(self) -> None:
-        if self._ending_by is not None and self.events.is_late:
-            if self._ending_by == signal.SIGKILL:
-                self._warden.kill()
+        if self._ending_by is None or not self.events.is_late:
+            return
+        running = [rank for rank in self._ranks if rank.is_running]
+        if late := [rank.rank for rank in self._stopping if rank.is_running]:
+            self.say(f"{named('rank', late)} can't be kept: no collective within {STOP_S:g} s, in which to stop")
+            self._end_ranks(signal.SIGTERM, running)
+        elif self._stopping:  # those that were only told to end have their time
+            self._stopping, self.events.deadline = [], time.monotonic() + self._job.grace_s
+        elif self._ending_by == signal.SIGKILL:
+            self._wardens.kill()
             self._end_ranks(signal.SIGKILL)
+        else:
+            self._end_ranks(signal.SIGKILL, running or None)
 
     def _obey_signals(self) -> None:
         while self.events.signals:
@@ -401,8 +458,8 @@ class Supervisor:
                 for output in (output for rank in self._ranks for output in rank.outputs):
                     output.resize()
             elif sig in _ONLY_FORWARDED:  # to ranks alone: what they have started would mostly die of it
-                living_pids = [rank.pid for rank in self._ranks if rank.pid and rank.end is None]
-                self._warden.signal(sig, living_pids, groups=False)
+                living_pids = [rank.pid for rank in self._ranks if rank.pid and rank.is_running]
+                self._wardens.signal(sig, living_pids, groups=False)
             elif sig == signal.SIGTERM and self.drain is not None:
                 drain, self.drain = self.drain, None
                 drain()
@@ -437,7 +494,7 @@ class Supervisor:
         if self._ending_by == signal.SIGINT:
             lost = [rank.pid for rank in self._ranks if rank.end is None and rank.stderr.lost_interrupt()]
             if lost:
-                self._warden.signal(signal.SIGINT, lost)
+                self._wardens.signal(signal.SIGINT, lost)
 
     def _lose_reader(self) -> None:
         """End as on a signal, so that ranks can save. Where one has come, it has ended our reader, too: Ctrl-C does."""

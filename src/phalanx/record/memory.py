@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from phalanx._files import free_pages
 from phalanx.record.box import BOX_BYTES, MEMORY_NAME, save_boxes
 
 
@@ -46,8 +47,9 @@ class BoxMemory:
             save_boxes(self._fd, folder)
         finally:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, 0)
-                os.ftruncate(self._fd, self._num_boxes * BOX_BYTES)
+                free_pages(
+                    self._fd, self._num_boxes * BOX_BYTES
+                )  # mapped by ranks that are kept: no page may be missing
 
     def close(self) -> None:
         """Give the memory back."""

@@ -24,6 +24,7 @@ _OP_CODES = {op: code for code, op in enumerate(OPS)}
 _MOST = 2**64 - 1
 
 _notes_warnings = False
+_fd = -1  # of the file with the box, by which others find it
 
 is_told: bool = False
 """Whether a trainer tells steps and phases, so that models and loaders need not: see `telling`."""
@@ -35,16 +36,28 @@ def begin(rank: int, world_size: int) -> None:
     The box lies in memory of the launcher, which keeps it when all ranks are killed; else in memory of this process,
     where others may read it as long as this process lives.
     """
+    global _fd
     if _core is None or _core.is_recording():
         return
     with contextlib.suppress(OSError):  # without memory, /proc or descriptors: a job is worth more than its record
         fd, offset = _place()
         try:
-            _core.record_to(fd, offset, rank, world_size)  # `fd` stays open: by it others find the box
+            _core.record_to(fd, offset, rank, world_size)
         except OSError:
             os.close(fd)
             return
+        _fd = fd
         _note_warnings()
+
+
+def stop() -> None:
+    """Record no more, until `begin` is called again: this process is about to become another rank."""
+    global _fd
+    if _core is not None and _core.is_recording():
+        _core.stop_recording()
+        if _fd >= 0:
+            os.close(_fd)
+        _fd = -1
 
 
 def _note_warnings() -> None:

@@ -234,14 +234,29 @@ def _end(error: BaseException | None) -> None:
     _env.withdraw(ended.exported)
     if not dist.is_initialized():  # the script has destroyed it
         return
-    if error is not None and "phalanx" in ended.session.backend:
+    if error is None:
+        dist.destroy_process_group()
+    else:
+        leave_failed_groups(error, ended.session.backend)
+
+
+def leave_failed_groups(error: BaseException, backend: str) -> None:
+    """Destroy every process group although its other ranks may have failed, and report the error to those that wait."""
+    if "phalanx" in backend:
         from phalanx.backend import leave_groups
 
         leave_groups(error)
-    if error is not None and "nccl" in ended.session.backend:
+    if "nccl" in backend:
         _torch.abort_process_group()  # its peers may never come: destroying would wait for them
     else:
         dist.destroy_process_group()
+
+
+def leave_session(error: BaseException) -> None:
+    """End the session, if there is one, and destroy every process group, whoever has made it."""
+    _end(error)
+    if dist.is_available() and dist.is_initialized():
+        leave_failed_groups(error, str(dist.get_backend_config()))
 
 
 def _known(backend: str) -> str:

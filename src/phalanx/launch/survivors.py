@@ -1,0 +1,86 @@
+"""Ranks whose processes outlive the failure of another rank: told to stop, heard when they wait, given a new place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from phalanx._peer import peer_of
+from phalanx.launch.events import EventLoop
+from phalanx.launch.packets import PacketSocket
+from phalanx.launch.warm.places import make_path
+
+
+class Survivors:
+    """The connections of the ranks that have asked to be kept.
+
+    Args:
+        on_wait: Called with the pid of a process that has left its groups, and waits.
+        on_refusal: Called with the pid of a process that was to be kept and can't be, and the reason.
+
+    Attributes:
+        path: Where ranks ask; empty: there is no place for a socket, and none is kept.
+    """
+
+    def __init__(
+        self, events: EventLoop, on_wait: Callable[[int], None], on_refusal: Callable[[int, str], None]
+    ) -> None:
+        self._events, self._on_wait, self._on_refusal = events, on_wait, on_refusal
+        self._connections: dict[int, PacketSocket] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.path: str = ""
+        with contextlib.suppress(OSError):
+            path = make_path("survivors")
+            self._listener.bind(path)
+            self._listener.listen(socket.SOMAXCONN)
+            self.path = path
+            events.watch(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        for pid in list(self._connections):
+            self._forget(pid)
+        if self.path:
+            self._events.unwatch(self._listener.fileno())
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+        self._listener.close()
+
+    def has(self, pid: int) -> bool:
+        """Return whether that process has asked to be kept."""
+        return pid in self._connections
+
+    def stop(self, pid: int) -> None:
+        """Have a process leave its groups, and wait."""
+        self._connections[pid].send({"stop": True})
+
+    def place(self, pid: int, environ: Mapping[str, str]) -> None:
+        """Make a process that waits a rank of the next attempt."""
+        self._connections[pid].send({"environ": environ})
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        pid, user = peer_of(connection)
+        if user != os.geteuid() or pid in self._connections:
+            connection.close()
+            return
+        self._connections[pid] = PacketSocket(connection)
+        self._events.watch(connection.fileno(), partial(self._hear, pid))
+
+    def _hear(self, pid: int) -> None:
+        channel = self._connections[pid]
+        for packet in channel.receive():
+            if "waits" in packet:
+                self._on_wait(pid)
+            elif "refuses" in packet:
+                self._on_refusal(pid, str(packet["refuses"]))
+                return self._forget(pid)
+        if not channel.alive:
+            self._forget(pid)
+
+    def _forget(self, pid: int) -> None:
+        channel = self._connections.pop(pid)
+        self._events.unwatch(channel.fileno())
+        channel.close()

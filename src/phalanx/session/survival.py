@@ -1,0 +1,194 @@
+"""Outliving the failure of another rank: this process leaves its groups, waits, and is given a place in new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from phalanx import _env, _last_words, _torch
+from phalanx._errors import origins
+from phalanx._last_words import LastWords
+from phalanx.checkpoint import loading, memory, saving
+from phalanx.launch.causes import is_victim
+from phalanx.launch.packets import PacketSocket
+from phalanx.record import writer
+from phalanx.session import leave_session
+
+_T = TypeVar("_T")
+_CONNECT_S = 2.0
+_num_begun = 0  # in this process
+
+
+class Survivor:
+    """While open, this process can be kept when another rank fails, if ``phalanx run`` keeps processes.
+
+    A failure comes as an exception: of this rank's own next collective, or because the launcher has told it to stop,
+    whereupon a thread aborts all groups. Whoever holds this asks `can_outlive`, and if so calls `let_go` outside of
+    the exception's handler, and `rejoin`.
+
+    Args:
+        why_not: Function that returns why this process can't go on, when another rank has failed; empty: it can.
+    """
+
+    def __init__(self, why_not: Callable[[], str]) -> None:
+        global _num_begun
+        _num_begun += 1
+        self._is_first = _num_begun == 1
+        self._why_not = why_not
+        self._channel: PacketSocket | None = None
+        self._is_told = threading.Event()  # to stop
+        self._places: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Survivor:
+        self._connect()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._disconnect()
+
+    def _connect(self) -> None:
+        path = _env.environment().get(_env.SURVIVORS_VARIABLE, "")
+        # The launcher makes each rank the leader of a process group; what a rank starts is not kept.
+        if not path or os.getpgrp() != os.getpid() or threading.current_thread() is not threading.main_thread():
+            return
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(_CONNECT_S)
+            connection.connect(path)
+            connection.settimeout(None)
+        except OSError:  # the launcher is ending
+            connection.close()
+            return
+        self._socket, self._channel = connection, PacketSocket(connection)
+        self._thread = threading.Thread(
+            target=self._listen, args=(self._channel,), daemon=True, name="phalanx-survivor"
+        )
+        self._thread.start()
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._thread.join()
+            channel.close()
+
+    def _listen(self, channel: PacketSocket) -> None:
+        while (packet := channel.wait()) is not None:
+            if "stop" in packet:
+                self._is_told.set()
+                _abort_groups()
+            else:
+                self._places.put(packet["environ"])
+        self._places.put(None)
+
+    def can_outlive(self, error: Exception) -> bool:
+        """Return whether this process goes on although `error` was raised: another rank has failed, and it can."""
+        if self._channel is None or not (self._is_told.is_set() or is_victim(LastWords.of_error(error))):
+            return False
+        why_not = self._why_not()
+        if not self._is_first:
+            why_not = "a new process would not have come as far: phalanx.resilient or fit() was called before"
+        if why_not:
+            self._channel.send({"refuses": why_not})
+        return not why_not
+
+    def let_go(self, error: Exception) -> None:
+        """Leave all groups, and free what the failed call still holds. `error` is no longer being handled."""
+        _last_words.tell(error)
+        for one in origins(error):
+            traceback.clear_frames(
+                one.__traceback__
+            )  # they hold models in their wrappers, and the wrappers hold groups
+            one.__traceback__ = None
+        leave_session(error)
+        gc.collect()  # hooks of a wrapper end with it
+        writer.stop()
+
+    def rejoin(self) -> None:
+        """Wait until the launcher has a place for this process, and take it; the next group is made there.
+
+        Raises:
+            SystemExit: There is no launcher any more.
+        """
+        assert self._channel is not None
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        self._channel.send({"waits": True})
+        place = self._places.get()
+        if place is None:
+            raise SystemExit(1)
+        self._is_told.clear()
+        _env.update(place)
+        memory.renew()
+        saving.renew()
+        if not place[_env.SURVIVORS_VARIABLE]:  # the last attempt
+            self._disconnect()
+
+
+def _abort_groups() -> None:
+    """End every wait in every group of this process."""
+    with contextlib.suppress(ImportError):  # without that name of torch's, this rank does not stop, and is ended
+        for group in list(_torch.world.pg_names):
+            with contextlib.suppress(Exception):  # it may just be leaving, or its backend can't
+                group.abort()
+
+
+def resilient(train: Callable[[], _T]) -> _T:
+    """Return what `train` returns; call it again, in the same process, when another rank has failed.
+
+    Under ``phalanx run --max-restarts N``, a rank that is not to blame for a failure keeps its process: what it has
+    imported, its data, its device. `train` ends with the exception of the failed collective, all process groups are
+    destroyed, and `train` is called again as part of the next attempt, beside a new process in the place of the lost
+    one. Without a launcher that does so, this is a plain call.
+
+    `train` makes the process group, wraps the model and calls `checkpoint.load`, since all this has to be done again.
+    Whatever it does not load keeps the value that it had when the failure came.
+
+    A process that can't be kept is ended and started again, as without this function; the launcher says why. That is
+    so if it has taken no snapshot or checkpoint yet, if it does not come to its next collective within two seconds, or
+    if a process group existed before this call, since a new process could not join it.
+
+    Args:
+        train: Function without arguments that trains to the end.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> def train():
+        ...     with phalanx.init() as session:
+        ...         ddp = phalanx.DistributedDataParallel(model)
+        ...         state = {"model": model, "step": 0}
+        ...         phalanx.checkpoint.load("runs/resilient", state, missing="ignore")
+        ...         return state["step"]
+        >>> phalanx.resilient(train)
+        0
+    """
+    had_group = dist.is_available() and dist.is_initialized()
+
+    def why_not() -> str:
+        if had_group:
+            return "a process group was made before phalanx.resilient was called"
+        return loading.why_not_loadable()
+
+    with Survivor(why_not) as survivor:
+        while True:
+            try:
+                return train()
+            except Exception as error:
+                if not survivor.can_outlive(error):
+                    raise
+                failure = error
+            survivor.let_go(failure)
+            del failure
+            survivor.rejoin()

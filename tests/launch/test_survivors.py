@@ -1,0 +1,145 @@
+"""Processes that outlive the failure of another rank: `phalanx.resilient`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launch.jobs import run_job
+from tests.launch.test_nodes import nodes  # noqa: F401 a fixture
+
+TRAIN = """
+import torch, phalanx
+import torch.distributed as dist
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.randn(2000, 8)
+attempt = lambda: int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("began", os.getpid(), flush=True)
+
+def die(step, rank, at=12):
+    if attempt() == 0 and rank == 1 and step == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def train():
+    with phalanx.init(BACKEND) as session:
+        wrapped = WRAPPER(model)
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        loaded = phalanx.checkpoint.load("folder", state, missing="ignore")
+        print(f"attempt {attempt()} from {loaded and loaded.step} in {os.getpid()} of {session.world_size}", flush=True)
+        while state["step"] < 20:
+            begin = (state["step"] * session.world_size + session.rank) * 8
+            inputs = data[begin : begin + 8]
+            (wrapped(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+            DISTURB(state["step"], session.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+            state["step"] += 1
+            SNAPSHOT
+    return sum(parameter.double().sum().item() for parameter in model.parameters())
+"""
+RUN = """
+print("result", phalanx.resilient(train).hex(), flush=True)
+"""
+OURS = {"BACKEND": '"phalanx"', "WRAPPER": "phalanx.DistributedDataParallel"}
+TORCHS = {"BACKEND": '"gloo"', "WRAPPER": "nn.parallel.DistributedDataParallel"}
+SNAPSHOT = 'phalanx.checkpoint.snapshot("folder", state, state["step"])'
+
+
+def script(ways=OURS, disturb="die", snapshot=SNAPSHOT, end=RUN):
+    source = TRAIN + end
+    for name, text in {**ways, "DISTURB": disturb, "SNAPSHOT": snapshot}.items():
+        source = re.sub(rf"\b{name}\b", text, source)
+    return source
+
+
+def results_of(done):
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"result (\S+)", done.stdout))
+
+
+def pids_of(text, rank):
+    """Return the processes that were this rank, by attempt."""
+    return {int(n): pid for n, pid in re.findall(rf"\[rank {rank}\] attempt (\d+) from \S+ in (\d+)", text)}
+
+
+@pytest.mark.parametrize("ways", [OURS, TORCHS], ids=["phalanx", "torch's wrapper on gloo"])
+def test_a_rank_that_is_not_to_blame_goes_on_in_its_process_to_the_same_bits(tmp_path, ways):
+    done = run_job(tmp_path, script(ways), "--max-restarts", "2", num_ranks=3)
+    assert "phalanx run: ranks 0,2 go on in the same process" in done.stderr
+    assert done.stdout.count("began") == 4
+    for rank in range(3):
+        before, after = (pids_of(done.stdout, rank)[attempt] for attempt in (0, 1))
+        assert (before == after) == (rank != 1)
+        assert f"[rank {rank}] attempt 1 from 12 in" in done.stdout
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = run_job(tmp_path / "undisturbed", script(ways, "(lambda *_: None)"), num_ranks=3)
+    assert len(results_of(done)) == 1
+    assert results_of(done) == results_of(undisturbed)
+
+
+def test_each_attempt_of_a_kept_process_has_its_own_logs_and_black_box(tmp_path):
+    done = run_job(tmp_path, script(), "--max-restarts", "2")
+    assert done.returncode == 0, done.stderr
+    for attempt, words in enumerate(("attempt 0 from None", "attempt 1 from 12")):
+        [log] = tmp_path.glob(f"runs/*/*/logs/attempt_{attempt}/rank_0/stdout.log")
+        assert words in log.read_text()
+        assert log.read_text().count("attempt") == 1
+        boxes = [box.name for box in tmp_path.glob(f"runs/*/*/blackbox/attempt_{attempt}/*.box")]
+        assert sorted(boxes) == ["rank_0.box", "rank_1.box"]
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("there is no snapshot or checkpoint yet", {"snapshot": "pass"}),
+        ("a process group was made before", {"end": '\nphalanx.init("phalanx")\n' + RUN}),
+        ("resilient or fit() was called before", {"end": "\nphalanx.resilient(lambda: None)\n" + RUN}),
+    ],
+)
+def test_a_process_that_can_not_go_on_is_started_anew_and_the_launcher_says_why(tmp_path, words, change):
+    done = run_job(tmp_path, script(**change), "--max-restarts", "1")
+    assert len(results_of(done)) == 1
+    assert re.search(rf"phalanx run: rank 0 can't be kept: .*{re.escape(words)}", done.stderr), done.stderr
+    assert "same process" not in done.stderr
+    assert pids_of(done.stdout, 0)[0] != pids_of(done.stdout, 0)[1]
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_started_anew(tmp_path):
+    busy = """
+def stay(step, rank):
+    die(step, rank)
+    while attempt() == 0 and rank == 2 and step == 12:
+        time.sleep(0.01)
+"""
+    done = run_job(tmp_path, script(disturb="stay", end=busy + RUN), "--max-restarts", "1", num_ranks=3)
+    assert len(results_of(done)) == 1
+    assert "rank 2 can't be kept: no collective within 2 s" in done.stderr
+    assert "phalanx run: rank 0 goes on in the same process" in done.stderr
+
+
+def test_a_failure_that_no_attempt_follows_ends_every_rank_as_ever(tmp_path):
+    done = run_job(tmp_path, script(disturb="(lambda *_: die(*_) or die_again(*_))", end="""
+def die_again(step, rank):
+    if attempt() == 1 and rank == 0 and step == 15:
+        os._exit(7)
+""" + RUN), "--max-restarts", "1")  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    assert "phalanx run: rank 0 goes on in the same process" in done.stderr
+    assert "rank 1 raised phalanx.RankFailed" in done.stderr or "RankFailed" in done.stderr
+
+
+def test_processes_are_kept_on_all_nodes_when_a_rank_of_one_fails(tmp_path, nodes):  # noqa: F811
+    group = nodes(script())
+    for _ in range(2):
+        group.start("--max-restarts", "1", backend="c10d")
+    ends = group.finish()
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    text = "".join(out for _, out, _ in ends)
+    kept = [rank for rank in range(4) if pids_of(text, rank)[0] == pids_of(text, rank)[1]]
+    assert kept == [0, 2, 3]
+    assert len(set(re.findall(r"result (\S+)", text))) == 1
