@@ -10,10 +10,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from drawing import collectives, machinery, speed, training
+from drawing import collectives, losses, machinery, speed, training
 from drawing.canvas import PICTURES, svg_of
 
-MODULES = (collectives, training, machinery, speed)  # importing them registers their pictures
+MODULES = (collectives, training, machinery, losses, speed)  # importing them registers their pictures
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
 

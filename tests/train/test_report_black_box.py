@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.record.box import Box, load_boxes
+from phalanx.record.losses import Loss, save_loss
 from phalanx.train.report import write_report
 from tests.browser import needs_browser, run_page
 from tests.record.made import Job, save
@@ -154,3 +155,22 @@ def test_a_real_run_whose_rank_is_killed_has_its_last_moments_in_the_report(tmp_
     text = re.sub(r"\s+", " ", Page((tmp_path / "run" / "report.html").read_text()).text)
     assert "The last moments Attempt 0. The last " in text
     assert re.search(r"rank 1 had left \w+ #\d+", text) or re.search(r"rank 1 was in", text), text
+
+
+def test_losses_are_a_table_and_bars_of_their_phases(tmp_path):
+    run = run_of(tmp_path, Job(2, seed=8).boxes(7), ends=True)
+    phases = {"noticed": 2.05, "ended": 0.1, "agreed": 0.05, "started": 0.14, "loaded": 0.06, "first step": 0.06}
+    lost = Loss(
+        rank=4, num_ranks=2, is_node=True, how="silent", number=2.05, host=EVIL, at_s=BEGAN_S, phases_s=phases,
+        step=20, num_repeated=1,
+    )  # fmt: skip
+    fewer = {name: took_s for name, took_s in phases.items() if name != "agreed"}
+    killed = Loss(rank=1, how="signal", number=9, at_s=BEGAN_S + 1, phases_s=fewer, loaded_step=30)
+    save_loss(lost, run.folder / "launched", 0)
+    save_loss(killed, run.folder / "launched", 1)
+    page = page_of(tmp_path)
+    text = re.sub(r"\s+", " ", page.text)
+    assert re.search(r"ranks 4 to 5\) silent for 2\.0 s 2\.05 s .* 2\.46 s at step 20 1 step repeated", text)
+    assert re.search(r"rank 1 killed by SIGKILL 2\.05 s 100 ms 140 ms 60 ms 60 ms 2\.41 s from step 30", text)
+    assert "<script" not in (tmp_path / "report.html").read_text()
+    assert "rank 1: 2.41 s the recovery: noticed 2.05 s" in page.labels()
