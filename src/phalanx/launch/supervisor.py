@@ -151,7 +151,7 @@ class Supervisor:
         self._ending_by = self._first_failure_s = None
         self.began_s = time.monotonic()
         self._warden_failure: Outcome | None = None
-        self._may_keep = may_keep
+        self._may_keep = may_keep and self._job.keeps
         self._refusals.clear()
         if not self._start_attempt(attempt):
             return None
