@@ -64,7 +64,7 @@ class Survivor:
             self._disconnect()
 
     def outlive(self, run: Callable[[], _T]) -> _T:
-        """Return what `run` returns; each time that another rank fails, call it again, with another place in the job."""
+        """Return what `run` returns; each time that another rank fails, call it again, with a new place in the job."""
         while True:
             try:
                 return run()
