@@ -109,6 +109,7 @@ class Survivor:
                 self._is_told.set()
                 _abort_groups()
             else:
+                self._is_told.clear()
                 self._places.put(packet["environ"])
         self._places.put(None)
 
@@ -150,7 +151,6 @@ class Survivor:
         place = self._places.get()
         if place is None:
             raise SystemExit(1)
-        self._is_told.clear()
         _env.update(place)
         memory.renew()
         saving.renew()
