@@ -86,7 +86,8 @@ class Supervisor:
         self._notes = Notes()
         shown = next((screen for screen in (self._out, self._err) if screen.is_terminal), Screen(0))
         self._keyboard = Keyboard(self.events, shown, self._terminal_pid)
-        self._survivors = Survivors(self.events, self._rank_waits, self._rank_refuses)
+        is_on = self._job.keeps and self._job.max_restarts > 0
+        self._survivors = Survivors(self.events, self._rank_waits, self._rank_refuses, is_on=is_on)
         self._wardens = Wardens(
             self._job, self._folder, self.events, self._err, self._descriptors,
             on_start=self._rank_started, on_end=self._rank_ended, on_loss=self._lose_ranks,
@@ -152,7 +153,7 @@ class Supervisor:
         self._ending_by = self._first_failure_s = None
         self.began_s = time.monotonic()
         self._warden_failure: Outcome | None = None
-        self._may_keep = may_keep and self._job.keeps
+        self._may_keep = may_keep
         self._refusals.clear()
         if not self._start_attempt(attempt):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,8 +34,21 @@ class Place:
         self.is_lost = False
         self._num_collectives = _num_collectives()
 
-    def why_not_kept(self, model: nn.Module, optimizer: torch.optim.Optimizer, loggers: Loggers, data: Any) -> str:
+    def why_not_kept(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        callbacks: Sequence[Any],
+        loggers: Loggers,
+        data: Any,
+    ) -> str:
         """Return why the trainer can't join another group, when `fit` begins; empty if it can."""
+        # A new process would have the state that the script makes: the ranks' copies of the model might part.
+        lasting = [c for c in callbacks if getattr(c, "__dict__", None) and not hasattr(c, "load_state_dict")]
+        if lasting:
+            return (
+                f"the callback {type(lasting[0]).__qualname__} has attributes, and no load_state_dict to set them back"
+            )
         if self._had_group:
             return "a process group was made before the Trainer"
         if self._num_collectives != _num_collectives():

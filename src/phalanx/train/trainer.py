@@ -223,7 +223,7 @@ class Trainer:
             with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
                 return self._fit(data, validation_data, batch_sampler)
 
-        why_not = self._place.why_not_kept(self._given_model, self.optimizer, self._loggers, data)
+        why_not = self._place.why_not_kept(self._given_model, self.optimizer, self.callbacks, self._loggers, data)
         try:
             with Survivor(lambda: why_not or why_not_loadable(), self._leave_group) as survivor:
                 return survivor.outlive(run)
