@@ -3,7 +3,8 @@
 Hosts are namespaces of this machine (`tests.namespaces`); it needs root. Each turn starts a job on all of them, waits
 for some steps, and takes one host away: all its processes are killed, or its cable is cut. Measured is the time from
 that to the next step elsewhere, and how many steps are done again. Under torchrun the host that others meet at has to
-live, so another is lost there.
+live, so another is lost there. In two cases the script takes 3 s to start: once the living ranks keep their processes,
+once they are started anew.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from bench import record
 from bench.report import machine_facts, verdict_line
@@ -25,36 +27,56 @@ _SCRIPT = """
 import os, socket, sys, time, torch, torch.distributed as dist
 from datetime import timedelta
 backend = os.environ["BACKEND"]
-dist.init_process_group(backend, timeout=timedelta(seconds=60))
-state = {"step": 0, "weight": torch.zeros(100_000)}
+time.sleep(float(os.environ["START_S"]))
+weight = torch.zeros(100_000)
+
+def train():
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    state = {"step": 0, "weight": weight}
+    if backend == "phalanx":
+        ckpt.load("folder", state, missing="ignore")
+    with open(f"{socket.gethostname()}.steps", "a", buffering=1) as file:
+        while not os.path.exists("enough"):
+            dist.all_reduce(state["weight"])
+            state["step"] += 1
+            time.sleep(0.01)
+            if backend == "phalanx":
+                ckpt.snapshot("folder", state, state["step"])
+            if os.environ["LOCAL_RANK"] == "0":
+                print(state["step"], os.environ["WORLD_SIZE"], time.monotonic(), file=file)
+
 if backend == "phalanx":
-    import phalanx.checkpoint as ckpt
-    ckpt.load("folder", state, missing="ignore")
-with open(f"{socket.gethostname()}.steps", "a", buffering=1) as file:
-    while not os.path.exists("enough"):
-        dist.all_reduce(state["weight"])
-        state["step"] += 1
-        time.sleep(0.01)
-        if backend == "phalanx":
-            ckpt.snapshot("folder", state, state["step"])
-        if os.environ["LOCAL_RANK"] == "0":
-            print(state["step"], os.environ["WORLD_SIZE"], time.monotonic(), file=file)
+    import phalanx, phalanx.checkpoint as ckpt
+    phalanx.resilient(train)
+else:
+    train()
 os._exit(0)
 """
 _PORT = 29511
 _STEPS_BEFORE = 30
 _STARTS_S, _RECOVERS_S = 120.0, 240.0
 _POLL_S = 0.01
-_MOST_S = {"kill": 3.0, "cut": 5.0}
+_START_S = 3.0  # of a script that imports much, or reads its data
 _TORCHRUN = "torchrun, another killed"
 
 
-def _command(launcher: str, meeting_at: Host, num_hosts: int, host: Host, script: Path) -> list[str]:
+class Case(NamedTuple):
+    """What is measured; `most_s` is how long a job may stand still."""
+
+    launcher: str
+    lost: int
+    way: str
+    most_s: float = 0.0
+    start_s: float = 0.0
+    flags: tuple[str, ...] = ()
+
+
+def _command(case: Case, meeting_at: Host, num_hosts: int, host: Host, script: Path) -> list[str]:
     endpoint = f"{meeting_at.address}:{_PORT}"
     flags = ["--nnodes", f"1:{num_hosts}", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "bench"]
     flags += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-    if launcher == "phalanx run":
-        return [sys.executable, "-m", "phalanx", "run", *flags, str(script)]
+    if case.launcher == "phalanx run":
+        return [sys.executable, "-m", "phalanx", "run", *flags, *case.flags, str(script)]
     # With its defaults torchrun waits longer: 30 s for nodes that may still come, 15 s before a node is lost.
     conf = f"last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={host is meeting_at}"
     module = [sys.executable, "-m", "torch.distributed.run"]
@@ -79,17 +101,19 @@ def _await(condition: Callable[[], object], limit_s: float, what: str) -> None:
         time.sleep(_POLL_S)
 
 
-def turn(launcher: str, num_hosts: int, lost: int, way: str) -> tuple[float, int]:
+def turn(case: Case, num_hosts: int) -> tuple[float, int]:
     """Return the seconds without a step, and the steps that were repeated."""
+    launcher, lost = case.launcher, case.lost
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as name, hosts(num_hosts) as made:
         folder = Path(name)
         script = folder / "train.py"
         script.write_text(_SCRIPT)
         environ = {"BACKEND": "phalanx" if launcher == "phalanx run" else "gloo", "OMP_NUM_THREADS": "1"}
+        environ["START_S"] = str(case.start_s)
         started = []
         for host in made:
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            command = _command(launcher, made[0], num_hosts, host, script)
+            command = _command(case, made[0], num_hosts, host, script)
             started.append(host.start(command, {**environ, "GLOO_SOCKET_IFNAME": host.interface}, cwd=folder, **quiet))
         observer = made[1 if lost == 0 else 0]
 
@@ -99,7 +123,7 @@ def turn(launcher: str, num_hosts: int, lost: int, way: str) -> tuple[float, int
 
         _await(all_train, _STARTS_S, f"{launcher}: not all hosts train")
         began_s = time.monotonic()
-        getattr(made[lost], way)()
+        getattr(made[lost], case.way)()
 
         def after() -> list[tuple[int, int, float]]:
             return [row for row in _steps(folder, observer) if row[1] < num_hosts and row[2] > began_s]
@@ -112,21 +136,29 @@ def turn(launcher: str, num_hosts: int, lost: int, way: str) -> tuple[float, int
         return when_s - began_s, max(0, before[-1][0] - step + 1)
 
 
-def measure(rounds: int, num_hosts: int, *, with_torchrun: bool) -> dict[str, list[tuple[float, int]]]:
-    """Return what each turn took, by what happened."""
+def cases_of(num_hosts: int, *, with_torchrun: bool) -> dict[str, Case]:
+    """Return what is measured, by name."""
+    last = num_hosts - 1
     cases = {
-        "phalanx run, where they met killed": ("phalanx run", 0, "kill"),
-        "phalanx run, another killed": ("phalanx run", num_hosts - 1, "kill"),
-        "phalanx run, another cut off": ("phalanx run", num_hosts - 1, "cut"),
+        "phalanx run, where they met killed": Case("phalanx run", 0, "kill", 1.0),
+        "phalanx run, another killed": Case("phalanx run", last, "kill", 1.0),
+        "phalanx run, another killed, a script of 3 s": Case("phalanx run", last, "kill", 1.0, _START_S),
+        "the same, --no-keep": Case("phalanx run", last, "kill", _START_S + 3, _START_S, ("--no-keep",)),
+        "phalanx run, another cut off": Case("phalanx run", last, "cut", 5.0),
     }
     if num_hosts > 2:  # of two, the one at which they met goes on
-        cases["phalanx run, where they met cut off"] = ("phalanx run", 0, "cut")
+        cases["phalanx run, where they met cut off"] = Case("phalanx run", 0, "cut", 5.0)
     if with_torchrun:
-        cases[_TORCHRUN] = ("torchrun", num_hosts - 1, "kill")
+        cases[_TORCHRUN] = Case("torchrun", last, "kill")
+    return cases
+
+
+def measure(rounds: int, num_hosts: int, cases: dict[str, Case]) -> dict[str, list[tuple[float, int]]]:
+    """Return what each turn took, by what happened."""
     samples: dict[str, list[tuple[float, int]]] = {name: [] for name in cases}
     for _ in range(rounds):
-        for name, (launcher, lost, way) in cases.items():
-            samples[name].append(turn(launcher, num_hosts, lost, way))
+        for name, case in cases.items():
+            samples[name].append(turn(case, num_hosts))
             print(f"{name}: {samples[name][-1][0]:.2f} s, {samples[name][-1][1]} steps again", flush=True)
     return samples
 
@@ -141,13 +173,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why := why_no_hosts():
         print(why, file=sys.stderr)
         return 1
-    samples = measure(asked.rounds, asked.hosts, with_torchrun=not asked.no_torchrun)
+    cases = cases_of(asked.hosts, with_torchrun=not asked.no_torchrun)
+    samples = measure(asked.rounds, asked.hosts, cases)
     median = {name: statistics.median(took for took, _ in turns) for name, turns in samples.items()}
     for name, turns in samples.items():
         print(f"{name}: {median[name]:.2f} s (median of {len(turns)}), most {max(took for took, _ in turns):.2f} s")
     is_good = True
     for name in [name for name in samples if name != _TORCHRUN]:
-        most_s = _MOST_S["cut" if "cut" in name else "kill"]
+        most_s = cases[name].most_s
         again = max(steps for _, steps in samples[name])
         reached = median[name] <= most_s and again <= 1
         is_good &= reached

@@ -17,9 +17,12 @@ def test_a_short_run_sees_the_job_go_on_each_time(tmp_path):
     assert "Traceback" not in done.stderr, done.stderr
     [table] = json.loads((tmp_path / "record.json").read_text())["tables"]
     assert [row[0] for row in table["rows"]] == [
-        f"phalanx run, {who} {how}" for who, how in [
-            ("where they met", "killed"), ("another", "killed"), ("another", "cut off"), ("where they met", "cut off"),
-        ]
-    ]  # fmt: skip
+        "phalanx run, where they met killed",
+        "phalanx run, another killed",
+        "phalanx run, another killed, a script of 3 s",
+        "the same, --no-keep",
+        "phalanx run, another cut off",
+        "phalanx run, where they met cut off",
+    ]
     for what, median_s, _, _ in table["rows"]:
         assert (1.0 if "cut" in what else 0.0) < median_s < 60, what

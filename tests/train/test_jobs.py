@@ -121,12 +121,13 @@ def test_a_keeper_holds_nobodys_socket_so_that_each_end_is_noticed_at_once(tmp_p
 
 @pytest.mark.slow
 def test_a_restart_is_forked_from_a_process_that_has_the_scripts_imports(tmp_path):
-    parents, printed = [], []
+    parents, kept, printed = [], [], []
 
     def send(job, line):
         printed.append(line)
         if found := re.search(r"processes of the ranks: (\d+) (\d+)", line):
-            parents.append(parent_of(found[1]))
+            kept.append(found[1])
+            parents.append(parent_of(found[2]))
             if len(parents) == 1:
                 wait_until_ready(tmp_path)
                 os.kill(int(found[2]), signal.SIGKILL)
@@ -138,6 +139,7 @@ def test_a_restart_is_forked_from_a_process_that_has_the_scripts_imports(tmp_pat
     [modules] = (tmp_path / "runs" / "_small").glob("*/logs/attempt_0/rank_0/modules.json")
     assert "torch._dynamo" in json.loads(modules.read_text())
     assert len(set(parents)) == 2  # the first warden was relieved
+    assert len(set(kept)) == 1  # and the rank that was not to blame is still its child
     costs = [line for line in printed if "snapshots in memory" in line]
     assert costs
     assert all(re.search(r"(after each step|every \d+ steps): [\d.]+% of the time, [\d.]+ MiB", line) for line in costs)

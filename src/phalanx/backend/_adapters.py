@@ -44,8 +44,13 @@ class _Common:
     def name(self) -> str:
         return self._operations.title
 
-    def _get_sequence_number_for_group(self) -> int:
+    @property
+    def num_collectives(self) -> int:
+        """Number of collectives that this rank has begun in the group."""
         return self._operations._core.seq
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.num_collectives
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the core counts from the start, so there is nothing to agree on."""

@@ -277,6 +277,11 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "of several nodes: SIGTERM takes this one out of the job after the next snapshot, and the others go on",
             _switch,
         ),
+        Flag(
+            "no-keep",
+            "with --max-restarts: start every rank anew, also those that could go on in the same process",
+            _switch,
+        ),
         Flag("no-preload", "import torch in each rank, instead of once for all", _switch),
         Flag(
             "warm",

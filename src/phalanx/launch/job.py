@@ -40,6 +40,7 @@ class Job:
         master_port: Port of the store; 0: a free one, held by the supervisor.
         local_addr: Address of this node; empty: that from which it reaches the others.
         max_restarts: Number of times that the ranks are restarted after a failure.
+        keeps: Whether ranks that are not to blame for a failure may go on in the same process.
         drains: Whether the first SIGTERM takes this node out of a job of several, which goes on without it.
         grace_s: Seconds between SIGTERM and SIGKILL.
         signals: Signals that are passed on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
@@ -71,6 +72,7 @@ class Job:
     master_port: int = 0
     local_addr: str = ""
     max_restarts: int = 0
+    keeps: bool = True
     drains: bool = False
     grace_s: float = 30.0
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

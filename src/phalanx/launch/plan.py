@@ -113,6 +113,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         role=value["role"],
         local_addr=value["local-addr"],
         max_restarts=value["max-restarts"],
+        keeps=not value["no-keep"],
         drains=value["drain"],
         grace_s=value["shutdown-timeout"],
         signals=value["signals-to-handle"],

@@ -88,7 +88,8 @@ class Supervisor:
         self._notes = Notes()
         shown = next((screen for screen in (self._out, self._err) if screen.is_terminal), Screen(0))
         self._keyboard = Keyboard(self.events, shown, self._terminal_pid)
-        self._survivors = Survivors(self.events, self._rank_waits, self._rank_refuses)
+        is_on = self._job.keeps and self._job.max_restarts > 0
+        self._survivors = Survivors(self.events, self._rank_waits, self._rank_refuses, is_on=is_on)
         self._wardens = Wardens(
             self._job, self._folder, self.events, self._err, self._descriptors,
             on_start=self._rank_started, on_end=self._rank_ended, on_loss=self._lose_ranks,
@@ -150,6 +151,7 @@ class Supervisor:
             self.say(f"{signal.Signals(self._late).name}: the ranks are not started again")
         if self.received is not None:
             return None
+        self._await_ends()
         self._ending_by = self._first_failure_s = None
         self.began_s = time.monotonic()
         self._warden_failure: Outcome | None = None
@@ -217,10 +219,14 @@ class Supervisor:
         """End the processes that wait for the next attempt: it can't have them."""
         if any(rank.is_kept for rank in self._ranks):
             self._end_ranks(signal.SIGTERM)
-            while any(rank.end is None for rank in self._ranks):
-                self.wait()
-                self._keep_deadline()
-            self._ending_by = self.events.deadline = None
+            self._await_ends()
+
+    def _await_ends(self) -> None:
+        """Return when every process has ended that was told to end between two attempts."""
+        while any(rank.is_running for rank in self._ranks):
+            self.wait()
+            self._keep_deadline()
+        self._ending_by = self.events.deadline = None
 
     @property
     def ends(self) -> list[Outcome]:
@@ -429,7 +435,7 @@ class Supervisor:
         self.recovery.told_to_end()
         living = [rank for rank in self._ranks if rank.end is None] if ranks is None else ranks
         for rank in living:
-            rank.asked_to_end = True
+            rank.asked_to_end, rank.pause = True, None
         self._ending_by = sig
         self._stopping = []
         wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s

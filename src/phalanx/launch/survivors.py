@@ -18,20 +18,28 @@ class Survivors:
     """The connections of the ranks that have asked to be kept.
 
     Args:
+        is_on: Whether any may be kept.
         on_wait: Called with the pid of a process that has left its groups, and waits.
         on_refusal: Called with the pid of a process that was to be kept and can't be, and the reason.
 
     Attributes:
-        path: Where ranks ask; empty: there is no place for a socket, and none is kept.
+        path: Where ranks ask; empty: none is kept, or there is no place for a socket.
     """
 
     def __init__(
-        self, events: EventLoop, on_wait: Callable[[int], None], on_refusal: Callable[[int, str], None]
+        self,
+        events: EventLoop,
+        on_wait: Callable[[int], None],
+        on_refusal: Callable[[int, str], None],
+        *,
+        is_on: bool,
     ) -> None:
         self._events, self._on_wait, self._on_refusal = events, on_wait, on_refusal
         self._connections: dict[int, PacketSocket] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.path: str = ""
+        if not is_on:
+            return
         with contextlib.suppress(OSError):
             path = make_path("survivors")
             self._listener.bind(path)

@@ -255,6 +255,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         self._reducer.divide(division)
 
+    def remove_hooks(self) -> None:
+        """Take the wrapper off the model for good: no backward pass averages any more, and another can wrap it."""
+        self._reducer.remove_hooks()
+
     def take_averaging_s(self) -> float:
         """Return the time that backward passes have spent averaging gradients since the last call, in seconds.
 

@@ -125,6 +125,10 @@ class Reducer:
 
     # ---- before a pass ---------------------------------------------------------------------------------------------
 
+    def remove_hooks(self) -> None:
+        """Leave the model to itself: no gradient is averaged any more."""
+        _remove_all(self._handles)
+
     def follow_freezing(self) -> None:
         """Make the buckets anew if a parameter was frozen or unfrozen."""
         if [p.requires_grad for p in self._parameters] != self._is_trained:

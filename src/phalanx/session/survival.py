@@ -27,34 +27,54 @@ from phalanx.session import leave_session
 _T = TypeVar("_T")
 _CONNECT_S = 2.0
 _num_begun = 0  # in this process
+_is_open = False  # one of them, at present
 
 
 class Survivor:
     """While open, this process can be kept when another rank fails, if ``phalanx run`` keeps processes.
 
     A failure comes as an exception: of this rank's own next collective, or because the launcher has told it to stop,
-    whereupon a thread aborts all groups. Whoever holds this asks `can_outlive`, and if so calls `let_go` outside of
-    the exception's handler, and `rejoin`.
+    whereupon a thread aborts all groups.
 
     Args:
         why_not: Function that returns why this process can't go on, when another rank has failed; empty: it can.
+        let_go: Function that drops what belongs to the groups, before they are destroyed.
     """
 
-    def __init__(self, why_not: Callable[[], str]) -> None:
-        global _num_begun
-        _num_begun += 1
-        self._is_first = _num_begun == 1
-        self._why_not = why_not
+    def __init__(self, why_not: Callable[[], str], let_go: Callable[[], None] = lambda: None) -> None:
+        self._why_not, self._let_go = why_not, let_go
+        self._is_outermost = self._is_first = False
         self._channel: PacketSocket | None = None
         self._is_told = threading.Event()  # to stop
         self._places: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Survivor:
-        self._connect()
+        global _num_begun, _is_open
+        if not _is_open:
+            _num_begun += 1
+            self._is_outermost = _is_open = True
+            self._is_first = _num_begun == 1
+            self._connect()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._disconnect()
+        global _is_open
+        if self._is_outermost:
+            _is_open = False
+            self._disconnect()
+
+    def outlive(self, run: Callable[[], _T]) -> _T:
+        """Return what `run` returns; each time that another rank fails, call it again, with a new place in the job."""
+        while True:
+            try:
+                return run()
+            except Exception as error:
+                if not self._can_outlive(error):
+                    raise
+                failure = error
+            self._leave(failure)  # not in the handler: the exception holds frames, and these hold groups
+            del failure
+            self._rejoin()
 
     def _connect(self) -> None:
         path = _env.environment().get(_env.SURVIVORS_VARIABLE, "")
@@ -89,10 +109,11 @@ class Survivor:
                 self._is_told.set()
                 _abort_groups()
             else:
+                self._is_told.clear()
                 self._places.put(packet["environ"])
         self._places.put(None)
 
-    def can_outlive(self, error: Exception) -> bool:
+    def _can_outlive(self, error: Exception) -> bool:
         """Return whether this process goes on although `error` was raised: another rank has failed, and it can."""
         if self._channel is None or not (self._is_told.is_set() or is_victim(LastWords.of_error(error))):
             return False
@@ -103,9 +124,10 @@ class Survivor:
             self._channel.send({"refuses": why_not})
         return not why_not
 
-    def let_go(self, error: Exception) -> None:
-        """Leave all groups, and free what the failed call still holds. `error` is no longer being handled."""
+    def _leave(self, error: Exception) -> None:
+        """Leave all groups, and free what the failed call still holds."""
         _last_words.tell(error)
+        self._let_go()
         for one in origins(error):
             traceback.clear_frames(
                 one.__traceback__
@@ -115,7 +137,7 @@ class Survivor:
         gc.collect()  # hooks of a wrapper end with it
         writer.stop()
 
-    def rejoin(self) -> None:
+    def _rejoin(self) -> None:
         """Wait until the launcher has a place for this process, and take it; the next group is made there.
 
         Raises:
@@ -129,12 +151,16 @@ class Survivor:
         place = self._places.get()
         if place is None:
             raise SystemExit(1)
-        self._is_told.clear()
         _env.update(place)
         memory.renew()
         saving.renew()
         if not place[_env.SURVIVORS_VARIABLE]:  # the last attempt
             self._disconnect()
+
+
+def may_outlive() -> bool:
+    """Return whether an error that another rank's failure has caused may be one that this process outlives."""
+    return _is_open
 
 
 def _abort_groups() -> None:
@@ -182,13 +208,4 @@ def resilient(train: Callable[[], _T]) -> _T:
         return loading.why_not_loadable()
 
     with Survivor(why_not) as survivor:
-        while True:
-            try:
-                return train()
-            except Exception as error:
-                if not survivor.can_outlive(error):
-                    raise
-                failure = error
-            survivor.let_go(failure)
-            del failure
-            survivor.rejoin()
+        return survivor.outlive(train)

@@ -127,6 +127,11 @@ class Loggers:
                 )
         return ""
 
+    @property
+    def can_open_again(self) -> bool:
+        """Whether all loggers are made here; an object of the script's may end when it is closed."""
+        return all(isinstance(one, str) for one in self._given)
+
     def open(self, run: Run, attempt: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
         """Begin to log.
 

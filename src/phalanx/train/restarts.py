@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from phalanx import _env
 from phalanx._rank_group import RankGroup
 from phalanx.checkpoint.memory import memory
+from phalanx.session.survival import may_outlive
 from phalanx.train.loggers import IDS
 
 _trained: dict[str, weakref.ref[object]] = {}  # who trained last in a folder
@@ -44,8 +45,10 @@ def words_of_another(trainer: object, folder: str, goes_on: bool) -> str:
 def leave_if_restarted() -> None:
     """End this process at once if ``phalanx run`` will start the ranks again, from the last snapshot.
 
-    An orderly end of the interpreter takes longer than the restart.
+    An orderly end of the interpreter takes longer than the restart. A process that may be kept does not end here.
     """
+    if may_outlive():
+        return
     if not memory().problem and _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT"):
         traceback.print_exc()
         sys.stdout.flush()

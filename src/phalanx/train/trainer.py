@@ -15,11 +15,13 @@ from phalanx import _trial, checkpoint, session
 from phalanx._env import PREEMPTED_CODE
 from phalanx._errors import NonFinite, RankFailed, ReplicaMismatch
 from phalanx._rank_group import RankGroup
+from phalanx.checkpoint.loading import why_not_loadable
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules
 from phalanx.parallel.sentinel import LEAST_OF_A_CYCLE
 from phalanx.record import writer
+from phalanx.session.survival import Survivor
 from phalanx.train import determinism, restarts
 from phalanx.train.arguments import check_arguments, check_fit
 from phalanx.train.evaluation import Evaluator
@@ -33,6 +35,7 @@ from phalanx.train.memory_format import lay_out_model
 from phalanx.train.objective import Objective
 from phalanx.train.open_feed import open_feed
 from phalanx.train.origin import describe_origin, processes_of
+from phalanx.train.place import Place
 from phalanx.train.preemption import Preemption, leave
 from phalanx.train.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
 from phalanx.train.run_log import RunLog
@@ -40,7 +43,7 @@ from phalanx.train.saving import RunSaver
 from phalanx.train.settings import Settings
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.stepper import Stepper
-from phalanx.train.wrapper import wrap
+from phalanx.train.wrapper import leave_wrapper, wrap
 
 _AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
 _NOT_FINITE = 1 << 10  # above every signal's number, in what ranks agree on
@@ -147,17 +150,16 @@ class Trainer:
             raise ValueError('Trainer: ReduceLROnPlateau needs scheduler_interval="epoch"')
         if s.channels_last:
             lay_out_model(model)
-        self.session: session.Session = session.init()
-        self._ranks = RankGroup()
-        self._loggers = Loggers(loggers, self._ranks)
         if s.deterministic:
             determinism.prepare(model)
-        self.device: torch.device = self.session.device
         self.module: nn.Module = checkpoint.unwrap(model)
-        self.model: nn.Module = wrap(model, self.device, self.session.world_size)
         self.optimizer: torch.optim.Optimizer = optimizer
         self.scheduler: Any = scheduler
         self.callbacks: Sequence[Any] = callbacks
+        self._given_model, self._given_loggers = model, loggers
+        self._objective, self._has_callbacks, self._collate_fn = objective, has_callbacks, collate_fn
+        self._place = Place()
+        self._join()
         self.folder: str = restarts.run_folder(s.folder)
         self.checkpoints: str = os.path.join(self.folder, "checkpoints")
         self.step: int = 0
@@ -169,11 +171,22 @@ class Trainer:
         self._first_world_size = self.session.world_size
         self._agreed_signal = 0
         self._agree_every, self._next_agreement = 1, 0  # steps between two; number of steps done
-        self._collate_fn = collate_fn
-        in_steps = scheduler if s.scheduler_interval == "step" else None
-        divides = "never" if has_callbacks and s.divide_optimizer == "auto" else s.divide_optimizer
-        self._stepper = Stepper(self.model, optimizer, in_steps, objective, self._ranks, self.session, s, divides)
-        self._evaluator = Evaluator(self.model, objective, self._ranks, self.device, s, collate_fn)
+
+    def _join(self) -> None:
+        """Join the job, and make what belongs to its process group; again if the group is another one now."""
+        s = self.settings
+        self.session: session.Session = session.init()
+        self._ranks = RankGroup()
+        self._loggers = Loggers(self._given_loggers, self._ranks)
+        self.device: torch.device = self.session.device
+        self.model: nn.Module = wrap(self._given_model, self.device, self.session.world_size)
+        in_steps = self.scheduler if s.scheduler_interval == "step" else None
+        divides = "never" if self._has_callbacks and s.divide_optimizer == "auto" else s.divide_optimizer
+        self._stepper = Stepper(
+            self.model, self.optimizer, in_steps, self._objective, self._ranks, self.session, s, divides
+        )
+        self._evaluator = Evaluator(self.model, self._objective, self._ranks, self.device, s, self._collate_fn)
+        self._place.note_joined()
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -202,15 +215,32 @@ class Trainer:
             SystemExit: Any rank got SIGTERM, SIGUSR1 or Ctrl-C, and everything is saved. The code is 75, or 130 after a
                 Ctrl-C without a launcher.
         """
-        try:
+
+        def run() -> dict[str, float]:
+            if self._place.is_lost:
+                self._join()
+                self._agreed_signal, self._agree_every, self._next_agreement = 0, 1, 0
             with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
                 return self._fit(data, validation_data, batch_sampler)
+
+        why_not = self._place.why_not_kept(self._given_model, self.optimizer, self.callbacks, self._loggers, data)
+        try:
+            with Survivor(lambda: why_not or why_not_loadable(), self._leave_group) as survivor:
+                return survivor.outlive(run)
         except (NonFinite, ReplicaMismatch):
             self._run_log.report()
             raise
         except RankFailed:
             restarts.leave_if_restarted()
             raise
+
+    def _leave_group(self) -> None:
+        """Drop what belongs to a process group that has failed, and leave the model and the optimizer as they are."""
+        self._place.is_lost = True
+        leave_wrapper(self.model)
+        self.model = self.module
+        for name in ("_stepper", "_evaluator", "_sentinel", "_guard", "_snapshots", "_saver", "_run_log", "_feed"):
+            self.__dict__.pop(name, None)
 
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         s = self.settings

@@ -14,9 +14,20 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")
 
 
+def can_wrap(model: nn.Module) -> bool:
+    """Return whether the wrapper is made here, so that it can be made again for another process group."""
+    return model is checkpoint.unwrap(model) and not is_sharded(model)
+
+
+def leave_wrapper(model: nn.Module) -> None:
+    """Take a wrapper that `wrap` has made off the model, for good."""
+    if isinstance(model, DistributedDataParallel):
+        model.remove_hooks()
+
+
 def wrap(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
     """Return the model as it trains on all ranks; one that is wrapped already stays as it is."""
-    if model is not checkpoint.unwrap(model) or is_sharded(model):
+    if not can_wrap(model):
         return model
     model.to(device)
     return DistributedDataParallel(model) if world_size > 1 else model

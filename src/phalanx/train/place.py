@@ -1,0 +1,69 @@
+"""Whether a trainer's process can be given another place in the job, beside processes that are started anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.train.feed import is_dataset
+from phalanx.train.loggers import Loggers
+from phalanx.train.wrapper import can_wrap
+
+
+class Place:
+    """A trainer's place in a process group.
+
+    A new process runs the script from its beginning, and kept ones only what a trainer does when it joins the job. So
+    they meet only if the script itself has called no collective before `Trainer.fit`.
+
+    Attributes:
+        is_lost: Whether the group has failed, so that the trainer has to join the job again.
+    """
+
+    def __init__(self) -> None:
+        self.is_lost: bool = False
+        self._had_group = dist.is_available() and dist.is_initialized()
+        self._num_collectives = 0
+
+    def note_joined(self) -> None:
+        """Note that the trainer has done all that it does when it joins the job."""
+        self.is_lost = False
+        self._num_collectives = _num_collectives()
+
+    def why_not_kept(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        callbacks: Sequence[Any],
+        loggers: Loggers,
+        data: Any,
+    ) -> str:
+        """Return why the trainer can't join another group, when `fit` begins; empty if it can."""
+        # A new process would have the state that the script makes: the ranks' copies of the model might part.
+        lasting = [c for c in callbacks if getattr(c, "__dict__", None) and not hasattr(c, "load_state_dict")]
+        if lasting:
+            return (
+                f"the callback {type(lasting[0]).__qualname__} has attributes, and no load_state_dict to set them back"
+            )
+        if self._had_group:
+            return "a process group was made before the Trainer"
+        if self._num_collectives != _num_collectives():
+            return "the script has called collectives between Trainer() and fit()"
+        if not can_wrap(model):
+            return "the script has wrapped the model itself"
+        if hasattr(optimizer, "process_group"):
+            return "the optimizer has a process group of its own"
+        if not is_dataset(data):
+            return "fit() was given a loader, which divides its data among the ranks of before"
+        if not loggers.can_open_again:
+            return "a logger is an object of the script's, which is closed"
+        return ""
+
+
+def _num_collectives() -> int:
+    """Return how many collectives the default group has seen; of a group that does not tell, none are assumed."""
+    return int(getattr(dist.group.WORLD, "num_collectives", 0)) if dist.is_initialized() else 0

@@ -1,0 +1,65 @@
+"""A `Trainer` whose process outlives the failure of another rank."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launch.jobs import run_job
+
+SCRIPT = """
+import torch, phalanx
+from torch import nn
+from torch.utils.data import TensorDataset
+
+phalanx.seed_everything(0)
+inputs = torch.randn(600, 8)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+print("process", os.getpid(), flush=True)
+
+class Kill:
+    def on_step(self, trainer):
+        if DIES and trainer.step == 8 and RANK == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+BEFORE
+trainer = phalanx.Trainer(
+    model, optimizer, nn.functional.mse_loss, scheduler=scheduler, scheduler_interval="epoch", max_epochs=3,
+    global_batch_size=100, num_workers=1, snapshot_every=1, callbacks=[Kill()], **MORE,
+)
+trainer.fit(data, data)
+print("result", sum(parameter.double().sum().item() for parameter in model.parameters()).hex(), flush=True)
+"""
+
+
+def script(dies, before="", more=""):
+    return SCRIPT.replace("DIES", str(dies)).replace("BEFORE", before).replace("MORE", f"dict({more})")
+
+
+def result_of(done):
+    assert done.returncode == 0, done.stderr
+    [result] = set(re.findall(r"result (\S+)", done.stdout))
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", "divide_optimizer='always', clip_norm=1.0"], ids=["plain", "divided"])
+def test_a_run_goes_on_in_the_processes_that_did_not_fail_to_the_same_bits(tmp_path, more):
+    done = run_job(tmp_path, script(True, more=more), "--max-restarts", "1")
+    assert "phalanx run: rank 0 goes on in the same process" in done.stderr
+    assert done.stdout.count("process ") == 3
+    assert re.search(r"going on after step [78], from memory", done.stdout)
+    (tmp_path / "undisturbed").mkdir()
+    assert result_of(done) == result_of(run_job(tmp_path / "undisturbed", script(False, more=more)))
+
+
+@pytest.mark.slow
+def test_a_trainer_behind_collectives_of_the_script_is_started_anew(tmp_path):
+    done = run_job(tmp_path, script(True, before="phalanx.init().barrier()"), "--max-restarts", "1")
+    assert "phalanx run: rank 0 can't be kept: a process group was made before the Trainer" in done.stderr
+    assert done.stdout.count("process ") == 4
+    assert result_of(done)
