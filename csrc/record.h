@@ -38,6 +38,7 @@ enum class EventKind : std::uint16_t {
   kStep,        // an optimizer step. seq: its number; value: samples
   kPhase,       // of a step or beside it. text: name; seq: the step's number
   kNote,        // something said. text: the words
+  kCall,        // of a collective whose end is not known. code, text, seq, value: as of kCollective
 };
 
 struct alignas(kCacheLine) Event {

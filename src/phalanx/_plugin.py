@@ -5,6 +5,7 @@ name) or :func:`autoload` (every version, at the end of ``import torch``). Nothi
 created, and no error here may break ``import torch``.
 """
 
+import os
 from typing import Any
 
 
@@ -74,6 +75,10 @@ def autoload() -> None:
             from phalanx import _alone
 
             _alone.watch()
+            if os.getpgrp() == os.getpid():  # a rank itself, and not what it has started
+                from phalanx.record import gloo
+
+                gloo.watch()
         if _env.TRIAL_VARIABLE in environ:
             from phalanx import _trial
 

@@ -84,6 +84,26 @@ def test_a_box_without_collectives_leaves_the_call_to_the_stack():
     assert (found.call.op, found.last, found.progress) == ("all_reduce", None, {})
 
 
+BACKWARD = of_torch("_engine_run_backward", "torch/autograd/graph.py")
+CALLED = ENDED._replace(kind="call")
+
+
+@pytest.mark.parametrize(
+    ("library", "state", "events", "op"),
+    [
+        (BACKWARD, "S", (ENDED, CALLED), "backward"),  # which averages gradients on Gloo
+        (BACKWARD, "R", (ENDED, CALLED), ""),
+        (BACKWARD, "S", (ENDED,), ""),  # whoever records each wait does not wait
+        (of_torch("recv"), "S", (ENDED,), "recv"),
+        (Frame("Event.wait", "threading.py", 1, "Python"), "S", (ENDED, CALLED), ""),
+    ],
+)
+def test_waits_that_gloo_tells_nobody_of_are_told_by_the_stack(library, state, events, op):
+    found = doing(seen(library, state=state, box=box(*events)))
+    assert (found.call.op if found.call else "") == op
+    assert (found.progress, found.last.op) == ({"default": 1}, "all_reduce")
+
+
 def test_a_backward_pass_that_computes_waits_for_nobody():
     assert doing(seen(of_torch("_engine_run_backward", "torch/autograd/graph.py"), state="R")).call is None
 

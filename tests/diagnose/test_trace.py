@@ -55,6 +55,15 @@ def test_what_overlaps_without_nesting_is_shown_on_a_track_of_its_own():
     assert names == {"main thread", "main thread (overlapping)"}
 
 
+def test_a_call_without_an_end_is_shown_as_a_mark():
+    call = Event(1, 5 * MS, 5 * MS + 900, "call", "all_reduce", "default", "train.py:31", 1000, 7, 4)
+    trace = make_trace([Box(0, 1, 1000, 5, "host", 0, 1, (call,))])
+    check_format(trace)
+    (mark,) = [event for event in trace["traceEvents"] if event["ph"] == "i"]
+    assert (mark["name"], mark["cat"]) == ("all_reduce", "call")
+    assert mark["args"] == {"group": "default", "number": 7, "elements": 4, "line": "train.py:31"}
+
+
 def test_memory_is_shown_as_a_counter():
     events = tuple(
         Event(number, number * MS, number * MS, "note", "", MEMORY, "", 1000, 0, number << 20) for number in range(1, 4)

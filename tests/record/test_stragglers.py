@@ -128,6 +128,14 @@ def test_a_phase_whose_end_was_overwritten_does_not_last_for_ever():
     assert ledger.verdict().named[0].phase == "backward"
 
 
+def test_ranks_that_hide_their_waits_are_not_judged():
+    boxes = Job(2, slower={1: 0.3}).boxes(200)
+    calls = [event._replace(kind="call") if event.kind == "collective" else event for event in boxes[0].events]
+    ledger = Ledger()
+    ledger.add([boxes[0].with_events(calls), boxes[1]])
+    assert ledger.verdict().kind == "unknown"
+
+
 def test_a_restart_begins_anew():
     ledger = Ledger()
     ledger.add(Job(2, slower={0: 0.3}).boxes(100))

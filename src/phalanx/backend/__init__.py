@@ -26,9 +26,9 @@ from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._members import Ranks
 from phalanx.backend._ops import Operations
-from phalanx.backend._work import call_site, shown_file
 from phalanx.debugging import attached
 from phalanx.record import writer
+from phalanx.record.sites import call_site, shown_file
 
 __all__ = ["PhalanxGroup"]
 

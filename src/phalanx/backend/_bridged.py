@@ -26,8 +26,8 @@ from phalanx.backend._members import Members
 from phalanx.backend._messages import Messages
 from phalanx.backend._steps import Steps
 from phalanx.backend._tasks import Task, Tasks, Watch
-from phalanx.backend._work import call_site
 from phalanx.record import writer
+from phalanx.record.sites import call_site
 
 _SLICE = timedelta(seconds=LOOK_S)
 _CALLER_BYTES = 1 << 20  # larger calls run on the group's thread, so that Ctrl-C need not wait for the network

@@ -25,7 +25,8 @@ from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, plain
 from phalanx.backend._sparse import sum_sparse
 from phalanx.backend._types import RedOpType
-from phalanx.backend._work import PhalanxWork, call_site, finished
+from phalanx.backend._work import PhalanxWork, finished
+from phalanx.record.sites import call_site
 
 Call = _core.Call
 Settle = Callable[[], None]

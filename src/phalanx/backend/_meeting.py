@@ -33,7 +33,7 @@ from phalanx._store import (
 from phalanx._text import enumerated
 from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
 from phalanx.backend._wording import error_of, join_call, report_stall
-from phalanx.backend._work import call_site
+from phalanx.record.sites import call_site
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import torch
 from phalanx import _core
 from phalanx._tensors import is_expanded, span_bytes
 from phalanx.backend._members import Ranks
-from phalanx.backend._work import call_site
+from phalanx.record.sites import call_site
 
 Tensors = list[torch.Tensor]
 Addresses = list[int]

@@ -24,7 +24,8 @@ from phalanx.backend._flight import Joined
 from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, addresses_of, do_overlap
 from phalanx.backend._types import DTYPE_CODES, RedOpType
-from phalanx.backend._work import Over, PhalanxWork, call_site
+from phalanx.backend._work import Over, PhalanxWork
+from phalanx.record.sites import call_site
 
 _WRAPPED = timedelta(days=-100_000)  # anything below is a timeout so large, such as timedelta.max, that it wrapped
 _TO_BEGIN = 32  # most collectives before a training's first step: models are compared, weights are sent

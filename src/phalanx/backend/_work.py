@@ -6,64 +6,18 @@ import atexit
 import contextlib
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import typing_extensions
 from torch.distributed import Work
 
 from phalanx import _core
-from phalanx._errors import hand_over, printable
+from phalanx._errors import hand_over
 
-_SKIPPED = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    typing_extensions.__file__,  # wraps what torch deprecates
-)
 _MOMENT_S = 0.001
-_PYTHON = os.path.dirname(os.__file__) + os.sep
-
-
-# How the file of a function is shown, "" for those that are passed over. By identity, since the hash of a code object
-# costs as much as the rest of the call together; each entry keeps its function, so that no other takes the number.
-_shown: dict[int, tuple[str, CodeType]] = {}
-
-
-def shown_file(code: CodeType) -> str:
-    """Return how the file of a code object is shown; empty if it is torch's, ours or the standard library's."""
-    path = printable(code.co_filename)  # a name need not be UTF-8, and may hold what would control a terminal
-    if path.startswith((*_SKIPPED, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path):
-        return ""
-    try:
-        folder = os.getcwd()
-    except (FileNotFoundError, PermissionError):  # deleted or closed meanwhile
-        return path
-    return os.path.relpath(path, folder) if path.startswith(folder + os.sep) else path
-
-
-def call_site(frame: FrameType | None = None) -> str:
-    """Return "file.py:line" of the innermost frame outside torch, phalanx and the standard library.
-
-    Args:
-        frame: Frame at which to start; None: the caller's. A thread about which others may ask leaves its frame with
-            them, because sys._current_frames() can hang the process while a thread starts or ends (gh-106883, Python
-            before 3.11.9).
-    """
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        known = _shown.get(id(code))
-        if known is None:
-            known = _shown[id(code)] = shown_file(code), code
-        if known[0]:
-            return f"{known[0]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 class Completer:

@@ -196,7 +196,11 @@ def _call(look: Look, main: Thread | None, has_recorded: bool) -> Call | None:
     """Return the operation in which a rank waits for others; None if it does not."""
     if main is not None and (call := _at_breakpoint(main)) is not None:
         return call
-    return _recorded(look) if has_recorded else _call_on(main, look) if main is not None else None
+    found = _recorded(look) if has_recorded else None
+    if found is None and main is not None and (told := _call_on(main, look)) is not None:
+        is_hidden = told.is_message or (look.box is not None and any(one.kind == "call" for one in look.box.events))
+        found = told if not has_recorded or (is_hidden and look.stand.state in _SLEEPING) else None
+    return found
 
 
 def _at_breakpoint(thread: Thread) -> Call | None:
@@ -231,7 +235,7 @@ def _awaits(look: Look) -> bool:
 def _last(look: Look) -> Call | None:
     """Return the last operation that a rank with a box has ended."""
     assert look.box is not None
-    ended = [event for event in look.box.events if event.ended_ns and event.kind in ("collective", "message")]
+    ended = [event for event in look.box.events if event.ended_ns and event.kind in ("collective", "message", "call")]
     if not ended:
         return None
     event = max(ended, key=lambda event: event.ended_ns)
@@ -251,7 +255,7 @@ def _call_of(event: Event, now_ns: int) -> Call:
 
 
 def _progress(box: Box) -> dict[str, int]:
-    return {event.text: event.seq for event in box.events if event.kind == "collective" and event.text}
+    return {event.text: event.seq for event in box.events if event.kind in ("collective", "call") and event.text}
 
 
 def _call_on(thread: Thread, look: Look) -> Call | None:

@@ -75,7 +75,9 @@ def _awaited(doing: Activity, activities: Sequence[Activity]) -> set[int]:
     if call.is_message and call.group in ("", WORLD) and call.peer is not None:
         return {one.rank for one in others if one.rank == call.peer}
     if call.is_message:  # in a group whose ranks are numbered otherwise: one of its members
-        return {one.rank for one in others if one.call is None and (not one.progress or call.group in one.progress)}
+        return {
+            one.rank for one in others if one.call is None and (not one.progress or call.group in ("", *one.progress))
+        }
     if call.seq:
         late = {one.rank for one in others if _is_late(one, call)}
         if not late:  # its last call in this group may be too long ago to be known

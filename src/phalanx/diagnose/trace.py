@@ -114,7 +114,7 @@ class _Rank:
             shown |= _content(event)
             if event.kind == "note" and event.text == MEMORY:
                 shown |= {"ph": "C", "args": {"MiB": event.value >> 20}}
-            elif event.kind == "note":
+            elif event.kind in ("note", "call"):
                 shown |= {"ph": "i", "s": "t"}
             else:
                 shown["dur"] = _micros((event.ended_ns or end_ns) - event.begun_ns)
@@ -126,7 +126,7 @@ class _Rank:
 def _content(event: Event) -> _TraceEvent:
     """Return name, category and arguments of a slice."""
     args: dict[str, Any]
-    if event.kind == "collective":
+    if event.kind in ("collective", "call"):
         name, args = event.op, {"group": event.text, "number": event.seq, "elements": event.value}
     elif event.kind == "message":
         name, args = event.op, {"group": event.text, "elements": event.value}

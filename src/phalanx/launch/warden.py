@@ -316,12 +316,19 @@ def _leave_libraries_alone() -> None:
         _libc.__cxa_atexit(_libc.fflush, None, None)  # before that
 
 
+def _watch_gloo() -> None:
+    from phalanx.record import gloo  # loads the core, which the warden does without
+
+    gloo.watch()
+
+
 def _go_on(packet: Mapping[str, Any]) -> None:
     """Undo what a rank shares with its siblings only because it was forked."""
     _leave_libraries_alone()
     if "torch" in sys.modules:
         obey_launcher()
         _alone.watch()
+        _watch_gloo()
         _trial.begin()
     attached.listen()
     # The script's namespace must not be among what the collector passes by: it holds all that the script holds.

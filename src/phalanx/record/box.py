@@ -40,7 +40,7 @@ _EVENT = struct.Struct("<QQQHHIIIQQ8x")
 _TEXT_BYTES = 124 * 1024
 BOX_BYTES = _PAGE + 8192 * _EVENT.size + _TEXT_BYTES
 """Of a box that this phalanx writes."""
-_KINDS = ("", "collective", "message", "step", "phase", "note")
+_KINDS = ("", "collective", "message", "step", "phase", "note", "call")
 OPS = (
     "", "join", "barrier", "broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter",
     "all_to_all", "send", "recv",
@@ -55,7 +55,7 @@ class Event(NamedTuple):
         number: Number in its box, from 1.
         begun_ns: Time of its beginning, by CLOCK_MONOTONIC of the host.
         ended_ns: Time of its end; 0 if it has not ended.
-        kind: "collective", "message", "step", "phase" or "note".
+        kind: "collective", "message", "step", "phase", "note", or "call": of a collective whose end is not known.
         op: Name of the collective or the message, such as ``all_reduce``.
         text: Name of the group or of the phase, or the words of a note; of a step, ``of N``, the last that can come.
         site: Line of the call, such as ``train.py:31``; empty if it is not known.

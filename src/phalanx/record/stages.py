@@ -56,6 +56,7 @@ class _Rank:
 
     def __init__(self) -> None:
         self.groups: set[str] = set()
+        self.hides_waits = False  # it calls collectives of whose end nothing is known
         self.left_ns = 0  # when it left the last collective
         self.arrived_ns = 0  # its arrival at the newest collective of the present stage
         self.leaves_ns = 0  # when it left all collectives of the present stage
@@ -76,6 +77,8 @@ class _Rank:
                 self._steps.append((event.begun_ns, event.seq))
             elif event.kind == "phase":
                 self._take_phase(event)
+            elif event.kind == "call":
+                self.hides_waits = True
             elif event.kind == "collective" and event.ended_ns:
                 self.groups.add(event.text)
                 yield event
@@ -140,7 +143,7 @@ class Stages:
         for place, (state, box) in enumerate(zip(self._states, boxes, strict=True)):
             for event in state.news(box):
                 self._calls.setdefault((event.text, event.seq), [None] * len(boxes))[place] = event
-        return self._complete()
+        return [] if any(state.hides_waits for state in self._states) else self._complete()
 
     def _complete(self) -> list[Stage]:
         """Take what all ranks have left out of the calls, in order; pass over what can't be completed any more."""

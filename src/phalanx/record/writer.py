@@ -19,7 +19,7 @@ _core: Any = None
 with contextlib.suppress(ImportError, OSError):  # a system without the core, on which training goes on with Gloo
     from phalanx import _core
 
-_COLLECTIVE, _STEP, _PHASE, _NOTE = 1, 3, 4, 5  # EventKind of csrc/record.h
+_COLLECTIVE, _STEP, _PHASE, _NOTE, _CALL = 1, 3, 4, 5, 6  # EventKind of csrc/record.h
 _OP_CODES = {op: code for code, op in enumerate(OPS)}
 _MOST = 2**64 - 1
 
@@ -118,6 +118,11 @@ def end(event: int) -> None:
 def begin_collective(op: str, dtype: int, group: str, seq: int, num_elems: int, site: str) -> int:
     """Record that a collective begins which the core does not know as one; return its event, for `end`."""
     return _begin(_COLLECTIVE, _OP_CODES[op] | dtype << 8, group, seq, num_elems, site)
+
+
+def note_call(op: str, group: str, seq: int, num_elems: int, site: str) -> None:
+    """Record that a collective was called of whose end nobody tells."""
+    end(_begin(_CALL, _OP_CODES[op], group, seq, num_elems, site))
 
 
 def begin_step(step: int, num_samples: int = 0, num_steps: int = 0) -> int:

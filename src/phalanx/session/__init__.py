@@ -21,7 +21,7 @@ from phalanx._last_words import tell_when_ended
 from phalanx._loop import LoopTools
 from phalanx._sockets import keep_paths_short
 from phalanx.launch.schedulers import Placement
-from phalanx.record import writer
+from phalanx.record import gloo, writer
 from phalanx.session.meeting_point import contract, find_place, meet, place_by_hosts
 
 
@@ -153,6 +153,7 @@ def init(
     """
     global _current
     tell_when_ended(writer.note)
+    gloo.watch()
     limit = None if timeout is None else timedelta(seconds=_env.seconds("timeout", timeout))
     arguments = (backend, device, timeout, init_method, rank, world_size)
     if _current is not None and not dist.is_initialized():

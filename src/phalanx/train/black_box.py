@@ -138,7 +138,7 @@ def _last_moments(boxes: Sequence[Box]) -> tuple[int, int]:
 def _bars_of(box: Box, begin_ns: int, end_ns: int, names: dict[str, int], place: int) -> str:
     """Return the row of a rank: phases as high as the row, collectives and messages as a band in the middle."""
     bars = []
-    for kind, top, height in (("phase", 1, 8), ("collective", 3, 4), ("message", 3, 4)):
+    for kind, top, height in (("phase", 1, 8), ("collective", 3, 4), ("call", 3, 4), ("message", 3, 4)):
         for event in box.events:
             ended = event.ended_ns or end_ns
             if event.kind != kind or ended < begin_ns:
@@ -159,8 +159,10 @@ def _colour(number: int) -> str:
 
 
 def _title(event: Event, ended_ns: int) -> str:
-    number = f" #{event.seq}" if event.kind == "collective" else ""
+    number = f" #{event.seq}" if event.kind in ("collective", "call") else ""
     site = f" at {event.site}" if event.site else ""
+    if event.kind == "call":  # nobody knows how long it took
+        return f"call of {event.op}{number}{site}"
     end = "" if event.ended_ns else ", did not end"
     return f"{event.op or event.text}{number}{site}: {seconds((ended_ns - event.begun_ns) / 1e9)}{end}"
 
@@ -171,6 +173,8 @@ def _last_words(box: Box, end_ns: int) -> str:
         if event.kind in ("collective", "message", "phase") and not event.ended_ns:
             return f"was in {_title(event, end_ns)}"
     for event in reversed(box.events):
+        if event.kind == "call":
+            return f"had made its {_title(event, event.ended_ns)}"
         if event.kind in ("collective", "message"):
             return f"had left {_title(event, event.ended_ns)}"
     return "had not called any collective"

@@ -1,0 +1,152 @@
+"""What a job on torch's own Gloo does is recorded, too: its calls, whom they wait for, and how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.record.box import load_boxes
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.distributed.ProcessGroup, "register_pre_hook"), reason="before torch 2.14 groups have no hooks"
+)
+PHALANX = [sys.executable, "-m", "phalanx"]
+LAUNCHES = {"forked": [], "executed": ["--no-python", sys.executable]}
+CALLS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+pair, alone = dist.new_group([0, 1]), dist.new_group([1])
+x = torch.ones(3)
+dist.all_reduce(x, group=pair)
+dist.all_reduce(x, async_op=True).wait()
+dist.broadcast(x, 0)
+dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+dist.barrier()
+"""
+
+
+def run(folder: Path, script: str, *args: str, launch: str = "forked") -> subprocess.CompletedProcess[str]:
+    (folder / "job.py").write_text(script)
+    command = [*PHALANX, "run", "--nproc-per-node", "2", *LAUNCHES[launch], "job.py", *args]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_each_call_has_its_group_number_and_line(tmp_path, launch):
+    done = run(tmp_path, CALLS, launch=launch)
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("runs/job/*/blackbox/attempt_0")
+    for box in load_boxes(folder):
+        assert (box.world_size, len(box.events) > 8) == (2, True)
+        assert all(event.ended_ns > event.begun_ns for event in box.events)
+        told = [(event.kind, event.op, event.text, event.seq, event.site) for event in box.events]
+        line = "job.py:{}".format
+        joins = [one for one in told if one[1] == "join"]
+        pair = joins[1][2]
+        assert [one[2] for one in joins][:2] == ["default", pair]
+        assert len(joins) == 2 + (box.rank == 1)
+        of_ddp = [one for one in told if one[4] == line(10) or one[4] == line(11)]
+        assert {one[0] for one in of_ddp} == {"call"}
+        assert of_ddp[-1][1:] == ("all_reduce", "default", 3 + len(of_ddp), line(11))
+        assert [one for one in told if one not in joins + of_ddp] == [
+            ("collective", "all_reduce", pair, 1, line(6)),
+            ("call", "all_reduce", "default", 1, line(7)),
+            ("collective", "broadcast", "default", 2, line(8)),
+            ("collective", "reduce_scatter", "default", 3, line(9)),
+            ("collective", "barrier", "default", 4 + len(of_ddp), line(12)),
+        ]
+
+
+# Rank 1 of one pair hangs, while the other pair has no call to make.
+HANGS = """
+import threading, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+rank = dist.get_rank()
+for step in range(5):
+    if (rank, step) == (1, 3):
+        threading.Event().wait()
+    dist.all_reduce(torch.ones(2), group=pairs[rank // 2])
+threading.Event().wait()
+"""
+
+
+def test_whoever_is_missing_in_a_group_is_named_and_still_is_when_all_are_dead(tmp_path):
+    (tmp_path / "job.py").write_text(HANGS)
+    command = [*PHALANX, "run", "--nproc-per-node", "4", "job.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        answer: dict[str, object] = {}
+        while (
+            answer.get("kind") != "absent"
+            or [one["progress"] for one in answer["ranks"]][2:] != [{"default": 0, "2": 5}] * 2
+        ):
+            assert time.monotonic() < deadline, answer
+            asked = [*PHALANX, "why", "--json", str(process.pid)]
+            said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout
+            answer = json.loads(said or "{}")
+        assert (answer["culprits"], answer["waiters"]) == ([1], [0])
+        assert (answer["call"]["op"], answer["call"]["seq"], answer["call"]["site"]) == ("all_reduce", 4, "job.py:9")
+        top = [*PHALANX, "top", "--json", str(process.pid)]
+        seen = json.loads(subprocess.run(top, capture_output=True, text=True, timeout=60, check=True).stdout)
+        assert "all_reduce #4" in json.dumps(seen)
+        for rank in answer["ranks"]:
+            with contextlib.suppress(ProcessLookupError):  # the launcher ends the others
+                os.kill(rank["pid"], signal.SIGKILL)
+    story = subprocess.run(
+        [*PHALANX, "why", "job.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "rank 0 (pid" in story.stdout
+    assert "in all_reduce #4 of group '1' at job.py:9" in story.stdout
+    assert "after all_reduce #3 of group '1' at job.py:9" in story.stdout
+
+
+LEAVES = """
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+pair = dist.new_group([0, 1])
+dist.all_reduce(torch.ones(3), group=pair)
+if dist.get_rank() == 0:
+    works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for group in (None, pair)]
+    if sys.argv[1] == "raises":
+        raise ValueError("leaves")
+    if sys.argv[1] == "destroys":
+        dist.destroy_process_group()
+else:
+    time.sleep(0.2)  # ends while the other does
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("raises", 1), ("destroys", 0)])
+def test_a_rank_that_leaves_while_a_collective_runs_ends_as_without_a_record(tmp_path, how, code):
+    done = run(tmp_path, LEAVES, how, launch="executed")
+    assert done.returncode == code, done.stderr
+
+
+def test_a_call_that_fails_stays_open_in_the_box(tmp_path):
+    script = """
+import datetime, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(1))
+sys.stdin.read()
+"""
+    (tmp_path / "job.py").write_text(script)
+    command = [*PHALANX, "run", "--nproc-per-node", "2", "job.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.wait(90) == 1
+    (folder,) = tmp_path.glob("runs/job/*/blackbox/attempt_0")
+    last = load_boxes(folder)[0].events
+    (failed,) = [event for event in last if event.op == "all_reduce"]
+    assert (failed.ended_ns, failed.site) == (0, "job.py:5")
