@@ -194,8 +194,13 @@ dist.destroy_process_group()
 """
 
 
-def launch(jobs, made, folder, nodes, *, endpoint=None, num_hosts=None):
-    """Start the job's supervisor on each host; return when they train with so many hosts, all of them by default."""
+def launch(jobs, made, folder, nodes, *, endpoint=None, num_hosts=None, flags=()):
+    """Start the job's supervisor on each host; return when they train with so many hosts, all of them by default.
+
+    Args:
+        endpoint: Host where they meet, or several in order; default: the first.
+    """
+    places = endpoint if isinstance(endpoint, list) else [endpoint or made[0]]
     script = folder / "train.py"
     script.write_text(TRAIN)
     command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--nnodes", nodes]
@@ -205,9 +210,9 @@ def launch(jobs, made, folder, nodes, *, endpoint=None, num_hosts=None):
         "--rdzv-backend",
         "c10d",
         "--rdzv-endpoint",
-        f"{(endpoint or made[0]).address}:{PORT}",
+        ",".join(f"{place.address}:{PORT}" for place in places),
     ]
-    command += ["--max-restarts", "2"]
+    command += ["--max-restarts", "2", *flags]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
     started = [host.start([*command, "--log-dir", str(folder / host.name), str(script)], **options) for host in made]
     jobs += started
@@ -283,10 +288,11 @@ def test_a_host_that_is_started_again_finds_the_job_that_moved_on(jobs, tmp_path
             assert job.returncode == 0
 
 
-def test_a_third_host_takes_the_place_of_one_that_is_lost(jobs, tmp_path):
+@pytest.mark.parametrize("flags", [(), ("--spares", "1")])
+def test_a_third_host_takes_the_place_of_one_that_is_lost(jobs, tmp_path, flags):
     with hosts(3) as made:
-        launch(jobs, made[:2], tmp_path, "2")
-        launch(jobs, made[2:], tmp_path, "2", endpoint=made[0], num_hosts=0)
+        launch(jobs, made[:2], tmp_path, "2", flags=flags)
+        launch(jobs, made[2:], tmp_path, "2", endpoint=made[0], num_hosts=0, flags=flags)
         assert "this one is a spare" in next(line for line in jobs[2].stderr if "nodes of the job" in line)
         made[1].kill()
         for job in (jobs[0], jobs[2]):
@@ -295,6 +301,17 @@ def test_a_third_host_takes_the_place_of_one_that_is_lost(jobs, tmp_path):
         for job in (jobs[0], jobs[2]):
             job.communicate(timeout=LIMIT_S)
             assert job.returncode == 0
+
+
+def test_nodes_meet_at_the_first_of_several_places_where_a_host_lives(jobs, tmp_path):
+    with hosts(3) as (a, b, c):
+        places = [a, b]
+        launch(jobs, [b, c], tmp_path, "1:3", endpoint=places)  # the first is down
+        launch(jobs, [a], tmp_path, "1:3", endpoint=places, num_hosts=3)
+        b.kill()
+        for job in jobs[1:]:
+            await_size(job, 2)
+        launch(jobs, [b], tmp_path, "1:3", endpoint=places, num_hosts=3)
 
 
 def test_two_hosts_that_die_one_after_the_other_are_gone_on_without(jobs, tmp_path):

@@ -53,15 +53,21 @@ class SimNode:
 
     def __init__(self, world, name, number, is_root, agreement):
         self.world, self.name = world, name
+        self.clock_s = world.clocks.get(name, 0.0)  # what it shows when the simulation begins
         self.is_alive, self.paused_until_s = True, 0.0
         self.missed = []
         self.links = {}  # by the peer's id
         self.node = Node(f"{name}{number}", name, name, 1, 1, world.positions.get(name, -1))
-        self.agreement = agreement(self.node, world.rules, self, is_root=is_root, now_s=world.now_s)
+        self.agreement = agreement(self.node, world.rules, self, is_root=is_root, now_s=self.now_s)
         self.training = self.started = None  # the view in which its ranks train; in which they have not ended
         self.told = None
         self.orders = []
         world.at(world.now_s + world.random.random() * TICK_S, self.tick, True)
+
+    @property
+    def now_s(self):
+        """The time by this node's clock."""
+        return self.world.now_s + self.clock_s
 
     # Acts
     def hand(self, peer, view, is_started):
@@ -124,14 +130,14 @@ class SimNode:
             self.world.after(TICK_S, self.tick, True)
         self.decide()
         self._tell(is_beat=True)
-        for name, _ in self.agreement.wanted(now_s):
+        for name, _ in self.agreement.wanted(self.now_s):
             self.world.dial(self, name)
         if self.agreement.view is None or self.agreement.leads:
             self.world.dial(self, self.world.root)
 
     def decide(self):
         if self.agreement.result is None:
-            self.agreement.decide(self.world.now_s)
+            self.agreement.decide(self.now_s)
         self._tell(is_beat=False)
         result = self.agreement.result
         if self.is_alive and result is not None and (result["cause"] or {}).get("kind") == OTHER_SIDE:
@@ -143,7 +149,7 @@ class SimNode:
         if is_beat or state != self.told:
             self.told = state
             for link in self.links.values():
-                link.send(("state", state, self.world.now_s, link.last_told_s, self.agreement.job_age_s))
+                link.send(("state", state, self.now_s, link.last_told_s, self.agreement.job_age_s))
 
     def take(self, link, message):
         if self._is_away(self.take, link, message) or not link.is_open:
@@ -167,7 +173,7 @@ class SimNode:
     def forget(self, link, *, has_ended):
         if self.links.get(link.peer.node.id) is link:
             del self.links[link.peer.node.id]
-            self.agreement.unlinked(link.peer.node.id, has_ended=has_ended, now_s=self.world.now_s)
+            self.agreement.unlinked(link.peer.node.id, has_ended=has_ended, now_s=self.now_s)
         link.is_open = False
 
 
@@ -176,11 +182,13 @@ class World:
 
     Args:
         agreement: The class of agreements, or a broken one that the checks have to find.
+        clocks: What the clocks of nodes show when the simulation begins.
     """
 
-    def __init__(self, seed, names, rules, agreement=Agreement, positions=()):
+    def __init__(self, seed, names, rules, agreement=Agreement, positions=(), clocks=()):
         self.random = random.Random(seed)
         self.rules, self._agreement, self.positions = rules, agreement, dict(positions)
+        self.clocks = dict(clocks)
         self.now_s = 0.0
         self._queue, self._order, self._numbers = [], itertools.count(), itertools.count()
         self.cuts = set()  # ordered pairs: what the first sends does not reach the second
@@ -236,7 +244,7 @@ class World:
         self.links += [ours, theirs]
         for end in (ours, theirs):
             end.owner.links[end.peer.node.id] = end
-            end.owner.agreement.linked(end.peer.node, self.now_s)
+            end.owner.agreement.linked(end.peer.node, end.owner.now_s)
             end.owner.told = None
             end.owner.decide()
 

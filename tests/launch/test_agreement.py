@@ -53,6 +53,43 @@ def test_two_that_are_killed_together_are_gone_on_without(four, is_silent):
     assert trains(four) == "ac"  # half, with the leader
 
 
+@pytest.mark.parametrize("lost", "abc")
+@pytest.mark.parametrize("seed", range(20))
+def test_with_a_spare_the_world_stays_as_large(seed, lost):
+    world = World(seed, "abcd", rules(3, spares=1))
+    world.run(5)
+    names = trains(world)
+    assert len(names) == 3  # the job does not begin as larger
+    world.kill(lost if lost in names else "d")
+    world.run(12)
+    assert len(trains(world)) == 3
+    sizes = {len([it for it in world.starts if it[2] == key]) for key in {it[2] for it in world.starts}}
+    assert sizes == {3}
+
+
+def test_a_job_does_not_wait_for_its_spares():
+    world = World(1, "ab", rules(2, min_nodes=2, spares=2))
+    world.run(2)
+    assert trains(world) == "ab"
+
+
+def test_a_node_that_may_begin_the_job_later_does_so_alone_and_leaves_it_to_one_that_has():
+    world = World(1, "abc", rules(3))
+    world.kill("a")
+    world.run(3)
+    assert trains(world) == ""
+    world.nodes["b"].agreement.lead_first(world.now_s, may=True)
+    world.root = "b"  # where the others look, too
+    world.run(10)
+    assert trains(world) == "bc"
+    job = world.nodes["b"].agreement.view.job
+    world.start("a")
+    world.nodes["a"].agreement.lead_first(world.now_s, may=True)
+    world.run(20)
+    assert trains(world) == "abc"
+    assert world.nodes["a"].agreement.view.job == job
+
+
 # ---------------------------------------------------------------- accidents
 
 NAMES = "abcde"
@@ -62,7 +99,8 @@ def play(seed, accidents, agreement=Agreement, *, num_accidents=8, begins_whole=
     """Let accidents of these kinds happen to two to five nodes, mend, and return the world."""
     drawn = random.Random(seed)
     names = NAMES[: drawn.randint(2, 5)]
-    world = World(seed, names, rules(len(names)), agreement)
+    clocks = {name: random.Random(name).uniform(0, 1e9) for name in names}  # each host's own
+    world = World(seed, names, rules(len(names)), agreement, clocks=clocks)
     world.slowness_s = drawn.choice((0.002, 0.05, 0.4))
     while begins_whole and not any(node.agreement.state.running != NO_VIEW for node in world.living()):
         world.run(world.now_s + 0.1)

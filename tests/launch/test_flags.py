@@ -103,24 +103,49 @@ def test_a_switch_can_be_set_in_the_environment(script, text):
     assert job_of("train.py", {"PHALANX_NO_PRELOAD": "0"}).preload
 
 
+SLURM = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
 def test_a_slurm_step_of_one_task_per_node_is_this_jobs_nodes(script):
-    environ = {
-        "SLURM_JOB_ID": "12",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "1",
-        "SLURM_NTASKS": "2",
-        "SLURM_NODEID": "1",
-        "SLURM_NNODES": "2",
-        "SLURM_TASKS_PER_NODE": "1(x2)",
-        "SLURM_STEP_NODELIST": "gpu[07-08]",
-    }
+    environ = SLURM
     plan = make_plan(["--nproc-per-node", "2", "train.py"], environ)
     job = plan.job
     assert (job.max_nodes, job.node_rank, job.rdzv_backend) == (2, 1, "static")
-    assert job.rdzv_endpoint.startswith("gpu07:2")
+    port = job.rdzv_endpoint.rpartition(":")[2]
+    assert job.rdzv_endpoint == f"gpu07:{port},gpu08:{port}"
     assert plan.settings["nnodes"].origin == "Slurm"
     alone = job_of("--standalone train.py", environ)
     assert alone.max_nodes == 1
+
+
+def test_the_spares_are_among_the_nodes_that_a_scheduler_has_started(script):
+    three = {**SLURM, "SLURM_NTASKS": "3", "SLURM_NNODES": "3", "SLURM_TASKS_PER_NODE": "1(x3)"}
+    job = job_of("--spares 1 train.py", three | {"SLURM_STEP_NODELIST": "gpu[07-09]"})
+    assert (job.min_nodes, job.max_nodes, job.spares, job.rdzv_backend) == (2, 2, 1, "c10d")
+    assert [place.partition(":")[0] for place in job.rdzv_endpoint.split(",")] == ["gpu07", "gpu08", "gpu09"]
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint"),
+    [
+        ("--nnodes 2 --master-addr a,b --master-port 7 train.py", "a:7,b:7"),
+        ("--nnodes 2 --master-addr a,b train.py", "a:29500,b:29500"),
+        ("--nnodes 2 --rdzv-endpoint a:1,b,[::1]:3 train.py", "a:1,b:29500,[::1]:3"),
+        ("--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint a,b:3 train.py", "a:29400,b:3"),
+        ("--nnodes 2 --spares 1 --master-addr a,b train.py", "a:29400,b:29400"),
+    ],
+)
+def test_nodes_may_meet_at_several_places(script, line, endpoint):
+    assert job_of(line).rdzv_endpoint == endpoint
 
 
 NUM_RANKS = ("-n", "-np", "--np", "--nprocs", "--procs", "--gpus", "--ngpus", "--num_processes", "--world-size")
@@ -173,6 +198,15 @@ MPI = {f"OMPI_COMM_WORLD_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")} | {
         ("--nnodes 1:2 --master-addr h train.py", {}, "1:2 needs --rdzv-backend c10d"),
         ("--nnodes 1:2 --rdzv-backend c10d train.py", {}, "needs --rdzv-endpoint HOST:PORT"),
         ("--nnodes 2 --rdzv-endpoint host:port train.py", {}, "HOST:PORT, got 'host:port'"),
+        ("--spares -1 train.py", {}, "--spares must be a whole number of at least 0, got '-1'"),
+        ("--spares 1 --nnodes 3:2 train.py", {}, "--nnodes must be N or MIN:MAX with 1 <= MIN <= MAX"),
+        ("--spares 1 --nnodes 2 --rdzv-backend static --master-addr h train.py", {}, "--spares needs nodes without"),
+        ("--spares 1 --nnodes 2 train.py", {}, "needs --rdzv-endpoint HOST:PORT"),
+        ("--spares 1 train.py", {}, "--spares is for jobs of at least 2 nodes"),
+        ("--spares 1 train.py", SLURM, "--spares is for jobs of at least 2 nodes"),
+        ("--spares 2 train.py", SLURM, "--spares 2, and Slurm started 2 nodes in all"),
+        ("--master-addr a,,b --nnodes 2 train.py", {}, "must be one host, or several as HOST,HOST"),
+        ("--drain-url ftp://x train.py", {}, "must be a URL of http, or aws, gcp, azure"),
         ("--nproc-per-node gpu train.py", {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible"),
         ("missing.py", {}, "no script 'missing.py'"),
         ("-m no_such_package.part", {}, "no module named 'no_such_package'"),

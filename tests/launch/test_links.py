@@ -63,7 +63,7 @@ def test_a_view_with_one_wrong_thing_in_it_is_none_or_still_one(name, value):
 
 
 def greeting(**changed):
-    told = {"phalanx": phalanx.__version__, "protocol": 2, "job": "job", "nodes": [2, 2], "node": vars(NODE)}
+    told = {"phalanx": phalanx.__version__, "protocol": 2, "job": "job", "nodes": [2, 2, 0], "node": vars(NODE)}
     return json.dumps({**told, **changed}).encode() + b"\n"
 
 
@@ -73,7 +73,7 @@ STRANGERS = {  # what they say, and what they are answered beside the greeting
     b"[" * 100_000 + b"\n": "",
     greeting(job="theirs"): "runs another job at this place: its --rdzv-id is 'job'",
     greeting(phalanx="0.0.1"): f"has phalanx {phalanx.__version__}, and this host 0.0.1",
-    greeting(nodes=[1, 5]): "was started with --nnodes 2:2, and this host with another",
+    greeting(nodes=[1, 5, 0]): "was started with --nnodes 2:2, and this host with another",
     greeting(node={"id": 3}): "",
     greeting(node={**vars(NODE), "position": 1}) + b'{"state": {"term": "x"}}\n': "",
     b'{"refused": "go away"}\n': "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import time
@@ -38,6 +39,11 @@ class Nodes:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.started.append(subprocess.Popen(command, cwd=self._folder, **pipes))
         return self.started[-1]
+
+    def edit(self, more):
+        """Append to the script."""
+        with open(self._script, "a") as file:
+            file.write(more)
 
     def wait_for_rendezvous(self):
         """Return once a node serves it."""
@@ -119,6 +125,28 @@ def test_a_failure_on_one_node_is_the_last_word_on_every_node(nodes):
         assert "ValueError: bad learning rate" in last
 
 
+def test_nodes_with_different_scripts_say_so_and_nodes_with_the_same_do_not(nodes, tmp_path):
+    group = nodes(MEET + LEAVE)
+    group.start()
+    group.wait_for_rendezvous()
+    group.edit("# edited meanwhile\n")
+    group.start()
+    for code, _, err in group.finish():
+        assert code == 0, err
+        assert f"{socket.gethostname()} runs another train.py than this host: its SHA-256 is " in err
+
+
+def test_too_few_nodes_are_told_with_who_is_there_and_the_time_that_is_left(nodes):
+    group = nodes("print('started')")
+    for _ in range(2):
+        group.start("--rdzv-conf", "join_timeout=5", backend="c10d", nnodes="3:4")
+    ends = group.finish()
+    assert [(code, out) for code, out, _ in ends] == [(1, "")] * 2, ends
+    here = socket.gethostname()
+    said = f"waiting for nodes: 2 of at least 3 are here ({here}, {here}); "
+    assert any(said in err and " s are left" in err for _, _, err in ends), ends
+
+
 def test_a_node_whose_peer_never_comes_says_where_it_waited(nodes):
     group = nodes("print('started')")
     group.start("--rdzv-conf", "timeout=1")
@@ -198,16 +226,22 @@ def test_a_node_that_is_killed_is_gone_on_without_from_the_memory_of_another(nod
     )  # of 3 a rank may lack it
 
 
-@pytest.mark.parametrize("leaving", [0, 1], ids=["that others met at", "another"])
-def test_a_node_that_is_to_go_leaves_after_a_snapshot_and_the_others_go_on(nodes, leaving):
+@pytest.mark.parametrize(
+    ("leaving", "way"), [(0, "signal"), (1, "file")], ids=["that others met at by a signal", "another by a file"]
+)
+def test_a_node_that_is_to_go_leaves_after_a_snapshot_and_the_others_go_on(nodes, tmp_path, leaving, way):
     group = nodes(GO_ON)
-    for _ in range(2):
-        group.start("--drain", "--max-restarts", "1", backend="c10d", nnodes="1:2")
+    for number in range(2):
+        flags = ["--drain"] if way == "signal" else ["--drain-file", str(tmp_path / f"go{number}")]
+        group.start(*flags, "--max-restarts", "1", backend="c10d", nnodes="1:2")
         group.wait_for_rendezvous()
     goes, stays = group.started[leaving], group.started[1 - leaving]
     while "ready" not in (line := stays.stdout.readline()):
         assert line, stays.stderr.read()
-    goes.terminate()
+    if way == "signal":
+        goes.terminate()
+    else:
+        (tmp_path / f"go{leaving}").touch()
     out, err = stays.communicate(timeout=LIMIT_S)
     assert stays.returncode == 0, err
     begun = [line.split() for line in out.splitlines() if "from" in line]
@@ -217,3 +251,21 @@ def test_a_node_that_is_to_go_leaves_after_a_snapshot_and_the_others_go_on(nodes
     err = goes.communicate(timeout=LIMIT_S)[1]
     assert goes.returncode == 75, err
     assert "this node has left the job; exit code 75" in err
+
+
+def test_a_node_that_is_told_to_go_when_no_other_stays_lets_its_ranks_save(nodes, tmp_path):
+    source = """
+    import sys
+    signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
+    print("ready", flush=True)
+    while True: signal.pause()
+    """
+    group = nodes(source)
+    job = group.start("--drain", "--no-preload", "--rdzv-conf", "last_call_timeout=0", backend="c10d", nnodes="1:2")
+    for _ in range(2):
+        assert "ready" in job.stdout.readline()
+    job.terminate()
+    ((code, out, err),) = group.finish()
+    assert code == 128 + signal.SIGTERM, err
+    assert out.count("saved") == 2
+    assert "no other node stays, so the ranks are asked to save" in err

@@ -10,6 +10,7 @@ from phalanx.launch.schedulers import (
     detect,
     detect_node,
     expand_counts,
+    expand_hosts,
     first_host,
     unused_nodes,
 )
@@ -190,3 +191,18 @@ def test_slurms_lists_are_read():
 def test_a_place_outside_its_world_is_an_error():
     with pytest.raises(ValueError, match=r"local rank 2, which must lie in \[0, 2\)"):
         Placement(scheduler="x", rank=0, world_size=4, local_rank=2, local_world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("gpu03", ("gpu03",)),
+        ("gpu[03-05,9],login1", ("gpu03", "gpu04", "gpu05", "gpu9", "login1")),
+        ("a[1-2]b[08-09]", ("a1b08", "a1b09", "a2b08", "a2b09")),
+        ("a-b,c", ("a-b", "c")),
+        ("x[1-999999999]", ("x1-999999999",)),
+        ("", ()),
+    ],
+)
+def test_slurms_hosts_are_told_one_by_one(nodelist, hosts):
+    assert expand_hosts(nodelist) == hosts

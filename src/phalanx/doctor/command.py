@@ -88,7 +88,7 @@ def _role_of(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> Hos
     )
     if num_hosts == 1:
         return role
-    host, _, port = met["rdzv_endpoint"].rpartition(":")
+    host, _, port = met["rdzv_endpoint"].split(",")[0].rpartition(":")
     is_counted = met["rdzv_backend"] == "c10d"
     return dataclasses.replace(
         role,

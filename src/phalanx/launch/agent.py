@@ -32,6 +32,7 @@ _NAME_PAUSE_S = 1.0
 _TOLD_AFTER_S = 2.0  # what this node waits for
 _PEER_AGAIN_S = 0.5
 _ASK_S = 1.0
+_TURN_S = 5.0  # for the host before this one in the list of meeting places to come up
 
 
 # Not with -m, which would let a json.py in the current folder take the library's place.
@@ -52,20 +53,21 @@ class Agent:
 
     def __init__(self, channel: PacketSocket, job: dict[str, Any]) -> None:
         self._channel, self._job = channel, job
-        config = job["rdzv_conf"]
+        config = self._conf = job["rdzv_conf"]
+        self._turn: int | None = None  # which of the meeting places is this node's
         self._is_static = job["rdzv_backend"] == "static"
         self._join_s = float(config.get("timeout", NAME_S) if self._is_static else config.get("join_timeout", JOIN_S))
-        host, _, port = job["rdzv_endpoint"].rpartition(":")
-        self._endpoint: Place = host.strip("[]"), int(port)
+        self._meeting_places = [_place(text) for text in job["rdzv_endpoint"].split(",")]
         self._rules = _rules(job)
-        nodes = [self._rules.min_nodes, self._rules.max_nodes]
+        nodes = [self._rules.min_nodes, self._rules.max_nodes, self._rules.spares]
         self._greeting = {
             "phalanx": phalanx.__version__, "protocol": _PROTOCOL, "job": job["run_id"], "nodes": nodes,
-            "backend": job["rdzv_backend"], "silence_s": self._rules.silence_s,
+            "backend": job["rdzv_backend"], "silence_s": self._rules.silence_s, "script": job["script"],
         }  # fmt: skip
         self._selector = selectors.DefaultSelector()
         self._links = Links(self._selector, self, self._rules.silence_s)
         self._questions = Questions(os.getppid(), self._selector, self._links)
+        self._differ: set[str] = set()  # hosts that run another script
         self._told: State | None = None
         self._told_s = self._dialed_s = self._joining_s = 0.0
         self._times: dict[str, tuple[float, float]] = {}  # of each peer: when it sent its last, ours that it had
@@ -73,7 +75,7 @@ class Agent:
         self._signs: dict[str, dict[str, Any]] = {}  # by host: how this node has noticed that it lost it, and when
         self._waits_for = ("", 0.0, False)
         self._num_starts = job.get("num_starts", 0)  # more than 0: this agent has begun anew
-        self._is_running = False
+        self._is_running = self._is_leaving = False
         name = json.dumps([job["run_id"], job["rdzv_endpoint"], job["rdzv_backend"]])
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._is_root = False
@@ -86,12 +88,16 @@ class Agent:
         Raises:
             OSError: The port is taken, or the name of the endpoint does not resolve.
         """
-        is_here = self._await_name()
-        may_lead = self._job["node_rank"] == 0 if self._is_static else is_here
+        here = self._await_name()
+        if self._is_static and self._job["node_rank"] == 0:
+            here = 0
+        self._turn = None if self._is_static and here == 0 != self._job["node_rank"] else here
+        self._endpoint = self._meeting_places[here or 0]
+        is_here, may_lead = here is not None, self._turn == 0
         asked = str(self._job["rdzv_conf"].get("is_host", "")).lower()
         if asked:
             may_lead = asked in ("true", "1", "t", "yes", "y")
-        has_port = may_lead or not is_here
+        has_port = may_lead or not is_here or (self._turn is not None and not asked)
         may_lead = may_lead and not self._job.get("joins")
         port = self._endpoint[1]
         # Where several nodes share a host, one of them has the port; elsewhere it is where a lost node is looked for.
@@ -102,7 +108,8 @@ class Agent:
             if asked and may_lead:
                 raise OSError(error.errno, f"port {port} of this host: {error.strerror}") from None
             door = open_door(0)
-        address = self._job["local_addr"] or (self._endpoint[0] if self._is_root else "")
+        is_at_place = self._turn is not None and door.getsockname()[1] == port
+        address = self._job["local_addr"] or (self._endpoint[0] if is_at_place else "")
         self._me = Node(
             os.urandom(8).hex(),
             socket.gethostname(),
@@ -115,25 +122,32 @@ class Agent:
         if address:
             self._introduce(address)
         self._links.listen(door)
-        self._joining_s = time.monotonic()
+        self._joining_s = self._alone_s = time.monotonic()
 
     def _introduce(self, address: str) -> None:
         self._me = self._agreement.me = dataclasses.replace(self._me, address=address)
         self._links.introduce(self._me, self._greeting)
 
-    def _await_name(self) -> bool:
-        """Return whether the endpoint is on this host, once its name has an address.
+    def _await_name(self) -> int | None:
+        """Return which of the meeting places is on this host, once one of their names has an address.
 
         Raises:
             TimeoutError: It has none at the limit.
         """
         deadline = time.monotonic() + float(self._job["rdzv_conf"].get("timeout", self._join_s))
-        is_told = False
+        is_told, why = False, ""
         while True:
-            try:
-                return is_local(self._endpoint[0])
-            except (OSError, UnicodeError) as error:
-                why = f"the name {self._endpoint[0]!r} does not resolve here ({error.args[-1]})"
+            found: list[bool] = []
+            for number, (host, _) in enumerate(self._meeting_places):
+                try:
+                    found.append(is_local(host))
+                except (OSError, UnicodeError) as error:
+                    why = f"the name {host!r} does not resolve here ({error.args[-1]})"
+                    continue
+                if found[-1]:
+                    return number
+            if found:
+                return None
             if time.monotonic() >= deadline:
                 raise TimeoutError(why)
             if not is_told:
@@ -151,17 +165,25 @@ class Agent:
         """
         self._enter()
         self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._hear_supervisor)
+        if self._job["drain_file"] or self._job["drain_url"]:
+            from phalanx.launch.notices import Notices
+
+            Notices(self._job["drain_file"], self._job["drain_url"], lambda why: self._channel.send({"drain": why}))
         self._asked_s = self._answered_s = time.monotonic()
         while self._agreement.result is None:
             self._links.wait(self._rules.silence_s / (2 * _BEATS))
             self._links.lose_silent()
             self._links.redial()
+            self._take_turn()
             self._agreement.decide(time.monotonic())
             self._dial()
             self._beat()
             self._questions.look()
             self._ask_supervisor()
             self._say_what_is_missing()
+            if self._is_leaving and self._agreement.all_leave:
+                self._is_leaving = False
+                self._channel.send({"all_leave": True})
         cause = self._agreement.result["cause"]
         if cause is not None and cause["kind"] == OTHER_SIDE:
             self._begin_anew(cause["message"])
@@ -189,6 +211,16 @@ class Agent:
             self._beat()
         self._links.flush(LEAVE_S)
 
+    def _take_turn(self) -> None:
+        """Begin the job at this meeting place if nobody is at those before it. If somebody was, the older job stays."""
+        if self._agreement.view is not None or not self._turn or "joins" in self._job or "is_host" in self._conf:
+            return
+        now_s, before = time.monotonic(), self._meeting_places[: self._turn]
+        if any(peer.place in before for peer in self._links.nodes):
+            self._alone_s = now_s
+        self._is_root = now_s - self._alone_s >= self._turn * _TURN_S
+        self._agreement.lead_first(now_s, may=self._is_root)
+
     def _dial(self) -> None:
         now_s = time.monotonic()
         if now_s - self._dialed_s < _PEER_AGAIN_S:
@@ -198,8 +230,10 @@ class Agent:
             self._introduce(address)
         for place in self._agreement.wanted(now_s):
             self._links.dial(place)
-        if not self._is_root and (self._agreement.view is None or self._agreement.leads):
-            self._links.dial(self._endpoint)
+        if self._agreement.view is None or self._agreement.leads:
+            for place in self._meeting_places:
+                if place != self._me.place:
+                    self._links.dial(place)
 
     def _beat(self, *, is_forced: bool = False) -> None:
         """Tell all what changes, and a few times in the time after which silence counts."""
@@ -219,7 +253,9 @@ class Agent:
             self._waits_for = what, now_s, False
         elif what and not is_said and now_s - since_s >= _TOLD_AFTER_S:
             self._waits_for = what, since_s, True
-            self._channel.send({"waiting": what})
+            left_s = self._join_s - (now_s - self._joining_s)
+            is_limited = not (self._agreement.is_under_way or self._agreement.trains)
+            self._channel.send({"waiting": f"{what}; {left_s:.0f} s are left" if is_limited else what})
         if self._agreement.is_under_way or self._agreement.trains:
             self._joining_s = now_s
         elif now_s - self._joining_s >= self._join_s:
@@ -232,6 +268,7 @@ class Agent:
                 self._agreement.reserved(packet["reserved"])
             elif "leave" in packet:
                 self._agreement.leave()
+                self._is_leaving = True
             elif "whole" in packet:
                 self._agreement.snapshot_is_whole()
             elif packet.get("number") == self._num_starts:
@@ -285,12 +322,29 @@ class Agent:
         if any(greeting.get(name) != ours[name] for name in ("phalanx", "protocol")):
             return f"{here} has phalanx {ours['phalanx']}, and this host {str(greeting.get('phalanx'))[:40]}"
         if greeting.get("nodes") != ours["nodes"]:
-            return f"{here} was started with --nnodes {rules.min_nodes}:{rules.max_nodes}, and this host with another"
+            spares = f" --spares {rules.spares}" if rules.spares else ""
+            asked = f"--nnodes {rules.min_nodes}:{rules.max_nodes}{spares}"
+            return f"{here} was started with {asked}, and this host with another"
         if greeting.get("backend") != ours["backend"]:
             return f"{here} was started with --rdzv-backend {ours['backend']}, and this host with another"
         if greeting.get("silence_s") != ours["silence_s"]:
             return f"{here} was started with other keep_alive settings in --rdzv-conf: they must be the same on all"
+        self._compare_script(greeting)
         return ""
+
+    def _compare_script(self, greeting: dict[str, Any]) -> None:
+        """Say it if another node runs another script, or with other arguments: that may be meant."""
+        theirs, ours, node = greeting.get("script"), self._job["script"], greeting.get("node")
+        host = str(node.get("host", ""))[:300] if isinstance(node, dict) else ""
+        if not isinstance(theirs, dict) or theirs == ours or host in self._differ:
+            return
+        self._differ.add(host)
+        if theirs.get("file") == ours["file"]:
+            what = f"{host} runs {ours['name']} with other arguments than this host"
+        else:
+            there, here = str(theirs.get("file"))[:12], ours["file"][:12]
+            what = f"{host} runs another {ours['name']} than this host: its SHA-256 is {there}, here {here}"
+        self._channel.send({"waiting": what})
 
     # ------------------------------------------------------------ what the agreement orders
 
@@ -312,6 +366,11 @@ class Agent:
             self._channel.send(what)
 
 
+def _place(text: str) -> Place:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _named(cause: Any) -> Any:
     """Return a cause with our own kind where a rank was refused because another side of the job has its folder."""
     is_ours = cause is not None and cause["kind"].rpartition(".")[2] == OTHER_SIDE
@@ -330,6 +389,7 @@ def _rules(job: dict[str, Any]) -> Rules:
         silence_s=max(silence_s, 0.1),
         last_call_s=float(config.get("last_call_timeout", _LAST_CALL_S)),
         has_positions=job["rdzv_backend"] == "static",
+        spares=job["spares"],
     )
 
 

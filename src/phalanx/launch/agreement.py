@@ -161,6 +161,7 @@ class Rules:
         last_call_s: Seconds to wait for more nodes when the fewest are there, at the job's start.
         join_s: Seconds that new nodes wait for the ranks to take a snapshot, before all start again without.
         has_positions: Whether nodes have fixed numbers.
+        spares: Number of nodes beyond the largest that are to wait.
     """
 
     min_nodes: int
@@ -170,6 +171,7 @@ class Rules:
     last_call_s: float = 3.0
     join_s: float = 10.0
     has_positions: bool = False
+    spares: int = 0
 
 
 class Acts(Protocol):
@@ -321,6 +323,12 @@ class Agreement:
         """Take in which port the supervisor holds for rank 0."""
         self._port = port
 
+    def lead_first(self, now_s: float, *, may: bool) -> None:
+        """Take in whether this node may begin the job; it does if nobody has."""
+        if may and not self._is_root:
+            self._born_s = now_s
+        self._is_root = may
+
     # ------------------------------------------------------------ what is known
 
     @property
@@ -359,6 +367,11 @@ class Agreement:
     def trains(self) -> bool:
         """Whether this node's ranks run."""
         return self._ranks == "running"
+
+    @property
+    def all_leave(self) -> bool:
+        """Whether nobody would be left to go on if this node goes: neither another node of the view nor a spare."""
+        return all(peer.state.is_leaving for peer in self._peers.values())
 
     @property
     def others_stay(self) -> bool:
@@ -646,7 +659,9 @@ class Agreement:
         """Choose who takes part in the next attempt, if that can be said."""
         view, rules = self.view, self._rules
         old = view.members if view is not None else ()
-        undecided = [node for node in old if node.id in self._peers and not self._follows(node.id)]
+        # A spare that has not voted yet is waited for, too: the world is to stay as large as it was.
+        awaited = [peer.node for peer in self._peers.values() if rules.spares or peer.node in old]
+        undecided = [node for node in awaited if not self._follows(node.id)]
         if undecided and self._now_s - max(self._raised_s, self._quiet_since_s) < _SETTLE_S:
             return
         with_us = [self.me, *(peer.node for peer in self._peers.values() if self._follows(peer.node.id))]

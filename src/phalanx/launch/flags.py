@@ -21,6 +21,8 @@ from phalanx._env import REPLACE_VARIABLE, is_off, is_on, is_service_link, repla
 from phalanx._memory import CHOICES
 
 RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"
+PROVIDERS = ("aws", "gcp", "azure")
+"""Providers whose notices `notices` knows."""
 _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # nobody can handle them
 
 
@@ -104,6 +106,20 @@ def _nodes(text: str) -> tuple[int, int]:
     if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= int(most or least)):
         raise ValueError("must be N or MIN:MAX with 1 <= MIN <= MAX")
     return int(least), int(most or least)
+
+
+def _hosts(text: str) -> str:
+    """Return a host or an address, or several with commas between them."""
+    hosts = [part.strip() for part in text.split(",")]
+    if text and not all(hosts):
+        raise ValueError("must be one host, or several as HOST,HOST")
+    return ",".join(dict.fromkeys(hosts))
+
+
+def _notice_url(text: str) -> str:
+    if text and text not in PROVIDERS and not text.startswith(("http://", "https://")):
+        raise ValueError(f"must be a URL of http, or {', '.join(PROVIDERS)}")
+    return text
 
 
 _COUNTS = ("auto", "cpu", "gpu")
@@ -215,7 +231,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Several nodes": (
         Flag("nnodes", "number of nodes, or the smallest and the largest number", _nodes, "N|MIN:MAX", "1:1"),
         Flag("node-rank", "number of this node, for the static rendezvous", _at_least_0, "N", "0"),
-        Flag("master-addr", "host of node 0", str, "HOST", "127.0.0.1"),
+        Flag(
+            "master-addr",
+            "host of node 0; or hosts where nodes look for the job, in this order: HOST,HOST",
+            _hosts,
+            "HOST",
+            "127.0.0.1",
+        ),
         Flag(
             "master-port",
             "port on node 0 (default: a free one; with several nodes 29500)",
@@ -225,7 +247,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("local-addr", "address of this node (default: found automatically)", str, "HOST"),
         Flag("standalone", "run on this node only, whatever the environment says", _switch),
         Flag("rdzv-backend", "rendezvous of the nodes: static or c10d", _choice("static", "c10d"), "NAME", "static"),
-        Flag("rdzv-endpoint", "address of the rendezvous (default: that of node 0)", str, "HOST:PORT"),
+        Flag(
+            "rdzv-endpoint",
+            "address of the rendezvous, or several in order: HOST:PORT,HOST:PORT (default: that of node 0)",
+            _hosts,
+            "HOST:PORT",
+        ),
         Flag("rdzv-id", "name of the job, the same on all nodes", str, "NAME", "none"),
         Flag(
             "rdzv-conf",
@@ -281,6 +308,26 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "no-keep",
             "with --max-restarts: start every rank anew, also those that could go on in the same process",
             _switch,
+        ),
+        Flag(
+            "drain-file",
+            "as --drain, and this node also leaves when the file appears",
+            str,
+            "FILE",
+        ),
+        Flag(
+            "drain-url",
+            "as --drain, and this node also leaves when the address answers 200; aws, gcp and azure stand for the "
+            "notices of these providers",
+            _notice_url,
+            "URL|aws|gcp|azure",
+        ),
+        Flag(
+            "spares",
+            "nodes beyond the largest number of --nnodes, which wait to take the place of one that is lost",
+            _at_least_0,
+            "N",
+            "0",
         ),
         Flag("no-preload", "import torch in each rank, instead of once for all", _switch),
         Flag(

@@ -32,7 +32,8 @@ class Job:
         max_nodes: Largest number of nodes.
         node_rank: Number of this node, for the static rendezvous.
         rdzv_backend: Rendezvous of several nodes, "static" or "c10d".
-        rdzv_endpoint: Address of the rendezvous, "host:port"; empty: the master's address and port.
+        rdzv_endpoint: Address of the rendezvous, "host:port", or several with commas between them; empty: the master's
+            address and port.
         rdzv_conf: Further settings of the rendezvous, named as torch's.
         run_id: Name of the job, TORCHELASTIC_RUN_ID.
         role: Role of the ranks, ROLE_NAME.
@@ -41,6 +42,9 @@ class Job:
         local_addr: Address of this node; empty: that from which it reaches the others.
         max_restarts: Number of times that the ranks are restarted after a failure.
         keeps: Whether ranks that are not to blame for a failure may go on in the same process.
+        spares: Number of nodes beyond the largest that wait to take the place of a lost one.
+        drain_file: File whose appearance takes this node out, too; empty: none.
+        drain_url: Address whose answer does, see `notices`; empty: none.
         drains: Whether the first SIGTERM takes this node out of a job of several, which goes on without it.
         grace_s: Seconds between SIGTERM and SIGKILL.
         signals: Signals that are passed on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
@@ -73,6 +77,9 @@ class Job:
     local_addr: str = ""
     max_restarts: int = 0
     keeps: bool = True
+    spares: int = 0
+    drain_file: str = ""
+    drain_url: str = ""
     drains: bool = False
     grace_s: float = 30.0
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -87,7 +94,7 @@ class Job:
         if self.max_nodes == 1:
             return self.master_port
         is_first = self.rdzv_backend == "static" and self.node_rank == 0
-        return int(self.rdzv_endpoint.rpartition(":")[2]) if is_first else 0
+        return int(self.rdzv_endpoint.split(",")[0].rpartition(":")[2]) if is_first else 0
 
     def opening(self, *more: str) -> list[str]:
         """Return lines to begin with: ranks and threads, whatever is not as on most machines, and `more`."""

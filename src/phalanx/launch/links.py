@@ -168,6 +168,11 @@ class Links:
         addresses = (_plain(link.socket.getsockname()[0]) for link in self._links if not link.is_connecting)
         return next(addresses, "")
 
+    @property
+    def nodes(self) -> list[Node]:
+        """All nodes that have greeted and are not lost."""
+        return [peer.node for peer in self._peers.values()]
+
     # ------------------------------------------------------------ talking
 
     def tell(self, peer: str, message: Mapping[str, Any]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -111,7 +113,7 @@ class _Orders:
                 os._exit(1)
         theirs.close()
         if self._job.drains:
-            self._ranks.drain = self._leave
+            self._ranks.drain = lambda: self._leave("SIGTERM")
         self._ranks.spared.append(self._pid)
         self._ranks.events.watch(self._channel.fileno(), self._take)
         return self
@@ -176,9 +178,12 @@ class _Orders:
             return self._leaves_at_s > 0
         return False
 
-    def _leave(self) -> None:
+    def _leave(self, why: str) -> None:
         """Have this node leave the job when its next snapshot is whole; the others go on from that."""
-        self._ranks.say("SIGTERM: this node leaves the job after the next snapshot, and the others go on")
+        if self._leaves_at_s:
+            return
+        self._ranks.drain = None  # from now on SIGTERM means what it always does
+        self._ranks.say(f"{why}: this node leaves the job after the next snapshot, and the others go on")
         self._channel.send({"leave": True})
         self._leaves_at_s = time.monotonic() + self._job.grace_s / 2
         self._steps = newest_steps(self._ranks.snapshots_fd)
@@ -193,6 +198,12 @@ class _Orders:
             elif "ping" in packet:
                 self._heard_s = time.monotonic()
                 self._channel.send({"pong": True})
+            elif "drain" in packet:
+                self._leave(packet["drain"])
+            elif "all_leave" in packet:
+                self._ranks.say("no other node stays, so the ranks are asked to save and to make room")
+                self._leaves_at_s, self._steps = 0.0, None
+                self._ranks.events.note(signal.SIGTERM)
             elif "watch" in packet:
                 self._steps = newest_steps(self._ranks.snapshots_fd)
             elif "stop" in packet or "joins" in packet:
@@ -261,4 +272,18 @@ def _settings(job: Job) -> dict[str, Any]:
         "local_addr": job.local_addr,
         "num_local_ranks": job.num_local_ranks,
         "max_restarts": job.max_restarts,
+        "spares": job.spares,
+        "drain_file": job.drain_file,
+        "drain_url": job.drain_url,
+        "script": _script_of(job.command),
     }
+
+
+def _script_of(command: tuple[str, ...]) -> dict[str, str]:
+    """Return what this node runs in a form that nodes can compare, and that gives no argument away."""
+    is_python = command[0] == sys.executable and len(command) > 1 and command[1] != "-m"
+    path, digest = command[1 if is_python else 0], hashlib.sha256()
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        digest = hashlib.sha256(file.read())
+    words = hashlib.sha256("\0".join(command[1:]).encode(errors="surrogateescape"))
+    return {"name": os.path.basename(path), "file": digest.hexdigest(), "words": words.hexdigest()}

@@ -25,6 +25,7 @@ from phalanx.launch.tuned import Tuned, recall
 
 _TUNED = "auto: phalanx tune"
 _STATIC_PORT, _C10D_PORT = 29500, 29400  # torchrun's
+_MOST_MEETING_PLACES = 4  # of a scheduler's hosts: each node that comes connects to all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,9 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         local_addr=value["local-addr"],
         max_restarts=value["max-restarts"],
         keeps=not value["no-keep"],
-        drains=value["drain"],
+        drains=bool(value["drain"] or value["drain-file"] or value["drain-url"]),
+        drain_file=os.path.abspath(value["drain-file"]) if value["drain-file"] else "",
+        drain_url=value["drain-url"],
         grace_s=value["shutdown-timeout"],
         signals=value["signals-to-handle"],
         log_dir=value["log-dir"],
@@ -162,7 +165,32 @@ def read_command(
     except ValueError as error:
         raise UsageError(str(error), right=None) from None
     who = place.scheduler if place else ""
-    return *read_flags(argv, environ, _scheduled(place), who, parser=parser, also=also), place
+    settings, target = read_flags(argv, environ, _scheduled(place), who, parser=parser, also=also)
+    return _with_spares(settings, place), target, place
+
+
+def _with_spares(settings: dict[str, Setting], place: Placement | None) -> dict[str, Setting]:
+    """Return the settings as --spares changes them.
+
+    The nodes that a scheduler has started include the spares. A node that takes another's place can't have a fixed
+    number, so the backend is c10d unless one was named.
+    """
+    spares, nnodes, changed = settings["spares"], settings["nnodes"], {}
+    if not spares.value or settings["standalone"].value:
+        return settings
+    if place is not None and nnodes.origin == place.scheduler:
+        if spares.value >= place.num_nodes:
+            started = f"{place.scheduler} started {counted(place.num_nodes, 'node')} in all"
+            raise UsageError(f"{spares.origin} {spares.value}, and {started}")
+        most = place.num_nodes - spares.value
+        changed["nnodes"] = Setting((most, most), nnodes.origin)
+    if not settings["rdzv-backend"].is_given:
+        changed["rdzv-backend"] = Setting("c10d", spares.origin)
+        if settings["master-addr"].is_given and not settings["rdzv-endpoint"].is_given:
+            hosts, port = settings["master-addr"], settings["master-port"].value or _C10D_PORT
+            places = ",".join(f"{host}:{port}" for host in hosts.value.split(","))
+            changed["rdzv-endpoint"] = Setting(places, hosts.origin)
+    return settings | changed
 
 
 def _scheduled(place: Placement | None) -> dict[str, str]:
@@ -171,7 +199,7 @@ def _scheduled(place: Placement | None) -> dict[str, str]:
         return {}
     found = {"nnodes": str(place.num_nodes), "node-rank": str(place.node_rank)}
     if place.master_addr:
-        found["master-addr"] = place.master_addr
+        found["master-addr"] = ",".join(place.hosts[:_MOST_MEETING_PLACES]) or place.master_addr
     if place.master_port:
         found["master-port"] = str(place.master_port)
     return found
@@ -236,10 +264,16 @@ def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> Non
         if most > 1 and nnodes.origin.startswith("--"):
             raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}")
         return
-    if place is not None and most > 1 and not least <= place.num_nodes <= most:
+    if place is not None and most > 1 and not least <= place.num_nodes <= most + settings["spares"].value:
         raise UsageError(f"{nnodes.origin} asks for {most} nodes, and {place.scheduler} started {place.num_nodes}")
+    if most == 1 and settings["spares"].value:
+        raise UsageError("--spares is for jobs of at least 2 nodes: --nnodes 2 --spares 1, and 3 nodes in all")
     if most == 1:
         return
+    if settings["spares"].value and backend == "static":
+        raise UsageError(
+            "--spares needs nodes without fixed numbers, and --rdzv-backend static gives them: leave that out"
+        )
     if backend == "static":
         if least != most:
             raise UsageError(f"{nnodes.origin} {least}:{most} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT")
@@ -261,23 +295,24 @@ def rendezvous(settings: Mapping[str, Setting]) -> dict[str, Any]:
     host, port = value["master-addr"], value["master-port"]
     run_id = value["rdzv-id"]
     if most == 1:
+        host = host.split(",")[0]
         if endpoint and backend == "static" and not value["standalone"]:
-            host, port = _host_and_port(endpoint, 0)
+            host, port = _host_and_port(endpoint.split(",")[0], 0)
         if not settings["rdzv-id"].is_given or value["standalone"]:
             run_id = os.urandom(8).hex()
         if value["standalone"]:
             host, port = "127.0.0.1", 0
         return {"master_addr": host, "master_port": port, "run_id": run_id}
-    if backend == "static":
-        host, port = _host_and_port(endpoint, _STATIC_PORT) if endpoint else (host, port or _STATIC_PORT)
-    else:
-        host, port = _host_and_port(endpoint, _C10D_PORT)
+    default_port = _STATIC_PORT if backend == "static" else _C10D_PORT
+    texts = endpoint.split(",") if endpoint else [f"{one}:{port or _STATIC_PORT}" for one in host.split(",")]
+    places = [_host_and_port(text, default_port) for text in texts]
     return {
         "min_nodes": least,
         "max_nodes": most,
         "node_rank": value["node-rank"],
         "rdzv_backend": backend,
-        "rdzv_endpoint": f"{host}:{port}",
+        "rdzv_endpoint": ",".join(f"{host}:{port}" for host, port in places),
+        "spares": value["spares"],
         "rdzv_conf": value["rdzv-conf"],
         "run_id": run_id,
     }

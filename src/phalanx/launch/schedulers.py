@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Protocol
@@ -15,6 +16,7 @@ from typing import Protocol
 from phalanx._text import counted
 
 _LOCAL_ADDRESS = "127.0.0.1"
+_MOST_HOSTS = 100_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class Placement:
         local_rank: Rank of this process among the `local_world_size` on this host.
         node_rank: Number of this host among `num_nodes`.
         master_addr: Host of rank 0; None: not told.
+        hosts: All hosts, that of rank 0 first; empty: not told.
         master_port: Port on that host, the same on every rank and used by no other job; None: not told.
         rank_variable: Environment variable that the launcher sets in each process, but does not have itself.
         knows_hosts: Whether anybody has said which ranks share a host; else `local_rank` and the like mean nothing.
@@ -40,6 +43,7 @@ class Placement:
     node_rank: int = 0
     num_nodes: int = 1
     master_addr: str | None = None
+    hosts: tuple[str, ...] = ()
     master_port: int | None = None
     rank_variable: str = "RANK"
     knows_hosts: bool = True
@@ -152,6 +156,7 @@ class Slurm:
             node_rank=node_rank,
             num_nodes=num_nodes,
             master_addr=_LOCAL_ADDRESS if num_nodes == 1 else first_host(hosts) if hosts else None,
+            hosts=expand_hosts(hosts) if num_nodes > 1 else (),
             master_port=20000 + (job * 31 + step) % 10000,
             rank_variable="SLURM_PROCID",
         )
@@ -291,6 +296,26 @@ def first_host(nodelist: str) -> str:
             host += nodelist[position]
         position += 1
     return host
+
+
+def expand_hosts(nodelist: str) -> tuple[str, ...]:
+    """Return ``gpu03``, ``gpu04``, ``gpu05`` and ``login1`` for ``gpu[03-05],login1``, as Slurm writes hosts."""
+    hosts = []
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodelist):
+        pieces = re.split(r"\[([^\]]*)\]", part.strip())
+        choices = [_expand_ranges(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
+        hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return tuple(filter(None, hosts))
+
+
+def _expand_ranges(text: str) -> list[str]:
+    """Return ``03``, ``04`` and ``9`` for ``03-04,9``."""
+    numbers = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        is_range = first.isdigit() and last.isdigit() and int(last) - int(first) < _MOST_HOSTS
+        numbers += [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)] if is_range else [part]
+    return numbers
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
