@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx.checkpoint as ckpt
+from phalanx import _room
 from phalanx._cgroups import Memory
-from phalanx.checkpoint import memory
 from phalanx.testing import run_ranks
 
 
@@ -121,7 +121,7 @@ def test_what_a_host_kept_while_others_went_on_without_it_is_old_whatever_its_st
 def without_room(rank, world_size, folder, sizes, hosts):
     take_place(rank, sizes, hosts)
     if rank == 0:
-        memory.host_memory = lambda: Memory(1 << 20, 1 << 20)
+        _room.host_memory = lambda: Memory(1 << 20, 1 << 20)
     with warnings.catch_warnings(record=True) as caught:
         found = ckpt.load(folder, state_at(0, rank))
     return found.step, found.source, " ".join(str(one.message) for one in caught)

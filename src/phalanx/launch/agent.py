@@ -18,12 +18,13 @@ from typing import Any
 import phalanx
 from phalanx.launch.agreement import Agreement, Node, Place, Rules, State
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
+from phalanx.launch.holders import told_of
 from phalanx.launch.links import Links, is_local, open_door
 from phalanx.launch.messages import read_cause, read_state, read_view
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.questions import Questions
 
-_PROTOCOL = 1
+_PROTOCOL = 2
 _BEATS = 4  # in the time after which a silent node is lost
 _LAST_CALL_S = 3.0
 _SILENCE_S = 2.0
@@ -98,6 +99,8 @@ class Agent:
             door.getsockname()[1],
             self._job["num_local_ranks"],
             self._job["node_rank"] if self._is_static else -1,
+            self._job["host_label"],
+            self._job["replica_port"],
         )
         self._agreement = Agreement(self._me, self._rules, self, is_root=self._is_root, now_s=time.monotonic())
         if address:
@@ -268,7 +271,10 @@ class Agent:
                 self._channel.send({"restart": read_cause(what["cause"]), "number": what["restarts"]})
             self._num_starts += 1
             attempt = {**what["start"], "role": self._job["role"], "run_id": self._job["run_id"]}
-            self._channel.send({"start": attempt, "number": self._num_starts})
+            view = self._agreement.view
+            assert view is not None
+            holders = told_of(view.members, self._me, self._job["num_replicas"])
+            self._channel.send({"start": attempt, "number": self._num_starts, "replicas": holders})
         else:
             self._channel.send(what)
 

@@ -277,6 +277,20 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "of several nodes: SIGTERM takes this one out of the job after the next snapshot, and the others go on",
             _switch,
         ),
+        Flag(
+            "replicas",
+            "of several nodes: number of other nodes that keep each part of a state of which every rank has a part, so "
+            "that as many nodes can be lost at once without going back to the disk; 0: none",
+            _at_least_0,
+            "N",
+            "1",
+        ),
+        Flag(
+            "host-label",
+            "failure domain of this node, such as its rack: replicas go to nodes with another label if there are any",
+            str,
+            "NAME",
+        ),
         Flag("no-preload", "import torch in each rank, instead of once for all", _switch),
         Flag(
             "warm",

@@ -38,6 +38,8 @@ class Job:
         role: Role of the ranks, ROLE_NAME.
         master_addr: Host on which rank 0 serves the store.
         master_port: Port of the store; 0: a free one, held by the supervisor.
+        num_replicas: Number of other nodes that keep each part of a state that the ranks do not have alike.
+        host_label: Failure domain of this node; empty: its own.
         local_addr: Address of this node; empty: that from which it reaches the others.
         max_restarts: Number of times that the ranks are restarted after a failure.
         drains: Whether the first SIGTERM takes this node out of a job of several, which goes on without it.
@@ -69,6 +71,8 @@ class Job:
     role: str = "default"
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    num_replicas: int = 0
+    host_label: str = ""
     local_addr: str = ""
     max_restarts: int = 0
     drains: bool = False

@@ -112,6 +112,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         memory=choose(environ, wanted=_memory(settings["memory"], tuned), num_ranks=num_ranks),
         role=value["role"],
         local_addr=value["local-addr"],
+        host_label=value["host-label"],
         max_restarts=value["max-restarts"],
         drains=value["drain"],
         grace_s=value["shutdown-timeout"],
@@ -231,6 +232,12 @@ def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> Non
     """Refuse what the flags, or they and the scheduler, say of the nodes and can't be true together."""
     nnodes, backend = settings["nnodes"], settings["rdzv-backend"].value
     least, most = nnodes.value
+    replicas = settings["replicas"]
+    if replicas.is_given and replicas.value >= most:
+        raise UsageError(
+            f"{replicas.origin} {replicas.value} needs {replicas.value + 1} nodes, and --nnodes is at most {most}: "
+            f"{most - 1} at most"
+        )
     if settings["standalone"].value:
         if most > 1 and nnodes.origin.startswith("--"):
             raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}")
@@ -279,6 +286,7 @@ def rendezvous(settings: Mapping[str, Setting]) -> dict[str, Any]:
         "rdzv_endpoint": f"{host}:{port}",
         "rdzv_conf": value["rdzv-conf"],
         "run_id": run_id,
+        "num_replicas": value["replicas"],
     }
 
 
