@@ -44,6 +44,7 @@ class SnapshotMemory:
 
     Attributes:
         size_bytes: Size of all snapshots of this rank, once there is one.
+        is_urgent: Whether a snapshot is wanted soon, the same on every rank: a host has lost or lacked what it had.
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,7 @@ class SnapshotMemory:
         self._is_forbidden = False
         self._has_fetched = False  # maybe: what is needed no more when there is a newer one
         self.size_bytes: int = 0
+        self.is_urgent: bool = False
         environ = _env.environment()
         self._restart_count = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         self._attempt = 0  # known at the first snapshot
@@ -122,6 +124,7 @@ class SnapshotMemory:
         slot = self._slot_for(head, ranks, is_to_be_copied=is_parted and bool(is_to_be_copied), is_busy=bool(is_busy))
         if slot < 0:
             return
+        self.is_urgent = False
         region = self._regions[slot]
         region[_IS_WHOLE] = bytes(8)
         region[:HEAD_BYTES] = head.pack()
@@ -193,6 +196,16 @@ class SnapshotMemory:
             self._regions[slot] = mmap.mmap(self._fd, length, offset=offset)
         self.size_bytes = len(self._regions) * length
 
+    def replicas(self) -> str:
+        """Return how many other hosts have this host's part of the state, in words; nothing if each has all of it."""
+        copied = _snapshots.last_copied(self._fd) if self._slots.copying is not None else None
+        if copied is None:
+            return ""
+        if not copied.num_replicas:
+            return "no replicas: when a host is lost, training goes on from disk"
+        on = "another host" if copied.num_replicas == 1 else f"{copied.num_replicas} other hosts"
+        return f"replicas on {on}, copied in {copied.took_ms / 1e3:.1f} s"
+
     def let_go(self) -> None:
         """Free what attempts before have left if there are to be no more snapshots: training needs that memory.
 
@@ -235,6 +248,7 @@ class SnapshotMemory:
         world_size = choice.world_sizes[ranks.rank]
         if choice.givers:
             fetch(self._fd, choice, ranks, is_first_here=self._place[0] == 0, problem=self.problem)
+            self.is_urgent = True
         self._has_fetched = True
         found = find(self._fd, choice, world_size)
         if len(found) != world_size:

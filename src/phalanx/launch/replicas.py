@@ -39,7 +39,7 @@ class Replicas:
     def __init__(
         self, events: EventLoop, say: Callable[[str], None], snapshots_fd: int, run_id: str, num_replicas: int
     ) -> None:
-        self._events, self._say = events, say
+        self._events, self._say, self._fd = events, say, snapshots_fd
         want_replicas(snapshots_fd, num_replicas)
         supervisor_pid = os.getpid()
         with contextlib.closing(open_door(0)) as door:
@@ -70,6 +70,7 @@ class Replicas:
             self._say(packet["say"])
         if not self._channel.alive:
             self._events.unwatch(self._channel.fileno())
+            want_replicas(self._fd, 0)  # the ranks are not to wait for any
             self._say("the process that copies snapshots to other hosts has ended: no new replicas are made")
 
     def close(self) -> None:

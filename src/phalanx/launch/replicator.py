@@ -8,7 +8,7 @@ whole.
 
 Training goes first. Each piece is answered before the next is sent and is small enough to take a few milliseconds,
 which is as long as a message of the ranks may have to wait behind it; between pieces the link is left alone for as
-long again. Copying also rests until the time that it has cost the processor is a small share of all.
+long again. Copying also rests until the time that it has cost the processors is a small share of all.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from phalanx import _snapshots
+from phalanx._cgroups import usable_cpus
 from phalanx._snapshots import PAGE_BYTES, Copied, Copy, Region
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.receiver import Receiver
@@ -34,7 +35,7 @@ _MOST_FAILURES = 3  # of a holder, before others are asked
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
 _REST = 1.0  # times what a piece took
-_SHARE_OF_CPU = 0.02  # of one, for copying and keeping
+_SHARE_OF_CPUS = 0.02  # of all together, for copying and keeping
 
 
 class Refused(Exception):
@@ -69,10 +70,12 @@ class Replicator:
         self._copying: Copy | None = None
         self._piece_bytes = _LEAST_PIECE_BYTES
         self._rests_until_s = 0.0
+        self._cpu_s = 0.0  # that this process had used when it began to rest
         self._said: set[str] = set()
 
     def run(self) -> None:
         """Copy what is wanted until the supervisor has gone."""
+        self._cpu_s = time.process_time()
         while self._hear(_LOOK_S):
             wanted = _snapshots.asked_copy(self._fd)
             now_s = time.monotonic()
@@ -104,7 +107,7 @@ class Replicator:
         return found if found and len(found) == found[0].head.num_here else []
 
     def _copy(self, wanted: Copy, regions: list[Region]) -> None:
-        began_s, cpu_s = time.monotonic(), time.process_time()
+        began_s = time.monotonic()
         if wanted != self._copying:
             self._copying, self._has = wanted, set()
         problems = []
@@ -130,10 +133,11 @@ class Replicator:
                     problems.append(f"{holder['host']} can't be reached for it ({error})")
         is_enough = len(self._has) >= min(self._num_replicas, len(self._holders))
         now_s = time.monotonic()
-        self._rests_until_s = now_s + (time.process_time() - cpu_s) / _SHARE_OF_CPU
         if is_open and not is_enough:
             self._rests_until_s = now_s + _AGAIN_S
             return
+        cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
+        self._rests_until_s = now_s + (self._cpu_s - cpu_before_s) / (_SHARE_OF_CPUS * len(usable_cpus()))
         self._done = wanted
         took_ms = int(1e3 * (now_s - began_s))
         _snapshots.note_copied(self._fd, Copied(wanted.attempt, wanted.step, len(self._has), took_ms))
@@ -191,9 +195,7 @@ class Replicator:
         """Send some bytes, wait until they have come, and leave the link to the ranks for a while."""
         began_s = time.monotonic()
         wire.send(PIECE.pack(length))
-        sent = 0
-        while sent < length:
-            sent += os.sendfile(wire.fileno(), self._fd, at + sent, length - sent)
+        wire.send_file(self._fd, at, length)
         wire.await_byte()
         took_s = max(time.monotonic() - began_s, 1e-5)
         fitting = length * _PIECE_S / took_s

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import socket
 import struct
 from collections.abc import Mapping
@@ -97,6 +99,16 @@ class Wire:
 
     def send(self, data: bytes) -> None:
         self._end.sendall(data)
+
+    def send_file(self, fd: int, at: int, length: int) -> None:
+        """Send bytes of a file. What is written there before they have come is sent in their place."""
+        end = at + length
+        while at < end:
+            try:
+                at += os.sendfile(self.fileno(), fd, at, end - at)
+            except BlockingIOError:  # a socket with a timeout does not block
+                if not select.select([], [self.fileno()], [], _SILENCE_S)[1]:
+                    raise TimeoutError("the other end takes nothing") from None
 
     def await_byte(self) -> None:
         """Return when the other end has taken what was sent."""
