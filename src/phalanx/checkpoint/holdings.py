@@ -71,11 +71,11 @@ def newest_of(by_rank: Sequence[Sequence[Held]], folder: bytes) -> Choice | None
             images = [_images(of_rank, size) for of_rank in at_moment]
             if len(frozenset().union(*images)) != size:
                 continue
-            if any(alone):  # all from one host, or the values of ranks of several hosts would be mixed
-                first = next(rank for rank, own in enumerate(alone) if own)
-                images = [has if rank == first or alone[rank] else frozenset() for rank, has in enumerate(images)]
             every = frozenset(range(size))
             lacking = [frozenset() if own else every - has for own, has in zip(alone, images, strict=True)]
+            if any(alone):  # all from one host: each has the values of its own ranks
+                first = next(rank for rank, own in enumerate(alone) if own)
+                images = [has if rank == first else frozenset() for rank, has in enumerate(images)]
             givers = {
                 number: next(rank for rank, has in enumerate(images) if number in has)
                 for number in sorted(frozenset().union(*lacking))
