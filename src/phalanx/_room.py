@@ -12,7 +12,7 @@ def shortage(what: str, total_bytes: int, held_bytes: int) -> str:
     """Return why snapshots of so many bytes are too large for the host or a cgroup above us, or nothing.
 
     Args:
-        what: What would take that much, for the sentence.
+        what: Subject of the sentence.
         total_bytes: Size of all snapshots that this host is to hold.
         held_bytes: Size of the present ones, which counts as used.
     """

@@ -73,8 +73,8 @@ class Region(NamedTuple):
     """A region with a whole image.
 
     Attributes:
-        number: Which image of its snapshot it holds.
-        slot: Which of the regions for this image it is.
+        number: Number of the image within its snapshot.
+        slot: Number of the region among those for this image.
         is_own: Whether a rank of this host wrote it.
     """
 

@@ -157,13 +157,14 @@ def connect(hosts):
         host.follow([(other.name, other.port) for other in (*hosts[number + 1 :], *hosts[:number])])
 
 
-def train(rank, world_size, folder, sizes, paths, steps, num_copied=0):
+def train(rank, world_size, folder, sizes, paths, steps, num_copied, has_fetched):
     """Load what there is, compare it, and take a snapshot of each step; the first few are copied before the next."""
     take_place(rank, sizes, paths)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     weight = dist.tensor.distribute_tensor(torch.zeros(300, 7), mesh, [dist.tensor.Shard(0)])
     state = {"weight": weight, "large": torch.zeros(300, 500), "own": Own(None), "step": 0}
     found = ckpt.load(folder, state, missing="ignore")
+    assert memory.memory().is_urgent == (found is not None and has_fetched)
     if found is not None:
         assert state["weight"].full_tensor().eq(found.step).all()
         assert state["large"].eq(found.step).all()
@@ -171,28 +172,31 @@ def train(rank, world_size, folder, sizes, paths, steps, num_copied=0):
         weight.to_local().fill_(step)
         state |= {"large": torch.full((300, 500), float(step)), "own": Own((step, rank)), "step": step}
         assert ckpt.snapshot(folder, state, step) == ""
+        assert not memory.memory().is_urgent
         deadline = time.monotonic() + LIMIT_S
         while number < num_copied and memory.memory()._is_copying():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         dist.barrier()
     own = state["own"].number if not steps and found else None
+    if steps:
+        return memory.memory().replicas()
     return found and (found.step, found.source, own and tuple(own))
 
 
-def run_parted(tmp_path, hosts, steps=(), num_copied=0):
+def run_parted(tmp_path, hosts, steps=(), num_copied=0, *, has_fetched=False):
     sizes = [1] * len(hosts)
     paths = [host.path for host in hosts]
-    return run_ranks(train, len(hosts), str(tmp_path), sizes, paths, steps, num_copied, hosts=sizes)
+    return run_ranks(train, len(hosts), str(tmp_path), sizes, paths, steps, num_copied, has_fetched, hosts=sizes)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_any_host_can_be_lost_with_its_part(tmp_path, new_replica_host, lost):
     hosts = [new_replica_host(name) for name in "abc"]
     connect(hosts)
-    assert run_parted(tmp_path, hosts, [1, 2, 3], 3) == [None] * 3
+    assert run_parted(tmp_path, hosts, [1, 2, 3], 3)[0].startswith("replicas on another host, copied in ")
     del hosts[lost]
-    assert [one[:2] for one in run_parted(tmp_path, hosts)] == [(3, "memory")] * 2
+    assert [one[:2] for one in run_parted(tmp_path, hosts, has_fetched=True)] == [(3, "memory")] * 2
 
 
 def test_a_spare_gets_what_the_lost_rank_had_and_all_others_their_own(tmp_path, new_replica_host):
@@ -201,7 +205,7 @@ def test_a_spare_gets_what_the_lost_rank_had_and_all_others_their_own(tmp_path, 
     run_parted(tmp_path, hosts, [1, 2], 2)
     hosts[1] = new_replica_host("d")
     connect(hosts)
-    assert run_parted(tmp_path, hosts) == [(2, "memory", (2, rank)) for rank in range(3)]
+    assert run_parted(tmp_path, hosts, has_fetched=True) == [(2, "memory", (2, rank)) for rank in range(3)]
     run_parted(tmp_path, hosts, [3, 4], 2)  # what was lost is kept twice again, and what was fetched is freed
     regions = [one for host in hosts for one in _snapshots.whole_regions(host.fd)]
     assert not any(_snapshots.is_fetched(one.offset) for one in regions)
@@ -212,7 +216,7 @@ def test_two_hosts_at_once_can_be_lost_where_two_others_hold_each_part(tmp_path,
     hosts = [new_replica_host(name, 2) for name in "abcd"]
     connect(hosts)
     run_parted(tmp_path, hosts, [1, 2], 2)
-    assert [one[:2] for one in run_parted(tmp_path, hosts[:2])] == [(2, "memory")] * 2
+    assert [one[:2] for one in run_parted(tmp_path, hosts[:2], has_fetched=True)] == [(2, "memory")] * 2
 
 
 def test_a_host_lost_before_its_part_is_copied_costs_the_steps_since_the_last_that_is(tmp_path, new_replica_host):
@@ -229,4 +233,4 @@ def test_without_replicas_a_rank_can_be_lost_and_no_host(tmp_path, new_replica_h
     hosts = [new_replica_host(name, 0) for name in "ab"]
     run_parted(tmp_path, hosts, [1, 2, 3])
     assert run_parted(tmp_path, hosts[:1]) == [None]
-    assert [one[:2] for one in run_parted(tmp_path, hosts)] == [(3, "memory")] * 2
+    assert [one[:2] for one in run_parted(tmp_path, hosts, has_fetched=True)] == [(3, "memory")] * 2

@@ -32,7 +32,7 @@ def fetch(fd: int, choice: Choice, ranks: RankGroup, *, is_first_here: bool, pro
 
     Args:
         is_first_here: Whether this rank is the one that writes what comes to its host.
-        problem: Why this host can't keep anything; empty: it can.
+        problem: Reason that this host can't keep anything; empty: it can.
 
     Raises:
         OSError, ValueError: There is no room for it.

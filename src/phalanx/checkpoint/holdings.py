@@ -41,9 +41,9 @@ class Choice:
     """The snapshot that is loaded, the same on every rank.
 
     Attributes:
-        world_sizes: For each rank, of how many images what it reads is made.
-        givers: For each image that goes over the network, the rank that sends it.
-        lacking: For each rank, the images that its host gets.
+        world_sizes: Number of images of what each rank reads, by rank.
+        givers: Rank that sends each image that goes over the network, by its number.
+        lacking: Images that each rank's host gets, by rank.
     """
 
     attempt: int
@@ -60,7 +60,7 @@ def newest_of(by_rank: Sequence[Sequence[Held]], folder: bytes) -> Choice | None
     A host that holds a whole one by itself reads that: it has the values of its own ranks.
 
     Args:
-        by_rank: What each rank's host holds.
+        by_rank: Images that each rank's host holds.
         folder: Digest of the folder.
     """
     ours = [[held for held in of_rank if held.folder == folder] for of_rank in by_rank]

@@ -279,8 +279,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "replicas",
-            "of several nodes: number of other nodes that keep each part of a state of which every rank has a part, so "
-            "that as many nodes can be lost at once without going back to the disk; 0: none",
+            "of several nodes: number of other nodes that keep a copy of each node's part of a sharded state; as many "
+            "nodes can be lost at once without going back to disk; 0: none",
             _at_least_0,
             "N",
             "1",

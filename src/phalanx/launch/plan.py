@@ -233,10 +233,12 @@ def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> Non
     nnodes, backend = settings["nnodes"], settings["rdzv-backend"].value
     least, most = nnodes.value
     replicas = settings["replicas"]
-    if replicas.is_given and replicas.value >= most:
+    if replicas.is_given and replicas.value and replicas.value >= most:
+        how = "leave it out" if most == 1 else f"{most - 1} is the most"
         raise UsageError(
-            f"{replicas.origin} {replicas.value} needs {replicas.value + 1} nodes, and --nnodes is at most {most}: "
-            f"{most - 1} at most"
+            f"{replicas.origin} {replicas.value} takes {counted(replicas.value, 'other node')}, and this job has "
+            f"{counted(most, 'node')} at most (--nnodes): {how}",
+            right=None,
         )
     if settings["standalone"].value:
         if most > 1 and nnodes.origin.startswith("--"):
