@@ -164,7 +164,7 @@ class Copy(NamedTuple):
 
     Attributes:
         safe_attempt: Attempt of the newest snapshot that all hosts have copied, or that the ranks have loaded.
-        safe_step: Its step.
+        safe_step: Step of that snapshot.
     """
 
     attempt: int

@@ -24,7 +24,7 @@ from typing import Any
 from phalanx import _env, _snapshots
 from phalanx._rank_group import RankGroup
 from phalanx._room import shortage
-from phalanx._snapshots import HEAD_BYTES, MAGIC, PAGE_BYTES, Copy, Head, region_bytes
+from phalanx._snapshots import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Copy, Head, region_bytes
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint.agreement import gather, raise_problems
 from phalanx.checkpoint.fetching import fetch, find
@@ -173,8 +173,9 @@ class SnapshotMemory:
         told = gather("snapshot", (self._host, region_bytes(size_bytes + _SLACK_BYTES), num_slots))
         num_slots = max(most for _, _, most in told)
         sizes = [size for host, size, _ in told if host == self._host]
-        total_bytes = num_slots * sum(sizes)
-        what = f"{['two', 'three'][num_slots - 2]} of all ranks"
+        others = [one.head for one in _snapshots.whole_regions(self._fd) if not one.is_own and one.slot != FETCHED_SLOT]
+        total_bytes = num_slots * sum(sizes) + sum(region_bytes(head.size_bytes) for head in others)
+        what = f"{['two', 'three'][num_slots - 2]} of all ranks{' and what is kept for other hosts' if others else ''}"
         problem = shortage(what, total_bytes, os.fstat(self._fd).st_blocks * 512)
         if max(sizes) > _snapshots.REGION_BYTES:
             most = _snapshots.REGION_BYTES >> 20

@@ -24,7 +24,7 @@ from phalanx.launch.messages import read_cause, read_state, read_view
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.questions import Questions
 
-_PROTOCOL = 2
+_PROTOCOL = 1
 _BEATS = 4  # in the time after which a silent node is lost
 _LAST_CALL_S = 3.0
 _SILENCE_S = 2.0
