@@ -40,6 +40,7 @@ FLOORS = {
     "_last_words": 1,
     "_memory": 1,
     "_replace": 1,
+    "_room": 1,
     "_settings": 1,
     "_snapshots": 1,
     "_tensors": 1,

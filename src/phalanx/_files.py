@@ -45,13 +45,13 @@ def write_whole(path: str | os.PathLike[str], text: str, *, durable: bool = Fals
     os.rename(part, path)
 
 
-def free_pages(fd: int, size_bytes: int) -> None:
-    """Free the first pages of a file in memory. It keeps its size: whoever has mapped it finds zeros there.
+def free_pages(fd: int, offset: int, size_bytes: int) -> None:
+    """Free some pages of a file in memory. It keeps its size: whoever has mapped it finds zeros there.
 
     Raises:
         OSError: They can't be freed.
     """
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, size_bytes) != 0:
+    if fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size_bytes) != 0:
         raise OSError(ctypes.get_errno(), "the memory can't be freed")

@@ -1,29 +1,50 @@
 """The layout of the ranks' snapshots in memory that the supervisor holds. Imports no torch.
 
-The ranks write snapshots (`phalanx.checkpoint`); the supervisor (`phalanx.launch`) only looks at their steps. All lie
-in one sparse file with two regions per rank. A region begins with a page that holds the head; the snapshot follows.
+The ranks write snapshots (`phalanx.checkpoint`); the supervisor (`phalanx.launch`) looks at their steps, and its
+replicator copies them to other hosts. All lie in one sparse file, in regions. A region begins with a page that holds
+the head; the image of a rank's part follows. The host's own ranks have the first regions, by local rank; behind these
+lie images of other hosts' ranks, by the number of the image. At the end are a few words of ranks and replicator.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from phalanx._files import free_pages
 
 REGION_BYTES = 1 << 36  # address space, not memory
-MAGIC = b"phalanx1"
-_HEAD = struct.Struct("<8sQQQQQ16s")
+PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+MAGIC = b"phalanx2"
+NUM_SLOTS = 3
+"""Regions for each image: of own ones the one that is replicated, the one that is being copied, and a newer one; of
+another host's the newest that all hosts have, the one that is coming, and the one that was fetched to be loaded."""
+FETCHED_SLOT = 2
+_HEAD = struct.Struct("<8sQQQQQ16sQQ")
 _PLAN = struct.Struct("<Q")
+_OF_OTHERS = NUM_SLOTS * REGION_BYTES << 22  # where images of other hosts begin
 _PLAN_OFFSET = 1 << 62  # behind all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096
+_WANTED_OFFSET, _COPY_OFFSET, _COPIED_OFFSET = (_PLAN_OFFSET + number * 4096 for number in (2, 3, 4))
+_COPY = struct.Struct("<QQ16sQQ")
+_COPIED = struct.Struct("<QQQQ")
+_SUM = struct.Struct("<L")
 HEAD_BYTES = _HEAD.size
 
 
 class Head(NamedTuple):
-    """The head of a region; `folder` identifies the folder of checkpoints that the snapshot belongs to."""
+    """The head of a region.
+
+    Attributes:
+        world_size: Number of the images that make up the snapshot.
+        folder: Digest of the folder of checkpoints that it belongs to.
+        first_rank: Number of the image that the first rank of this host wrote.
+        num_here: Number of the images that this host wrote; 0: all.
+    """
 
     magic: bytes
     is_whole: int
@@ -32,37 +53,180 @@ class Head(NamedTuple):
     world_size: int
     attempt: int
     folder: bytes
+    first_rank: int = 0
+    num_here: int = 0
 
     def pack(self) -> bytes:
         return _HEAD.pack(*self)
 
+    @property
+    def is_parted(self) -> bool:
+        """Whether other hosts have other parts of it."""
+        return 0 < self.num_here < self.world_size
+
     def is_of_one_snapshot_with(self, other: Head) -> bool:
-        """Whether another rank wrote `other` after the same step of the same attempt."""
+        """Whether another rank of the same host wrote `other` after the same step of the same attempt."""
         return self._replace(size_bytes=0) == other._replace(size_bytes=0)
 
 
-def region_offset(rank: int, slot: int) -> int:
-    return (2 * rank + slot) * REGION_BYTES
+class Region(NamedTuple):
+    """A region with a whole image.
+
+    Attributes:
+        number: Number of the image within its snapshot.
+        slot: Number of the region among those for this image.
+        is_own: Whether a rank of this host wrote it.
+    """
+
+    offset: int
+    number: int
+    slot: int
+    is_own: bool
+    head: Head
 
 
-def heads_of_rank(fd: int, rank: int) -> Iterator[tuple[int, Head]]:
-    """Yield the slot and the head of each complete snapshot of `rank`."""
-    for slot in (0, 1):
-        data = os.pread(fd, HEAD_BYTES, region_offset(rank, slot))
-        if len(data) == HEAD_BYTES and (head := Head(*_HEAD.unpack(data))).magic == MAGIC and head.is_whole:
-            yield slot, head
+def region_offset(local_rank: int, slot: int) -> int:
+    return (NUM_SLOTS * local_rank + slot) * REGION_BYTES
+
+
+def region_of_others(number: int, slot: int) -> int:
+    return _OF_OTHERS + region_offset(number, slot)
+
+
+def region_bytes(size_bytes: int) -> int:
+    """Return the whole pages that a head and an image take."""
+    return PAGE_BYTES - (-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def head_at(fd: int, offset: int) -> Head | None:
+    """Return the head of a region; None if there is no whole image."""
+    data = os.pread(fd, HEAD_BYTES, offset)
+    if len(data) == HEAD_BYTES and (head := Head(*_HEAD.unpack(data))).magic == MAGIC and head.is_whole:
+        return head
+    return None
+
+
+def used_regions(fd: int) -> Iterator[int]:
+    """Yield the offsets of the regions that have been written to, whether or not they are whole."""
+    at = 0
+    while True:
+        try:
+            at = os.lseek(fd, at, os.SEEK_DATA) // REGION_BYTES * REGION_BYTES
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no more data
+                return
+            raise
+        if at >= _PLAN_OFFSET:
+            return
+        yield at
+        at += REGION_BYTES
+
+
+def whole_regions(fd: int) -> list[Region]:
+    """Return the regions with whole images, those of this host's ranks first."""
+    found = []
+    for offset in used_regions(fd):
+        if (head := head_at(fd, offset)) is not None:
+            is_own = offset < _OF_OTHERS
+            index, slot = divmod((offset if is_own else offset - _OF_OTHERS) // REGION_BYTES, NUM_SLOTS)
+            found.append(Region(offset, index + is_own * head.first_rank, slot, is_own, head))
+    return found
+
+
+def is_of_others(offset: int) -> bool:
+    """Whether a region is for images of other hosts."""
+    return offset >= _OF_OTHERS
+
+
+def is_fetched(offset: int) -> bool:
+    """Whether a region is for an image that was fetched to be loaded."""
+    return is_of_others(offset) and offset // REGION_BYTES % NUM_SLOTS == FETCHED_SLOT
 
 
 def common_heads(fd: int) -> list[Head]:
-    """Return rank 0's head of each snapshot that is complete on all of its ranks."""
+    """Return the head of the first rank here for each snapshot that is complete on all ranks of this host."""
+    by_rank: dict[int, list[Head]] = {}
+    for region in whole_regions(fd):
+        if region.is_own:
+            by_rank.setdefault(region.number - region.head.first_rank, []).append(region.head)
     return [
         head
-        for _, head in heads_of_rank(fd, 0)
+        for head in by_rank.get(0, ())
         if all(
-            any(head.is_of_one_snapshot_with(other) for _, other in heads_of_rank(fd, rank))
-            for rank in range(1, head.world_size)
+            any(head.is_of_one_snapshot_with(other) for other in by_rank.get(rank, ()))
+            for rank in range(1, head.num_here or head.world_size)
         )
     ]
+
+
+class Copy(NamedTuple):
+    """What the ranks want to have copied to other hosts, once it is whole, and what must not be overwritten for it.
+
+    Attributes:
+        safe_attempt: Attempt of the newest snapshot that all hosts have copied, or that the ranks have loaded.
+        safe_step: Step of that snapshot.
+    """
+
+    attempt: int
+    step: int
+    folder: bytes
+    safe_attempt: int = 0
+    safe_step: int = 0
+
+
+class Copied(NamedTuple):
+    """What the replicator has copied last.
+
+    Attributes:
+        num_replicas: Number of other hosts that have it.
+        took_ms: Milliseconds that it took.
+    """
+
+    attempt: int
+    step: int
+    num_replicas: int
+    took_ms: int
+
+
+def ask_for_copy(fd: int, copy: Copy) -> None:
+    _put(fd, _COPY_OFFSET, _COPY.pack(*copy))
+
+
+def asked_copy(fd: int) -> Copy | None:
+    """Return what is to be copied."""
+    data = _get(fd, _COPY_OFFSET, _COPY.size)
+    return Copy(*_COPY.unpack(data)) if data is not None else None
+
+
+def note_copied(fd: int, copied: Copied) -> None:
+    _put(fd, _COPIED_OFFSET, _COPIED.pack(*copied))
+
+
+def last_copied(fd: int) -> Copied | None:
+    """Return what was copied last."""
+    data = _get(fd, _COPIED_OFFSET, _COPIED.size)
+    return Copied(*_COPIED.unpack(data)) if data is not None else None
+
+
+def want_replicas(fd: int, num_replicas: int) -> None:
+    """Say on how many other hosts each part of a state is to be kept."""
+    _put(fd, _WANTED_OFFSET, _PLAN.pack(num_replicas))
+
+
+def wanted_replicas(fd: int) -> int:
+    data = _get(fd, _WANTED_OFFSET, _PLAN.size)
+    return _PLAN.unpack(data)[0] if data is not None else 0
+
+
+def _put(fd: int, offset: int, data: bytes) -> None:
+    os.pwrite(fd, data + _SUM.pack(zlib.crc32(data)), offset)
+
+
+def _get(fd: int, offset: int, size: int) -> bytes | None:
+    """Return what `_put` has written; None if it is just being written, or never was."""
+    data = os.pread(fd, size + _SUM.size, offset)
+    is_whole = len(data) == size + _SUM.size and any(data) and _SUM.unpack(data[size:])[0] == zlib.crc32(data[:size])
+    return data[:size] if is_whole else None
 
 
 def announce_restart(fd: int, attempt: int) -> None:
@@ -86,4 +250,9 @@ def are_forbidden(fd: int) -> bool:
 
 def release(fd: int) -> None:
     """Free the memory of all snapshots."""
-    free_pages(fd, _PLAN_OFFSET)
+    free_pages(fd, 0, _PLAN_OFFSET)
+
+
+def release_region(fd: int, offset: int) -> None:
+    """Free the memory of one region."""
+    free_pages(fd, offset, REGION_BYTES)

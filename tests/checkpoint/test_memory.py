@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import phalanx.checkpoint as ckpt
-from phalanx import CheckpointError, _snapshots
+from phalanx import CheckpointError, _room, _snapshots
 from phalanx._cgroups import Memory
 from phalanx.checkpoint import memory
 from phalanx.testing import run_ranks
@@ -230,17 +230,17 @@ def test_a_state_may_grow(tmp_path, held):
 
 
 def take_too_much(rank, world_size, folder):
-    memory._MAX_SHARE = 1e-6
+    _room._MAX_SHARE = 1e-6
     return take(rank, world_size, folder, [1, 2])
 
 
 def take_what_is_needed(rank, world_size, folder):
-    memory.cgroup_memory = lambda: [Memory(64 << 20, 63 << 20)]
+    _room.cgroup_memory = lambda: [Memory(64 << 20, 63 << 20)]
     return take(rank, world_size, folder, [1, 2])
 
 
 def take_beyond_the_region(rank, world_size, folder):
-    memory.REGION_BYTES = 1 << 16
+    _snapshots.REGION_BYTES = 1 << 16
     return take(rank, world_size, folder, [1, 2])
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import time
 import warnings
 
 import pytest
@@ -10,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 import phalanx.checkpoint as ckpt
+from phalanx import _room, _snapshots
 from phalanx._cgroups import Memory
 from phalanx.checkpoint import memory
 from phalanx.testing import run_ranks
+from tests.replicas import LIMIT_S, ReplicaHost
 
 
 @pytest.fixture
@@ -121,7 +126,7 @@ def test_what_a_host_kept_while_others_went_on_without_it_is_old_whatever_its_st
 def without_room(rank, world_size, folder, sizes, hosts):
     take_place(rank, sizes, hosts)
     if rank == 0:
-        memory.host_memory = lambda: Memory(1 << 20, 1 << 20)
+        _room.host_memory = lambda: Memory(1 << 20, 1 << 20)
     with warnings.catch_warnings(record=True) as caught:
         found = ckpt.load(folder, state_at(0, rank))
     return found.step, found.source, " ".join(str(one.message) for one in caught)
@@ -136,13 +141,96 @@ def test_a_host_that_has_no_room_for_a_snapshot_lets_all_load_from_disk(tmp_path
     assert "two of all ranks would take 1 MiB, more than 25% of this host's 1 MiB" in found[0][2]
 
 
-def sharded(rank, world_size, folder, hosts):
-    take_place(rank, [1, 1], hosts)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    tensor = dist.tensor.distribute_tensor(torch.rand(4, 3), mesh, [dist.tensor.Shard(0)])
-    return ckpt.snapshot(folder, {"weight": tensor}, 1)
+# ---------------------------------------------------------------- parts of the state on each host
 
 
-def test_a_state_of_which_each_host_has_a_part_is_not_kept(tmp_path, new_host):
-    said = run_ranks(sharded, 2, str(tmp_path), [new_host(), new_host()], hosts=[1, 1])
-    assert said == ["the ranks are on several hosts, and a host's part of the state would be lost with it"] * 2
+@pytest.fixture
+def new_replica_host():
+    """``new_replica_host(name, num_replicas)`` returns a host with a replicator."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args: stack.enter_context(contextlib.closing(ReplicaHost(*args)))
+
+
+def connect(hosts):
+    """Let each host's replicator know the next ones."""
+    for number, host in enumerate(hosts):
+        host.follow([(other.name, other.port) for other in (*hosts[number + 1 :], *hosts[:number])])
+
+
+def train(rank, world_size, folder, sizes, paths, steps, num_copied, has_fetched):
+    """Load what there is, compare it, and take a snapshot of each step; the first few are copied before the next."""
+    take_place(rank, sizes, paths)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    weight = dist.tensor.distribute_tensor(torch.zeros(300, 7), mesh, [dist.tensor.Shard(0)])
+    state = {"weight": weight, "large": torch.zeros(300, 500), "own": Own(None), "step": 0}
+    found = ckpt.load(folder, state, missing="ignore")
+    assert memory.memory().is_urgent == (found is not None and has_fetched)
+    if found is not None:
+        assert state["weight"].full_tensor().eq(found.step).all()
+        assert state["large"].eq(found.step).all()
+    for number, step in enumerate(steps):
+        weight.to_local().fill_(step)
+        state |= {"large": torch.full((300, 500), float(step)), "own": Own((step, rank)), "step": step}
+        assert ckpt.snapshot(folder, state, step) == ""
+        assert not memory.memory().is_urgent
+        deadline = time.monotonic() + LIMIT_S
+        while number < num_copied and memory.memory()._is_copying():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        dist.barrier()
+    own = state["own"].number if not steps and found else None
+    if steps:
+        return memory.memory().replicas()
+    return found and (found.step, found.source, own and tuple(own))
+
+
+def run_parted(tmp_path, hosts, steps=(), num_copied=0, *, has_fetched=False):
+    sizes = [1] * len(hosts)
+    paths = [host.path for host in hosts]
+    return run_ranks(train, len(hosts), str(tmp_path), sizes, paths, steps, num_copied, has_fetched, hosts=sizes)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_any_host_can_be_lost_with_its_part(tmp_path, new_replica_host, lost):
+    hosts = [new_replica_host(name) for name in "abc"]
+    connect(hosts)
+    assert run_parted(tmp_path, hosts, [1, 2, 3], 3)[0].startswith("replicas on another host, copied in ")
+    del hosts[lost]
+    assert [one[:2] for one in run_parted(tmp_path, hosts, has_fetched=True)] == [(3, "memory")] * 2
+
+
+def test_a_spare_gets_what_the_lost_rank_had_and_all_others_their_own(tmp_path, new_replica_host):
+    hosts = [new_replica_host(name) for name in "abc"]
+    connect(hosts)
+    run_parted(tmp_path, hosts, [1, 2], 2)
+    hosts[1] = new_replica_host("d")
+    connect(hosts)
+    assert run_parted(tmp_path, hosts, has_fetched=True) == [(2, "memory", (2, rank)) for rank in range(3)]
+    run_parted(tmp_path, hosts, [3, 4], 2)  # what was lost is kept twice again, and what was fetched is freed
+    regions = [one for host in hosts for one in _snapshots.whole_regions(host.fd)]
+    assert not any(_snapshots.is_fetched(one.offset) for one in regions)
+    assert sorted(one.number for one in regions if one.head.step == 4) == [0, 0, 1, 1, 2, 2]
+
+
+def test_two_hosts_at_once_can_be_lost_where_two_others_hold_each_part(tmp_path, new_replica_host):
+    hosts = [new_replica_host(name, 2) for name in "abcd"]
+    connect(hosts)
+    run_parted(tmp_path, hosts, [1, 2], 2)
+    assert [one[:2] for one in run_parted(tmp_path, hosts[:2], has_fetched=True)] == [(2, "memory")] * 2
+
+
+def test_a_host_lost_before_its_part_is_copied_costs_the_steps_since_the_last_that_is(tmp_path, new_replica_host):
+    hosts = [new_replica_host(name) for name in "ab"]
+    connect(hosts)
+    run_parted(tmp_path, hosts, [1, 2], 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hosts[1].follow([("silent", silent.getsockname()[1])])
+        run_parted(tmp_path, hosts, [3, 4, 5, 6])
+        assert [one[:2] for one in run_parted(tmp_path, hosts[:1])] == [(2, "memory")]
+
+
+def test_without_replicas_a_rank_can_be_lost_and_no_host(tmp_path, new_replica_host):
+    hosts = [new_replica_host(name, 0) for name in "ab"]
+    run_parted(tmp_path, hosts, [1, 2, 3])
+    assert run_parted(tmp_path, hosts[:1]) == [None]
+    assert [one[:2] for one in run_parted(tmp_path, hosts, has_fetched=True)] == [(3, "memory")] * 2

@@ -193,6 +193,12 @@ MPI = {f"OMPI_COMM_WORLD_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")} | {
         ("-m --no-python train", {}, "-m and --no-python exclude each other"),
         ("--use-env --no-use-env train.py", {}, "exclude each other"),
         ("--standalone --nnodes 2 train.py", {}, "a job of one node"),
+        ("--replicas 1 train.py", {}, "and this job has 1 node at most (--nnodes): leave it out"),
+        (
+            "--nnodes 1:3 --replicas 3 train.py",
+            {},
+            "takes 3 other nodes, and this job has 3 nodes at most",
+        ),
         ("--nnodes 2 train.py", {}, "2 nodes need --master-addr HOST"),
         ("--nnodes 2 --master-addr h --node-rank 2 train.py", {}, "--node-rank must lie in [0, 2), got 2"),
         ("--nnodes 1:2 --master-addr h train.py", {}, "1:2 needs --rdzv-backend c10d"),

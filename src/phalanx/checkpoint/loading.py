@@ -15,8 +15,9 @@ from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
 from phalanx.checkpoint.blocks import Reader
 from phalanx.checkpoint.folder import Checkpoint, Damaged
+from phalanx.checkpoint.holdings import Held, newest_of
 from phalanx.checkpoint.image import Image
-from phalanx.checkpoint.memory import Held, memory, newest_of
+from phalanx.checkpoint.memory import digest_of, memory
 from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore
 from phalanx.checkpoint.tree import unpack
 from phalanx.record import writer
@@ -170,7 +171,7 @@ def _say_missing(path: str, rank: int, missing: str) -> None:
 def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> tuple[str, str, list[tuple[str, int]]]:
     """Return what is wrong, the folder of the checkpoints, and the candidates to load, best first."""
     try:
-        path = given if newest_of(held, given) is not None else folders.find(given)
+        path = given if newest_of(held, digest_of(given)) is not None else folders.find(given)
         published = folders.steps(path)
     except OSError as error:
         return f"can't read {given}: {error.strerror}", given, []
@@ -179,7 +180,7 @@ def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> 
             return f"{path} has no checkpoint of step {step}; it has steps {published or 'none'}", path, []
         return "", path, [("disk", int(step))]
     on_disk = [("disk", number) for number in reversed(published)]
-    in_memory = newest_of(held, path)
+    in_memory = newest_of(held, digest_of(path))
     if in_memory is not None:
         older = [entry for entry in on_disk if entry[1] <= in_memory.step]
         on_disk = [*(entry for entry in on_disk if entry[1] > in_memory.step), ("memory", in_memory.step), *older]
@@ -194,9 +195,9 @@ def _check(
     images: list[Image] = []
     try:
         if source == "memory":
-            newest = newest_of(held, path)
+            newest = newest_of(held, digest_of(path))
             assert newest is not None  # it has become a candidate
-            images = memory().read(newest, [rank for rank, of_rank in enumerate(held) if newest in of_rank])
+            images = memory().read(newest)
             check(images, step, [_own(images, ranks)])
         else:
             found = folders.read_manifest(path, step)

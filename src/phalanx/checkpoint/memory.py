@@ -1,11 +1,12 @@
 """Snapshots in memory that the supervisor of ``phalanx run`` holds: they outlive the ranks, not the supervisor.
 
-One memfd for all ranks of the host, sparse: each rank has two regions and writes them in turn, so that one of them is
-whole at any moment. Ranks that train together are never more than a step apart, so there is always a step of which
-all have a whole one.
+One memfd for all ranks of the host, sparse: each rank has a few regions and writes them in turn (`slots`), so that one
+of them is whole at any moment. Ranks that train together are never more than a step apart, so there is always a step of
+which all have a whole one.
 
-Where the ranks are on several hosts, those of each host keep all of the state between them, so that any host can be
-lost. Hosts that lack the newest step, such as those that have just joined, get it from one that has it.
+Where the ranks are on several hosts, any of these can be lost. If all ranks have the state alike, those of each host
+keep all of it between them. Otherwise each host keeps its ranks' parts, and a process of the supervisor copies these
+to other hosts while the ranks train on. Hosts that lack a part of the newest step get it from those that have it.
 
 A region begins with a page that says what is in it (`phalanx._snapshots`); behind that lies an image as in a file on
 disk.
@@ -16,59 +17,33 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-
-from phalanx import _env
-from phalanx._cgroups import cgroup_memory, host_memory
+from phalanx import _env, _snapshots
 from phalanx._rank_group import RankGroup
-from phalanx._snapshots import (
-    HEAD_BYTES,
-    MAGIC,
-    REGION_BYTES,
-    Head,
-    are_forbidden,
-    common_heads,
-    heads_of_rank,
-    is_restart_announced,
-    region_offset,
-    release,
-)
+from phalanx._room import shortage
+from phalanx._snapshots import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Copy, Head, region_bytes
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint.agreement import gather, raise_problems
+from phalanx.checkpoint.fetching import fetch, find
+from phalanx.checkpoint.holdings import Choice, Held
 from phalanx.checkpoint.image import Image, fill, lay_out
+from phalanx.checkpoint.slots import Slots
 from phalanx.checkpoint.tree import Leaf, pack
 from phalanx.record import writer
 
-_PAGE_BYTES = mmap.PAGESIZE
 _SLACK_BYTES = 64 * 1024  # headers grow a little
-_PIECE_BYTES = 16 << 20  # of an image, on its way to another host
+_NO_SLOT = 2  # where others say whether their slot is too short
 _IS_WHOLE = slice(8, 16)  # bytes of a head: written at once, so it never says so of what is not
-_MAX_SHARE = 0.25  # of the host's memory and of each cgroup's limit, for all ranks' snapshots
-_MAX_SHARE_OF_REST = 0.5  # of what is not used of them: training goes on to need some
-
-
-class Held(NamedTuple):
-    """A snapshot that the ranks of a host hold between them; the newest one is the largest.
-
-    Attributes:
-        attempt: Number of the ranks that took it: all later ones have a larger number, on all hosts.
-        step: Step of the training.
-        folder: Which folder of checkpoints it belongs to.
-    """
-
-    attempt: int
-    step: int
-    folder: bytes
 
 
 class SnapshotMemory:
     """Memory in which this rank keeps snapshots and finds those of the previous attempt.
 
     Attributes:
-        size_bytes: Size of both snapshots of this rank, once there is one.
+        size_bytes: Size of all snapshots of this rank, once there is one.
+        is_urgent: Whether a snapshot is wanted soon, the same on every rank: a host has lost or lacked what it had.
         asked: Folders from which this rank has loaded, or has tried to.
         is_kept: Whether this process was another rank, or this one, before a failure.
     """
@@ -78,9 +53,11 @@ class SnapshotMemory:
         self.asked: set[str] = set()
         self.is_kept = is_kept
         self._regions: dict[int, mmap.mmap] = {}
-        self._slot = 0
+        self._slots = Slots()
         self._is_forbidden = False
+        self._has_fetched = False  # maybe: what is needed no more when there is a newer one
         self.size_bytes: int = 0
+        self.is_urgent: bool = False
         environ = _env.environment()
         self._restart_count = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         self._attempt = 0  # known at the first snapshot
@@ -97,7 +74,7 @@ class SnapshotMemory:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             return f"the supervisor's memory can't be opened: {error.strerror}"
-        self._is_forbidden = are_forbidden(self._fd)
+        self._is_forbidden = _snapshots.are_forbidden(self._fd)
         if self._is_forbidden:
             return "the kernel has killed an earlier attempt because memory ran out"
         return ""
@@ -125,59 +102,113 @@ class SnapshotMemory:
             problem, cause = f"{type(error).__name__}: {error}", error
         low, high = blocks.fingerprint(described)
         has_shards = any(blocks.is_sharded(leaf.tensor) for leaf in leaves)
-        *found, has_failed, any_has_shards, self._attempt = ranks.largest_of_each(
-            [low, high, -low, -high, cause is not None, has_shards, self._attempt or 1 + self._last_attempt()]
+        wants_copies = self._spans_hosts and _snapshots.wanted_replicas(self._fd) > 0
+        attempt = self._attempt or 1 + self._last_attempt()
+        *found, has_failed, any_has_shards, is_to_be_copied, is_busy, self._attempt = ranks.largest_of_each(
+            [low, high, -low, -high, cause is not None, has_shards, wants_copies, self._is_copying(), attempt]
         )
         if has_failed:
             raise_problems("snapshot", gather("snapshot", problem), cause, f"of step {step} of {folder}")
         is_alike = found == [low, high, -low, -high]
         alike = described.keys() if is_alike else blocks.names_alike(gather("snapshot", described))
-        if self._spans_hosts and (any_has_shards or not is_alike):
-            self.problem = "the ranks are on several hosts, and a host's part of the state would be lost with it"
-            return
+        is_parted = self._spans_hosts and bool(any_has_shards or not is_alike)
+        if is_parted:
+            rank, world_size = ranks.rank, ranks.world_size
         parts = blocks.parts_of_rank(leaves, rank, world_size, alike)
         owner = [ranks.rank, ranks.world_size]
         metadata = {
             "step": step, "rank": rank, "world_size": world_size, "owner": owner, "is_alike": is_alike, "tree": tree,
         }  # fmt: skip
         layout = lay_out(parts, metadata)
-        is_short = not self._regions or len(self._regions[0]) < _PAGE_BYTES + layout.size_bytes
-        if ranks.largest(is_short):  # at the first snapshot, and at the first with an optimizer's state
-            self.problem = self._make_room(ranks.rank, layout.size_bytes)
-            if self.problem:
-                return
-        region = self._regions[self._slot]
-        head = Head(MAGIC, 0, step, layout.size_bytes, world_size, self._attempt, _digest(folder))
+        head = Head(MAGIC, 0, step, layout.size_bytes, world_size, self._attempt, digest_of(folder))
+        if is_parted:
+            local_rank, num_here = self._place
+            head = head._replace(first_rank=rank - local_rank, num_here=num_here)
+        slot = self._slot_for(head, ranks, is_to_be_copied=is_parted and bool(is_to_be_copied), is_busy=bool(is_busy))
+        if slot < 0:
+            return
+        self.is_urgent = False
+        region = self._regions[slot]
         region[_IS_WHOLE] = bytes(8)
         region[:HEAD_BYTES] = head.pack()
-        fill(memoryview(region)[_PAGE_BYTES:], layout, parts)
+        fill(memoryview(region)[PAGE_BYTES:], layout, parts)
         region[_IS_WHOLE] = (1).to_bytes(8, "little")
-        self._slot = 1 - self._slot
 
-    def _make_room(self, rank: int, size_bytes: int) -> str:
-        """Get memory for two snapshots of every rank; return why not, the same on every rank, or nothing."""
-        told = gather("snapshot", (self._host, _region_bytes(size_bytes + _SLACK_BYTES)))
-        sizes = [size for host, size in told if host == self._host]
-        total_bytes = 2 * sum(sizes)
-        problem = _shortage(total_bytes, os.fstat(self._fd).st_blocks * 512)
-        if max(sizes) > REGION_BYTES:
-            problem = f"one of a rank would take {max(sizes) >> 20} MiB, more than {REGION_BYTES >> 20} MiB"
+    def _is_copying(self) -> bool:
+        """Whether this host still copies the last snapshot that it was asked to copy."""
+        copied = _snapshots.last_copied(self._fd)
+        is_asked = self._slots.copying is not None and _snapshots.wanted_replicas(self._fd) > 0
+        return is_asked and (copied is None or (copied.attempt, copied.step) != self._slots.copying)
+
+    def _slot_for(self, head: Head, ranks: RankGroup, *, is_to_be_copied: bool, is_busy: bool) -> int:
+        """Return the region for a snapshot, with room in it; -1: there is none. Every rank gets one, or none does."""
+        before, moment = self._slots.safe, (head.attempt, head.step)
+        slot = self._slots.next(moment, is_to_be_copied=is_to_be_copied, is_busy=is_busy)
+        region = self._regions.get(slot)
+        is_short = region is None or len(region) < PAGE_BYTES + head.size_bytes
+        most = ranks.largest(_NO_SLOT if slot < 0 else is_short)
+        problem = ""
+        if most and most != _NO_SLOT:  # at the first snapshot, and at the first with an optimizer's state
+            problem = self._make_room(ranks.rank, head.size_bytes, max(slot + 1, 2))
+            if problem and not is_busy:
+                self.problem = problem
+                return -1
+        if problem or most == _NO_SLOT:
+            self._slots.skip(has_no_third=True)
+            return -1
+        if self._place[0] == 0:
+            if self._slots.copying == moment:
+                safe = self._slots.safe or (0, 0)
+                _snapshots.ask_for_copy(self._fd, Copy(*moment, head.folder, *safe))
+            if self._has_fetched and self._slots.safe != before:
+                self._release_fetched()
+        return slot
+
+    def _release_fetched(self) -> None:
+        """Free what was fetched to be loaded: a newer snapshot is safe."""
+        self._has_fetched = False
+        for offset in _snapshots.used_regions(self._fd):
+            if _snapshots.is_fetched(offset):
+                _snapshots.release_region(self._fd, offset)
+
+    def _make_room(self, rank: int, size_bytes: int, num_slots: int) -> str:
+        """Get memory for some snapshots of every rank; return why not, the same on every rank, or nothing."""
+        told = gather("snapshot", (self._host, region_bytes(size_bytes + _SLACK_BYTES), num_slots))
+        num_slots = max(most for _, _, most in told)
+        sizes = [size for host, size, _ in told if host == self._host]
+        others = [one.head for one in _snapshots.whole_regions(self._fd) if not one.is_own and one.slot != FETCHED_SLOT]
+        total_bytes = num_slots * sum(sizes) + sum(region_bytes(head.size_bytes) for head in others)
+        what = f"{['two', 'three'][num_slots - 2]} of all ranks{' and what is kept for other hosts' if others else ''}"
+        problem = shortage(what, total_bytes, os.fstat(self._fd).st_blocks * 512)
+        if max(sizes) > _snapshots.REGION_BYTES:
+            most = _snapshots.REGION_BYTES >> 20
+            problem = f"one of a rank would take {max(sizes) >> 20} MiB, more than {most} MiB"
         problem = next(filter(None, gather("snapshot", problem)), "")  # before any of them takes some
         if problem:
             return problem
         try:
-            self._allocate(told[rank][1])
+            self._allocate(told[rank][1], num_slots)
         except OSError as error:
             problem = f"{total_bytes >> 20} MiB can't be had on rank {rank}: {error.strerror}"
         return next(filter(None, gather("snapshot", problem)), "")
 
-    def _allocate(self, length: int) -> None:
+    def _allocate(self, length: int, num_slots: int) -> None:
         rank, _ = self._own_place(RankGroup())
-        for slot in (0, 1):
-            offset = region_offset(rank, slot)
+        for slot in range(max(num_slots, len(self._regions))):
+            offset = _snapshots.region_offset(rank, slot)
             os.posix_fallocate(self._fd, offset, length)
             self._regions[slot] = mmap.mmap(self._fd, length, offset=offset)
-        self.size_bytes = 2 * length
+        self.size_bytes = len(self._regions) * length
+
+    def replicas(self) -> str:
+        """Return how many other hosts have this host's part of the state, in words; nothing if each has all of it."""
+        copied = _snapshots.last_copied(self._fd) if self._slots.copying is not None else None
+        if copied is None:
+            return ""
+        if not copied.num_replicas:
+            return "no replicas: when a host is lost, training goes on from disk"
+        on = "another host" if copied.num_replicas == 1 else f"{copied.num_replicas} other hosts"
+        return f"replicas on {on}, copied in {copied.took_ms / 1e3:.1f} s"
 
     def let_go(self) -> None:
         """Free what attempts before have left if there are to be no more snapshots: training needs that memory.
@@ -185,107 +216,62 @@ class SnapshotMemory:
         Not before the first step: until then a script may load from it, in several calls.
         """
         if self._is_forbidden and self._own_place(RankGroup())[0] == 0:
-            release(self._fd)
+            _snapshots.release(self._fd)
         self._is_forbidden = False
 
     @property
     def restart_is_planned(self) -> bool:
         """Whether the supervisor ends this rank only to start it again, with more ranks, from the last snapshot."""
-        return self._fd >= 0 and is_restart_announced(self._fd, self._restart_count)
+        return self._fd >= 0 and _snapshots.is_restart_announced(self._fd, self._restart_count)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def held(self) -> list[Held]:
-        """Return the snapshots that are whole on this host."""
-        heads = common_heads(self._fd) if self._fd >= 0 else []
-        return [Held(head.attempt, head.step, head.folder) for head in heads]
+        """Return what is whole on this host; of a snapshot that this host has taken alone, all or nothing."""
+        numbers: dict[tuple[int, int, bytes, int], set[int]] = {}
+        parted = set()
+        for region in _snapshots.whole_regions(self._fd) if self._fd >= 0 else ():
+            head = region.head
+            snapshot = head.attempt, head.step, head.folder, head.world_size
+            numbers.setdefault(snapshot, set()).add(region.number)
+            if head.is_parted:
+                parted.add(snapshot)
+        held = [Held(*snapshot, tuple(sorted(found))) for snapshot, found in numbers.items()]
+        return [one for one in held if one.is_complete or one[:4] in parted]
 
-    def read(self, held: Held, holders: Sequence[int]) -> list[Image]:
+    def read(self, choice: Choice) -> list[Image]:
         """Return the images of a snapshot, in the order of the ranks that took them; the next goes elsewhere.
 
-        Every rank calls it if any of them has to get it from another host.
-
-        Args:
-            held: Snapshot to read.
-            holders: Ranks on whose hosts it is whole.
+        Every rank calls it.
 
         Raises:
             OSError, ValueError: It is not there, or there is no room for it.
         """
         ranks = RankGroup()
-        if len(holders) < ranks.world_size:
-            self._fetch(held, holders, ranks)
         rank, _ = self._own_place(ranks)
-        found = [self._find(held, 0)]
-        found += [self._find(held, other) for other in range(1, found[0][1].world_size)]
+        world_size = choice.world_sizes[ranks.rank]
+        if choice.givers:
+            fetch(self._fd, choice, ranks, is_first_here=self._place[0] == 0, problem=self.problem)
+            self.is_urgent = True
+        self._has_fetched = True
+        found = find(self._fd, choice, world_size)
+        if len(found) != world_size:
+            raise ValueError("not every rank finds it")
+        own = (one.slot for one in found.values() if one.is_own and one.number - one.head.first_rank == rank)
+        self._slots.loaded((choice.attempt, choice.step), next(own, -1))
         images = []
-        for other, (slot, head) in enumerate(found):
-            if other == rank:
-                self._slot = 1 - slot
-            length = _region_bytes(head.size_bytes)
-            region = mmap.mmap(self._fd, length, offset=region_offset(other, slot), access=mmap.ACCESS_COPY)
-            images.append(Image(memoryview(region)[_PAGE_BYTES : _PAGE_BYTES + head.size_bytes]))
+        for number in range(world_size):
+            offset, head = found[number].offset, found[number].head
+            region = mmap.mmap(self._fd, region_bytes(head.size_bytes), offset=offset, access=mmap.ACCESS_COPY)
+            images.append(Image(memoryview(region)[PAGE_BYTES : PAGE_BYTES + head.size_bytes]))
         return images
-
-    def _find(self, held: Held, rank: int) -> tuple[int, Head]:
-        """Return slot and head of a rank's part of a snapshot."""
-        for slot, head in heads_of_rank(self._fd, rank):
-            if (head.attempt, head.step, head.folder) == held:
-                return slot, head
-        raise ValueError("not every rank finds it")
-
-    def _fetch(self, held: Held, holders: Sequence[int], ranks: RankGroup) -> None:
-        """Get the images of a snapshot from the first rank that has them, one rank for its host."""
-        giver = min(holders)
-        heads: list[Head] = []
-        if ranks.rank == giver:
-            _, first = self._find(held, 0)
-            heads = [first, *(self._find(held, other)[1] for other in range(1, first.world_size))]
-        heads = [Head(*head) for head in ranks.gather(heads)[giver]]
-        takes = ranks.rank not in holders and self._own_place(ranks)[0] == 0
-        problem = self.problem
-        if takes and not problem:
-            problem = self._make_room_for(heads)
-        if problem := next(filter(None, ranks.gather(problem)), ""):
-            raise ValueError(problem)
-        failed: OSError | None = None
-        for number, head in enumerate(heads):
-            begin = region_offset(number, 0) + _PAGE_BYTES
-            own_begin = region_offset(number, self._find(held, number)[0]) + _PAGE_BYTES if ranks.rank == giver else 0
-            for at in range(0, head.size_bytes, _PIECE_BYTES):
-                piece = torch.empty(min(_PIECE_BYTES, head.size_bytes - at), dtype=torch.uint8)
-                if ranks.rank == giver:
-                    os.preadv(self._fd, [piece.numpy().data], own_begin + at)
-                piece = ranks.broadcast(piece, giver)
-                try:
-                    if takes and failed is None:
-                        os.pwrite(self._fd, piece.numpy().data, begin + at)
-                except OSError as error:  # the others go on
-                    failed = error
-        if takes and failed is None:
-            for number, head in enumerate(heads):
-                os.pwrite(self._fd, head.pack(), region_offset(number, 0))
-        ranks.gather(None)  # nobody reads before it is there
-        if failed is not None:
-            raise failed
-
-    def _make_room_for(self, heads: Sequence[Head]) -> str:
-        """Get memory for the images of another host; return why not, or nothing."""
-        sizes = [_region_bytes(head.size_bytes) for head in heads]
-        problem = _shortage(2 * sum(sizes), os.fstat(self._fd).st_blocks * 512)
-        try:
-            for number, size in enumerate(sizes if not problem else ()):
-                os.posix_fallocate(self._fd, region_offset(number, 0), size)
-        except OSError as error:
-            problem = f"{sum(sizes) >> 20} MiB can't be had: {error.strerror}"
-        return problem
 
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
         """Return this rank's number among those that keep the state between them, and how many these are."""
         return self._place if self._spans_hosts else (ranks.rank, ranks.world_size)
 
     def _last_attempt(self) -> int:
-        return max((held.attempt for held in self.held()), default=0)
+        return max((region.head.attempt for region in _snapshots.whole_regions(self._fd)), default=0)
 
     def close(self) -> None:
         """Give up what this process has opened; the snapshots stay."""
@@ -295,37 +281,7 @@ class SnapshotMemory:
             self._fd = -1
 
 
-def newest_of(by_rank: Sequence[Sequence[Held]], folder: str) -> Held | None:
-    """Return the newest snapshot of a folder that is whole on any rank's host."""
-    ours = (held for of_rank in by_rank for held in of_rank if held.folder == _digest(folder))
-    return max(ours, default=None)
-
-
-def _region_bytes(size_bytes: int) -> int:
-    """Return the whole pages that a head and an image take."""
-    return _PAGE_BYTES - (-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def _shortage(total_bytes: int, held_bytes: int) -> str:
-    """Return why snapshots of so many bytes are too large for the host or a cgroup above us, or nothing.
-
-    Args:
-        held_bytes: Size of the present snapshots, which counts as used.
-    """
-    for whose, limits in (("this host", [host_memory()]), ("the cgroup", cgroup_memory())):
-        for memory in limits:
-            most, left = _MAX_SHARE * memory.limit_bytes, memory.left_bytes + held_bytes
-            if total_bytes > most:
-                of = f"{_MAX_SHARE:.0%} of {whose}'s {memory.limit_bytes >> 20} MiB"
-            elif total_bytes > _MAX_SHARE_OF_REST * left:
-                of = f"{_MAX_SHARE_OF_REST:.0%} of the {left >> 20} MiB that are left of {whose}'s"
-            else:
-                continue
-            return f"two of all ranks would take {total_bytes >> 20} MiB, more than {of}"
-    return ""
-
-
-def _digest(folder: str) -> bytes:
+def digest_of(folder: str) -> bytes:
     return hashlib.blake2b(os.path.abspath(folder).encode(), digest_size=16).digest()
 
 

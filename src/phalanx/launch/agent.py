@@ -19,6 +19,7 @@ from typing import Any
 import phalanx
 from phalanx.launch.agreement import OTHER_SIDE, Agreement, Node, Place, Rules, State
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
+from phalanx.launch.holders import told_of
 from phalanx.launch.links import Links, is_local, open_door
 from phalanx.launch.messages import read_cause, read_state, read_view
 from phalanx.launch.packets import PacketSocket
@@ -117,6 +118,8 @@ class Agent:
             door.getsockname()[1],
             self._job["num_local_ranks"],
             self._job["node_rank"] if self._is_static else -1,
+            self._job["host_label"],
+            self._job["replica_port"],
         )
         self._agreement = Agreement(self._me, self._rules, self, is_root=self._is_root, now_s=time.monotonic())
         if address:
@@ -361,7 +364,10 @@ class Agent:
             self._is_running = True
             epoch = {**what["start"]["epoch"], "name": self._name}
             attempt = {**what["start"], "role": self._job["role"], "run_id": self._job["run_id"], "epoch": epoch}
-            self._channel.send({"start": attempt, "number": self._num_starts})
+            view = self._agreement.view
+            assert view is not None
+            holders = told_of(view.members, self._me, self._job["num_replicas"])
+            self._channel.send({"start": attempt, "number": self._num_starts, "replicas": holders})
         else:
             self._channel.send(what)
 

@@ -56,6 +56,8 @@ class Node:
         port: Port on which its agent listens.
         num_ranks: Number of its ranks.
         position: Its number, where nodes have fixed ones; else -1.
+        label: What it shares with nodes that may be lost together with it; empty: nothing.
+        replica_port: Port on which it takes replicas of snapshots; 0: it takes none.
     """
 
     id: str
@@ -64,6 +66,13 @@ class Node:
     port: int
     num_ranks: int
     position: int = -1
+    label: str = ""
+    replica_port: int = 0
+
+    @property
+    def domain(self) -> str:
+        """What it is lost together with: nodes of the same label, or else of the same host."""
+        return self.label or self.host
 
     @property
     def place(self) -> Place:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from phalanx._cgroups import count_oom_kills
 from phalanx._memory import MemoryPolicy
-from phalanx._snapshots import announce_restart, common_heads, forbid
+from phalanx._snapshots import announce_restart, common_heads, forbid, last_copied, wanted_replicas
 from phalanx._text import counted
 from phalanx.launch.causes import is_victim
 from phalanx.launch.deadlines import AT_ONCE_S
@@ -228,9 +228,16 @@ def _reserve_port(ranks: Supervisor, job: Job) -> ReservedPort:
 
 
 def newest_steps(fd: int) -> dict[bytes, int]:
-    """Return the newest step of which there is a whole snapshot, for each folder of checkpoints."""
+    """Return the newest step of which there is a whole snapshot, for each folder of checkpoints.
+
+    One of which other hosts have other parts counts when this host's part is on another host, if it is to be there.
+    """
     newest: dict[bytes, int] = {}
+    copied = last_copied(fd)
     for head in common_heads(fd):
+        is_copied = copied is not None and (head.attempt, head.step) <= (copied.attempt, copied.step)
+        if head.is_parted and not is_copied and wanted_replicas(fd):
+            continue
         newest[head.folder] = max(head.step, newest.get(head.folder, 0))
     return newest
 

@@ -329,6 +329,20 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "N",
             "0",
         ),
+        Flag(
+            "replicas",
+            "of several nodes: number of other nodes that keep a copy of each node's part of a sharded state; as many "
+            "nodes can be lost at once without going back to disk; 0: none",
+            _at_least_0,
+            "N",
+            "1",
+        ),
+        Flag(
+            "host-label",
+            "failure domain of this node, such as its rack: replicas go to nodes with another label if there are any",
+            str,
+            "NAME",
+        ),
         Flag("no-preload", "import torch in each rank, instead of once for all", _switch),
         Flag(
             "warm",

@@ -39,6 +39,8 @@ class Job:
         role: Role of the ranks, ROLE_NAME.
         master_addr: Host on which rank 0 serves the store.
         master_port: Port of the store; 0: a free one, held by the supervisor.
+        num_replicas: Number of other nodes that keep each part of a state that the ranks do not have alike.
+        host_label: Failure domain of this node; empty: its own.
         local_addr: Address of this node; empty: that from which it reaches the others.
         max_restarts: Number of times that the ranks are restarted after a failure.
         keeps: Whether ranks that are not to blame for a failure may go on in the same process.
@@ -74,6 +76,8 @@ class Job:
     role: str = "default"
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    num_replicas: int = 0
+    host_label: str = ""
     local_addr: str = ""
     max_restarts: int = 0
     keeps: bool = True

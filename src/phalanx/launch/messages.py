@@ -53,11 +53,14 @@ def read_node(told: Any) -> Node:
     Raises:
         ValueError: It tells of none.
     """
-    name, host, address = (_take(told, field, str)[:300] for field in ("id", "host", "address"))
-    port, num_ranks, position = (_take(told, field, int) for field in ("port", "num_ranks", "position"))
-    if not (name and "\0" not in address and 0 <= port < 65536 and 0 < num_ranks < 1 << 20):
+    name, host, address, label = (_take(told, field, str)[:300] for field in ("id", "host", "address", "label"))
+    port, num_ranks, position, replica_port = (
+        _take(told, field, int) for field in ("port", "num_ranks", "position", "replica_port")
+    )
+    are_ports = 0 <= port < 65536 and 0 <= replica_port < 65536
+    if not (name and "\0" not in address and are_ports and 0 < num_ranks < 1 << 20):
         raise ValueError("no such node")
-    return Node(name, host, address, port, num_ranks, position)
+    return Node(name, host, address, port, num_ranks, position, label, replica_port)
 
 
 def read_view(told: Any) -> View:

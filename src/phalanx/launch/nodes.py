@@ -25,6 +25,7 @@ from phalanx.launch.job import Job
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.ports import ReservedPort
+from phalanx.launch.replicas import Replicas
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.warden import die_with_parent, hold_signals
 
@@ -49,6 +50,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                     ranks.say("the ranks start again with as many nodes: one was replaced, or was away for a moment")
                 num_nodes, is_restart = attempt.num_nodes, False
                 may_keep = num_restarts < job.max_restarts
+                orders.replicate(order["replicas"])
                 orders.report(order["number"], ranks.run_attempt(attempt, until=orders.look, may_keep=may_keep))
             elif "restart" in order:
                 if order["restart"]["kind"] == NODE_LOST:
@@ -91,6 +93,7 @@ class _Orders:
         self._job = job
         self._pending: list[dict[str, Any]] = []
         self._reserved: ReservedPort | None = None
+        self._replicas: Replicas | None = None
         self._running = self._stopped = False
         self._steps: dict[bytes, int] | None = None  # of the newest snapshots, if the next one is waited for
         self._heard_s = time.monotonic()  # when the agent has been heard last
@@ -98,6 +101,10 @@ class _Orders:
         self._leaves_at_s = 0.0  # at the latest; 0: this node stays
 
     def __enter__(self) -> _Orders:
+        ranks, job = self._ranks, self._job
+        if job.num_replicas and job.max_restarts:
+            self._replicas = Replicas(ranks.events, ranks.say, ranks.snapshots_fd, job.run_id, job.num_replicas)
+            ranks.spared.append(self._replicas.pid)
         self._channel, theirs = PacketSocket.pair()
         supervisor_pid = os.getpid()
         self._pid = os.fork()
@@ -107,7 +114,8 @@ class _Orders:
                 hold_signals()
                 os.setpgid(0, 0)
                 os.set_inheritable(theirs.fileno(), True)
-                settings = json.dumps({**_settings(self._job)})
+                replica_port = self._replicas.port if self._replicas is not None else 0
+                settings = json.dumps({**_settings(job), "replica_port": replica_port})
                 os.execv(sys.executable, [sys.executable, "-c", RUN_AGENT, str(theirs.fileno()), settings])
             finally:
                 os._exit(1)
@@ -128,6 +136,13 @@ class _Orders:
             os.waitpid(self._pid, 0)
         if self._reserved is not None:
             self._reserved.close()
+        if self._replicas is not None:
+            self._replicas.close()
+
+    def replicate(self, told: dict[str, Any]) -> None:
+        """Have this node's snapshots kept on the nodes of a new attempt."""
+        if self._replicas is not None:
+            self._replicas.follow(told)
 
     def next(self) -> dict[str, Any] | None:
         """Return the next order; None when we are told to end."""
@@ -270,6 +285,8 @@ def _settings(job: Job) -> dict[str, Any]:
         "max_nodes": job.max_nodes,
         "node_rank": job.node_rank,
         "local_addr": job.local_addr,
+        "host_label": job.host_label,
+        "num_replicas": job.num_replicas,
         "num_local_ranks": job.num_local_ranks,
         "max_restarts": job.max_restarts,
         "spares": job.spares,

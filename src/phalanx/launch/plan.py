@@ -113,6 +113,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         memory=choose(environ, wanted=_memory(settings["memory"], tuned), num_ranks=num_ranks),
         role=value["role"],
         local_addr=value["local-addr"],
+        host_label=value["host-label"],
         max_restarts=value["max-restarts"],
         keeps=not value["no-keep"],
         drains=bool(value["drain"] or value["drain-file"] or value["drain-url"]),
@@ -260,6 +261,14 @@ def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> Non
     """Refuse what the flags, or they and the scheduler, say of the nodes and can't be true together."""
     nnodes, backend = settings["nnodes"], settings["rdzv-backend"].value
     least, most = nnodes.value
+    replicas = settings["replicas"]
+    if replicas.is_given and replicas.value and replicas.value >= most:
+        how = "leave it out" if most == 1 else f"{most - 1} is the most"
+        raise UsageError(
+            f"{replicas.origin} {replicas.value} takes {counted(replicas.value, 'other node')}, and this job has "
+            f"{counted(most, 'node')} at most (--nnodes): {how}",
+            right=None,
+        )
     if settings["standalone"].value:
         if most > 1 and nnodes.origin.startswith("--"):
             raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}")
@@ -315,6 +324,7 @@ def rendezvous(settings: Mapping[str, Setting]) -> dict[str, Any]:
         "spares": value["spares"],
         "rdzv_conf": value["rdzv-conf"],
         "run_id": run_id,
+        "num_replicas": value["replicas"],
     }
 
 

@@ -47,9 +47,8 @@ class BoxMemory:
             save_boxes(self._fd, folder)
         finally:
             with contextlib.suppress(OSError):
-                free_pages(
-                    self._fd, self._num_boxes * BOX_BYTES
-                )  # mapped by ranks that are kept: no page may be missing
+                # Mapped by ranks that are kept: no page may be missing.
+                free_pages(self._fd, 0, self._num_boxes * BOX_BYTES)
 
     def close(self) -> None:
         """Give the memory back."""

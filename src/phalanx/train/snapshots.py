@@ -38,7 +38,7 @@ class Snapshots:
         self._num_steps += 1
         if memory().problem:
             memory().let_go()
-        elif self.every and step % self.every == 0:
+        elif self.every and (step % self.every == 0 or memory().is_urgent):
             self._num_taken += self.take(step)
 
     def take(self, step: int) -> bool:
@@ -67,6 +67,8 @@ class Snapshots:
         if self._num_adapted != 2:  # the first ones have made room, too
             return ""
         share, size_mib = cost_s / self.every / step_s, memory().size_bytes / 2**20
+        replicas = memory().replicas()
         return (
             f"snapshots in memory every {self.every} steps: {share:.1%} of the time, {size_mib:.1f} MiB for each rank"
+            f"{replicas and f'; {replicas}'}"
         )

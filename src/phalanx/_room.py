@@ -1,0 +1,29 @@
+"""Whether there is memory for snapshots: they must never be why the kernel kills a job."""
+
+from __future__ import annotations
+
+from phalanx._cgroups import cgroup_memory, host_memory
+
+_MAX_SHARE = 0.25  # of the host's memory and of each cgroup's limit, for all snapshots
+_MAX_SHARE_OF_REST = 0.5  # of what is not used of them: training goes on to need some
+
+
+def shortage(what: str, total_bytes: int, held_bytes: int) -> str:
+    """Return why snapshots of so many bytes are too large for the host or a cgroup above us, or nothing.
+
+    Args:
+        what: Subject of the sentence.
+        total_bytes: Size of all snapshots that this host is to hold.
+        held_bytes: Size of the present ones, which counts as used.
+    """
+    for whose, limits in (("this host", [host_memory()]), ("the cgroup", cgroup_memory())):
+        for memory in limits:
+            most, left = _MAX_SHARE * memory.limit_bytes, memory.left_bytes + held_bytes
+            if total_bytes > most:
+                of = f"{_MAX_SHARE:.0%} of {whose}'s {memory.limit_bytes >> 20} MiB"
+            elif total_bytes > _MAX_SHARE_OF_REST * left:
+                of = f"{_MAX_SHARE_OF_REST:.0%} of the {left >> 20} MiB that are left of {whose}'s"
+            else:
+                continue
+            return f"{what} would take {total_bytes >> 20} MiB, more than {of}"
+    return ""

@@ -1,0 +1,79 @@
+"""Which of its regions a rank writes the next snapshot to. Imports no torch, waits for nothing.
+
+One snapshot is always whole on all hosts, so that any of them may be lost at any moment:
+
+- A snapshot is **safe** when all hosts have copied their parts of it. It is not overwritten before the next one is.
+- Another is being **copied**, and not overwritten either.
+- While that takes its time, newer ones are written to a third region. They serve where ranks fail and no host does.
+
+Where every host has the whole state, nothing is copied, and each snapshot is safe at once.
+"""
+
+from __future__ import annotations
+
+from phalanx._snapshots import NUM_SLOTS
+from phalanx.checkpoint.holdings import Moment
+
+
+class Slots:
+    """Decides alike on all ranks, as long as all call the same methods with the same arguments.
+
+    Attributes:
+        safe: The snapshot that is safe, wherever it lies; None: there is none yet.
+        num: Number of regions that there is memory for.
+    """
+
+    def __init__(self) -> None:
+        self.safe: Moment | None = None
+        self.num: int = NUM_SLOTS
+        self._safe_slot = self._newest_slot = self._copying_slot = -1
+        self._copying: Moment | None = None
+        self._newest: Moment | None = None
+
+    @property
+    def copying(self) -> Moment | None:
+        """The snapshot that is being copied."""
+        return self._copying
+
+    def loaded(self, moment: Moment, slot: int) -> None:
+        """Take in that the ranks go on from a snapshot.
+
+        Args:
+            slot: This rank's own region that has a part of it; -1: none has.
+        """
+        self.__init__()  # type: ignore[misc]
+        self.safe = self._newest = moment
+        self._safe_slot = self._newest_slot = slot
+
+    def skip(self, *, has_no_third: bool) -> None:
+        """Take in that there is no snapshot after all, in the region that `next` has named.
+
+        Args:
+            has_no_third: Whether there is memory for two regions only.
+        """
+        self._newest, self._newest_slot = self._copying, self._copying_slot
+        if has_no_third:
+            self.num = 2
+
+    def next(self, moment: Moment, *, is_to_be_copied: bool, is_busy: bool) -> int:
+        """Return the region for a snapshot; -1: there is none until the copying has ended.
+
+        Args:
+            is_to_be_copied: Whether other hosts are to have copies of it.
+            is_busy: Whether any host has not yet copied the snapshot that is being copied.
+        """
+        if self._copying is not None and not is_busy:
+            self.safe, self._safe_slot = self._copying, self._copying_slot
+            self._copying, self._copying_slot = None, -1
+        if not is_to_be_copied:
+            self.safe, self._safe_slot = self._newest, self._newest_slot
+        kept = {self._safe_slot, self._copying_slot}
+        if self._copying is None:
+            kept.add(self._newest_slot)
+        slot = next((slot for slot in range(self.num) if slot not in kept), -1)
+        if slot < 0:
+            return -1
+        if is_to_be_copied and self._copying is None:
+            self._copying, self._copying_slot = moment, slot
+        self._newest, self._newest_slot = moment, slot
+        return slot

@@ -1,0 +1,205 @@
+"""The side of a replicator that keeps the snapshots of other hosts: a thread for each host that sends."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from phalanx import _snapshots
+from phalanx._room import shortage
+from phalanx._snapshots import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Head, region_bytes
+from phalanx.launch.wire import PIECE, TAKEN, Wire
+
+_MOST_HOSTS = 256  # that send at once
+_MOST_IMAGES = 4096  # of one host
+
+
+class _Offer(NamedTuple):
+    """What another host wants to have kept."""
+
+    heads: tuple[Head, ...]
+    numbers: tuple[int, ...]
+    safe: tuple[int, int]
+
+
+class _Refusal(Exception):
+    """Why it is not kept."""
+
+
+class Receiver:
+    """Takes what other hosts send.
+
+    Args:
+        door: Bound socket.
+        snapshots_fd: Memory in which it is kept.
+        run_id: Name of the job.
+
+    Attributes:
+        me: Id of this node, which a sender has to know; empty: not known yet.
+    """
+
+    def __init__(self, door: socket.socket, snapshots_fd: int, run_id: str) -> None:
+        self.me: str = ""
+        self._fd, self._run_id, self._door = snapshots_fd, run_id, door
+        self._lock = threading.Lock()
+        self._receiving: dict[int, Wire] = {}  # by offset
+        self._lengths: dict[int, int] = {}  # of the regions that have memory, by offset
+        door.listen(16)
+        door.setblocking(True)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                end, _ = self._door.accept()
+                if threading.active_count() > _MOST_HOSTS:
+                    end.close()
+                    continue
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                threading.Thread(target=self._serve, args=(Wire(end),), daemon=True).start()
+
+    def _serve(self, wire: Wire) -> None:
+        with contextlib.closing(wire), contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            while True:
+                self._take(wire, wire.hear(waits=True))
+
+    def _take(self, wire: Wire, told: Mapping[str, Any]) -> None:
+        """Keep what is offered, or say why not."""
+        offsets: list[int] = []
+        try:
+            try:
+                offer = self._read(told)
+                with self._lock:
+                    has_it = self._has(offer)
+                    offsets = [] if has_it else self._make_room(offer, wire)
+            except _Refusal as error:
+                wire.tell({"refused": str(error)})
+                return
+            wire.tell({"has": has_it})
+            if has_it:
+                return
+            for offset, head in zip(offsets, offer.heads, strict=True):
+                self._receive(wire, offset, head)
+            (length,) = PIECE.unpack(wire.receive(PIECE.size))
+            with self._lock:
+                if length or any(self._receiving.get(offset) is not wire for offset in offsets):
+                    raise ValueError("no end of a copy")
+                for offset, head in zip(offsets, offer.heads, strict=True):
+                    os.pwrite(self._fd, head.pack(), offset)
+            wire.send(TAKEN)
+        finally:
+            with self._lock:
+                for offset in offsets:
+                    if self._receiving.get(offset) is wire:
+                        del self._receiving[offset]
+
+    def _read(self, told: Mapping[str, Any]) -> _Offer:
+        """Return what a host offers.
+
+        Raises:
+            ValueError, TypeError, KeyError: No host of ours says that.
+            _Refusal: It looks for another.
+        """
+        if not self.me or told["run_id"] != self._run_id or told["holder"] != self.me:
+            raise _Refusal("another node is there")
+        numbers, sizes = told["numbers"], told["sizes"]
+        attempt, step, world_size, first, *safe = _counts(
+            [told[name] for name in ("attempt", "step", "world_size", "first_rank")] + told["safe"]
+        )
+        folder = bytes.fromhex(told["folder"])
+        is_right = len(numbers) == len(sizes) <= _MOST_IMAGES and len(safe) == 2 and len(folder) == 16
+        if not (is_right and numbers and all(number < world_size for number in _counts(numbers))):
+            raise ValueError("no offer")
+        if any(region_bytes(size) > _snapshots.REGION_BYTES for size in _counts(sizes)):
+            raise ValueError("no offer")
+        heads = [Head(MAGIC, 1, step, size, world_size, attempt, folder, first, len(numbers)) for size in sizes]
+        return _Offer(tuple(heads), tuple(numbers), (safe[0], safe[1]))
+
+    # ------------------------------------------------------------ memory
+
+    def _has(self, offer: _Offer) -> bool:
+        """Whether it is all here: it may be what ranks are just loading."""
+        return all(
+            any(
+                _snapshots.head_at(self._fd, _snapshots.region_of_others(number, slot)) == head
+                for slot in range(FETCHED_SLOT)
+            )
+            for number, head in zip(offer.numbers, offer.heads, strict=True)
+        )
+
+    def _make_room(self, offer: _Offer, wire: Wire) -> list[int]:
+        """Return where the images go, with memory there.
+
+        Raises:
+            _Refusal: There is not enough.
+        """
+        if _snapshots.are_forbidden(self._fd):
+            raise _Refusal("memory has run out there before")
+        self._free_old(offer.safe)
+        offsets = [self._choose(number, offer.safe) for number in offer.numbers]
+        lengths = {offset: region_bytes(head.size_bytes) for offset, head in zip(offsets, offer.heads, strict=True)}
+        more_bytes = sum(max(0, length - self._lengths.get(offset, 0)) for offset, length in lengths.items())
+        held_bytes = os.fstat(self._fd).st_blocks * 512
+        if more_bytes and (problem := shortage("with them, snapshots", held_bytes + more_bytes, held_bytes)):
+            raise _Refusal(problem)
+        for offset, length in lengths.items():
+            if (other := self._receiving.pop(offset, None)) is not None:
+                other.close()
+            os.pwrite(self._fd, bytes(HEAD_BYTES), offset)
+            try:
+                os.posix_fallocate(self._fd, offset, length)
+            except OSError as error:
+                raise _Refusal(f"{sum(lengths.values()) >> 20} MiB can't be had: {error.strerror}") from None
+            self._lengths[offset] = length
+        self._receiving |= dict.fromkeys(offsets, wire)
+        return offsets
+
+    def _choose(self, number: int, safe: tuple[int, int]) -> int:
+        """Return the region to write an image to: not the one with the snapshot that must stay, rather the older."""
+        found = []
+        for slot in range(FETCHED_SLOT):
+            offset = _snapshots.region_of_others(number, slot)
+            head = _snapshots.head_at(self._fd, offset)
+            moment = (head.attempt, head.step) if head is not None else (-1, -1)
+            if moment != safe:
+                found.append((moment, offset))
+        return min(found)[1]
+
+    def _free_old(self, safe: tuple[int, int]) -> None:
+        """Free what was kept for an attempt before that of the safe snapshot, by whatever hosts."""
+        for offset in [*_snapshots.used_regions(self._fd)]:
+            if not _snapshots.is_of_others(offset) or _snapshots.is_fetched(offset) or offset in self._receiving:
+                continue
+            head = _snapshots.head_at(self._fd, offset)
+            if head is None or head.attempt < safe[0]:
+                _snapshots.release_region(self._fd, offset)
+                self._lengths.pop(offset, None)
+
+    def _receive(self, wire: Wire, offset: int, head: Head) -> None:
+        length = region_bytes(head.size_bytes)
+        at = 0
+        with mmap.mmap(self._fd, length, offset=offset) as region, memoryview(region) as view:
+            while at < head.size_bytes:
+                (piece,) = PIECE.unpack(wire.receive(PIECE.size))
+                if not 0 < piece <= head.size_bytes - at:
+                    raise ValueError("no piece of an image")
+                with view[PAGE_BYTES + at : PAGE_BYTES + at + piece] as target:
+                    wire.receive_into(target)
+                at += piece
+                wire.send(TAKEN)
+
+
+def _counts(numbers: Sequence[Any]) -> list[int]:
+    """Return numbers that have come from another host.
+
+    Raises:
+        ValueError: Some are none.
+    """
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+        raise ValueError("no counts")
+    return list(numbers)

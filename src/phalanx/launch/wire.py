@@ -1,0 +1,126 @@
+"""A connection between the replicators of two hosts: lines of JSON, and pieces of images."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+PIECE = struct.Struct("<L")
+"""Length of the piece that follows; 0: that was all, and it is good."""
+TAKEN = b"."
+_CONNECT_S = 3.0
+_SILENCE_S = 20.0  # in the midst of a copy
+_MOST_BYTES = 1 << 20  # of a line
+_BUFFER_BYTES = 1 << 20
+
+
+class Wire:
+    """One end.
+
+    Args:
+        end: Connected socket, owned from now on; None: there is none.
+    """
+
+    def __init__(self, end: socket.socket | None) -> None:
+        self._socket = end
+        if end is not None:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.settimeout(_SILENCE_S)
+
+    @staticmethod
+    def to(address: str, port: int) -> Wire:
+        """Connect.
+
+        Raises:
+            OSError: Nobody answers.
+        """
+        return Wire(socket.create_connection((address, port), _CONNECT_S))
+
+    @property
+    def _end(self) -> socket.socket:
+        if self._socket is None:
+            raise OSError("the connection is closed")
+        return self._socket
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        self._end.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self, *, waits: bool = False) -> dict[str, Any]:
+        """Return the next message.
+
+        Args:
+            waits: Whether it may take for ever.
+
+        Raises:
+            OSError: The other end has gone.
+            ValueError: It is no message.
+        """
+        line = bytearray()
+        self._end.settimeout(None if waits else _SILENCE_S)
+        while not line.endswith(b"\n"):  # byte by byte: what follows is not ours to read
+            line += self._receive(1)
+            self._end.settimeout(_SILENCE_S)
+            if len(line) > _MOST_BYTES:
+                raise ValueError("no message")
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError("no message")
+        return message
+
+    def _receive(self, length: int) -> bytes:
+        came = self._end.recv(length)
+        if not came:
+            raise ConnectionResetError("the connection has ended")
+        return came
+
+    def receive(self, length: int) -> bytes:
+        """Return exactly so many bytes."""
+        came = b""
+        while len(came) < length:
+            came += self._receive(length - len(came))
+        return came
+
+    def receive_into(self, memory: memoryview) -> None:
+        """Fill `memory`."""
+        at = 0
+        while at < len(memory):
+            count = self._end.recv_into(memory[at : at + _BUFFER_BYTES])
+            if count == 0:
+                raise ConnectionResetError("the connection has ended")
+            at += count
+
+    def send(self, data: bytes) -> None:
+        self._end.sendall(data)
+
+    def send_file(self, fd: int, at: int, length: int) -> None:
+        """Send bytes of a file. What is written there before they have come is sent in their place."""
+        end = at + length
+        while at < end:
+            try:
+                at += os.sendfile(self.fileno(), fd, at, end - at)
+            except BlockingIOError:  # a socket with a timeout does not block
+                if not select.select([], [self.fileno()], [], _SILENCE_S)[1]:
+                    raise TimeoutError("the other end takes nothing") from None
+
+    def await_byte(self) -> None:
+        """Return when the other end has taken what was sent."""
+        if self._receive(1) != TAKEN:
+            raise ValueError("the other end has not taken it")
+
+    def commit(self) -> None:
+        """Tell the other end that what it has is good, and wait until it knows."""
+        self.send(PIECE.pack(0))
+        self.await_byte()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

@@ -1,0 +1,137 @@
+"""A job whose hosts each have a part of the state goes on from memory when hosts are killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.namespaces import hosts
+
+pytestmark = pytest.mark.usefixtures("needs_hosts")
+LIMIT_S = 90
+PORT = "29511"
+EVERY = 5  # steps between snapshots
+
+TRAIN = """
+import hashlib, json, sys, time
+import torch, torch.distributed as dist
+import torch.distributed.tensor
+import phalanx.checkpoint as ckpt
+from phalanx.checkpoint.memory import memory
+
+def say(**facts):
+    print(json.dumps(facts), flush=True)
+
+every, steps_after = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("phalanx")
+rank, size = dist.get_rank(), dist.get_world_size()
+mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+weight = dist.tensor.distribute_tensor(torch.arange(1200, dtype=torch.float64), mesh, [dist.tensor.Shard(0)])
+state = {"weight": weight, "step": 0}
+found = ckpt.load("folder", state, missing="ignore")
+if found:
+    say(loaded=found.step, source=found.source, size=size)
+last = found.step + steps_after if found and steps_after else 10**6
+while state["step"] < last:
+    state["step"] += 1
+    with torch.no_grad():
+        total = weight.to_local().sum()
+        dist.all_reduce(total)
+        weight.to_local().mul_(3).add_(total).remainder_(1009)
+    if state["step"] % every == 0:
+        assert ckpt.snapshot("folder", state, state["step"]) == ""
+        if safe := memory()._slots.safe:
+            say(step=state["step"], safe=safe[1])
+    time.sleep(0.01)
+say(digest=hashlib.sha256(weight.full_tensor().numpy().tobytes()).hexdigest(), step=state["step"])
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def jobs():
+    """Processes that a test starts; their pipes are closed at its end."""
+    started = []
+    yield started
+    for process in started:
+        with process:
+            process.kill()
+
+
+def launch(jobs, made, folder, nodes, *flags, steps_after=0, endpoint=None):
+    """Start the job's supervisor on each host; its ranks end so many steps after they have loaded something."""
+    script = folder / "train.py"
+    script.write_text(TRAIN)
+    for host in made:
+        command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "--nnodes", nodes]
+        place = f"{(endpoint or made[0]).address}:{PORT}"
+        command += ["--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", place, "--max-restarts", "3"]
+        command += ["--log-dir", str(folder / host.name), *flags, str(script), str(EVERY), str(steps_after)]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
+        jobs.append(host.start(command, **options))
+
+
+def await_fact(job, name, limit_s=LIMIT_S):
+    """Return the next facts with this name that a job's rank prints."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        line = job.stdout.readline()
+        assert line, job.communicate(timeout=LIMIT_S)[1]
+        if name in (facts := json.loads(line[line.index("{") :])):
+            return facts
+    raise AssertionError(f"no {name} within {limit_s} s")
+
+
+def digest_of_undisturbed(num_steps):
+    """Return the digest of the same training in one process: all numbers are whole, so no sum depends on its order."""
+    weight = torch.arange(1200, dtype=torch.float64)
+    for _ in range(num_steps):
+        weight = (weight * 3 + weight.sum()).remainder(1009)
+    return hashlib.sha256(weight.numpy().tobytes()).hexdigest()
+
+
+def test_the_part_of_a_killed_host_comes_from_another_and_is_kept_twice_again(jobs, tmp_path):
+    with hosts(3) as made:
+        launch(jobs, made, tmp_path, "1:3")
+        safe = await_fact(jobs[2], "safe")["safe"]
+        made[0].kill()
+        loaded = await_fact(jobs[2], "loaded")
+        assert (loaded["size"], loaded["source"]) == (2, "memory")
+        assert loaded["loaded"] >= safe
+        safe = await_fact(jobs[2], "safe")["safe"]
+        made[1].kill()
+        loaded = await_fact(jobs[2], "loaded")
+        assert (loaded["size"], loaded["source"]) == (1, "memory")
+        assert loaded["loaded"] >= safe
+        await_fact(jobs[2], "step")
+
+
+def test_two_of_four_hosts_can_be_killed_at_once_with_two_replicas(jobs, tmp_path):
+    with hosts(4) as made:
+        launch(jobs, made, tmp_path, "1:4", "--replicas", "2")
+        await_fact(jobs[0], "safe")
+        made[1].kill()
+        made[2].kill()
+        while (loaded := await_fact(jobs[0], "loaded"))["size"] > 2:  # they may be missed one after the other
+            assert loaded["source"] == "memory"
+        assert loaded["source"] == "memory"
+        await_fact(jobs[0], "step")
+
+
+def test_a_spare_that_takes_the_place_of_a_killed_host_changes_no_bit(jobs, tmp_path):
+    with hosts(3) as made:
+        launch(jobs, made[:2], tmp_path, "2", steps_after=23)
+        await_fact(jobs[0], "safe")
+        launch(jobs, made[2:], tmp_path, "2", steps_after=23, endpoint=made[0])
+        assert "this one is a spare" in next(line for line in jobs[2].stderr if "nodes of the job" in line)
+        made[1].kill()
+        for job in (jobs[0], jobs[2]):
+            assert await_fact(job, "loaded")["source"] == "memory"
+            facts = await_fact(job, "digest")
+            assert facts["digest"] == digest_of_undisturbed(facts["step"])

@@ -1,0 +1,190 @@
+"""Replicas of snapshots: which nodes hold them, what is sent, and what is not taken for whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+
+import pytest
+
+from phalanx import _snapshots
+from phalanx._snapshots import Copied, region_of_others, region_offset
+from phalanx.launch.agreement import Node
+from phalanx.launch.holders import holders_of
+from phalanx.launch.wire import PIECE, Wire
+from tests.replicas import FOLDER, ReplicaHost
+
+LIMIT_S = 60
+
+
+# ---------------------------------------------------------------- which nodes
+
+
+def nodes(*labels, port=1):
+    return [Node(f"id{n}", f"host{n}", "", 1, 1, -1, label, port) for n, label in enumerate(labels)]
+
+
+def first_holders(members):
+    return [members.index(holders_of(members, node, 1)[0]) for node in members]
+
+
+@pytest.mark.parametrize(
+    ("labels", "wanted"),
+    [
+        (["", "", ""], [1, 2, 0]),
+        (["a", "a", "b", "b"], [2, 3, 0, 1]),
+        (["a", "b", "a", "b"], [1, 0, 3, 2]),
+        (["a", "b", "c"], [1, 2, 0]),
+        (["a", "a"], [1, 0]),
+    ],
+)
+def test_each_node_holds_for_one_other_in_another_domain(labels, wanted):
+    assert first_holders(nodes(*labels)) == wanted
+
+
+def test_a_second_replica_goes_to_a_third_domain_before_a_second_node_of_one():
+    members = nodes("a", "b", "b", "c", "a")
+    assert [node.label for node in holders_of(members, members[0], 2)] == ["b", "c", "b", "a"]
+
+
+def test_nodes_that_take_none_are_left_out():
+    members = [*nodes("", ""), *nodes("", "", "", port=0)[2:]]
+    assert holders_of(members, members[0], 1) == [members[1]]
+    assert holders_of(members, members[0], 0) == []
+
+
+# ---------------------------------------------------------------- real processes
+
+
+@pytest.fixture
+def new_host():
+    """``new_host(name)`` starts a host."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(contextlib.closing(ReplicaHost(*args, **options)))
+
+
+def test_what_ranks_have_written_comes_to_the_holders(new_host):
+    a, b, c = new_host("a", 2), new_host("b"), new_host("c")
+    a.follow([("b", b.port), ("c", c.port)])
+    contents = [os.urandom(3_000_000), os.urandom(5)]
+    a.write((1, 7), contents, first_rank=2, world_size=6)
+    assert a.await_copied((1, 7))[:3] == Copied(1, 7, 2, 0)[:3]
+    for holder in (b, c):
+        assert holder.kept() == {(1, 7, 2): contents[0], (1, 7, 3): contents[1]}
+
+
+def test_a_holder_that_is_gone_or_does_not_want_is_passed_over_and_named(new_host):
+    a, b = new_host("a"), new_host("b")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = closed.getsockname()[1]
+    a.follow([("gone", gone), ("not b", b.port), ("b", b.port)])
+    a.write((1, 1), [b"content"])
+    assert a.await_copied((1, 1)).num_replicas == 1
+    assert b.kept() == {(1, 1, 0): b"content"}
+    a.follow([("not b", b.port)])
+    a.write((1, 2), [b"content"])
+    assert a.await_copied((1, 2)).num_replicas == 0
+    assert a.channel.wait() == {"say": "replicas of this host's snapshots: not b keeps none (another node is there)"}
+
+
+def test_what_ranks_write_over_while_it_is_sent_is_never_said_to_be_whole(new_host):
+    a = new_host("a")
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        door.settimeout(LIMIT_S)
+        a.follow([("b", door.getsockname()[1])])
+        a.write((1, 1), [b"content"])
+        with contextlib.closing(Wire(door.accept()[0])) as wire:
+            assert wire.hear()["numbers"] == [0]
+            wire.tell({"has": False})
+            (length,) = PIECE.unpack(wire.receive(PIECE.size))
+            assert wire.receive(length) == b"content"
+            os.pwrite(a.fd, bytes(8), region_offset(0, 1) + 8)  # a rank begins to write
+            wire.send(b".")
+            with pytest.raises(ConnectionResetError):
+                wire.receive(PIECE.size)
+        assert _snapshots.last_copied(a.fd) is None
+
+
+# ---------------------------------------------------------------- the holder, as a sender sees it
+
+
+def offer(wire, step, sizes, *, safe=(0, 0), holder="b", numbers=None):
+    """Offer images and return the answer."""
+    numbers = list(range(len(sizes))) if numbers is None else numbers
+    said = {"run_id": "job", "holder": holder, "attempt": 1, "step": step, "folder": FOLDER.hex(), "world_size": 4}
+    wire.tell({**said, "first_rank": 0, "numbers": numbers, "sizes": sizes, "safe": list(safe)})
+    return wire.hear()
+
+
+def send(wire, content):
+    wire.send(PIECE.pack(len(content)) + content)
+    wire.await_byte()
+
+
+@pytest.fixture
+def holder(new_host):
+    return new_host("b", most_mib=8)
+
+
+@pytest.fixture
+def wire(holder):
+    with contextlib.closing(Wire.to("127.0.0.1", holder.port)) as wire:
+        deadline = time.monotonic() + LIMIT_S
+        while "refused" in offer(wire, 0, [1]):  # it does not know its name yet
+            assert time.monotonic() < deadline
+        send(wire, b"0")
+        wire.commit()
+        yield wire
+
+
+def test_a_torn_copy_leaves_the_one_before(holder, wire):
+    assert offer(wire, 1, [6, 4], safe=(1, 0)) == {"has": False}
+    send(wire, b"abc")
+    wire.close()
+    with contextlib.closing(Wire.to("127.0.0.1", holder.port)) as again:
+        assert offer(again, 2, [1]) == {"has": False}  # when it answers, it has let go of what was torn
+        assert holder.kept() == {(1, 0, 0): b"0"}
+
+
+def test_what_is_safe_stays_whatever_comes(holder, wire):
+    for step in (1, 2, 3):
+        assert offer(wire, step, [1], safe=(1, 0)) == {"has": False}
+        send(wire, b"%d" % step)
+        wire.commit()
+        assert holder.kept() == {(1, 0, 0): b"0", (1, step, 0): b"%d" % step}
+    assert offer(wire, 4, [1], safe=(1, 3)) == {"has": False}
+    assert holder.kept() == {(1, 3, 0): b"3"}
+
+
+def test_what_is_there_already_is_not_sent_again(holder, wire):
+    assert offer(wire, 0, [1]) == {"has": True}
+    assert holder.kept() == {(1, 0, 0): b"0"}
+
+
+def test_what_was_kept_for_an_attempt_before_that_of_the_safe_one_is_freed(holder, wire):
+    assert offer(wire, 5, [1], safe=(1, 4), numbers=[3]) == {"has": False}
+    assert (1, 0, 0) in holder.kept()
+    wire.close()
+    with contextlib.closing(Wire.to("127.0.0.1", holder.port)) as again:
+        assert offer(again, 6, [1], safe=(2, 4), numbers=[3]) == {"has": False}
+        assert holder.kept() == {}
+        assert os.pread(holder.fd, 8, region_of_others(0, 0)) in (b"", bytes(8))
+
+
+def test_a_holder_without_memory_refuses_and_keeps_what_it_has(holder, wire):
+    answer = offer(wire, 1, [(1 << 36) - 8192] * 4)
+    assert answer["refused"].startswith("with them, snapshots would take 26214")
+    assert holder.kept() == {(1, 0, 0): b"0"}
+
+
+@pytest.mark.parametrize("wrong", ["another", ""])
+def test_who_looks_for_another_node_is_refused(wire, wrong):
+    assert offer(wire, 1, [1], holder=wrong) == {"refused": "another node is there"}
+
+
+@pytest.mark.parametrize("wrong", [{"sizes": [-1]}, {"sizes": [1 << 40]}, {"numbers": [4]}, {"sizes": [], "step": 1}])
+def test_who_offers_nonsense_is_left(wire, wrong):
+    with pytest.raises(ConnectionResetError):
+        offer(wire, wrong.get("step", 1), wrong.get("sizes", [1]), numbers=wrong.get("numbers"))
