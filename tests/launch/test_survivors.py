@@ -109,6 +109,14 @@ def test_a_process_that_can_not_go_on_is_started_anew_and_the_launcher_says_why(
     assert pids_of(done.stdout, 0)[0] != pids_of(done.stdout, 0)[1]
 
 
+def test_no_process_is_kept_if_the_user_does_not_want_it(tmp_path):
+    done = run_job(tmp_path, script(), "--max-restarts", "1", "--no-keep")
+    assert len(results_of(done)) == 1
+    assert "kept" not in done.stderr
+    assert "same process" not in done.stderr
+    assert pids_of(done.stdout, 0)[0] != pids_of(done.stdout, 0)[1]
+
+
 def test_a_rank_that_does_not_come_to_a_collective_is_started_anew(tmp_path):
     busy = """
 def stay(step, rank):

@@ -354,7 +354,7 @@ class Supervisor:
         rank = next((rank for rank in self._ranks if rank.pid == pid and rank.is_running), None)
         if rank is None:
             return
-        if why not in self._refusals:
+        if why and why not in self._refusals:
             self._refusals.add(why)
             self.say(f"rank {rank.rank} can't be kept: {why}")
         if rank in self._stopping:

@@ -20,7 +20,7 @@ class Survivors:
     Args:
         is_on: Whether any may be kept.
         on_wait: Called with the pid of a process that has left its groups, and waits.
-        on_refusal: Called with the pid of a process that was to be kept and can't be, and the reason.
+        on_refusal: Called with the pid of a process that can't be kept after all, and the reason; empty: it is done.
 
     Attributes:
         path: Where ranks ask; empty: none is kept, or there is no place for a socket.
@@ -86,6 +86,7 @@ class Survivors:
                 self._on_refusal(pid, str(packet["refuses"]))
                 return self._forget(pid)
         if not channel.alive:
+            self._on_refusal(pid, "")
             self._forget(pid)
 
     def _forget(self, pid: int) -> None:

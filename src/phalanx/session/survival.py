@@ -129,9 +129,8 @@ class Survivor:
         _last_words.tell(error)
         self._let_go()
         for one in origins(error):
-            traceback.clear_frames(
-                one.__traceback__
-            )  # they hold models in their wrappers, and the wrappers hold groups
+            # Frames hold models in their wrappers, and the wrappers hold groups.
+            traceback.clear_frames(one.__traceback__)
             one.__traceback__ = None
         leave_session(error)
         gc.collect()  # hooks of a wrapper end with it

@@ -34,21 +34,8 @@ class Place:
         self.is_lost = False
         self._num_collectives = _num_collectives()
 
-    def why_not_kept(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        callbacks: Sequence[Any],
-        loggers: Loggers,
-        data: Any,
-    ) -> str:
+    def why_not_kept(self, model: nn.Module, optimizer: torch.optim.Optimizer, loggers: Loggers, data: Any) -> str:
         """Return why the trainer can't join another group, when `fit` begins; empty if it can."""
-        # A new process would have the state that the script makes: the ranks' copies of the model might part.
-        lasting = [c for c in callbacks if getattr(c, "__dict__", None) and not hasattr(c, "load_state_dict")]
-        if lasting:
-            return (
-                f"the callback {type(lasting[0]).__qualname__} has attributes, and no load_state_dict to set them back"
-            )
         if self._had_group:
             return "a process group was made before the Trainer"
         if self._num_collectives != _num_collectives():
@@ -62,6 +49,15 @@ class Place:
         if not loggers.can_open_again:
             return "a logger is an object of the script's, which is closed"
         return ""
+
+
+def why_not_set_back(callbacks: Sequence[Any]) -> str:
+    """Return why callbacks would go on with what they have, once another rank has failed; empty if they would not."""
+    for one in callbacks:
+        # In a new process they begin anew: the ranks' copies of the model might part.
+        if getattr(one, "__dict__", None) and not hasattr(one, "load_state_dict"):
+            return f"the callback {type(one).__qualname__} has attributes, and no load_state_dict to set them back"
+    return ""
 
 
 def _num_collectives() -> int:

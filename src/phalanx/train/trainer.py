@@ -35,7 +35,7 @@ from phalanx.train.memory_format import lay_out_model
 from phalanx.train.objective import Objective
 from phalanx.train.open_feed import open_feed
 from phalanx.train.origin import describe_origin, processes_of
-from phalanx.train.place import Place
+from phalanx.train.place import Place, why_not_set_back
 from phalanx.train.preemption import Preemption, leave
 from phalanx.train.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
 from phalanx.train.run_log import RunLog
@@ -223,9 +223,11 @@ class Trainer:
             with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
                 return self._fit(data, validation_data, batch_sampler)
 
-        why_not = self._place.why_not_kept(self._given_model, self.optimizer, self.callbacks, self._loggers, data)
+        why_not = self._place.why_not_kept(self._given_model, self.optimizer, self._loggers, data)
         try:
-            with Survivor(lambda: why_not or why_not_loadable(), self._leave_group) as survivor:
+            with Survivor(
+                lambda: why_not or why_not_set_back(self.callbacks) or why_not_loadable(), self._leave_group
+            ) as survivor:
                 return survivor.outlive(run)
         except (NonFinite, ReplicaMismatch):
             self._run_log.report()
