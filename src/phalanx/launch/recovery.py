@@ -71,9 +71,9 @@ class Recovery:
         failed_s = [end.when_s for end in ends if end.failed]
         now_s = time.monotonic()
         first_s = min(filter(None, (since_s, self._told_s, *failed_s)), default=now_s)
-        noticed_s = noticed_s or self._told_s or first_s
-        self._marks = {"": first_s, "noticed": noticed_s}
-        self._mark("ended", max((end.when_s for end in ends), default=noticed_s))
+        self._marks = {"": first_s}
+        self._mark("noticed", noticed_s or self._told_s or first_s)
+        self._mark("ended", max((end.when_s for end in ends), default=first_s))
         self._ended, self._first_rank, self._before = self._attempt, min((end.rank for end in ends), default=-1), None
         self._loss = dataclasses.replace(loss, at_s=time.time() - (now_s - first_s))
         self._save()
