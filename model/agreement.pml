@@ -46,6 +46,17 @@ typedef Node {
 View views[VIEWS];
 Node node[NODES];
 byte num_views = 1, num_deaths, num_came;
+#ifdef CUTS  /* answers grow old over cables that are cut, and no others */
+byte num_cuts, from, to;
+bit is_both;
+#define IS_CUT(one, other) ((HAS(from, one) && HAS(to, other)) || (is_both && HAS(from, other) && HAS(to, one)))
+#define MAY_AGE (IS_CUT(i, other) || IS_CUT(other, i) || !node[other].alive)
+#define MAY_BE_SILENT (IS_CUT(other, i) || !node[other].alive || !node[other].peer[i].linked)
+#else
+#define IS_CUT(one, other) false
+#define MAY_AGE true
+#define MAY_BE_SILENT true
+#endif
 hidden byte j, k, v, set, votes, before, newest, holder, holder_term, preferred, current, swap;
 hidden byte ok, is_late, has_changed, quorum, office, settled, coming;
 
@@ -439,7 +450,8 @@ end:
   od
 }
 
-#define CONNECTED (node[i].alive && node[other].alive && node[i].peer[other].linked && node[other].peer[i].linked)
+#define CAN_TALK (!IS_CUT(i, other) && !IS_CUT(other, i))
+#define HEARS (node[i].alive && node[other].alive && node[i].peer[other].linked && node[other].peer[i].linked && !IS_CUT(other, i))
 
 /* What may happen between node i and another. */
 proctype Link(byte i, other) {
@@ -447,20 +459,42 @@ end:
   do
   :: atomic {
     if
-    :: d_step { CONNECTED && NEWER(node[other].view, node[i].view) -> take_view(node[other].view, node[other].started) }
-    :: d_step { CONNECTED && !NEWER(node[other].view, node[i].view) -> hear(other) }
-    :: d_step { node[i].peer[other].fresh -> node[i].peer[other].fresh = false }
-    :: d_step { node[i].peer[other].linked && !node[i].peer[other].fresh && HAS_EXPIRED(other) ->
+    :: d_step { HEARS && NEWER(node[other].view, node[i].view) -> take_view(node[other].view, node[other].started) }
+    :: d_step { HEARS && !NEWER(node[other].view, node[i].view) -> hear(other) }
+    :: d_step { node[i].peer[other].fresh && MAY_AGE -> node[i].peer[other].fresh = false }
+    :: d_step { node[i].peer[other].linked && !node[i].peer[other].fresh && HAS_EXPIRED(other) && MAY_BE_SILENT ->
         forget(other); TAKE_FOR_DEAD_IF_SILENT }
-    :: d_step { node[i].peer[other].linked && !node[other].alive ->  /* its port refuses */
+    :: d_step { node[i].peer[other].linked && !node[other].alive && CAN_TALK ->  /* its port refuses */
         j = other; if :: IS_DEATH -> PEER.dead = true :: else fi; forget(other) }
-    :: d_step { node[i].alive && node[other].alive && !node[i].peer[other].linked ->
+    :: d_step { node[i].alive && node[other].alive && !node[i].peer[other].linked && CAN_TALK ->
         j = other; PEER.linked = true; PEER.fresh = IS_FRESH_IF_NEW; PEER.dead = false }
     fi;
     d_step { is_late = false; decide() }
   }
   od
 }
+
+#ifdef CUTS
+/* What one node says to another, or to all, or they to each other, vanishes for a while. */
+proctype Cable() {
+  byte one, some;
+end:
+  do
+  :: atomic {
+    num_cuts < CUTS && from == 0 ->
+    num_cuts++;
+    select(one : 0 .. NODES - 1);
+    select(some : 1 .. BIT(NODES) - 1);
+    from = BIT(one); to = some & ~BIT(one);
+    if :: is_both = true :: skip fi;
+    one = 0; some = 0
+  }
+#ifndef FOR_EVER
+  :: d_step { from != 0 -> from = 0; to = 0; is_both = false }
+#endif
+  od
+}
+#endif
 
 init {
   byte i, o;
@@ -476,6 +510,9 @@ init {
       o = 0; i++
     :: else -> break
     od;
+#ifdef CUTS
+    run Cable();
+#endif
     i = 0
   }
 }

@@ -2,12 +2,12 @@
 
     python -m tests.hosts.chaos --kind kill --rounds 100 --seed 7
 
-As root. A round is one accident of the kind: after it the job has to train on, and on all hosts once it is undone. Every
-rank writes down each step that it has done. The clock is the machine's, so the steps of all hosts have one order:
+As root. A round is one accident of the kind: after it the job has to train on, and on all hosts once it is undone.
+Every rank writes down each step that it has done. The clock is the machine's, so the steps of all hosts have one order:
 
 - two sides never train at the same time;
 - of the steps that were done, at most one is done again: the one whose snapshot was not whole;
-- the sum that the job computes is right at each step.
+- the sum that the job computes is right at each step, and each checkpoint on disk is whole.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ with open(f"{socket.gethostname()}.steps", "a", buffering=1) as file:
         state["sum"] += step[:-1] // int(world)
         state["step"] += 1
         ckpt.snapshot("folder", state, state["step"])
+        if state["step"] % 50 == 0:
+            ckpt.save("folder", state, state["step"])
         total = int(state["sum"][0])
         print(state["step"], world, attempt, side, done_s, total, file=file)
         time.sleep(0.01)
@@ -152,6 +154,9 @@ class Job:
         (self.folder / "enough").touch()
         for name, supervisor in self.supervisors.items():
             assert supervisor.wait(_GOES_ON_S) == 0, (name, self.said())
+        if (self.folder / "folder").exists():
+            verify = [sys.executable, "-m", "phalanx", "ckpt", "verify", "folder", "--all"]
+            subprocess.run(verify, cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
         self.read()
         self.check()
         last = {step.host: step for step in self.steps}
@@ -229,7 +234,7 @@ def _kill_two(job: Job, drawn: random.Random, apart_s: float) -> None:
 
 
 def cut(job: Job, drawn: random.Random) -> None:
-    """Cut a host off, in one direction or both, or two from each other, for a moment or for longer than silence lasts."""
+    """Cut a host off, in one direction or both, or two from each other, for a moment or until one is lost."""
     one, other = drawn.sample(job.made, 2)
     third = job.others(one, other)[0]
     muted = drawn.choice((
