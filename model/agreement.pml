@@ -37,7 +37,7 @@ typedef Said {
   unsigned term : 3; unsigned leader : 3; unsigned view : 3;
   bit in_office; bit is_settled; bit is_idle; bit has_left; bit running
 }
-typedef Peer { bit linked; bit fresh; bit dead; Said said }
+typedef Peer { bit linked; bit fresh; bit unproven; bit dead; Said said }
 typedef Node {
   bit alive; bit started; bit running; bit has_left;
   unsigned term : 3; unsigned leader : 3; unsigned view : 3; unsigned ranks : 2; unsigned trained_in : 3
@@ -375,7 +375,7 @@ inline hear(other) {
 
 inline forget(other) {
   j = other;
-  PEER.linked = false; PEER.fresh = false;
+  PEER.linked = false; PEER.fresh = false; PEER.unproven = false;
   PEER.said.term = 0; PEER.said.leader = NOBODY; PEER.said.view = NO_VIEW; PEER.said.in_office = false;
   PEER.said.is_settled = false; PEER.said.is_idle = true; PEER.said.has_left = false; PEER.said.running = false
 }
@@ -425,9 +425,9 @@ inline die() {
 #ifdef LONG_VOTES
 #define HAS_EXPIRED(other) true
 #else
-#define HAS_EXPIRED(other) (!node[other].alive || !node[other].peer[i].fresh)
+#define HAS_EXPIRED(other) (!node[other].alive || !node[other].peer[i].fresh || node[other].peer[i].unproven)
 #endif
-#ifdef NEW_LINKS_ARE_FRESH
+#ifdef NEW_LINKS_ARE_FRESH  /* although the other may not have heard from us */
 #define IS_FRESH_IF_NEW true
 #else
 #define IS_FRESH_IF_NEW false
@@ -461,13 +461,13 @@ end:
     if
     :: d_step { HEARS && NEWER(node[other].view, node[i].view) -> take_view(node[other].view, node[other].started) }
     :: d_step { HEARS && !NEWER(node[other].view, node[i].view) -> hear(other) }
-    :: d_step { node[i].peer[other].fresh && MAY_AGE -> node[i].peer[other].fresh = false }
+    :: d_step { node[i].peer[other].fresh && MAY_AGE -> node[i].peer[other].fresh = false; node[i].peer[other].unproven = false }
     :: d_step { node[i].peer[other].linked && !node[i].peer[other].fresh && HAS_EXPIRED(other) && MAY_BE_SILENT ->
         forget(other); TAKE_FOR_DEAD_IF_SILENT }
     :: d_step { node[i].peer[other].linked && !node[other].alive && CAN_TALK ->  /* its port refuses */
         j = other; if :: IS_DEATH -> PEER.dead = true :: else fi; forget(other) }
     :: d_step { node[i].alive && node[other].alive && !node[i].peer[other].linked && CAN_TALK ->
-        j = other; PEER.linked = true; PEER.fresh = IS_FRESH_IF_NEW; PEER.dead = false }
+        j = other; PEER.linked = true; PEER.fresh = IS_FRESH_IF_NEW; PEER.unproven = IS_FRESH_IF_NEW; PEER.dead = false }
     fi;
     d_step { is_late = false; decide() }
   }
