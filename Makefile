@@ -11,7 +11,7 @@
 # make bench-trainer  what the Trainer adds to a step of a loop by hand
 # make bench-checkpoint  what saving and snapshots cost the training, against memcpy and torch.save
 # make bench-hosts  collectives between hosts, which are namespaces of this machine; as root
-# make stress the long forms of the fault and start-up tests         make model  check the flag protocol with SPIN
+# make stress the long forms of the fault and start-up tests         make model  check the protocols with SPIN
 # make wheels build and check the wheels and the sdist of a release; ONLY="cp312-x86_64 sdist" builds these alone
 # make release  all that comes before an upload, see docs/en/contributing/releases.md
 #
@@ -113,7 +113,7 @@ conformance: $(VENV)/built
 	for n in 2 3 4; do PHALANX_REPLACE=gloo $(BIN)/python -m tests.conformance.exam --backend gloo --world-size $$n --check || exit 1; done
 
 stress: $(VENV)/built
-	PHALANX_TEST_LONG=1 $(BIN)/python -m pytest tests/stress tests/hosts/test_cuts.py tests/checkpoint/test_fuzz.py -p no:cacheprovider
+	PHALANX_TEST_LONG=1 $(BIN)/python -m pytest tests/stress tests/hosts/test_chaos.py tests/hosts/test_cuts.py tests/checkpoint/test_fuzz.py -p no:cacheprovider
 
 model:
 	sh model/check.sh

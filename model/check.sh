@@ -1,5 +1,5 @@
 #!/bin/sh
-# Check the flag protocol with SPIN: model/check.sh [--short]
+# Check the flag protocol and the agreement of nodes with SPIN: model/check.sh [--short]
 # Every line names a model, its settings, and what must come out: ok, or the error that a broken variant must show.
 set -eu
 models=$(cd "$(dirname "$0")" && pwd)
@@ -14,10 +14,10 @@ check() {  # check NAME EXPECTED [-DSETTING...]
   shift 2
   spin -a "$@" "$models/$name.pml" > spin.log 2>&1 || { cat spin.log; exit 2; }
   ${CC:-cc} -O1 -w -DSAFETY -DCOLLAPSE -DNOFAIR -DMEMLIM=4000 -o pan pan.c
-  ./pan -m100000 -w22 > pan.log 2>&1 || { cat pan.log; exit 2; }
+  ./pan -m1000000 -w22 > pan.log 2>&1 || { cat pan.log; exit 2; }
   case $(cat pan.log) in
     *"pan:1: invalid end state"*) found=deadlock ;;
-    *"pan:1: assertion violated"*) found=overwritten ;;
+    *"pan:1: assertion violated"*) [ "$name" = agreement ] && found="two sides" || found=overwritten ;;
     *"Search not completed"* | *"max search depth too small"* | *"out of memory"*) found="an unfinished search" ;;
     *"errors: 0"*) found=ok ;;
     *) found=nothing ;;
@@ -46,7 +46,12 @@ check all_reduce ok -DN=2 -DWEAK
 for flow in 0 1 2; do
   check exchange ok -DN=2 -DFLOW=$flow -DWEAK
 done
+# Nodes that lose each other at any moment, or one of which dies.
+check agreement ok -DMEMBERS=2
+check agreement ok -DMEMBERS=3 -DCUTS=0
 if [ "$short" != --short ]; then
+  check agreement ok -DMEMBERS=2 -DNODES=3  # the third is started when one has died
+  check agreement ok -DMEMBERS=3 -DCUTS=1 -DFOR_EVER  # any cable, in one direction or both, and one death
   check muster ok -DN=3 -DWEAK
   check all_reduce ok -DN=3 -DSPINNING -DWEAK
   check muster ok -DN=3 -DROUNDS=4
@@ -71,5 +76,11 @@ check all_reduce overwritten -DN=3 -DSPINNING -DSLOTS=2
 check exchange overwritten -DN=2 -DFLOW=1 -DLAG=7 # waits for the readers of one chunk too far back
 for model in muster all_reduce exchange; do
   check $model overwritten -DN=2 -DWEAK -DNO_RELEASE  # a flag overtakes the data that it tells of
+done
+for rule in SILENT_ARE_DEAD NO_VOTES HALF_IS_ENOUGH OLD_VOTES LONG_VOTES NOT_SHOWN NEW_LINKS_ARE_FRESH; do
+  check agreement "two sides" -DMEMBERS=2 -D$rule
+done
+for rule in ALL_COUNT_DEAD ONLY_NEWEST_BASE; do
+  check agreement "two sides" -DMEMBERS=3 -DCUTS=1 -DFOR_EVER -D$rule
 done
 echo "$num_run checks passed"

@@ -130,6 +130,7 @@ _MARKED = {
     "alone": ("tests/tune/test_command.py",),
     "cluster": (
         "tests/clusters/",
+        "tests/hosts/test_chaos.py",
         "tests/hosts/test_cuts.py",
         "tests/hosts/test_mpi.py",
         "tests/hosts/test_real_hosts.py",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter"
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _END_S = 10.0
 _QUEUE_BYTES = 64 << 20  # of a host's own interface, which holds its senders back before that
+_NOBODY = "02:00:00:00:00:00"  # a hardware address of no host: the switch sends it to all, and none takes it
 _BURST_BYTES = 256 << 10  # the wire itself is exact; this is at least four of the largest packets
 
 
@@ -102,6 +104,23 @@ class Host:
     def mend(self) -> None:
         """Plug the cable in again."""
         self._plug("master", "switch")
+
+    def mute(self, peer: Host) -> None:
+        """Let what this host sends to `peer` vanish, and nothing else: half of a cut, and nobody is notified."""
+        neighbour = ["ip", "neighbour", "replace", peer.address, "dev", self.interface]
+        self.run(*neighbour, "lladdr", _NOBODY, "nud", "permanent")
+
+    def unmute(self, peer: Host) -> None:
+        """Undo `mute`."""
+        self.run("ip", "neighbour", "del", peer.address, "dev", self.interface)
+
+    def stall(self) -> None:
+        """Hold back what is sent to this host, of which nothing is lost, until `resume`; only with a rate or delay."""
+        self._holder.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Deliver what `stall` has held back."""
+        self._holder.send_signal(signal.SIGCONT)
 
     def _plug(self, *how: str) -> None:
         self._switch.run("ip", "link", "set", self.name, *how)

@@ -158,6 +158,36 @@ def test_a_cut_host_is_silent_and_comes_back():
             b.kill()
 
 
+_KNOCK = """
+import os, socket, sys
+with socket.socket() as end:
+    end.settimeout(1)
+    print(os.strerror(end.connect_ex((sys.argv[1], 9))))
+"""
+
+
+def _reaches(host, peer):
+    """Whether what `host` sends reaches `peer`, whose system then refuses."""
+    return host.run(sys.executable, "-c", _KNOCK, peer.address) == "Connection refused\n"
+
+
+def test_a_muted_host_reaches_all_others_but_that_one():
+    with hosts(3) as (a, b, c):
+        a.mute(b)
+        assert not _reaches(a, b)
+        assert _reaches(a, c)
+        a.unmute(b)
+        assert _reaches(a, b)
+
+
+def test_what_a_stalled_host_is_sent_comes_late_and_in_full():
+    with hosts(2, delay_ms=1) as (a, b):
+        b.stall()
+        assert not _reaches(b, a)  # the answer waits
+        b.resume()
+        assert _reaches(b, a)
+
+
 def test_a_killed_host_closes_its_connections():
     with hosts(2) as (a, b):
         server, client = _pair(a, b, _TELL, _TICK)

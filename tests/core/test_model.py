@@ -1,4 +1,4 @@
-"""The model of the flag protocol (`model/`), checked by SPIN in its short form; `make model` runs all of it."""
+"""The models of the flag protocol and of the agreement of nodes, checked by SPIN in their short form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_the_flag_protocol_holds_and_its_broken_variants_fail():
+def test_the_protocols_hold_and_their_broken_variants_fail():
     done = subprocess.run(
         ["sh", str(MODEL / "check.sh"), "--short"],
         text=True,
@@ -30,5 +30,5 @@ def test_the_flag_protocol_holds_and_its_broken_variants_fail():
     assert done.returncode == 0, done.stdout
     lines = done.stdout.splitlines()
     assert lines[-1].endswith("checks passed"), done.stdout
-    for found in ("ok", "deadlock", "overwritten"):
+    for found in ("ok", "deadlock", "overwritten", "two sides"):
         assert any(f": {found}," in line for line in lines), done.stdout

@@ -156,15 +156,29 @@ class SimNode:
             return
         kind, *rest = message
         link.heard_s = self.world.now_s
-        if kind == "end":
+        if kind == "greeting":
+            self.greeted(link)
+        elif self.links.get(link.peer.node.id) is not link:
+            return
+        elif kind == "end":
             self.forget(link, has_ended=True)
         elif kind == "state":
             state, told_s, echo_s, age_s = rest
+            if link.last_told_s == 0.0:
+                self.told = None  # so that it gets an echo
             link.last_told_s = told_s
             self.agreement.heard(link.peer.node.id, state, echo_s, age_s)
         else:
             self.agreement.handed(rest[0], is_started=rest[1], age_s=rest[2])
         self.decide()
+
+    def greeted(self, link):
+        if link.peer.node.id in self.links or self.agreement.result is not None:
+            link.is_open = False
+            return
+        self.links[link.peer.node.id] = link
+        self.agreement.linked(link.peer.node, self.now_s)
+        self.told = None
 
     def close(self, link):
         link.send(("end",))
@@ -193,6 +207,7 @@ class World:
         self._queue, self._order, self._numbers = [], itertools.count(), itertools.count()
         self.cuts = set()  # ordered pairs: what the first sends does not reach the second
         self.links = []
+        self._dialed_s = {}  # by the two ends
         self.root = names[0]
         self.nodes = {}
         self.slowness_s = 0.01
@@ -229,6 +244,10 @@ class World:
             return
         if self.is_cut(node.name, name) or self.is_cut(name, node.name) or self.now_s < peer.paused_until_s:
             return
+        pair = frozenset((node.node.id, peer.node.id))
+        if self._dialed_s.get(pair, -self.rules.silence_s) + self.rules.silence_s > self.now_s:
+            return  # a greeting is on its way
+        self._dialed_s[pair] = self.now_s
         self.after(2 * self.delay_s(), self._connect, node, peer)
 
     def _connect(self, node, peer):
@@ -243,10 +262,7 @@ class World:
         ours.other, theirs.other = theirs, ours
         self.links += [ours, theirs]
         for end in (ours, theirs):
-            end.owner.links[end.peer.node.id] = end
-            end.owner.agreement.linked(end.peer.node, end.owner.now_s)
-            end.owner.told = None
-            end.owner.decide()
+            end.send(("greeting",))
 
     # accidents
 

@@ -90,6 +90,16 @@ def test_a_node_that_may_begin_the_job_later_does_so_alone_and_leaves_it_to_one_
     assert world.nodes["a"].agreement.view.job == job
 
 
+def test_over_a_new_link_a_node_counts_once_it_has_answered(four):
+    here, other = four.nodes["a"].agreement, four.nodes["b"]
+    here.unlinked(other.node.id, has_ended=False, now_s=5.0)
+    here.linked(other.node, 5.0)
+    here.heard(other.node.id, other.agreement.state, 0.0)  # said before it heard from us
+    assert not here._is_with_us(other.node.id)
+    here.heard(other.node.id, other.agreement.state, 5.0)
+    assert here._is_with_us(other.node.id)
+
+
 # ---------------------------------------------------------------- accidents
 
 NAMES = "abcde"

@@ -306,6 +306,8 @@ class Agent:
     def received(self, peer: str, message: dict[str, Any]) -> None:
         if "state" in message:
             state, at_s, echo_s = read_state(message["state"]), float(message["at"]), float(message["echo"])
+            if peer not in self._times:
+                self._told = None  # it does not count this node's answers before one tells that we have heard from it
             self._times[peer] = at_s, echo_s
             self._agreement.heard(peer, state, min(echo_s, time.monotonic()), float(message["age"]))
         elif "view" in message:

@@ -14,7 +14,7 @@ Two sides of a cut network never both go on, because
 - a view starts once all its nodes have accepted it, and once they have shown it to everybody they can reach; until it
   is known to have started, the views that it follows have to agree as well (joint consensus, as in Raft);
 - a vote and a node's right to train last as long as its answers are fresh, which is shorter than the time after which
-  the others call it lost;
+  the others call it lost; over a new link only what answers us is fresh;
 - a node is dead when its system refuses connections to its port; the first living node in the order may count its
   vote, unless its last answer was too old: then it may have voted for others.
 
@@ -26,6 +26,7 @@ begin anew, and join the other.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -198,7 +199,7 @@ class _Peer:
     """A linked node."""
 
     node: Node
-    echo_s: float  # when we sent what it had heard last
+    echo_s: float  # when we sent what it had heard last over this link
     state: State = dataclasses.field(default_factory=State)
     handed: Key = NO_VIEW
     handed_s: float = 0.0
@@ -259,7 +260,7 @@ class Agreement:
     def linked(self, node: Node, now_s: float) -> None:
         """Take in that a node can be talked to."""
         self._strangers.pop(node.id, None)
-        self._peers[node.id] = _Peer(node, now_s)
+        self._peers[node.id] = _Peer(node, -math.inf)  # it may not have heard from us yet
         self._dead.discard(node.id)
         self._quiet_since_s = now_s
 
