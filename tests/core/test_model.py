@@ -1,4 +1,4 @@
-"""The models of the flag protocol and of the nodes' agreement, checked by SPIN in their short form; `make model` runs all."""
+"""The models of the flag protocol and of the nodes' agreement (`model/`), checked by SPIN in their short form."""
 
 from __future__ import annotations
 
