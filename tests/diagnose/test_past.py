@@ -78,7 +78,7 @@ def test_a_run_that_came_to_its_end_is_no_hang(tmp_path):
     (_, answer, _, ranks, *_) = why(tmp_path, folder)
     assert answer == "nothing went wrong: ranks 0, 1 and 2 ended with exit code 0"
     assert ranks.startswith("ranks 0, 1 and 2 (pids ")
-    assert ": ended with exit code 0 after all_reduce #9 of group 'default' at job.py:7" in ranks
+    assert ": each ended with exit code 0 after all_reduce #9 of group 'default' at job.py:7" in ranks
     (folder / "blackbox" / "attempt_0" / "ends.json").write_text("[]")
     assert why(tmp_path, folder)[1].startswith("no rank waits for another; each has called nothing after all_reduce #9")
 

@@ -287,7 +287,7 @@ def test_waiting_for_another_thread_has_a_deadline(spawn_ranks):
 
 def interrupt_the_look_for_the_line(rank, world_size):
     """Python handles signals in the function that finds the caller's line, too; what a handler raises is not lost."""
-    from phalanx.backend import _work
+    from phalanx.record import sites
 
     class Interruption(Exception):
         pass
@@ -296,7 +296,7 @@ def interrupt_the_look_for_the_line(rank, world_size):
         raise Interruption
 
     on_usr1(handler)
-    show, armed = _work.shown_file, rank == 0
+    show, armed = sites.shown_file, rank == 0
 
     def show_and_signal(code):
         nonlocal armed
@@ -305,8 +305,8 @@ def interrupt_the_look_for_the_line(rank, world_size):
             signal.raise_signal(signal.SIGUSR1)
         return show(code)
 
-    _work._shown.clear()
-    _work.shown_file = show_and_signal
+    sites._shown.clear()
+    sites.shown_file = show_and_signal
     if rank == 1:
         await_release("rank 0 is done")
         return None

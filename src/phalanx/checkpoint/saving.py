@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import mmap
 import operator
+import errno
 import os
 import sys
 from collections.abc import Mapping
@@ -156,7 +157,10 @@ class Saver:
         return True
 
     def _begin(self, folder: str, step: int, metric: float | None, leaves: list[Leaf]) -> folders.Draft:
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
         fence = fence_for(folder)
         if folder not in self._swept:
             folders.sweep(folder)

@@ -82,6 +82,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         ...     ddp(torch.ones(4, 2)).mean().backward()
         >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
         >>> ddp.register_comm_hook(None, bf16_compress_hook)
+        >>> ddp.remove_hooks()
     """
 
     broadcast_buffers: bool

@@ -49,14 +49,15 @@ def _ending(wait: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(wait)
     def ended(work: Any, *args: Any, **named: Any) -> Any:
-        if not _awaited:
-            return wait(work, *args, **named)
+        key = id(work)
         try:
             done = wait(work, *args, **named)
         except BaseException:  # the event stays open, and shows where the rank was
-            _awaited.pop(id(work), None)
+            _awaited.pop(key, None)
             raise
-        if (found := _awaited.pop(id(work), None)) is not None:
+        finally:
+            del work  # the traceback keeps this frame, and a kept work would keep the engine's threads
+        if (found := _awaited.pop(key, None)) is not None:
             writer.end(found[1])
         return done
 
