@@ -6,6 +6,7 @@ so; until then ``wait(timeout)`` raises RuntimeError.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import threading
@@ -16,7 +17,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store, Work
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _torch
@@ -26,6 +27,9 @@ from phalanx.backend._links import Link, closed_at_exec, duplicate, sockets
 
 FOR_EVER = timedelta(days=30)  # for threads that wait for whatever may arrive
 _POLL_S = 0.001
+_wait = inspect.unwrap(
+    Work.wait
+)  # without `record.gloo`, whose frame would hold the work while a handler of a signal runs
 _making = threading.Lock()  # a channel's connections are recognised by when they were opened
 
 
@@ -90,7 +94,7 @@ class _GlooHandle:
     def wait(self, timeout: timedelta) -> None:
         if self._work is None:
             raise RuntimeError("the channel was closed")
-        self._work.wait(timeout)
+        _wait(self._work, timeout)
 
     def is_completed(self) -> bool:
         return self._work is None or bool(self._work.is_completed())

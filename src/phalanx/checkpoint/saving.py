@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import mmap
 import operator
-import errno
 import os
 import sys
 from collections.abc import Mapping
