@@ -127,7 +127,7 @@ def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tm
                 os.kill(int(pid), signal.SIGKILL)
         process.wait(60)
     _, answer, *_ = why(tmp_path, folder)
-    assert re.search(r"rank \d was killed by SIGKILL after (barrier|all_reduce|join)", answer), answer
+    assert re.search(r"rank \d was killed by SIGKILL (after|in) (barrier|all_reduce|join)", answer), answer
 
 
 def test_a_run_is_found_by_its_script_and_nothing_is_claimed_of_ranks_that_left_no_record(tmp_path):

@@ -85,6 +85,10 @@ class Look:
         return self.process is None or self.process.state in "ZX"
 
 
+HAS_ENDED = frozenset({"returned", "exited", "raised", "killed", "silent"})
+"""How a rank was last, if it has ended and more is known."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Activity:
     """What a process is doing.
@@ -106,6 +110,7 @@ class Activity:
         progress: Number of the last collective that it has begun, by group; empty if that is unknown.
         has_forgotten: Whether `progress` lacks groups of which its black box no longer holds a collective.
         last: Last collective that it has ended, if that is known.
+        was_in: Operation in which it waited when a signal killed it; None if it did not.
         host: Name of its host; empty: this one.
     """
 
@@ -125,6 +130,7 @@ class Activity:
     progress: Mapping[str, int] = dataclasses.field(default_factory=dict)
     has_forgotten: bool = False
     last: Call | None = None
+    was_in: Call | None = None
     host: str = ""
 
     @property

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from phalanx.diagnose.activity import Activity, Look, activity_of
+from phalanx.diagnose.activity import HAS_ENDED, Activity, Call, Look, activity_of
 from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.kernel import call_ended_by_a_halt, stand_of
@@ -141,6 +141,10 @@ def _box(pid: int) -> tuple[Box | None, str]:
         return None, ""
 
 
+def _name(call: Call | None) -> object:
+    return (call.op, call.seq, call.group, call.peer) if call else None
+
+
 def group_alike(seen: Iterable[RankSeen], first: Sequence[int]) -> list[list[RankSeen]]:
     """Return ranks grouped by equal stacks of the user's code, those of `first` first and the largest groups last."""
     groups: dict[object, list[RankSeen]] = {}
@@ -151,8 +155,8 @@ def group_alike(seen: Iterable[RankSeen], first: Sequence[int]) -> list[list[Ran
             for thread in one.look.stacks.threads
             if thread.own_frames
         )
-        call = (doing.call.op, doing.call.seq, doing.call.group, doing.call.peer) if doing.call else None
-        groups.setdefault(
-            (threads, doing.how, doing.detail * (doing.how == "raised"), call, one.look.stacks.problem), []
-        ).append(one)
+        what = [doing.how, _name(doing.call)]
+        if doing.how in HAS_ENDED:
+            what += [doing.detail, doing.frame.site if doing.frame else "", _name(doing.was_in or doing.last)]
+        groups.setdefault((threads, *what, one.look.stacks.problem), []).append(one)
     return sorted(groups.values(), key=lambda group: (group[0].doing.rank not in first, len(group)))

@@ -61,7 +61,7 @@ def _read(host: str, facts: dict[str, Any]) -> RankSeen:
         Thread(**{**one, "frames": tuple(Frame(**frame) for frame in one["frames"])}) for one in facts.pop("threads")
     )
     problem = str(facts.pop("problem"))
-    calls = {name: Call(**facts[name]) for name in ("call", "last") if facts[name]}
+    calls = {name: Call(**facts[name]) for name in ("call", "last", "was_in") if facts[name]}
     frames = {name: Frame(**facts[name]) for name in ("frame", "other") if facts[name]}
     doing = Activity(**{**facts, **calls, **frames, "host": host})
     return RankSeen(doing, Look(doing.pid, None, Stacks(threads, problem)))

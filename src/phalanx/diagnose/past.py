@@ -83,7 +83,8 @@ def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
             frame=_frame(words.site),
         )
     elif how:
-        doing = dataclasses.replace(doing, how="killed", call=None, detail=how, frame=_frame(words.site))
+        frame = _frame(words.site)
+        doing = dataclasses.replace(doing, how="killed", call=None, was_in=doing.call, detail=how, frame=frame)
     elif end is not None and not end.was_told:
         doing = dataclasses.replace(doing, how="exited" if end.code else "returned", call=None, detail=str(end.code))
     return RankSeen(doing, look)

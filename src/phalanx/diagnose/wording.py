@@ -225,6 +225,8 @@ def _asleep(doing: Activity) -> str:
 
 
 def _where(doing: Activity) -> str:
+    if doing.frame is None and doing.was_in is not None:
+        return f" in {call_text(doing.was_in, True)}"
     if doing.frame is None:
         return "" if doing.last is None else f" after {call_text(doing.last, True)}"
     if not doing.frame.function:
