@@ -59,7 +59,7 @@ class Recovery:
     def lost_node(self, cause: Mapping[str, Any], sign: Mapping[str, Any] | None, ends: Sequence[Outcome]) -> None:
         """Take in the loss of a node, with the sign that this node had of it, if any."""
         loss = Loss(rank=cause["rank"], is_node=True, how="left", host=cause["host"])
-        if sign is None or sign["since_s"] < self._began_s:  # this node has had no trouble with it
+        if sign is None or sign["noticed_s"] < self._began_s:  # this node has had no trouble with it
             self._lost(loss, ends)
             return
         since_s, noticed_s = float(sign["since_s"]), float(sign["noticed_s"])
