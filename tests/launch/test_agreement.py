@@ -144,7 +144,10 @@ def play(seed, accidents, agreement=Agreement, *, num_accidents=8, begins_whole=
     return world
 
 
-GROUPS = [*range(2), *(pytest.param(group, marks=pytest.mark.slow) for group in range(2, 20))]  # of 100 seeds each
+GROUPS = [
+    *range(2),
+    *(pytest.param(group, marks=pytest.mark.slow) for group in range(2, 20)),
+]  # of 100 seeds each, or of 30
 
 
 @pytest.mark.parametrize("seeds", GROUPS)

@@ -263,13 +263,24 @@ class Draft:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
+def make(folder: str) -> None:
+    """Make the folder of the checkpoints, if it is not there.
+
+    Raises:
+        OSError: It can't be made.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
+
+
 def begin(folder: str, step: int, world_size: int, metric: float | None, fence: Fence | None = None) -> Draft:
     """Make the place where the ranks write.
 
     Raises:
         OSError: It can't be made.
     """
-    os.makedirs(folder, exist_ok=True)
     path = _hidden_path(folder, step)
     os.mkdir(path)
     return Draft(os.path.abspath(folder), step, world_size, os.path.abspath(path), metric, time.time(), fence)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import mmap
 import operator
@@ -157,10 +156,7 @@ class Saver:
         return True
 
     def _begin(self, folder: str, step: int, metric: float | None, leaves: list[Leaf]) -> folders.Draft:
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except FileExistsError:
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
+        folders.make(folder)
         fence = fence_for(folder)
         if folder not in self._swept:
             folders.sweep(folder)
