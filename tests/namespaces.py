@@ -28,6 +28,7 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _END_S = 10.0
 _QUEUE_BYTES = 64 << 20  # of a host's own interface, which holds its senders back before that
 _NOBODY = "02:00:00:00:00:00"  # a hardware address of no host: the switch sends it to all, and none takes it
+_SLOW_BIT_S = 1e8  # below, a queue takes seconds: urgent packets go first, as is usual on Linux
 _BURST_BYTES = 256 << 10  # the wire itself is exact; this is at least four of the largest packets
 
 
@@ -136,7 +137,9 @@ class Host:
         self.run("ip", "link", "set", self.interface, "up")
         if rate_bit_s:
             shape = ["rate", f"{rate_bit_s:.0f}bit", "burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES)]
-            self.run("tc", "qdisc", "add", "dev", self.interface, "root", "tbf", *shape)
+            self.run("tc", "qdisc", "add", "dev", self.interface, "root", "handle", "1:", "tbf", *shape)
+            if rate_bit_s < _SLOW_BIT_S:
+                self.run("tc", "qdisc", "add", "dev", self.interface, "parent", "1:1", "pfifo_fast")
 
     def close(self) -> None:
         """Kill all its processes and remove the host.

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from phalanx.launch.agreement import Node, Place
 from phalanx.launch.messages import as_line, read_line, read_node
 
+_INTERACTIVE = 6  # priority of packets that do not wait behind the bulk of others
 _MOST_BYTES = 1 << 22  # of one line, or waiting to be sent
 _MOST_STRANGERS = 64  # connections without a greeting
 _BUFFER_BYTES = 1 << 18
@@ -134,6 +135,7 @@ class Links:
     def _add(self, link: _Link) -> None:
         link.socket.setblocking(False)
         link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _INTERACTIVE)
         self._links.add(link)
         self._selector.register(link.socket, selectors.EVENT_READ, lambda: self._serve(link))
         if not link.is_connecting:

@@ -34,7 +34,7 @@ _AGAIN_S = 1.0
 _MOST_FAILURES = 3  # of a holder, before others are asked
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
-_REST = 1.0  # times what a piece took
+_REST, _SLOW_REST = 1.0, 4.0  # times what a piece took; where even the smallest takes longer than it should
 _SHARE_OF_CPUS = 0.02  # of all together, for copying and keeping
 
 
@@ -200,7 +200,7 @@ class Replicator:
         took_s = max(time.monotonic() - began_s, 1e-5)
         fitting = length * _PIECE_S / took_s
         self._piece_bytes = int(min(max(fitting, _LEAST_PIECE_BYTES), 2 * self._piece_bytes, _MOST_PIECE_BYTES))
-        time.sleep(_REST * took_s)
+        time.sleep((_SLOW_REST if fitting < _LEAST_PIECE_BYTES else _REST) * took_s)
         return length
 
 

@@ -13,6 +13,7 @@ from typing import Any
 PIECE = struct.Struct("<L")
 """Length of the piece that follows; 0: that was all, and it is good."""
 TAKEN = b"."
+_BULK = 2  # priority of packets behind which no others wait
 _CONNECT_S = 3.0
 _SILENCE_S = 20.0  # in the midst of a copy
 _MOST_BYTES = 1 << 20  # of a line
@@ -30,6 +31,7 @@ class Wire:
         self._socket = end
         if end is not None:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)
             end.settimeout(_SILENCE_S)
 
     @staticmethod
