@@ -82,6 +82,32 @@ def test_what_is_no_rank_is_a_job_of_its_own_and_what_has_ended_is_none():
         find_job("nothing.py")
 
 
+@pytest.mark.parametrize("wanted", ["0", str(2**31), str(2**70), "9" * 5000])
+def test_a_number_that_is_no_process_is_told(wanted):
+    with pytest.raises(LookupError, match=f"there is no process {wanted}"):
+        find_job(wanted)
+
+
+def test_a_thread_of_the_kernel_is_no_process():
+    kernels = [int(name) for name in os.listdir("/proc") if name.isdecimal() and is_kernels(int(name))]
+    if not kernels:
+        pytest.skip("in a container, no thread of the kernel shows")
+    with pytest.raises(LookupError, match=f"{kernels[0]} is a thread of the kernel"):
+        find_job(str(kernels[0]))
+
+
+def is_kernels(pid: int) -> bool:
+    """A thread of the kernel has no program."""
+    try:
+        os.readlink(f"/proc/{pid}/exe")
+    except FileNotFoundError:
+        process = process_of(pid)
+        return process is not None and process.state != "Z"
+    except OSError:
+        return False
+    return False
+
+
 def test_what_keeps_a_rank_is_none_itself():
     keeps = "import os; from phalanx.launch import keeper; keeper._take_name(); os.write(1, b'x'); os.read(0, 1)"
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.diagnose.stacks import find_py_spy
+from phalanx.diagnose.why import main
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 RAISES = """
@@ -199,3 +200,10 @@ def test_an_answer_that_does_not_come_delays_nothing_and_breaks_nothing(tmp_path
     assert "phalanx why" not in done.stdout + done.stderr
     assert "CollectiveTimeout: rank 0: all_reduce #2 of group 'default'" in done.stderr
     assert "timed out after 2.0 s waiting for rank 1" in done.stderr
+
+
+@pytest.mark.parametrize("num_letters", [300, 5000])  # more than a name may have, and than a path may
+def test_a_name_that_no_file_can_have_is_no_job(num_letters, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["a" * num_letters]) == 2
+    assert "phalanx why: there is no job 'aaa" in capsys.readouterr().err

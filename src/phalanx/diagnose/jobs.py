@@ -28,6 +28,7 @@ from phalanx.launch.schedulers import Placement, detect
 from phalanx.record import box
 
 _BY_HAND = "by hand"
+_MOST_DIGITS = 20  # of a pid: Python converts no more than 4,300, and the kernel gives out no number of 8
 _STARTERS = {
     "torchrun": "torchrun",
     "torch.distributed.run": "torchrun",
@@ -117,7 +118,7 @@ def find_job(wanted: str) -> Job:
     """
     jobs = find_jobs()
     if wanted.isdecimal():
-        pid = int(wanted)
+        pid = int(wanted[:_MOST_DIGITS])
         for job in jobs:
             if pid in {rank.pid for rank in job.ranks} or (pid == job.launcher_pid and job.launcher != _BY_HAND):
                 return job
@@ -125,8 +126,8 @@ def find_job(wanted: str) -> Job:
             if job.world_size != 1 and any(pid == helper.pid for rank in job.ranks for helper in rank.helpers):
                 return job
         process = process_of(pid)
-        if process is None:
-            raise NoJob(f"there is no process {pid}")
+        if process is None or process.is_kernel:
+            raise NoJob(f"{pid} is a thread of the kernel" if process else f"there is no process {wanted}")
         return Job(
             _name(command_of(pid)) or process.name, _BY_HAND, process.parent, 0, (_rank(0, pid, {pid: process}),)
         )

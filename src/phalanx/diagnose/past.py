@@ -31,13 +31,15 @@ def newest_run(of_script: Path | None = None) -> Path | None:
     Args:
         of_script: Folder of the runs of one script; None: of any.
     """
+    if of_script is not None and not os.path.isdir(of_script):  # also where the name is too long for a path
+        return None
     runs = [path.parent for path in (Path("runs").glob("*/*/logs") if of_script is None else of_script.glob("*/logs"))]
     return max(runs, key=lambda path: path.name, default=None)
 
 
 def is_run(path: Path) -> bool:
     """Whether a folder is that of a run of ``phalanx run``."""
-    return (path / "logs").is_dir()
+    return os.path.isdir(path / "logs")
 
 
 def examine_run(folder: Path) -> Answer:

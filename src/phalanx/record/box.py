@@ -156,7 +156,8 @@ def read_header(data: bytes) -> Header:
         raise ValueError("it is no black box")
     if head.version != _VERSION:
         raise ValueError(f"it is of version {head.version}, and this phalanx reads version {_VERSION}")
-    if not 0 < head.num_slots <= 1 << 20 or head.num_text_bytes > head.text_bytes:
+    has_sizes = 0 < head.num_slots <= 1 << 20 and head.num_text_bytes <= head.text_bytes
+    if not has_sizes or not 0 <= head.rank < head.world_size:
         raise ValueError("it is torn")
     return head
 
@@ -224,6 +225,9 @@ class Tail:
         if not data.startswith(_MAGIC):
             return None
         head = read_header(data)
+        texts_at = self._offset + _PAGE + head.num_slots * _EVENT.size
+        if os.fstat(self._fd).st_size < texts_at + head.num_text_bytes:
+            raise ValueError("it is torn")
         if self._process != (head.pid, head.start_time):
             self._begin_anew((head.pid, head.start_time))
         oldest = head.num_events - min(self._most, head.num_slots)
@@ -232,8 +236,8 @@ class Tail:
         slots = [os.pread(self._fd, _EVENT.size, self._slot(head, number)) for number in wanted]
         for begin, end in _ranges_of(first, head.num_events, head.num_slots):
             slots.append(os.pread(self._fd, (end - begin + 1) * _EVENT.size, self._slot(head, begin)))
-        at = self._offset + _PAGE + head.num_slots * _EVENT.size + self._num_text_bytes
-        self._texts += _texts(os.pread(self._fd, head.num_text_bytes - self._num_text_bytes, at))
+        num_new = head.num_text_bytes - self._num_text_bytes
+        self._texts += _texts(os.pread(self._fd, num_new, texts_at + self._num_text_bytes))
         wanted += range(first, head.num_events + 1)
         data = b"".join(slots)
         found = {event.number: event for event in read_events(data, self._texts, self._kinds)}
