@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.diagnose.past import examine_run
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.diagnose.why import main
+from phalanx.diagnose.wording import sentence
+from tests.record.made import Job, save
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 RAISES = """
@@ -170,6 +173,26 @@ def test_a_torn_box_of_a_run_is_named_and_the_others_are_read(tmp_path):
     lines = why(tmp_path, torn.parents[2])
     assert lines[1].startswith("rank 1 raised ValueError: a bad batch")
     assert f"  {torn} can't be read" in "\n".join(lines)
+
+
+def test_a_run_in_which_every_file_is_damaged_is_told_without_them(tmp_path):
+    folder = tmp_path / "runs/job/20260101-000000-1"
+    save(Job(2).boxes(60), folder / "blackbox/attempt_0")
+    for rank in range(2):
+        (folder / f"logs/attempt_0/rank_{rank}").mkdir(parents=True)
+    deep = "[" * 100_000
+    (folder / "blackbox/attempt_0/ends.json").write_text(deep)
+    (folder / "logs/attempt_0/rank_0/error.json").write_text(deep)
+    os.mkfifo(folder / "logs/attempt_0/rank_0/stderr.log")
+    (folder / "blackbox/attempt_0/rank_1.box").unlink()
+    (folder / "blackbox/attempt_0/rank_1.box").symlink_to("/dev/zero")
+    answer = sentence_of(examine_run(folder))
+    assert "rank 0 has called nothing after all_reduce #60 of group 'world' at train.py:31" in answer
+    assert "rank 1 left a record that can't be read" in answer
+
+
+def sentence_of(answer):
+    return sentence(answer.finding, [one.doing for one in answer.seen])
 
 
 def test_where_no_job_runs_the_youngest_run_is_told_or_nothing_is_there(tmp_path):

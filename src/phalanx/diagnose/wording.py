@@ -270,6 +270,7 @@ _MANNERS = {
     "killed": "was killed by {detail}{where}",
     "silent": "has called nothing{where}",
     "unrecorded": "left no record of what it did",
+    "unreadable": "left a record that can't be read",
     "unknown": "can't be looked into{where}",
 }
 
