@@ -172,3 +172,5 @@ def test_on_a_terminal_the_answer_stays_on_the_screen(monkeypatch):
     shown = why.cropped(lines)
     assert len(shown) == 22
     assert shown[-1] == "... 79 more lines: phalanx stacks shows all"
+    monkeypatch.setenv("LINES", "1")
+    assert why.cropped(lines) == ["line 0", "... 99 more lines: phalanx stacks shows all"]

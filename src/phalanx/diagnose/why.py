@@ -163,7 +163,7 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
 
 def cropped(lines: Sequence[str]) -> Sequence[str]:
     """Return as many lines as the terminal has, so that the answer stays on the screen; all of them elsewhere."""
-    rows = shutil.get_terminal_size().lines - 2
+    rows = max(shutil.get_terminal_size().lines - 2, 2)
     if sys.stdout is None or not sys.stdout.isatty() or len(lines) <= rows:
         return lines
     return [*lines[: rows - 1], f"... {len(lines) - rows + 1} more lines: phalanx stacks shows all"]
