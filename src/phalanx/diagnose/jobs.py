@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phalanx._errors import printable
 from phalanx._launched import MEMORY_NAME, read_started
@@ -154,9 +154,22 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
                 if started is None or (memory.st_dev, memory.st_ino) in seen:
                     continue
                 seen.add((memory.st_dev, memory.st_ino))
-                ranks = [_rank(rank, of, processes) for rank, of in sorted(started.pids.items())]
+                outside = _outside(pid, processes)
+                ranks = [_rank(rank, outside(of), processes) for rank, of in sorted(started.pids.items())]
                 words = shlex.split(started.command)[2:] if started.command else command_of(pid)[1:]
                 yield Job(_name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path)
+
+
+def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int], int]:
+    """Return a function that returns by which pid a process is known here that a launcher calls by its own.
+
+    They differ where the launcher is in a container; one that has ended there is 0 here.
+    """
+    if box.number_inside(launcher) == launcher:
+        return lambda pid: pid
+    below = (process.pid for process in descendants(launcher, processes))
+    known = {box.number_inside(pid): pid for pid in below}
+    return lambda pid: known.get(pid, 0)
 
 
 def _boxed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:

@@ -298,6 +298,13 @@ def memories_of(pid: int, name: str) -> Iterator[str]:
                 yield f"{folder}/{number}"
 
 
+def number_inside(pid: int) -> int:
+    """Return the number of a process in its own pid namespace, as of a container; `pid` if it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+        return next((int(line.split()[-1]) for line in file if line.startswith(b"NSpid:")), pid)
+    return pid
+
+
 def open_box(pid: int) -> tuple[int, int] | None:
     """Return an open file with the box of a running process, and where the box begins in it; None if it has none.
 
@@ -305,13 +312,14 @@ def open_box(pid: int) -> tuple[int, int] | None:
         PermissionError: This user may not look into that process.
         ValueError: There is a box, and it can't be read.
     """
+    inside = number_inside(pid)
     for path in memories_of(pid, MEMORY_NAME):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for offset in range(0, os.fstat(fd).st_size, BOX_BYTES):
                     data = os.pread(fd, _HEADER.size, offset)
-                    if data.startswith(_MAGIC) and read_header(data).pid == pid:
+                    if data.startswith(_MAGIC) and read_header(data).pid == inside:
                         return fd, offset
             except ValueError:
                 os.close(fd)
@@ -323,6 +331,8 @@ def open_box(pid: int) -> tuple[int, int] | None:
 def box_of_process(pid: int) -> Box | None:
     """Return the box of a running process; None if it has none.
 
+    The process and its main thread have the number by which they are known here, also where they are in a container.
+
     Raises:
         PermissionError: This user may not look into that process.
         ValueError: There is one, and it can't be read.
@@ -331,7 +341,11 @@ def box_of_process(pid: int) -> Box | None:
         return None
     fd, offset = place
     try:
-        return read_box(_at_rest(os.pread(fd, BOX_BYTES, offset), os.pread(fd, BOX_BYTES, offset)))
+        box = read_box(_at_rest(os.pread(fd, BOX_BYTES, offset), os.pread(fd, BOX_BYTES, offset)))
+        if box.pid == pid:
+            return box
+        events = (event._replace(thread=pid) if event.thread == box.pid else event for event in box.events)
+        return dataclasses.replace(box, pid=pid, events=tuple(events))
     finally:
         os.close(fd)
 
