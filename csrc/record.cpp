@@ -83,10 +83,10 @@ std::uint64_t Recorder::begin(EventKind kind, std::uint16_t code, std::uint32_t 
                               std::uint64_t seq, std::uint64_t value) noexcept {
   const std::uint64_t number = header_->num_events.fetch_add(1, std::memory_order_relaxed) + 1;
   Event& event = events_[(number - 1) % kEvents];
-  // ACQUIRE: pairs with the release below, of whoever wrote here before. No exchange, which costs as much as the rest: two
-  // threads share a slot only if one of them was stopped, just here, while the others made kEvents events.
-  if (event.number.load(std::memory_order_acquire) > number) return 0;  // stopped before: the slot is a newer event's
-  event.number.store(kBeingWritten, std::memory_order_relaxed);
+  // ACQUIRE: pairs with the release below, of whoever wrote here before. Two threads share a slot only if one of them was
+  // stopped while the others made kEvents events: whoever finds a newer event here, or one that is being written, leaves it.
+  std::uint64_t before = event.number.load(std::memory_order_relaxed);
+  if (before > number || !event.number.compare_exchange_strong(before, kBeingWritten, std::memory_order_acquire)) return 0;
   std::atomic_thread_fence(std::memory_order_release);  // a reader that sees what follows sees kBeingWritten, too
   Thread& self = t_thread;
   if (self.number == 0) self.number = static_cast<std::uint32_t>(syscall(SYS_gettid));

@@ -125,6 +125,16 @@ CASE(an_end_that_comes_a_round_late_ends_nothing) {
   CHECK_EQ(events.at(last).seq, 1 + kEvents);
 }
 
+CASE(a_slot_that_another_thread_writes_is_left_to_it) {
+  Memory memory;
+  Recorder recorder(memory.fd(), 0, 0, 1);
+  const std::uint64_t marked = kBeingWritten, newer = 1 + kEvents;
+  CHECK_EQ(pwrite(memory.fd(), &marked, sizeof(marked), kPage), static_cast<ssize_t>(sizeof(marked)));
+  CHECK_EQ(pwrite(memory.fd(), &newer, sizeof(newer), kPage + sizeof(Event)), static_cast<ssize_t>(sizeof(newer)));
+  for (int i = 0; i < 2; ++i) CHECK_EQ(recorder.begin(EventKind::kNote, 0, 0, 0, 1, 0), 0u);
+  CHECK_EQ(recorder.begin(EventKind::kNote, 0, 0, 0, 3, 0), 3u);
+}
+
 CASE(the_clock_is_the_kernels_to_some_microseconds) {
   TickClock clock;
   TickClock::Instant asked{};

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from phalanx.debugging.prompt import Prompt
 from tests.launch.jobs import PHALANX_RUN, Terminal, run_job, write_script
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -166,3 +169,17 @@ def test_a_rank_that_is_not_there_is_refused(tmp_path):
     job = run_job(tmp_path, SCRIPT.format(backend="phalanx", timeout_s=60, rank=2, where=">= 0"))
     assert job.returncode == 1
     assert "ValueError: rank must lie in [0, 2), got 2" in job.stderr
+
+
+def test_names_that_would_control_the_terminal_are_escaped():
+    def stands():
+        return sys._getframe()
+
+    stands.__code__ = stands.__code__.replace(co_name="\x1b[31mred\x07", co_filename="/tmp/\x1b[1m.py")
+    lines = SimpleNamespace(stdin=io.StringIO("where\nquit\n"), stdout=io.StringIO(), close=lambda: None)
+    prompt = Prompt(lines, lambda: None, lambda: None)
+    prompt.reset()
+    prompt.interaction(stands(), None)
+    assert r"/tmp/\x1b[1m.py" in lines.stdout.getvalue()
+    assert r"\x1b[31mred\x07()" in lines.stdout.getvalue()
+    assert not {"\x1b", "\x07"} & {*lines.stdout.getvalue()}

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx._launched import Launch, Notes, read_started
+from phalanx.attach.command import main as attach
 from phalanx.diagnose.jobs import Job, find_job, find_jobs
-from phalanx.diagnose.processes import process_of
+from phalanx.diagnose.processes import process_of, processes_of
+from phalanx.record.box import box_of_process
 
 SCRIPT = """
 import os, signal, sys
@@ -80,6 +82,59 @@ def test_what_is_no_rank_is_a_job_of_its_own_and_what_has_ended_is_none():
         find_job(str(process.pid))
     with pytest.raises(LookupError, match=r"^there is no job 'nothing.py' of this user on this host"):
         find_job("nothing.py")
+
+
+@pytest.mark.parametrize("wanted", ["0", str(2**31), str(2**70), "9" * 5000])
+def test_a_number_that_is_no_process_is_told(wanted):
+    with pytest.raises(LookupError, match=f"there is no process {wanted}"):
+        find_job(wanted)
+
+
+def test_a_thread_of_the_kernel_is_no_process():
+    kernels = [int(name) for name in os.listdir("/proc") if name.isdecimal() and is_kernels(int(name))]
+    if not kernels:
+        pytest.skip("in a container, no thread of the kernel shows")
+    with pytest.raises(LookupError, match=f"{kernels[0]} is a thread of the kernel"):
+        find_job(str(kernels[0]))
+
+
+def is_kernels(pid: int) -> bool:
+    """A thread of the kernel has no program."""
+    try:
+        os.readlink(f"/proc/{pid}/exe")
+    except FileNotFoundError:
+        process = process_of(pid)
+        return process is not None and process.state != "Z"
+    except OSError:
+        return False
+    return False
+
+
+def test_a_job_in_a_container_is_known_by_the_pids_that_it_has_here(tmp_path, capsys):
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this container may not make another pid namespace")
+    (tmp_path / "job.py").write_text(
+        "import signal, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx'); dist.barrier()\nprint('up', flush=True); signal.pause()\n"
+    )
+    command = [*inside, sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "job.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as container:
+        try:
+            num_up = 0
+            while num_up < 2:
+                line = container.stdout.readline()
+                assert line, "the job has ended"
+                num_up += "up" in line
+            (launcher,) = (one.pid for one in processes_of(os.geteuid()).values() if one.parent == container.pid)
+            job = find_job(str(launcher))
+            boxes = [box_of_process(rank.pid) for rank in job.ranks]
+            assert [(box.rank, box.pid) for box in boxes] == [(0, job.ranks[0].pid), (1, job.ranks[1].pid)]
+            assert [box.events[-1].thread for box in boxes] == [rank.pid for rank in job.ranks]
+            assert attach(["1", "--job", str(launcher)]) == 1
+            assert f"rank 1 (pid {job.ranks[1].pid}) runs in a container" in capsys.readouterr().err
+        finally:
+            container.kill()
 
 
 def test_what_keeps_a_rank_is_none_itself():

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.diagnose.past import examine_run
 from phalanx.diagnose.stacks import find_py_spy
+from phalanx.diagnose.why import main
+from phalanx.diagnose.wording import sentence
+from tests.record.made import Job, save
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 RAISES = """
@@ -171,6 +175,26 @@ def test_a_torn_box_of_a_run_is_named_and_the_others_are_read(tmp_path):
     assert f"  {torn} can't be read" in "\n".join(lines)
 
 
+def test_a_run_in_which_every_file_is_damaged_is_told_without_them(tmp_path):
+    folder = tmp_path / "runs/job/20260101-000000-1"
+    save(Job(2).boxes(60), folder / "blackbox/attempt_0")
+    for rank in range(2):
+        (folder / f"logs/attempt_0/rank_{rank}").mkdir(parents=True)
+    deep = "[" * 100_000
+    (folder / "blackbox/attempt_0/ends.json").write_text(deep)
+    (folder / "logs/attempt_0/rank_0/error.json").write_text(deep)
+    os.mkfifo(folder / "logs/attempt_0/rank_0/stderr.log")
+    (folder / "blackbox/attempt_0/rank_1.box").unlink()
+    (folder / "blackbox/attempt_0/rank_1.box").symlink_to("/dev/zero")
+    answer = sentence_of(examine_run(folder))
+    assert "rank 0 has called nothing after all_reduce #60 of group 'world' at train.py:31" in answer
+    assert "rank 1 left a record that can't be read" in answer
+
+
+def sentence_of(answer):
+    return sentence(answer.finding, [one.doing for one in answer.seen])
+
+
 def test_where_no_job_runs_the_youngest_run_is_told_or_nothing_is_there(tmp_path):
     done = subprocess.run(
         [*PHALANX, "why", "no_such.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
@@ -199,3 +223,10 @@ def test_an_answer_that_does_not_come_delays_nothing_and_breaks_nothing(tmp_path
     assert "phalanx why" not in done.stdout + done.stderr
     assert "CollectiveTimeout: rank 0: all_reduce #2 of group 'default'" in done.stderr
     assert "timed out after 2.0 s waiting for rank 1" in done.stderr
+
+
+@pytest.mark.parametrize("num_letters", [300, 5000])  # more than a name may have, and than a path may
+def test_a_name_that_no_file_can_have_is_no_job(num_letters, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["a" * num_letters]) == 2
+    assert "phalanx why: there is no job 'aaa" in capsys.readouterr().err

@@ -160,6 +160,10 @@ def test_below_many_frames_of_a_library_the_line_of_the_script_is_shown():
     assert len(list(thread_lines([thread], 7, 100))) == 32
 
 
+def test_a_thread_that_ends_and_has_no_frames_any_more_has_no_lines():
+    assert list(thread_lines([Thread(7, "", False, False, ())], 7, 4)) == []
+
+
 def test_on_a_terminal_the_answer_stays_on_the_screen(monkeypatch):
     lines = [f"line {number}" for number in range(100)]
     assert why.cropped(lines) == lines
@@ -168,3 +172,5 @@ def test_on_a_terminal_the_answer_stays_on_the_screen(monkeypatch):
     shown = why.cropped(lines)
     assert len(shown) == 22
     assert shown[-1] == "... 79 more lines: phalanx stacks shows all"
+    monkeypatch.setenv("LINES", "1")
+    assert why.cropped(lines) == ["line 0", "... 99 more lines: phalanx stacks shows all"]

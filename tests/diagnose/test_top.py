@@ -37,10 +37,10 @@ def terminal(tmp_path, monkeypatch):
     """``terminal(*arguments, NAME=value)`` runs ``phalanx top`` on a terminal of 80 x 24."""
     opened = []
 
-    def open_terminal(*arguments, **environ):
+    def open_terminal(*arguments, size=(24, 80), **environ):
         for name, value in {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **environ}.items():
             monkeypatch.setenv(name, value)
-        opened.append(Terminal([*TOP, *map(str, arguments)], tmp_path))
+        opened.append(Terminal([*TOP, *map(str, arguments)], tmp_path, *size))
         return opened[-1]
 
     yield open_terminal
@@ -86,6 +86,14 @@ def test_without_a_terminal_there_is_one_picture_of_80_columns(job):
     assert [row.split()[:2] for row in rows] == [["0", "waiting"], ["1", "waiting"]]
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "\x1b" not in done.stdout
+
+
+def test_a_terminal_that_tells_no_size_shows_the_picture_too(job, terminal):
+    screen = terminal(job.pid, size=(0, 0))  # as serial lines do
+    screen.read_until("q quits")
+    screen.type("q")
+    assert screen.finish() == 0
+    assert pictures(screen)[0][0].startswith("puppet.py  phalanx run")
 
 
 def test_a_picture_changes_until_q_is_pressed(job, terminal):

@@ -33,9 +33,9 @@ def run_job(folder, source, *flags, num_ranks=2, **options):
 class Terminal:
     """A job on a terminal of its own, as a person would see it."""
 
-    def __init__(self, command, folder):
+    def __init__(self, command, folder, lines=24, columns=80):
         self._fd, theirs = os.openpty()
-        self.resize(24, 80)
+        self.resize(lines, columns)
 
         def take_terminal():
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -16,6 +16,7 @@ import pytest
 from phalanx import _core
 from phalanx.record.box import BOX_BYTES, Box, Tail, box_of_process, load_boxes, read_box, save_boxes
 from phalanx.testing import run_ranks
+from tests.record.made import Job, encoded
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 SCRIPT = """
@@ -207,6 +208,16 @@ def test_a_tail_of_memory_in_which_nobody_writes_has_nothing(tmp_path):
     (tmp_path / "box").write_bytes(bytes(BOX_BYTES))
     with open(tmp_path / "box", "rb") as file:
         assert Tail(file.fileno()).read() is None
+
+
+def test_a_tail_of_memory_that_is_cut_or_tells_other_sizes_is_torn(tmp_path):
+    whole = encoded(Job(2).boxes(60)[1])
+    more_text = whole[:16] + b"\xff" * 4 + whole[20:56] + b"\xff" * 4 + whole[60:]
+    no_such_rank = whole[:24] + struct.pack("<i", -5) + whole[28:]
+    for data in (whole[:3000], whole[: 4096 + 30 * 64 + 17], whole[:-5], more_text, no_such_rank):
+        (tmp_path / "box").write_bytes(data)
+        with open(tmp_path / "box", "rb") as file, pytest.raises(ValueError, match="torn"):
+            Tail(file.fileno()).read()
 
 
 def test_what_lies_in_the_place_of_a_box_is_no_box(tmp_path):

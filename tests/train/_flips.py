@@ -10,13 +10,17 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
+from phalanx.parallel.sentinel import LEAST_OF_A_CYCLE
 from tests.train._programs import make_data, make_model, quietly
 
 EVERY = 20
 
 
 class Flip:
-    """Flips a bit of a tensor on one rank after a step; every rank draws the same."""
+    """Flips a bit of a tensor on one rank after a step; every rank draws the same.
+
+    After each later step all ranks compare everything bit for bit, beside the sentinel: whether the flip still lasts.
+    """
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -26,8 +30,11 @@ class Flip:
         self.key = draw.choice([None, "exp_avg", "exp_avg_sq", "step"])
         self.bit = draw.choice([0, draw.randrange(32 if self.key != "step" else 30)])  # 0 or -1 steps are an error
         self.place = draw.random()
+        self.lasts: list[bool] = []  # after each step from the one after the flip on
 
     def on_step(self, trainer: phalanx.Trainer) -> None:
+        if trainer.step > self.step:
+            self.lasts.append(_differ(trainer.module, trainer.optimizer))
         if trainer.step == self.step and trainer.session.rank == self.rank:
             parameter = trainer.module.get_parameter(self.name)
             tensor = parameter if self.key is None else trainer.optimizer.state[parameter][self.key]
@@ -36,7 +43,10 @@ class Flip:
             bits[int(self.place * len(bits))] ^= mask
 
     def outcome(self, folder: str) -> str:
-        """Train, and return whether the flip was "found", has "healed", or what else has come of it."""
+        """Train, and return whether the flip was "found", has "healed", or what else has come of it.
+
+        One has healed if all bits are the same on all ranks again before every slice was looked at once, and stay so.
+        """
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         trainer = phalanx.Trainer(
@@ -53,17 +63,26 @@ class Flip:
             is_named = error.ranks == (self.rank,) and f"'{self.name.partition('.')[0]}" in str(error)
             in_time = self.step < error.step <= self.step + 2  # the optimizer's state shows a step later
             return "found" if is_named and in_time else f"misjudged: {vars(self)} {error}"
-        try:
-            phalanx.check_replicas(model, optimizer)
-        except phalanx.ReplicaMismatch as error:
-            return f"missed: {vars(self)} {error}"
-        return "healed"
+        num_lasting = self.lasts.index(False) if False in self.lasts else EVERY
+        stays_healed = len(self.lasts) == EVERY and not any(self.lasts[num_lasting:])
+        if num_lasting < EVERY - EVERY // LEAST_OF_A_CYCLE and stays_healed:
+            return f"healed in step {num_lasting + 1}"
+        return f"missed: {vars(self)}"
 
 
-def flip_until(rank: int, world_size: int, folder: str, num_found: int) -> list[str]:
-    """Return the outcomes of as many trainings as it takes to find that many flips."""
+def _differ(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any bit of the model or of the optimizer's state differs between ranks now."""
+    try:
+        phalanx.check_replicas(model, optimizer)
+    except phalanx.ReplicaMismatch:
+        return True
+    return False
+
+
+def flip_until(rank: int, world_size: int, folder: str, num_lasting: int) -> list[str]:
+    """Return the outcomes of as many trainings as it takes to make that many flips that have not healed."""
     outcomes: list[str] = []
-    while outcomes.count("found") < num_found and len(outcomes) < 3 * num_found:
+    while sum(not one.startswith("healed") for one in outcomes) < num_lasting:
         outcomes.append(Flip(seed=len(outcomes)).outcome(folder))
     return outcomes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from tests.train._flips import QUIET, flip_until, train_quietly
 from tests.train._programs import make_data, make_model, quietly
 
 
-def found(outcomes: list[list[str]], num_found: int) -> None:
+def found(outcomes: list[list[str]], num_lasting: int) -> None:
+    """Check that every flip was found unless it healed first, the same on all ranks."""
     assert outcomes[1:] == outcomes[:1] * (len(outcomes) - 1)
-    assert [one for one in outcomes[0] if one not in ("found", "healed")] == []
-    assert outcomes[0].count("found") == num_found
+    told = Counter(outcomes[0])
+    print(f"of {sum(told.values())} flips: {dict(told)}")
+    assert [one for one in told if one != "found" and not one.startswith("healed")] == []
+    assert told["found"] == num_lasting
 
 
 def test_a_flipped_bit_is_found_within_the_interval(run_ranks, tmp_path):

@@ -18,7 +18,7 @@ from phalanx.debugging.attached import SIGNAL
 from phalanx.debugging.terminal import listen_at
 from phalanx.diagnose.jobs import Job, find_job
 from phalanx.launch.warm.places import make_path
-from phalanx.record.box import box_of_process
+from phalanx.record.box import box_of_process, number_inside
 
 _ANSWER_S = 2.0
 _FAILED = 1
@@ -89,6 +89,8 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
         _Refused: It can't have one now.
     """
     who = f"rank {rank} (pid {pid})"
+    if number_inside(pid) != pid:
+        raise _Refused(f"{who} runs in a container: type phalanx attach {rank} in there")
     _refuse_if_deaf(who, pid)
     path, listener = listen_at(make_path("attach"))
     with listener:

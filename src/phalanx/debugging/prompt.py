@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from phalanx._errors import printable
 from phalanx.debugging import HELD_BY
 from phalanx.debugging.terminal import Terminal
 
@@ -18,7 +19,7 @@ _LIBRARIES = {"phalanx", "torch", *sys.stdlib_module_names} - {"__main__"}
 
 def line_of(frame: FrameType) -> str:
     """Return the line at which a frame stands, as our messages write it: ``train.py:31``."""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return printable(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
 
 
 @contextlib.contextmanager
@@ -93,6 +94,10 @@ class Prompt(pdb.Pdb):
         if self._is_over:
             self._terminal.close()
         self._on_resume()
+
+    def format_stack_entry(self, *args: Any, **kwargs: Any) -> str:
+        # Names of files and functions are the script's to choose, and this is somebody's terminal.
+        return printable(super().format_stack_entry(*args, **kwargs), keep="\n\t")
 
     def set_continue(self) -> None:
         super().set_continue()

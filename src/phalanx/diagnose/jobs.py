@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phalanx._errors import printable
 from phalanx._launched import MEMORY_NAME, read_started
@@ -28,6 +28,7 @@ from phalanx.launch.schedulers import Placement, detect
 from phalanx.record import box
 
 _BY_HAND = "by hand"
+_MOST_DIGITS = 20  # of a pid: Python converts no more than 4,300, and the kernel gives out no number of 8
 _STARTERS = {
     "torchrun": "torchrun",
     "torch.distributed.run": "torchrun",
@@ -117,7 +118,7 @@ def find_job(wanted: str) -> Job:
     """
     jobs = find_jobs()
     if wanted.isdecimal():
-        pid = int(wanted)
+        pid = int(wanted[:_MOST_DIGITS])
         for job in jobs:
             if pid in {rank.pid for rank in job.ranks} or (pid == job.launcher_pid and job.launcher != _BY_HAND):
                 return job
@@ -125,8 +126,8 @@ def find_job(wanted: str) -> Job:
             if job.world_size != 1 and any(pid == helper.pid for rank in job.ranks for helper in rank.helpers):
                 return job
         process = process_of(pid)
-        if process is None:
-            raise NoJob(f"there is no process {pid}")
+        if process is None or process.is_kernel:
+            raise NoJob(f"{pid} is a thread of the kernel" if process else f"there is no process {wanted}")
         return Job(
             _name(command_of(pid)) or process.name, _BY_HAND, process.parent, 0, (_rank(0, pid, {pid: process}),)
         )
@@ -153,9 +154,22 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
                 if started is None or (memory.st_dev, memory.st_ino) in seen:
                     continue
                 seen.add((memory.st_dev, memory.st_ino))
-                ranks = [_rank(rank, of, processes) for rank, of in sorted(started.pids.items())]
+                outside = _outside(pid, processes)
+                ranks = [_rank(rank, outside(of), processes) for rank, of in sorted(started.pids.items())]
                 words = shlex.split(started.command)[2:] if started.command else command_of(pid)[1:]
                 yield Job(_name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path)
+
+
+def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int], int]:
+    """Return a function that returns by which pid a process is known here that a launcher calls by its own.
+
+    They differ where the launcher is in a container; one that has ended there is 0 here.
+    """
+    if box.number_inside(launcher) == launcher:
+        return lambda pid: pid
+    below = (process.pid for process in descendants(launcher, processes))
+    known = {box.number_inside(pid): pid for pid in below}
+    return lambda pid: known.get(pid, 0)
 
 
 def _boxed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:

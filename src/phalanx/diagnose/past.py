@@ -31,13 +31,15 @@ def newest_run(of_script: Path | None = None) -> Path | None:
     Args:
         of_script: Folder of the runs of one script; None: of any.
     """
+    if of_script is not None and not os.path.isdir(of_script):  # also where the name is too long for a path
+        return None
     runs = [path.parent for path in (Path("runs").glob("*/*/logs") if of_script is None else of_script.glob("*/logs"))]
     return max(runs, key=lambda path: path.name, default=None)
 
 
 def is_run(path: Path) -> bool:
     """Whether a folder is that of a run of ``phalanx run``."""
-    return (path / "logs").is_dir()
+    return os.path.isdir(path / "logs")
 
 
 def examine_run(folder: Path) -> Answer:
@@ -71,7 +73,8 @@ def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
             problem = str(error)
     words, how = _words(logs, box)
     look = Look(box.pid if box else 0, None, Stacks(problem=problem), box=box, box_problem=problem, seen_ns=seen_ns)
-    doing = dataclasses.replace(activity_of(rank, look), how="silent" if box else "unrecorded", since_s=None)
+    how_found = "silent" if box else "unreadable" if problem else "unrecorded"
+    doing = dataclasses.replace(activity_of(rank, look), how=how_found, since_s=None)
     if words.kind and _has_waited(words):  # and that ended by its exception
         doing = dataclasses.replace(doing, call=doing.call or doing.last or _call(words))
     elif words.kind:
@@ -93,7 +96,7 @@ def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
 def _words(logs: Path, box: Box | None) -> tuple[LastWords, str]:
     """Return the exception that ended a rank, and the signal that did, or nothing."""
     told: object = None
-    with contextlib.suppress(OSError, ValueError), open_regular(logs / "error.json") as file:
+    with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(logs / "error.json") as file:
         told = json.loads(file.read())
     facts = told if isinstance(told, dict) else {}
     pid = box.pid if box else facts.get("pid", 0)

@@ -9,6 +9,7 @@ import pwd
 from collections.abc import Mapping
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PF_KTHREAD = 0x00200000  # include/linux/sched.h
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
@@ -21,6 +22,7 @@ class Process:
         start_time: Clock ticks from the host's boot to its start: tells a reused pid apart.
         cpu_s: CPU time of all its threads so far, in seconds.
         rss_bytes: Resident memory; what is shared counts in each process.
+        is_kernel: Whether it is a thread of the kernel's own.
     """
 
     pid: int
@@ -33,6 +35,7 @@ class Process:
     rss_bytes: int
     minor_faults: int
     major_faults: int
+    is_kernel: bool = False
 
     @property
     def age_s(self) -> float:
@@ -60,6 +63,7 @@ def process_of(pid: int) -> Process | None:
         rss_bytes=int(fields[23]) * _PAGE_BYTES,
         minor_faults=int(fields[9]),
         major_faults=int(fields[11]),
+        is_kernel=bool(int(fields[8]) & _PF_KTHREAD),
     )
 
 

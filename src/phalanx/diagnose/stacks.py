@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx._last_words import owner_of
+from phalanx.record.box import number_inside
 
 _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|python3\.\d+|src(?=/phalanx/))/")
 _TRIES = 3
@@ -140,7 +141,7 @@ def _threads(pid: int, dumped: Sequence[dict[str, Any]]) -> tuple[Thread, ...]:
         folder = os.path.join(os.readlink(f"/proc/{pid}/cwd"), "")
     except OSError:
         folder = ""
-    own_number = _number_inside(pid)
+    own_number = number_inside(pid)  # py-spy tells that one
     threads = [
         Thread(
             number=pid if one["os_thread_id"] == own_number else one["os_thread_id"] or 0,
@@ -152,11 +153,6 @@ def _threads(pid: int, dumped: Sequence[dict[str, Any]]) -> tuple[Thread, ...]:
         for one in dumped
     ]
     return tuple(sorted(threads, key=lambda thread: thread.number != pid))
-
-
-def _number_inside(pid: int) -> int:
-    """Return the number of a process in its own pid namespace, which a container has; py-spy tells that one."""
-    return int(_status(pid, "NSpid").split()[-1]) if _status(pid, "NSpid") else pid
 
 
 def _frame(facts: dict[str, Any], folder: str) -> Frame:

@@ -47,7 +47,9 @@ def _show(live: Live, console: Console, jobs: Sequence[JobView], first: int) -> 
     """Show as many lines as there is room for, from `first` on if there are more; return from which."""
     with contextlib.suppress(OSError):  # no terminal: a size that was asked for
         # Not COLUMNS and LINES, which a shell or readline may have left as they were.
-        console.size = os.get_terminal_size(console.file.fileno())
+        size = os.get_terminal_size(console.file.fileno())
+        if size.columns and size.lines:  # a serial line or a bare pty tells 0 x 0: then what rich takes for usual
+            console.size = size
     width, height = console.size
     lines = draw(jobs, width, console.options.ascii_only)
     room = height - 1

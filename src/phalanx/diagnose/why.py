@@ -55,8 +55,8 @@ def main(args: Sequence[str]) -> int:
         answer = _answer(given.job, given.here)
     except UsageError as error:
         return parser.refuse(error)
-    except LookupError as error:
-        print(f"phalanx why: {error.args[0]}", file=sys.stderr)
+    except (LookupError, OSError) as error:
+        print(f"phalanx why: {error.args[0] if isinstance(error, LookupError) else error}", file=sys.stderr)
         return 2
     if given.brief:
         return _brief(answer)
@@ -91,7 +91,7 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
     try:
         return _examine(find_job(wanted), is_asked_by_other)
     except NoJob:
-        of_script = None if not wanted else folder if folder.is_dir() else Path("runs", name_of([wanted]))
+        of_script = None if not wanted else folder if os.path.isdir(folder) else Path("runs", name_of([wanted]))
         last = newest_run(of_script)
         if last is None or (not wanted and find_jobs()):
             raise
@@ -163,7 +163,7 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
 
 def cropped(lines: Sequence[str]) -> Sequence[str]:
     """Return as many lines as the terminal has, so that the answer stays on the screen; all of them elsewhere."""
-    rows = shutil.get_terminal_size().lines - 2
+    rows = max(shutil.get_terminal_size().lines - 2, 2)
     if sys.stdout is None or not sys.stdout.isatty() or len(lines) <= rows:
         return lines
     return [*lines[: rows - 1], f"... {len(lines) - rows + 1} more lines: phalanx stacks shows all"]

@@ -160,11 +160,13 @@ def thread_lines(threads: Sequence[Thread], pid: int, most_frames: int) -> Itera
         last = [own] if own >= most_frames else []  # below many frames of libraries: the line that everybody looks for
         shown = [*range(min(most_frames - len(last), len(thread.frames))), *last]
         lines = columns([(shortened(thread.frames[number].function), thread.frames[number].site) for number in shown])
-        for before, number, line in zip([-1, *shown[:-1]], shown, lines, strict=True):
-            if number > before + 1:
-                yield _left_out(number - before - 1)
+        num_passed = 0
+        for number, line in zip(shown, lines, strict=True):
+            if number > num_passed:
+                yield _left_out(number - num_passed)
             yield f"    {line}"
-        if more := len(thread.frames) - (shown[-1] + 1 if shown else 0):
+            num_passed = number + 1
+        if more := len(thread.frames) - num_passed:
             yield _left_out(more)
 
 
@@ -268,6 +270,7 @@ _MANNERS = {
     "killed": "was killed by {detail}{where}",
     "silent": "has called nothing{where}",
     "unrecorded": "left no record of what it did",
+    "unreadable": "left a record that can't be read",
     "unknown": "can't be looked into{where}",
 }
 

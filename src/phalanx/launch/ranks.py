@@ -258,5 +258,5 @@ def _open_terminal(screen: Screen) -> tuple[int, int]:
 def _copy_size(screen: Screen, fd: int) -> None:
     with contextlib.suppress(OSError):
         columns, lines = os.get_terminal_size(screen.fd)
-        room = max(20, columns - len(prefix(0, colour=False)))
+        room = max(20, columns - len(prefix(0, colour=False))) if columns else 0  # 0: nobody knows
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, room, 0, 0))

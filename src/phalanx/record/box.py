@@ -156,7 +156,8 @@ def read_header(data: bytes) -> Header:
         raise ValueError("it is no black box")
     if head.version != _VERSION:
         raise ValueError(f"it is of version {head.version}, and this phalanx reads version {_VERSION}")
-    if not 0 < head.num_slots <= 1 << 20 or head.num_text_bytes > head.text_bytes:
+    has_sizes = 0 < head.num_slots <= 1 << 20 and head.num_text_bytes <= head.text_bytes
+    if not has_sizes or not 0 <= head.rank < head.world_size:
         raise ValueError("it is torn")
     return head
 
@@ -224,6 +225,9 @@ class Tail:
         if not data.startswith(_MAGIC):
             return None
         head = read_header(data)
+        texts_at = self._offset + _PAGE + head.num_slots * _EVENT.size
+        if os.fstat(self._fd).st_size < texts_at + head.num_text_bytes:
+            raise ValueError("it is torn")
         if self._process != (head.pid, head.start_time):
             self._begin_anew((head.pid, head.start_time))
         oldest = head.num_events - min(self._most, head.num_slots)
@@ -232,8 +236,8 @@ class Tail:
         slots = [os.pread(self._fd, _EVENT.size, self._slot(head, number)) for number in wanted]
         for begin, end in _ranges_of(first, head.num_events, head.num_slots):
             slots.append(os.pread(self._fd, (end - begin + 1) * _EVENT.size, self._slot(head, begin)))
-        at = self._offset + _PAGE + head.num_slots * _EVENT.size + self._num_text_bytes
-        self._texts += _texts(os.pread(self._fd, head.num_text_bytes - self._num_text_bytes, at))
+        num_new = head.num_text_bytes - self._num_text_bytes
+        self._texts += _texts(os.pread(self._fd, num_new, texts_at + self._num_text_bytes))
         wanted += range(first, head.num_events + 1)
         data = b"".join(slots)
         found = {event.number: event for event in read_events(data, self._texts, self._kinds)}
@@ -294,6 +298,13 @@ def memories_of(pid: int, name: str) -> Iterator[str]:
                 yield f"{folder}/{number}"
 
 
+def number_inside(pid: int) -> int:
+    """Return the number of a process in its own pid namespace, as of a container; `pid` if it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+        return next((int(line.split()[-1]) for line in file if line.startswith(b"NSpid:")), pid)
+    return pid
+
+
 def open_box(pid: int) -> tuple[int, int] | None:
     """Return an open file with the box of a running process, and where the box begins in it; None if it has none.
 
@@ -301,13 +312,14 @@ def open_box(pid: int) -> tuple[int, int] | None:
         PermissionError: This user may not look into that process.
         ValueError: There is a box, and it can't be read.
     """
+    inside = number_inside(pid)
     for path in memories_of(pid, MEMORY_NAME):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for offset in range(0, os.fstat(fd).st_size, BOX_BYTES):
                     data = os.pread(fd, _HEADER.size, offset)
-                    if data.startswith(_MAGIC) and read_header(data).pid == pid:
+                    if data.startswith(_MAGIC) and read_header(data).pid == inside:
                         return fd, offset
             except ValueError:
                 os.close(fd)
@@ -319,6 +331,8 @@ def open_box(pid: int) -> tuple[int, int] | None:
 def box_of_process(pid: int) -> Box | None:
     """Return the box of a running process; None if it has none.
 
+    The process and its main thread have the number by which they are known here, also where they are in a container.
+
     Raises:
         PermissionError: This user may not look into that process.
         ValueError: There is one, and it can't be read.
@@ -327,7 +341,11 @@ def box_of_process(pid: int) -> Box | None:
         return None
     fd, offset = place
     try:
-        return read_box(_at_rest(os.pread(fd, BOX_BYTES, offset), os.pread(fd, BOX_BYTES, offset)))
+        box = read_box(_at_rest(os.pread(fd, BOX_BYTES, offset), os.pread(fd, BOX_BYTES, offset)))
+        if box.pid == pid:
+            return box
+        events = (event._replace(thread=pid) if event.thread == box.pid else event for event in box.events)
+        return dataclasses.replace(box, pid=pid, events=tuple(events))
     finally:
         os.close(fd)
 

@@ -42,7 +42,7 @@ def load_ends(folder: Path) -> dict[int, End]:
     """Return how ranks ended, by their numbers; nothing if that was not saved, or can't be read."""
     ends = {}
     with (
-        contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError),
+        contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError),
         open_regular(folder / _NAME) as file,
     ):
         for rank, facts in json.loads(file.read()).items():
