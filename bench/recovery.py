@@ -57,7 +57,7 @@ _STEPS_BEFORE = 30
 _STARTS_S, _RECOVERS_S = 120.0, 240.0
 _POLL_S = 0.01
 _START_S = 3.0  # of a script that imports much, or reads its data
-_TORCHRUN = "torchrun, another killed"
+_TORCHRUN = "torchrun: another host is killed"
 
 
 class Case(NamedTuple):
@@ -140,14 +140,16 @@ def cases_of(num_hosts: int, *, with_torchrun: bool) -> dict[str, Case]:
     """Return what is measured, by name."""
     last = num_hosts - 1
     cases = {
-        "phalanx run, where they met killed": Case("phalanx run", 0, "kill", 1.0),
-        "phalanx run, another killed": Case("phalanx run", last, "kill", 1.0),
-        "phalanx run, another killed, a script of 3 s": Case("phalanx run", last, "kill", 1.0, _START_S),
-        "the same, --no-keep": Case("phalanx run", last, "kill", _START_S + 3, _START_S, ("--no-keep",)),
-        "phalanx run, another cut off": Case("phalanx run", last, "cut", 5.0),
+        "phalanx: the first host is killed": Case("phalanx run", 0, "kill", 1.0),
+        "phalanx: another host is killed": Case("phalanx run", last, "kill", 1.0),
+        "phalanx: another host is killed, start of 3 s": Case("phalanx run", last, "kill", 1.0, _START_S),
+        "phalanx --no-keep: another host is killed, start of 3 s": Case(
+            "phalanx run", last, "kill", _START_S + 3, _START_S, ("--no-keep",)
+        ),
+        "phalanx: another host is cut off": Case("phalanx run", last, "cut", 5.0),
     }
     if num_hosts > 2:  # of two, the one at which they met goes on
-        cases["phalanx run, where they met cut off"] = Case("phalanx run", 0, "cut", 5.0)
+        cases["phalanx: the first host is cut off"] = Case("phalanx run", 0, "cut", 5.0)
     if with_torchrun:
         cases[_TORCHRUN] = Case("torchrun", last, "kill")
     return cases

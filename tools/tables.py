@@ -55,6 +55,7 @@ VIEWS = {
     "calls": View("calls", ("operation", "ranks", "size", "phalanx", "torch's front end", "direct way", "Open MPI")),
     "hosts_10gbit": View("hosts_10gbit", ("size", "phalanx", "ratio")),
     "hosts_1gbit": View("hosts_1gbit", ("size", "phalanx", "ratio")),
+    "recovery": View("recovery"),
     "launch": View("launch"),
     "step": View("step", ("model", *_STEP_COLUMNS)),
     "step_memory": View("step", table=1),
@@ -99,7 +100,7 @@ def _seconds(value: float) -> str:
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
-    "count": lambda value: f"{value:,}",
+    "count": lambda value: f"{value:,.0f}",
     "bytes": _size,
     "seconds": _seconds,
     "ratio": lambda value: f"{_three_digits(value)}x",

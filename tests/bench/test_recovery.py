@@ -17,12 +17,12 @@ def test_a_short_run_sees_the_job_go_on_each_time(tmp_path):
     assert "Traceback" not in done.stderr, done.stderr
     [table] = json.loads((tmp_path / "record.json").read_text())["tables"]
     assert [row[0] for row in table["rows"]] == [
-        "phalanx run, where they met killed",
-        "phalanx run, another killed",
-        "phalanx run, another killed, a script of 3 s",
-        "the same, --no-keep",
-        "phalanx run, another cut off",
-        "phalanx run, where they met cut off",
+        "phalanx: the first host is killed",
+        "phalanx: another host is killed",
+        "phalanx: another host is killed, start of 3 s",
+        "phalanx --no-keep: another host is killed, start of 3 s",
+        "phalanx: another host is cut off",
+        "phalanx: the first host is cut off",
     ]
     for what, median_s, _, _ in table["rows"]:
         assert (1.0 if "cut" in what else 0.0) < median_s < 60, what
