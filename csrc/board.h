@@ -42,6 +42,7 @@ struct Wait {
   Bell* bell = nullptr;
   bool arriving = false;  // before everybody has arrived, no rank can have finished: any death is fatal
   bool quiet = false;     // no stall report
+  bool has_reported = false;
   double timeout_s = 0;
   std::chrono::nanoseconds patience{0};  // before it sleeps: spinning, or yielding where a peer may need this CPU
   Clock::time_point start{}, next_look{}, next_report{};

@@ -125,9 +125,10 @@ void Board::stop_clock(Wait& wait) {
   wait.held_until = now;
 }
 
-/// Tell who does not come, now and then.
+/// Tell who does not come: soon, and then ever more seldom, for what has been said stays on the screen.
 void Board::report_stall(Wait& wait, const MissingFn& missing) {
-  wait.next_report = Clock::now() + from_seconds(config_.stall_s);
+  wait.next_report = Clock::now() + from_seconds(config_.stall_s * (wait.has_reported ? 6 : 3));
+  wait.has_reported = true;
   const Failure late = timed_out(wait, missing);
   if (config_.on_stall && !late.ranks.empty())
     handle_signals(wait, [&] { config_.on_stall(late, seconds_since(wait.start)); });

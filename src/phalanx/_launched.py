@@ -132,9 +132,11 @@ class Started:
         launcher: Name of the launcher for users: ``phalanx run`` or ``phalanx.spawn``.
         command: Command that the ranks run, as a shell would take it; empty if nobody typed it.
         folder: Folder of the run's logs; empty if there is none.
-        world_size: Number of ranks, also on other hosts.
+        world_size: Number of ranks, also on other hosts; 0: not known yet.
         pids: Processes of the ranks of this host, by rank.
         ended: Those of them that have ended.
+        state: What the launcher does while none of its ranks runs, such as ``waiting for other nodes``.
+        straggler: What it has said of a rank that costs the others time; empty if nothing.
     """
 
     launcher: str
@@ -143,6 +145,8 @@ class Started:
     world_size: int
     pids: dict[int, int]
     ended: dict[int, End]
+    state: str
+    straggler: str
 
 
 def read_started(path: str) -> Started | None:
@@ -159,7 +163,9 @@ def read_started(path: str) -> Started | None:
     launcher, command, folder, world_size = attempt[-1]
     pids = {facts[0]: facts[1] for kind, facts in notes if kind == "started"}
     ended = {facts[0]: End(*facts) for kind, facts in notes if kind == "ended"}
-    return Started(launcher, command, folder, world_size, pids, ended)
+    state = next((facts[0] for kind, facts in reversed(notes) if kind == "state"), "starting")
+    straggler = next((facts[0] for kind, facts in reversed(notes) if kind == "straggler"), "")
+    return Started(launcher, command, folder, world_size, pids, ended, state, straggler)
 
 
 def start_time(pid: int) -> int:
@@ -188,6 +194,14 @@ class Notes:
     def note_attempt(self, launcher: str, command: str, folder: str, world_size: int) -> None:
         """Tell whoever asks about the job what it runs; see `Started`."""
         os.write(self._fd, _line("attempt", (launcher, command, folder, world_size)))
+
+    def note_state(self, state: str) -> None:
+        """Tell whoever asks about the job what its launcher does while none of its ranks runs; see `Started`."""
+        os.write(self._fd, _line("state", (state,)))
+
+    def note_straggler(self, words: str) -> None:
+        """Tell whoever asks about the job which rank has cost the others time; see `Started`."""
+        os.write(self._fd, _line("straggler", (words,)))
 
     def note_start(self, rank: int, pid: int) -> None:
         """Tell whoever asks about the job which process a rank is."""

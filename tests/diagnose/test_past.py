@@ -65,6 +65,43 @@ def why(folder: Path, *args: object) -> list[str]:
     return done.stdout.splitlines()
 
 
+LATE = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("phalanx", timeout=timedelta(seconds=2))
+dist.all_reduce(torch.ones(2))
+if dist.get_rank() == 1:
+    import threading
+    threading.Event().wait()
+dist.all_reduce(torch.ones(2))
+"""
+
+
+def test_a_wait_that_timed_out_has_lasted_until_then_and_its_error_is_named(tmp_path):
+    assert run(tmp_path, LATE).returncode == 1
+    _, answer, *more = why(tmp_path, "runs/job")
+    waited = re.search(
+        r"^rank 1 had not called all_reduce #2 .*; 2 ranks waited up to (\S+) s for it, and raised (\S+)$", answer
+    )
+    assert waited, answer
+    assert 2 <= float(waited[1]) < 10
+    assert waited[2] == "CollectiveTimeout"
+    assert f" for {waited[1]} s, and raised CollectiveTimeout" in "\n".join(more)
+    assert why(tmp_path, "runs/job", "--brief") == [answer]
+
+
+def test_what_ended_the_launcher_is_told_of_a_run_that_no_rank_ended(tmp_path):
+    (tmp_path / "job.py").write_text(KILLED)
+    command = [*PHALANX, "run", "--nproc-per-node", "2", "job.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        while "there" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    (folder,) = tmp_path.glob("runs/job/*")
+    assert why(tmp_path, folder)[0] == f"{folder} has ended: phalanx run got SIGTERM. When it did:"
+
+
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_of_a_run_that_failed_the_rank_and_its_exception_are_named(tmp_path, backend):
     assert run(tmp_path, RAISES.replace("BACKEND", repr(backend))).returncode == 1
@@ -73,7 +110,7 @@ def test_of_a_run_that_failed_the_rank_and_its_exception_are_named(tmp_path, bac
     assert title == f"{folder} has ended. When it did:"
     assert answer.startswith("rank 1 raised ValueError: a bad batch at job.py:6")
     if backend == "phalanx":
-        assert answer.endswith("; 2 ranks wait for it in all_reduce #4 of group 'default' at job.py:7")
+        assert answer.endswith("; 2 ranks waited for it in all_reduce #4 of group 'default' at job.py:7")
 
 
 def test_a_run_that_came_to_its_end_is_no_hang(tmp_path):
@@ -84,7 +121,9 @@ def test_a_run_that_came_to_its_end_is_no_hang(tmp_path):
     assert ranks.startswith("ranks 0, 1 and 2 (pids ")
     assert ": each ended with exit code 0 after all_reduce #9 of group 'default' at job.py:7" in ranks
     (folder / "blackbox" / "attempt_0" / "ends.json").write_text("[]")
-    assert why(tmp_path, folder)[1].startswith("no rank waits for another; each has called nothing after all_reduce #9")
+    assert why(tmp_path, folder)[1].startswith(
+        "no rank waited for another; each made no further call after all_reduce #9"
+    )
 
 
 def test_a_rank_that_left_without_a_word_is_named_with_its_exit_code(tmp_path):
@@ -102,7 +141,7 @@ def test_a_rank_whose_native_code_crashed_is_named_with_its_line(tmp_path):
         RAISES.replace("BACKEND", "'phalanx'").replace("raise ValueError", "__import__('ctypes').string_at(0)#"),
     )
     assert why(tmp_path, *tmp_path.glob("runs/job/*"))[1].startswith(
-        "rank 1 was killed by SIGSEGV at job.py:6; 2 ranks wait for it in all_reduce #4"
+        "rank 1 was killed by SIGSEGV at job.py:6; 2 ranks waited for it in all_reduce #4"
     )
 
 
@@ -214,7 +253,7 @@ def test_a_rank_that_waits_asks_by_itself_and_its_timeout_tells_the_answer(tmp_p
     assert re.search(rf"CollectiveTimeout: rank 0: .*\n(.*\n)+  {sentence}", done.stderr), done.stderr
     (folder,) = tmp_path.glob("runs/job/*")
     _, answer, asked, *_ = why(tmp_path, folder)
-    assert answer.startswith("rank 1 has not called all_reduce #2 of group 'default'; it has called nothing after ")
+    assert answer.startswith("rank 1 had not called all_reduce #2 of group 'default'; it made no further call after ")
     assert re.match(sentence.replace("phalanx why", "While it ran"), asked)
 
 

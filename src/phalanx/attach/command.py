@@ -16,7 +16,7 @@ from phalanx._launched import note_lender, read_started, start_time
 from phalanx._peer import peer_of
 from phalanx.debugging.attached import SIGNAL
 from phalanx.debugging.terminal import listen_at
-from phalanx.diagnose.jobs import Job, find_job
+from phalanx.diagnose.jobs import Job, find_ranks
 from phalanx.launch.warm.places import make_path
 from phalanx.record.box import box_of_process, number_inside
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     try:
-        job = find_job(given.job)
+        job = find_ranks(given.job)
         pid = _process_of(job, given.rank)
         connection = _ask(job, given.rank, pid)
     except (_Refused, LookupError) as error:

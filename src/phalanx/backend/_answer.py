@@ -28,7 +28,7 @@ _answers: dict[tuple[str, str, int], str] = {}
 def ask_about(failure: Failure, waited_s: float) -> None:
     """Ask why an operation waits, unless another rank does or it is too early; return at once."""
     key = _key(failure)
-    if waited_s < LEAST_WAIT_S or key in _answers or not _is_first(failure):
+    if waited_s < LEAST_WAIT_S or key in _answers or not is_first(failure):
         return
     _answers[key] = ""
     with contextlib.suppress(RuntimeError):  # no thread can be started, or the interpreter ends
@@ -44,7 +44,7 @@ def _key(failure: Failure) -> tuple[str, str, int]:
     return failure.group, failure.op, failure.seq
 
 
-def _is_first(failure: Failure) -> bool:
+def is_first(failure: Failure) -> bool:
     """Whether this rank is the lowest that waits; known in the group of all ranks alone."""
     return failure.group != "default" or set(range(failure.rank)) <= set(failure.ranks)
 

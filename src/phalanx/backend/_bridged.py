@@ -26,6 +26,7 @@ from phalanx.backend._members import Members
 from phalanx.backend._messages import Messages
 from phalanx.backend._steps import Steps
 from phalanx.backend._tasks import Task, Tasks, Watch
+from phalanx.backend._wording import report_due_s
 from phalanx.record import writer
 from phalanx.record.sites import call_site
 
@@ -258,7 +259,7 @@ class BridgedGroup:
         ):
             running.has_told = True
             self._failures.tell_wait(running.seq)
-        elif self._stall_s and waited_s > (running.num_reports + 1) * self._stall_s:
+        elif self._stall_s and waited_s > report_due_s(running.num_reports, self._stall_s):
             running.num_reports += 1
             self._failures.report_stall(running.op, running.seq, self._site(running), waited_s, running.timeout_s)
         if error is not None:

@@ -32,7 +32,7 @@ from phalanx._store import (
 )
 from phalanx._text import enumerated
 from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
-from phalanx.backend._wording import error_of, join_call, report_stall
+from phalanx.backend._wording import error_of, join_call, report_due_s, report_stall
 from phalanx.record.sites import call_site
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Meeting:
         timeout_s: Seconds allowed for the meeting.
         deadline: End of the meeting on the monotonic clock.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
-        stall_s: Seconds of waiting after which the ranks that have not come are named, again and again; 0: never.
+        stall_s: Seconds of waiting after which the ranks that have not come are named, and later again; 0: never.
         watches: Watches of this host's other ranks, by rank, once they have said hello.
     """
 
@@ -236,12 +236,12 @@ class Meeting:
         self._report_stall()
 
     def _report_stall(self) -> None:
-        """Tell the ranks of other groups where this one waits, and print every `stall_s` which ranks have not come."""
+        """Tell the ranks of other groups where this one waits, and print now and then which ranks have not come."""
         if not self._has_said_where:
             self._has_said_where = True
             _core.say_where(self._call())
         waited_s = time.monotonic() - self._begin_s
-        if not self.stall_s or waited_s < (self._num_reports + 1) * self.stall_s:
+        if not self.stall_s or waited_s < report_due_s(self._num_reports, self.stall_s):
             return
         self._num_reports += 1
         standings = tuple(Standing(rank=rank, has_joined=False) for rank in self._absent())

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx._errors import KINDS, Failure, PhalanxError, RankFailed
 from phalanx._errors.facts import MadeCall, Peer, Standing
 from phalanx._text import enumerated, plural
-from phalanx.backend._answer import answer_to, ask_about
+from phalanx.backend._answer import answer_to, ask_about, is_first
 from phalanx.debugging import HELD_BY
 from phalanx.record import writer
 
@@ -41,8 +41,24 @@ def error_of(failure: Failure) -> PhalanxError:
     return kind(words(failure), op=failure.op, seq=failure.seq, ranks=failure.ranks, failure=failure, **facts)
 
 
+_reported: dict[str, tuple[str, int]] = {}
+"""The operation of each group that this rank has reported last."""
+
+
+def report_due_s(num_reports: int, stall_s: float) -> float:
+    """Return after how long a wait is to be reported again: soon at first, and then ever more seldom."""
+    return stall_s * (6 * num_reports - 2 if num_reports else 1)  # 10, 40, 100, 160 s
+
+
 def report_stall(failure: Failure, waited_s: float) -> None:
-    """Print that an operation is waiting, for which ranks, and what each of them is doing; later, why."""
+    """Print that an operation is waiting, for which ranks, and what each of them is doing; later, why.
+
+    Every rank reports a wait once. What is said again is said by the lowest rank that waits, where that is known.
+    """
+    call = failure.op, failure.seq
+    if _reported.get(failure.group) == call and not is_first(failure):
+        return
+    _reported[failure.group] = call
     missing = several(failure.culprits)
     lines = [
         f"phalanx: {_head(failure)} has waited {waited_s:.1f} s for {missing} (timeout {failure.timeout_s or 0:.1f} s)",

@@ -169,6 +169,8 @@ class _Meeting:
         if self._debugger() is None:
             _say(
                 f"{self._line}: rank {own} waits for rank {chosen}, which is to have the debugger and has not come yet"
+                f". Call it on all ranks; or, if only this rank comes here, give it the debugger: "
+                f"phalanx.breakpoint(rank={own})"
             )
 
     def _debugger(self) -> list[Any] | None:

@@ -111,6 +111,7 @@ class Activity:
         has_forgotten: Whether `progress` lacks groups of which its black box no longer holds a collective.
         last: Last collective that it has ended, if that is known.
         was_in: Operation in which it waited when a signal killed it; None if it did not.
+        gave_up: Name of the exception that ended its wait for others; empty: it waits, or none did.
         host: Name of its host; empty: this one.
     """
 
@@ -131,6 +132,7 @@ class Activity:
     has_forgotten: bool = False
     last: Call | None = None
     was_in: Call | None = None
+    gave_up: str = ""
     host: str = ""
 
     @property
@@ -224,7 +226,7 @@ def _recorded(look: Look) -> Call | None:
         if event.ended_ns or event.kind not in ("collective", "message"):
             continue
         if not threads or event.thread in threads or _awaits(look):
-            return _call_of(event, look.seen_ns)
+            return call_of(event, look.seen_ns)
     return None
 
 
@@ -245,10 +247,11 @@ def _last(look: Look) -> Call | None:
     if not ended:
         return None
     event = max(ended, key=lambda event: event.ended_ns)
-    return dataclasses.replace(_call_of(event, look.seen_ns), since_s=(look.seen_ns - event.ended_ns) / 1e9)
+    return dataclasses.replace(call_of(event, look.seen_ns), since_s=(look.seen_ns - event.ended_ns) / 1e9)
 
 
-def _call_of(event: Event, now_ns: int) -> Call:
+def call_of(event: Event, now_ns: int) -> Call:
+    """Return the operation that an event of a black box tells of, as it stands at a time."""
     is_message = event.kind == "message"
     return Call(
         op=event.op,

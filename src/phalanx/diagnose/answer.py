@@ -45,6 +45,7 @@ class Answer:
         job: The job; ranks that `seen` lacks are on hosts that have not answered.
         seen: The ranks of this host, and of others that have answered; lowest first.
         asked: Answer that a rank got while the job still ran; empty if none asked, or the job runs.
+        ended_by: What ended ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if a rank did, or it runs.
         losses: Losses of ranks and hosts after which the job was to go on, as far as its run has kept them.
     """
 
@@ -52,6 +53,7 @@ class Answer:
     finding: Finding
     seen: tuple[RankSeen, ...]
     asked: str = ""
+    ended_by: str = ""
     losses: tuple[Loss, ...] = ()
 
 
@@ -155,7 +157,7 @@ def group_alike(seen: Iterable[RankSeen], first: Sequence[int]) -> list[list[Ran
             for thread in one.look.stacks.threads
             if thread.own_frames
         )
-        what = [doing.how, _name(doing.call)]
+        what = [doing.how, doing.gave_up, _name(doing.call)]
         if doing.how in HAS_ENDED:
             what += [doing.detail, doing.frame.site if doing.frame else "", _name(doing.was_in or doing.last)]
         groups.setdefault((threads, *what, one.look.stacks.problem), []).append(one)

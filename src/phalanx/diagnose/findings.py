@@ -21,11 +21,13 @@ class Finding:
             ``circle``: ranks wait for messages of each other.
             ``differ``: ranks wait in different calls. ``together``: all wait in one call, and none is missing here.
             ``elsewhere``: whoever is missing is not on this host. ``apart``: no rank waits for another.
+            ``starting``: no rank runs here yet.
         culprits: Ranks that the others wait for, lowest first.
         call: Operation in which most of the others wait; None if none does.
         waiters: Ranks that wait for the culprits.
         missing: Ranks that are not on this host, if the finding is ``elsewhere``.
         since_s: Seconds for which the longest of the waits has lasted; None if that is unknown.
+        is_over: Whether the job has ended, so that all this was so when it did.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class Finding:
     waiters: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     since_s: float | None = None
+    is_over: bool = False
 
 
 def find(activities: Sequence[Activity], world_size: int = 0) -> Finding:

@@ -66,11 +66,13 @@ class Job:
     Attributes:
         name: Script or module that it runs, such as ``train.py``.
         launcher: ``phalanx run``, ``phalanx.spawn``, ``torchrun``, ``mpirun``, ``srun``, or ``by hand``.
-        launcher_pid: Process that started the ranks.
+        launcher_pid: Process that started the ranks; 0: the job has ended.
         world_size: Number of ranks, also on other hosts; 0 if it is unknown.
         ranks: The ranks of this host, lowest first.
         folder: Folder of the run's logs; empty if it is unknown.
         notes: Path of the launcher's notes, see `_launched`; empty if it keeps none.
+        state: What the launcher does while no rank runs here, such as ``starting``; empty if ranks run, or have ended.
+        straggler: What the launcher has said of a rank that costs the others time; empty if nothing.
     """
 
     name: str
@@ -80,6 +82,17 @@ class Job:
     ranks: tuple[Rank, ...]
     folder: str = ""
     notes: str = ""
+    state: str = ""
+    straggler: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.launcher_pid
+
+    @property
+    def waits(self) -> str:
+        """Why no rank of it runs here, as a sentence."""
+        return f"no rank of {self.name} runs here yet ({self.launcher}, pid {self.launcher_pid}): {self.state}"
 
     @property
     def pids(self) -> set[int]:
@@ -133,13 +146,33 @@ def find_job(wanted: str) -> Job:
         )
     shown = printable(wanted)
     found = [job for job in jobs if not wanted or shown in (job.name, os.path.splitext(job.name)[0])]
-    found = found or [job for job in jobs if job.folder == os.path.abspath(wanted)]
+    found = found or [job for job in jobs if wanted and _is_in(job.folder, wanted)]
     if len(found) == 1:
         return found[0]
     kind = f"no job {wanted!r}" if wanted and not found else "several jobs" if found else "no job"
     there = "; ".join(f"{job.launcher_pid} ({job.name}, {job.launcher})" for job in (found or jobs))
     raise (LookupError if found else NoJob)(
         f"there {'are' if found else 'is'} {kind} of this user on this host{there and ': '}{there}"
+    )
+
+
+def find_ranks(wanted: str) -> Job:
+    """Return the job that a user means, of which ranks run or have run.
+
+    Raises:
+        LookupError: There is none, or there are several, or none of its ranks has been started.
+    """
+    job = find_job(wanted)
+    if not job.ranks:
+        raise LookupError(job.waits)
+    return job
+
+
+def _is_in(folder: str, wanted: str) -> bool:
+    """Whether a run's folder is the one that is wanted, or one of the runs in it."""
+    return bool(folder) and os.path.realpath(wanted) in (
+        os.path.realpath(folder),
+        os.path.realpath(os.path.dirname(folder)),
     )
 
 
@@ -157,7 +190,10 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
                 outside = _outside(pid, processes)
                 ranks = [_rank(rank, outside(of), processes) for rank, of in sorted(started.pids.items())]
                 words = shlex.split(started.command)[2:] if started.command else command_of(pid)[1:]
-                yield Job(_name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path)
+                yield Job(
+                    _name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path,
+                    state="" if ranks else started.state, straggler=started.straggler,
+                )  # fmt: skip
 
 
 def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int], int]:

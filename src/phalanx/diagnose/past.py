@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx._files import open_regular
 from phalanx._last_words import LastWords
-from phalanx.diagnose.activity import Call, Look, activity_of
+from phalanx.diagnose.activity import Call, Look, activity_of, call_of
 from phalanx.diagnose.answer import Answer, RankSeen
 from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import Job
@@ -19,7 +19,7 @@ from phalanx.diagnose.stacks import Frame, Stacks
 from phalanx.launch.causes import is_victim
 from phalanx.launch.outcome import last_words_in
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_box
-from phalanx.record.ends import End, load_ends
+from phalanx.record.ends import End, load_ends, load_reason
 from phalanx.record.losses import load_losses
 
 _TAIL_BYTES = 256 << 10
@@ -43,7 +43,7 @@ def is_run(path: Path) -> bool:
 
 
 def examine_run(folder: Path) -> Answer:
-    """Return why the last attempt of a run ended.
+    """Return why the last attempt of a run ended of which anything is known.
 
     Raises:
         LookupError: The folder is none of a run, or no rank was started.
@@ -51,14 +51,28 @@ def examine_run(folder: Path) -> Answer:
     attempts = _numbered(folder, "logs/attempt_*")
     if not attempts:
         raise LookupError(f"{folder} holds no logs of ranks")
-    logs, boxes = attempts[-1], folder / "blackbox" / attempts[-1].name
+    seen: tuple[RankSeen, ...] = ()
+    for logs in reversed(attempts):
+        boxes = folder / "blackbox" / logs.name
+        before, seen = seen, _ranks(logs, boxes)
+        if any(one.doing.how != "unrecorded" for one in seen):
+            break
+        seen = before or seen
+    world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
+    found = dataclasses.replace(find([one.doing for one in seen], world_size), is_over=True)
+    job = Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder))
+    known = logs.name.rpartition("_")[2]
+    is_older = logs != attempts[-1] and any(one.doing.how != "unrecorded" for one in seen)
+    note = f"its last attempt left no record, so this is attempt {known}" * is_older
+    ended_by = "; ".join(filter(None, (load_reason(folder / "blackbox"), note)))
+    return Answer(job, _by_cause(found, seen), seen, _asked(seen), ended_by, tuple(load_losses(folder)))
+
+
+def _ranks(logs: Path, boxes: Path) -> tuple[RankSeen, ...]:
+    """Return the ranks of this host in an attempt."""
     ends = load_ends(boxes)
     folders = {int(path.name.rpartition("_")[2]): path for path in _numbered(logs, "rank_*")}
-    seen = tuple(_rank(rank, path, boxes, ends.get(rank)) for rank, path in folders.items())
-    found = find([one.doing for one in seen])
-    world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
-    job = Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder))
-    return Answer(job, _by_cause(found, seen), seen, _asked(seen), tuple(load_losses(folder)))
+    return tuple(_rank(rank, path, boxes, ends.get(rank)) for rank, path in folders.items())
 
 
 def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
@@ -76,7 +90,7 @@ def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
     how_found = "silent" if box else "unreadable" if problem else "unrecorded"
     doing = dataclasses.replace(activity_of(rank, look), how=how_found, since_s=None)
     if words.kind and _has_waited(words):  # and that ended by its exception
-        doing = dataclasses.replace(doing, call=doing.call or doing.last or _call(words))
+        doing = dataclasses.replace(doing, call=doing.call or _last_wait(box) or _call(words), gave_up=words.name)
     elif words.kind:
         doing = dataclasses.replace(
             doing,
@@ -114,6 +128,15 @@ def _has_waited(words: LastWords) -> bool:
     return is_timeout or is_victim(words)
 
 
+def _last_wait(box: Box | None) -> Call | None:
+    """Return the collective or the message in which a rank was last, and for how long; None if it recorded none."""
+    events = [event for event in box.events if event.kind in ("collective", "message")] if box else []
+    if not events:
+        return None
+    last = max(events, key=lambda event: event.ended_ns)
+    return call_of(last, last.ended_ns)
+
+
 def _call(words: LastWords) -> Call:
     """Return the operation that an exception ended, in which a rank waited that has recorded nothing."""
     frame = _frame(words.site)
@@ -138,7 +161,7 @@ def _asked(seen: Sequence[RankSeen]) -> str:
 def _by_cause(found: Finding, seen: Sequence[RankSeen]) -> Finding:
     """Return the finding with the ranks that failed by themselves as the culprits, if there are any."""
     if seen and all(one.doing.how == "returned" for one in seen):
-        return Finding("done", tuple(one.doing.rank for one in seen))
+        return Finding("done", tuple(one.doing.rank for one in seen), is_over=True)
     fallen = tuple(one.doing.rank for one in seen if one.doing.how in ("raised", "killed", "exited"))
     if not fallen:
         return found

@@ -13,7 +13,7 @@ from phalanx._errors import printable
 from phalanx._files import open_regular
 from phalanx.diagnose.activity import Look
 from phalanx.diagnose.answer import RankSeen, look_at
-from phalanx.diagnose.jobs import find_job
+from phalanx.diagnose.jobs import find_ranks
 from phalanx.diagnose.wording import clause, thread_lines
 
 RIGHT_CALL = "phalanx stacks [JOB | PID]"
@@ -38,7 +38,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     try:
         given = parser.parse_args(args)
-        seen = look_at(find_job(given.job), _TIME_S, native=given.native)
+        seen = look_at(find_ranks(given.job), _TIME_S, native=given.native)
         text = as_json(seen) if given.json else "\n".join(map(printable, lines_of(seen)))
         if given.save:
             with open_regular(given.save, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:

@@ -32,7 +32,7 @@ def watch_live(watch: Watch, console: Console, interval_s: float, is_one_job: bo
         first, due, wait_s = 0, time.monotonic(), min(interval_s, FIRST_S)
         while True:
             jobs = watch.look()
-            if is_one_job and all(rank.state == "gone" for job in jobs for rank in job.ranks):
+            if is_one_job and all(not job.state and all(rank.state == "gone" for rank in job.ranks) for job in jobs):
                 return jobs
             due, wait_s = max(due + wait_s, time.monotonic()), interval_s
             key = "resize"

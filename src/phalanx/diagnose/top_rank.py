@@ -185,8 +185,10 @@ class WatchedRank:
             return activity
         if process.state == "D":
             return Activity("waiting", "for a disk or the like")
-        sleeps = process.state == "S" and (cpu_percent or 0.0) < _IDLE_PERCENT
-        return Activity("waiting" if sleeps else "computing")
+        if process.state != "S" or (cpu_percent or 0.0) >= _IDLE_PERCENT:
+            return Activity("computing")
+        asleep = self._recorded.asleep() if self._recorded is not None else None
+        return asleep or Activity("waiting")
 
     def _rates(self, now: float, process: Process) -> tuple[float | None, float | None, float | None]:
         """Return the percentage of CPU, and minor and major faults a second, since the last look."""

@@ -13,6 +13,8 @@ from phalanx.record.box import Event, Tail
 _WINDOW_NS = 10 * 10**9
 _MOST_STEPS = 1024
 _MOST_BARS = 60
+_NEWEST = 64  # events among which the last call is looked for
+_CALLS = ("collective", "message", "call")
 _OF = re.compile(r"of (\d+)")
 _PHASES = {
     "load data": "loading data",
@@ -26,7 +28,8 @@ class Activity:
     """What a rank is doing.
 
     Attributes:
-        state: One of ``computing``, ``waiting``, ``loading data``, ``writing a checkpoint``, ``stopped``, ``gone``.
+        state: One of ``computing``, ``waiting``, ``asleep``, ``loading data``, ``writing a checkpoint``, ``stopped``,
+            ``gone``.
         what: Collective with its number, message, phase or the like; empty if that is not known.
         site: Line of the script, such as ``train.py:31``; empty if it is not known.
         since_s: Seconds since it began; None if that is not known.
@@ -98,6 +101,7 @@ class Recorded:
 
     def __init__(self, fd: int, offset: int, bar_s: float) -> None:
         self._fd = fd
+        self._offset = offset
         self._tail = Tail(fd, offset, kinds=("step",))
         self._unfinished: list[Event] = []
         self.steps: Steps = Steps(bar_s)
@@ -129,6 +133,17 @@ class Recorded:
             peer = f" {'to' if event.op == 'send' else 'from'} rank {event.seq - 1}" if event.seq else ""
             return Activity("waiting", f"{event.op}{peer}", event.site, since_s)
         return Activity("waiting", f"{event.op} #{event.seq}", event.site, since_s)
+
+    def asleep(self) -> Activity | None:
+        """Return since when a rank that sleeps has been in no collective; None if it has called none lately."""
+        box = Tail(self._fd, self._offset, _NEWEST, _CALLS).read()
+        called = [event for event in box.events if event.kind in _CALLS and event.ended_ns] if box is not None else []
+        if not called:
+            return None
+        last = max(called, key=lambda event: event.ended_ns)
+        since_s = max(0.0, (time.monotonic_ns() - last.ended_ns) / 1e9)
+        number = f" #{last.seq}" if last.kind != "message" and last.seq else ""
+        return Activity("asleep", f"since {last.op}{number}", last.site, since_s)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -17,6 +17,7 @@ _ASCII_BARS = "_.-=+*%#"
 _STYLES = {
     "computing": "green",
     "waiting": "yellow",
+    "asleep": "bold",
     "loading data": "magenta",
     "writing a checkpoint": "cyan",
     "stopped": "bold red",
@@ -42,7 +43,7 @@ def draw(jobs: Sequence[JobView], width: int, is_ascii: bool = False) -> list[Te
     for job in jobs:
         lines += [Text()] if lines else []
         lines += _head(job, width, is_ascii)
-        lines += _table(job.ranks, width, is_ascii)
+        lines += _table(job.ranks, width, is_ascii) if job.ranks else []
         notes = dict.fromkeys(rank.note for rank in job.ranks if rank.note)
         lines += [Text(note, "red") for note in notes]
     for line in lines:
@@ -60,6 +61,9 @@ def bars(values: Sequence[float], is_ascii: bool = False) -> str:
 
 def _head(job: JobView, width: int, is_ascii: bool) -> list[Text]:
     here = len(job.ranks)
+    if job.state:
+        title = Text.assemble((job.name, "bold"), f"  {job.launcher}, pid {job.launcher_pid}  ", (job.state, "yellow"))
+        return [title]
     ranks = counted(here, "rank") if job.world_size in (0, here) else f"{here} of {job.world_size} ranks here"
     running = "ended" if job.seconds is None else f"since {_clock(job.seconds)}, {duration(job.seconds)}"
     title = Text.assemble((job.name, "bold"), f"  {job.launcher}, pid {job.launcher_pid}  {ranks}  {running}")

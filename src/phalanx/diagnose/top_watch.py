@@ -26,6 +26,7 @@ class JobView:
         world_size: Number of ranks, also on other hosts; 0 if it is not known.
         seconds: Time since the first of these ranks was started; None if all have ended.
         folder: Folder of its logs; empty if it is not known.
+        state: What its launcher does while none of its ranks runs here; empty if they do, or have ended.
         straggler: Rank that costs the others time, in a line; empty if there is none.
     """
 
@@ -35,6 +36,7 @@ class JobView:
     world_size: int
     seconds: float | None
     folder: str
+    state: str
     straggler: str
     ranks: list[RankView]
 
@@ -94,7 +96,7 @@ class Watch:
         self._gpus.look(wait_s)
         self._measure_pss()
         views = [self._view(job) for job in self._jobs]
-        if any(rank.state == "gone" for view in views for rank in view.ranks):
+        if any(view.state or any(rank.state == "gone" for rank in view.ranks) for view in views):
             self._finding.hasten(1.0)
         return views
 
@@ -109,7 +111,7 @@ class Watch:
         jobs = find_jobs()
         if (only := self._only) is not None:
             same = [job for job in jobs if (job.name, job.launcher_pid) == (only.name, only.launcher_pid)]
-            jobs = same or self._jobs or [only]
+            jobs = same or [dataclasses.replace(job, state="") for job in self._jobs or [only]]
         self._jobs = jobs
         found = {rank.pid: rank for job in jobs for rank in job.ranks}
         for pid, rank in found.items():
@@ -146,6 +148,7 @@ class Watch:
             world_size=job.world_size,
             seconds=min(living, key=lambda process: process.start_time).age_s if living else None,
             folder=job.folder,
-            straggler=self._straggler(job),
+            state=job.state,
+            straggler=self._straggler(job) or (job.straggler and f"phalanx run has said: {job.straggler}"),
             ranks=[self._ranks[rank.pid].look(self._gpus.of(rank.pid)) for rank in job.ranks],
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import counted, in_units
-from phalanx.diagnose.jobs import find_job
+from phalanx.diagnose.jobs import find_ranks
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 
@@ -123,7 +123,7 @@ def _age(attempt: Path) -> tuple[float, int]:
 
 def _running(wanted: str, seconds: float) -> tuple[list[Box], int]:
     """Return what the ranks of a running job record within the next seconds, and when that began."""
-    job = find_job(wanted)
+    job = find_ranks(wanted)
     with contextlib.ExitStack() as stack:
         tails = []
         for rank in job.ranks:

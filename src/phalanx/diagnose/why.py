@@ -16,6 +16,7 @@ from phalanx._errors import printable
 from phalanx._text import listed, plural
 from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
+from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import Job, NoJob, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import examine_run, is_run, newest_run
@@ -67,10 +68,17 @@ def main(args: Sequence[str]) -> int:
 def _brief(answer: Answer) -> int:
     """Print the sentence for a rank that asks by itself, if it says more than that rank can know."""
     seen = [one.look.stacks.threads for one in answer.seen if one.doing.rank in answer.finding.culprits]
-    if not any(seen) and answer.finding.kind != "elsewhere":
+    tells_more = any(seen) or answer.finding.kind in ("elsewhere", "starting") or answer.job.has_ended
+    if not tells_more:
         return 1
-    print(printable(sentence(answer.finding, [one.doing for one in answer.seen])))
+    print(printable(_sentence(answer)))
     return 0
+
+
+def _sentence(answer: Answer) -> str:
+    if answer.finding.kind == "starting":
+        return answer.job.waits
+    return sentence(answer.finding, [one.doing for one in answer.seen])
 
 
 def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
@@ -82,15 +90,12 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
     Raises:
         LookupError: There is neither.
     """
-    folder = Path(wanted)
-    if wanted and is_run(folder):
-        running = [
-            job for job in find_jobs() if job.folder and os.path.realpath(job.folder) == os.path.realpath(folder)
-        ]
-        return _examine(running[0], is_asked_by_other) if running else examine_run(folder)
     try:
         return _examine(find_job(wanted), is_asked_by_other)
     except NoJob:
+        folder = Path(wanted)
+        if wanted and is_run(folder):
+            return examine_run(folder)
         of_script = None if not wanted else folder if os.path.isdir(folder) else Path("runs", name_of([wanted]))
         last = newest_run(of_script)
         if last is None or (not wanted and find_jobs()):
@@ -99,13 +104,16 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
 
 
 def _examine(job: Job, is_asked_by_other: bool) -> Answer:
+    if not job.ranks:
+        return Answer(job, Finding("starting"), ())
     return examine(job) if is_asked_by_other else examine(job, others=OtherHosts(job).answers)
 
 
 def as_json(answer: Answer) -> str:
     """Return the answer as JSON."""
     document = {
-        "sentence": sentence(answer.finding, [one.doing for one in answer.seen]),
+        "sentence": _sentence(answer),
+        "ended_by": answer.ended_by,
         "asked": answer.asked,
         "losses": [dataclasses.asdict(loss) for loss in answer.losses],
         **dataclasses.asdict(answer.finding),
@@ -126,13 +134,13 @@ def as_json(answer: Answer) -> str:
 
 def lines_of(answer: Answer) -> Iterator[str]:
     """Yield the answer, then what shows it: whoever is different first."""
-    if not answer.job.ranks:
-        yield f"{answer.job.folder} has ended. When it did:"
-    yield sentence(answer.finding, [one.doing for one in answer.seen])
+    if answer.job.has_ended:
+        yield f"{answer.job.folder} has ended{answer.ended_by and f': {answer.ended_by}'}. When it did:"
+    yield _sentence(answer)
     if answer.asked:
         yield f"While it ran: {answer.asked}"
     yield from map(words_of_loss, answer.losses)
-    if answer.job.ranks and (words := caution(answer.finding)):
+    if not answer.job.has_ended and (words := caution(answer.finding)):
         yield words
     for group in group_alike(answer.seen, answer.finding.culprits):
         yield ""

@@ -46,14 +46,14 @@ def sentence(finding: Finding, activities: Sequence[Activity]) -> str:
 
 def _absent(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
     assert finding.call is not None
-    have, call = "has" if len(culprits) == 1 else "have", call_text(finding.call)
+    have, call = _have(finding, len(culprits)), call_text(finding.call)
     done = "reached" if finding.call.op in _NAMES else "made the call for" if finding.call.is_message else "called"
     done = "left" if finding.call.op == BREAKPOINT else done
     return "; ".join(
         [
             f"{ranks(finding.culprits)} {have} not {done} {call}",
             *_each(culprits),
-            _wait(finding),
+            _wait(finding, activities),
         ]
     )
 
@@ -62,11 +62,13 @@ def _halted(finding: Finding, culprits: list[Activity], activities: list[Activit
     named = [f"rank {doing.rank} {clause(doing, is_culprit=True)}" for doing in culprits[:3]]
     if finding.call is not None and all(doing.call is not None for doing in culprits):
         named[-1] += f", within {call_text(finding.call)}"
-    return "; ".join([*named, *([_wait(finding)] if finding.waiters else [])])
+    return "; ".join([*named, *([_wait(finding, activities)] if finding.waiters else [])])
 
 
 def _fell(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
-    waiting = f"; {_wait(finding)} in {call_text(finding.call, True)}" if finding.call and finding.waiters else ""
+    waiting = (
+        f"; {_wait(finding, activities)} in {call_text(finding.call, True)}" if finding.call and finding.waiters else ""
+    )
     alike: dict[str, list[int]] = {}
     for doing in culprits:
         words = clause(doing)
@@ -80,24 +82,34 @@ def _done(finding: Finding, culprits: list[Activity], activities: list[Activity]
 
 
 def _differ(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
-    theirs = [f"{ranks((doing.rank,))} waits in {call_text(doing.call, True)}" for doing in culprits[:3] if doing.call]
+    waits = "waited" if finding.is_over else "waits"
+    theirs = [
+        f"{ranks((doing.rank,))} {waits} in {call_text(doing.call, True)}" for doing in culprits[:3] if doing.call
+    ]
     return f"{'; '.join(theirs)}, while {_waiting(finding, ranks(finding.waiters))}: {_SAME_CALLS}"
 
 
 def _circle(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
-    each = [f"{ranks((doing.rank,))} waits in {call_text(doing.call, True)}" for doing in culprits[:4] if doing.call]
-    return f"{ranks(finding.culprits)} wait for each other's messages: {'; '.join(each)}"
+    waits, wait = ("waited", "waited") if finding.is_over else ("waits", "wait")
+    each = [f"{ranks((doing.rank,))} {waits} in {call_text(doing.call, True)}" for doing in culprits[:4] if doing.call]
+    return f"{ranks(finding.culprits)} {wait} for each other's messages: {'; '.join(each)}"
 
 
 def _together(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
     assert finding.call is not None
     calls = [(doing.rank, doing.call) for doing in activities if doing.call is not None]
     if all(call.is_message for _, call in calls):
-        each = [f"rank {rank} waits in {call_text(call, True)}" for rank, call in calls[:4]]
+        waits = "waited" if finding.is_over else "waits"
+        each = [f"rank {rank} {waits} in {call_text(call, True)}" for rank, call in calls[:4]]
         senders = [rank for rank, call in calls if "send" in call.op]
         why = "nobody sends one" if not senders else "nobody takes one" if len(senders) == len(calls) else "none fits"
         return f"{'; '.join(each)}: all wait for a message, and {why}"
-    found = f"{_all(finding.waiters)} in {call_text(finding.call, True)}, and no rank is missing"
+    call = call_text(finding.call, True)
+    if finding.is_over:
+        return f"{_all(finding.waiters, was=True)} in {call}, and no rank was missing: data was under way"
+    found = f"{_all(finding.waiters)} in {call}, and no rank is missing"
+    if finding.call.op in ("init_process_group", "new_group"):
+        return f"{found}: they are making a group"
     if finding.call.seq:
         return f"{found}: they are exchanging data, or the network between hosts is slow"
     return f"{found}: one has made a call more or fewer before, or data is still under way; {_SAME_CALLS}"
@@ -105,6 +117,9 @@ def _together(finding: Finding, culprits: list[Activity], activities: list[Activ
 
 def _elsewhere(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
     waiting = _waiting(finding, ranks(finding.waiters))
+    if finding.is_over:
+        there = f"{ranks(finding.missing)} ran on other hosts: ask for the folder of the run there"
+        return f"{waiting}, for {there}"
     there = f"{ranks(finding.missing)} {'runs' if len(finding.missing) == 1 else 'run'}"
     return f"{waiting}; {there} on other hosts that have not answered: type phalanx why there"
 
@@ -112,13 +127,15 @@ def _elsewhere(finding: Finding, culprits: list[Activity], activities: list[Acti
 def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
     if not activities:
         return "no rank of this job runs on this host"
-    if len(activities) == 1:
-        return f"pid {activities[0].pid} {clause(activities[0])}"
     if all(doing.how == "unrecorded" for doing in activities):
         return "no rank left a record of what it did, and the launcher none of their ends: it may have been killed, too"
+    if len(activities) == 1:
+        (doing,) = activities
+        return f"{f'pid {doing.pid}' if doing.pid else f'rank {doing.rank}'} {clause(doing)}"
     same = len({(doing.how, doing.frame) for doing in activities}) == 1
     each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing)}" for doing in activities]
-    return "; ".join(["no rank waits for another", *each[: 1 if same else 3]])
+    waits = "waited" if finding.is_over else "waits"
+    return "; ".join([f"no rank {waits} for another", *each[: 1 if same else 3]])
 
 
 _SENTENCES = {
@@ -142,6 +159,9 @@ def words_of_loss(loss: Loss) -> str:
 
 def caution(finding: Finding) -> str:
     """Return what to keep in mind about a finding; empty if nothing."""
+    is_joining = finding.kind == "together" and finding.call is not None and finding.call.op == "init_process_group"
+    if finding.since_s is None and is_joining:
+        return "The job may well be running. Ask again to be sure."
     if finding.since_s is None or finding.since_s >= _MOMENT_S:
         return ""
     return (
@@ -194,7 +214,9 @@ def call_text(call: Call, with_site: bool = False) -> str:
     else:
         name = _NAMES.get(call.op, call.op)
         text = f"{name} #{call.seq}" if call.seq else name
-    if call.group:
+    if call.op == "join":
+        text = "init_process_group" if call.group == "default" else f"new_group of group '{call.group}'"
+    elif call.group:
         text += f" of group '{call.group}'"
     return f"{text} at {call.site}" if call.site and (with_site or not call.group) else text
 
@@ -207,7 +229,9 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
     """
     if doing.call is not None and not doing.is_halted and not is_culprit:
         lasting = "" if doing.call.since_s is None else f" for {duration(doing.call.since_s)}"
-        return f"waits in {call_text(doing.call, True)}{lasting}"
+        waits = "waited" if doing.how in _OVER else "waits"
+        raised = f", and raised {doing.gave_up}" * bool(doing.gave_up)
+        return f"{waits} in {call_text(doing.call, True)}{lasting}{raised}"
     lasting = f" for {duration(doing.since_s)}" if doing.since_s is not None else ""
     return _manner(doing) + lasting + _with_others(doing) + (f" on host {doing.host}" if doing.host else "")
 
@@ -216,7 +240,8 @@ def _manner(doing: Activity) -> str:
     where = _where(doing)
     if doing.how == "asleep":
         return f"has been {_asleep(doing)}{where}" if _asleep(doing) else f"has been{where}"
-    return _MANNERS[doing.how].format(where=where, detail=doing.detail, other=doing.other_pid)
+    further = "" if doing.last is None else "further "
+    return _MANNERS[doing.how].format(where=where, detail=doing.detail, other=doing.other_pid, further=further)
 
 
 def _asleep(doing: Activity) -> str:
@@ -252,6 +277,7 @@ def _with_others(doing: Activity) -> str:
     return ""
 
 
+_OVER = ("silent", "unrecorded")
 _MANNERS = {
     "runs": "is running{where}",
     "stopped": "has been stopped (SIGSTOP or Ctrl-Z){where}",
@@ -268,7 +294,7 @@ _MANNERS = {
     "exited": "ended with exit code {detail}{where}",
     "raised": "raised {detail}{where}",
     "killed": "was killed by {detail}{where}",
-    "silent": "has called nothing{where}",
+    "silent": "made no {further}call{where}",
     "unrecorded": "left no record of what it did",
     "unreadable": "left a record that can't be read",
     "unknown": "can't be looked into{where}",
@@ -295,18 +321,29 @@ def _each(culprits: Sequence[Activity]) -> list[str]:
 
 def _waiting(finding: Finding, who: str) -> str:
     assert finding.call is not None
-    return f"{who} {'waits' if len(finding.waiters) == 1 else 'wait'} in {call_text(finding.call, True)}"
+    wait = "waited" if finding.is_over else "waits" if len(finding.waiters) == 1 else "wait"
+    return f"{who} {wait} in {call_text(finding.call, True)}"
 
 
-def _wait(finding: Finding) -> str:
+def _wait(finding: Finding, activities: Sequence[Activity]) -> str:
     them = "it" if len(finding.culprits) == 1 else "them"
     number = len(finding.waiters)
+    gave_up = [doing.gave_up for doing in activities if doing.rank in finding.waiters]
+    raised = f", and raised {gave_up[0]}" if gave_up and gave_up[0] and len({*gave_up}) == 1 else ""
+    who = counted(number, "rank")
     if finding.since_s is not None:
-        have, most = ("has", "") if number == 1 else ("have", "up to ")
-        return f"{counted(number, 'rank')} {have} waited {most}{duration(finding.since_s)} for {them}"
-    return f"{counted(number, 'rank')} {'waits' if number == 1 else 'wait'} for {them}"
+        most = "" if number == 1 else "up to "
+        have = "" if finding.is_over else f"{_have(finding, number)} "
+        return f"{who} {have}waited {most}{duration(finding.since_s)} for {them}{raised}"
+    wait = "waited" if finding.is_over else "waits" if number == 1 else "wait"
+    return f"{who} {wait} for {them}{raised}"
 
 
-def _all(numbers: Sequence[int]) -> str:
-    few = {1: f"rank {numbers[0]} is", 2: "both ranks are"} if numbers else {}
-    return few.get(len(numbers), f"all {len(numbers)} ranks are")
+def _have(finding: Finding, number: int) -> str:
+    return "had" if finding.is_over else "has" if number == 1 else "have"
+
+
+def _all(numbers: Sequence[int], *, was: bool = False) -> str:
+    one, several = ("was", "were") if was else ("is", "are")
+    few = {1: f"rank {numbers[0]} {one}", 2: f"both ranks {several}"} if numbers else {}
+    return few.get(len(numbers), f"all {len(numbers)} ranks {several}")

@@ -69,13 +69,16 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 ranks.say(f"{order['joins']}: this node has stopped its ranks, and joins it")
                 num_nodes = 0
             elif "waiting" in order:
+                ranks.note_state(order["waiting"])
                 ranks.say(order["waiting"])
             elif "give_up" in order:
+                ranks.keep_reason(f"gave up: {order['give_up']}")
                 ranks.say(f"the nodes of {job.run_id!r} lost each other at {_endpoint(job)}: {order['give_up']}")
                 if "is_alone" in order:
                     ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
                 raise SystemExit(1)
             elif "finish" in order and order["finish"] and order["finish"]["kind"] == NODE_LOST:
+                ranks.keep_reason(f"gave up: {order['finish']['message']}")
                 ranks.say(f"{order['finish']['message']}; exit code 1")
                 if not job.max_restarts:
                     ranks.say("with --max-restarts N the job goes on without it, or when it is back")
@@ -148,10 +151,12 @@ class _Orders:
         """Return the next order; None when we are told to end."""
         patience_ends_s = time.monotonic() + NODES_S
         said = False
+        self._ranks.note_state("waiting for other nodes")
         while not self._pending:
             if self._ranks.received is not None:
                 return None
             if self._leaves_at_s and self._how != "succeeded":
+                self._ranks.keep_reason("left the job, which was asked of it by SIGTERM (--drain)")
                 self._ranks.say(f"this node has left the job; exit code {PREEMPTED_CODE}, start it again to join")
                 raise SystemExit(PREEMPTED_CODE)
             if not self._channel.alive:

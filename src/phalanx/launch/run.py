@@ -58,6 +58,7 @@ def _run_attempts(supervisor: Supervisor, job: Job, folder: RunFolder) -> int:
     else:
         culprit = run_on_this_node(supervisor, job)
     if supervisor.has_made_room:
+        supervisor.keep_reason("asked the ranks to make room, and all have saved")
         supervisor.say(f"all ranks have saved and made room; exit code {_env.PREEMPTED_CODE}, start again to go on")
         return _env.PREEMPTED_CODE
     if culprit is None and supervisor.have_trained_alone:

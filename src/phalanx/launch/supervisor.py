@@ -38,7 +38,7 @@ from phalanx.launch.survivors import Survivors
 from phalanx.launch.tracebacks import Stream
 from phalanx.launch.warden import adopt_orphans
 from phalanx.launch.wardens import Serving, Wardens
-from phalanx.record.ends import End, save_ends
+from phalanx.record.ends import End, save_ends, save_reason
 from phalanx.record.memory import BoxMemory
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class Supervisor:
         self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
         self._boxes = BoxMemory(self._job.num_local_ranks)  # in which ranks record what they do
         self._notes = Notes()
+        self._note_attempt(self._job.num_local_ranks if self._job.max_nodes == 1 else 0)
         shown = next((screen for screen in (self._out, self._err) if screen.is_terminal), Screen(0))
         self._keyboard = Keyboard(self.events, shown, self._terminal_pid)
         is_on = self._job.keeps and self._job.max_restarts > 0
@@ -107,6 +108,13 @@ class Supervisor:
         if not self._job.max_restarts:  # nobody would read them
             return environ
         return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self.snapshots_fd}"}
+
+    def _note_attempt(self, world_size: int) -> None:
+        self._notes.note_attempt("phalanx run", self._job.typed, os.path.abspath(self._folder.path), world_size)
+
+    def note_state(self, state: str) -> None:
+        """Tell whoever asks about the job what it does while none of its ranks runs here."""
+        self._notes.note_state(state)
 
     @property
     def spared(self) -> list[int]:
@@ -178,7 +186,7 @@ class Supervisor:
         if self.received is not None:
             return False
         self._notes.clear()
-        self._notes.note_attempt("phalanx run", self._job.typed, os.path.abspath(self._folder.path), attempt.world_size)
+        self._note_attempt(attempt.world_size)
         shares = self._job.divide(attempt.num_local_ranks).shares
         for local_rank, rank in enumerate(self._ranks):
             error_file = os.path.abspath(os.path.join(rank.folder, "error.json"))
@@ -195,7 +203,7 @@ class Supervisor:
 
     def _watch_attempt(self, until: Callable[[], bool] | None) -> None:
         """Return when every rank has ended, or waits for the next attempt."""
-        stragglers = StragglerWatch(self._boxes.places(len(self._ranks)), self.say)
+        stragglers = StragglerWatch(self._boxes.places(len(self._ranks)), self._say_straggler)
         while any(rank.is_running for rank in self._ranks):
             holds = self._chorus.is_waiting or any(rank.stderr.is_holding for rank in self._ranks)
             timeout_s = _LOOK_S if until or holds or self._wants_standby() else stragglers.timeout_s
@@ -250,6 +258,13 @@ class Supervisor:
         try:
             self._boxes.save(folder)
             save_ends(ends, folder)
+        except OSError as error:
+            self._say_log_problem(str(error))
+
+    def keep_reason(self, reason: str) -> None:
+        """Keep what ends this run, if it is no rank, for whoever asks when it has ended."""
+        try:
+            save_reason(f"phalanx run {reason}", Path(self._folder.path, "blackbox"))
         except OSError as error:
             self._say_log_problem(str(error))
 
@@ -479,6 +494,7 @@ class Supervisor:
                 self.cause_before = find_culprit([rank.end for rank in self._ranks if rank.end])
                 living = [rank for rank in self._ranks if rank.end is None]
                 why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
+                self.keep_reason(f"got {signal.Signals(sig).name}" if sig != signal.SIGPIPE else f"ended, for {why}")
                 again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
                 self.say(f"{why}: ending {counted(len(living), 'rank')}{again}")
                 if sig == signal.SIGINT:
@@ -512,6 +528,10 @@ class Supervisor:
         return self.received is not None or any(sig not in _HARMLESS for sig in self.events.signals)
 
     # ------------------------------------------------------------ words
+
+    def _say_straggler(self, text: str) -> None:
+        self.say(text)
+        self._notes.note_straggler(text)
 
     def say(self, text: str) -> None:
         self._out.end_line()

@@ -8,9 +8,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from phalanx._errors import printable
 from phalanx._files import open_regular
 
 _NAME = "ends.json"
+_REASON = "ended_by"
+_MOST_BYTES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,3 +51,23 @@ def load_ends(folder: Path) -> dict[int, End]:
         for rank, facts in json.loads(file.read()).items():
             ends[int(rank)] = End(int(facts["code"]), bool(facts["was_told"]), int(facts["at_ns"]))
     return ends
+
+
+def save_reason(reason: str, folder: Path) -> None:
+    """Write what ended a run, as words such as ``phalanx run got SIGTERM``.
+
+    Args:
+        folder: Folder of the attempts' boxes.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _REASON).write_text(f"{reason}\n")
+
+
+def load_reason(folder: Path) -> str:
+    """Return what `save_reason` has written; empty if nothing."""
+    with contextlib.suppress(OSError), open_regular(folder / _REASON) as file:
+        return printable(file.read(_MOST_BYTES).decode(errors="replace").strip())
+    return ""

@@ -1,0 +1,71 @@
+"""What the commands that look at jobs say of one whose launcher runs, and none of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.ports import ReservedPort
+
+PHALANX = [sys.executable, "-m", "phalanx"]
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory) -> Iterator[tuple[Path, int]]:
+    """The folder and the pid of a launcher that waits for a second node."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "early.py").write_text("raise AssertionError('it never runs')")
+    with contextlib.closing(ReservedPort()) as port:
+        flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port.port}"]
+    command = [*PHALANX, "run", *flags, "--nproc-per-node", "1", "early.py"]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+        said = ""
+        while "waiting for nodes: 1 of at least 2" not in said:
+            said = process.stderr.readline()
+            assert said, "it has ended"
+        yield folder, process.pid
+        process.terminate()
+        process.stderr.read()
+
+
+def ask(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PHALANX, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("named", ["early.py", "runs/early", "the run", "the launcher"])
+def test_why_says_what_the_launcher_waits_for(launcher, named):
+    folder, pid = launcher
+    job = {"the run": next(folder.glob("runs/early/*")), "the launcher": pid}.get(named, named)
+    for flags in [], ["--brief"]:
+        done = ask(folder, "why", job, *flags)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(
+            f"no rank of early.py runs here yet (phalanx run, pid {pid}): waiting for nodes: 1 of at least 2 are here"
+        )
+
+
+def test_top_shows_the_launcher_and_no_rank(launcher):
+    folder, pid = launcher
+    done = ask(folder, "top", "early.py", "--once")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"early.py  phalanx run, pid {pid}  waiting for nodes: 1 of at least 2 are here")
+    assert "rank" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [("stacks", "early.py"), ("trace", "early.py"), ("attach", "0", "--job", "early.py")]
+)
+def test_commands_that_need_a_rank_say_that_there_is_none_yet(launcher, command):
+    folder, pid = launcher
+    done = ask(folder, *command)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith(
+        f"phalanx {command[0]}: no rank of early.py runs here yet (phalanx run, pid {pid}): waiting"
+    )
