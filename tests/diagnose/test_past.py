@@ -226,7 +226,7 @@ def test_a_run_in_which_every_file_is_damaged_is_told_without_them(tmp_path):
     (folder / "blackbox/attempt_0/rank_1.box").unlink()
     (folder / "blackbox/attempt_0/rank_1.box").symlink_to("/dev/zero")
     answer = sentence_of(examine_run(folder))
-    assert "rank 0 has called nothing after all_reduce #60 of group 'world' at train.py:31" in answer
+    assert "rank 0 made no further call after all_reduce #60 of group 'world' at train.py:31" in answer
     assert "rank 1 left a record that can't be read" in answer
 
 

@@ -38,6 +38,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
     """
     num_nodes, num_restarts, is_restart = 0, 0, False
     with _Orders(ranks, job) as orders:
+        ranks.note_state("waiting for other nodes")
         while ranks.received is None:
             order = orders.next()
             if order is None:
@@ -151,7 +152,6 @@ class _Orders:
         """Return the next order; None when we are told to end."""
         patience_ends_s = time.monotonic() + NODES_S
         said = False
-        self._ranks.note_state("waiting for other nodes")
         while not self._pending:
             if self._ranks.received is not None:
                 return None
