@@ -55,7 +55,7 @@ class Node:
         host: Its hostname, for people.
         address: Address at which the other nodes reach it.
         port: Port on which its agent listens.
-        num_ranks: Number of its ranks.
+        num_ranks: Number of its ranks; in a view, that of its attempt.
         position: Its number, where nodes have fixed ones; else -1.
         label: What it shares with nodes that may be lost together with it; empty: nothing.
         replica_port: Port on which it takes replicas of snapshots; 0: it takes none.
@@ -755,7 +755,7 @@ class Agreement:
         number = view.ids.index(self.me.id)
         return {
             "world_size": view.first_rank(len(view.members)),
-            "num_local_ranks": self.me.num_ranks,
+            "num_local_ranks": view.members[number].num_ranks,
             "first_rank": view.first_rank(number),
             "node_rank": number,
             "num_nodes": len(view.members),
