@@ -301,7 +301,7 @@ class World:
         """Whether a node of the last view that was started lives."""
         views = [node.agreement.view for node in self.nodes.values() if node.agreement.view is not None]
         newest = max(views, key=lambda view: view.key)
-        return any(member == node.node for member in newest.members for node in self.living())
+        return any(node.node.id in newest.ids for node in self.living())
 
     def trains(self, node):
         """Check that whoever trains in a job does so in one view."""

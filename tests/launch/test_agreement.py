@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -33,6 +34,27 @@ def test_all_meet(four):
     assert four.now_s == 5
     assert max(when_s for when_s, _, _ in four.starts) < 1.5
     assert four.finish() == [{"cause": None}] * 4
+
+
+def test_a_node_that_is_known_at_another_address_than_its_own_is_the_same_node(four):
+    agreement = four.nodes["b"].agreement
+    agreement.me = dataclasses.replace(agreement.me, address="10.0.0.2")
+    four.run(8)
+    assert trains(four) == "abcd"
+    assert len(four.starts) == 4  # the ranks were not started again
+
+
+def test_a_view_says_with_how_many_ranks_each_node_takes_part(four):
+    agreement, b = four.nodes["a"].agreement, four.nodes["b"].node
+    agreement.linked(dataclasses.replace(b, num_ranks=3), four.nodes["a"].now_s)
+    four.run(15)
+    assert trains(four) == "abcd"
+    attempts = [[order["start"] for order in node.orders if "start" in order][-1] for node in four.living()]
+    attempts.sort(key=lambda attempt: attempt["first_rank"])
+    assert {attempt["world_size"] for attempt in attempts} == {6}
+    numbers = [attempt["num_local_ranks"] for attempt in attempts]
+    assert sorted(numbers) == [1, 1, 1, 3]
+    assert [attempt["first_rank"] for attempt in attempts] == [sum(numbers[:node]) for node in range(4)]
 
 
 @pytest.mark.parametrize("lost", "abcd")
@@ -251,7 +273,7 @@ class OnlyTheOldViewVotes(Agreement):
 
 class NotShownToOthers(Agreement):
     def _is_settled(self):
-        return self.view is not None and (self.view.members[0] != self.me or self._port > 0)
+        return self.view is not None and (self.view.ids[0] != self.me.id or self._port > 0)
 
 
 QUICKLY_FOUND = [SilentOnesAreDead, NoVotes, HalfIsEnough, OldVotesCount, EveryEndIsADeath, NotShownToOthers]

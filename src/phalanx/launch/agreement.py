@@ -48,14 +48,14 @@ _SETTLE_S = 1.0  # for nodes that are linked to vote; between terms of one that 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node as the others know it.
+    """A node as the others know it. Two are the same node if their ids are: what else is known of it may change.
 
     Attributes:
         id: Of this agent's process; a node that is started again has another.
         host: Its hostname, for people.
         address: Address at which the other nodes reach it.
         port: Port on which its agent listens.
-        num_ranks: Number of its ranks.
+        num_ranks: Number of its ranks; in a view, that of its attempt.
         position: Its number, where nodes have fixed ones; else -1.
         label: What it shares with nodes that may be lost together with it; empty: nothing.
         replica_port: Port on which it takes replicas of snapshots; 0: it takes none.
@@ -118,8 +118,12 @@ class View:
     job: str = ""
 
     @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(node.id for node in self.members)
+
+    @property
     def group(self) -> Group:
-        return Group(self.leader, tuple(node.id for node in self.members))
+        return Group(self.leader, self.ids)
 
     def first_rank(self, node_rank: int) -> int:
         return sum(node.num_ranks for node in self.members[:node_rank])
@@ -390,7 +394,7 @@ class Agreement:
 
     @property
     def is_member(self) -> bool:
-        return self.view is not None and self.me in self.view.members
+        return self.view is not None and self.me.id in self.view.ids
 
     def wanted(self, now_s: float) -> set[Place]:
         """Return where this node is to connect to.
@@ -401,7 +405,7 @@ class Agreement:
             return set()
         members = self.view.members
         if self.is_member and now_s - self._quiet_since_s < _SETTLE_S:
-            members = members[: members.index(self.me)]
+            members = members[: self.view.ids.index(self.me.id)]
         places = {node.place for node in members if node.id not in self._dead}
         if self.leads:
             places |= {*self.view.places}
@@ -500,9 +504,9 @@ class Agreement:
     def _is_settled(self) -> bool:
         if self.view is None:
             return False
-        if self.view.members[0] == self.me and not self._port:
+        if self.view.ids[0] == self.me.id and not self._port:
             return False
-        here = all(node == self.me or node.id in self._peers for node in self.view.members)
+        here = all(node == self.me.id or node in self._peers for node in self.view.ids)
         voters = {node for group in (*self.view.bases, self.view.group) for node in group.ids}
         return here and all(p.state.key >= self._key for p in self._peers.values() if p.node.id in voters)
 
@@ -583,7 +587,7 @@ class Agreement:
                 self._acts.hand(peer.node.id, self.view, self._has_started)
 
     def _reserve(self) -> None:
-        if self.view is not None and self.view.members[0] == self.me and not self._has_asked_for_port:
+        if self.view is not None and self.view.ids[0] == self.me.id and not self._has_asked_for_port:
             self._has_asked_for_port = True
             self._acts.order({"reserve": True})
 
@@ -623,11 +627,11 @@ class Agreement:
 
     def _all_are_done(self, view: View) -> bool:
         known = {**self._known, self.me.id: self.state}
-        return all(node.id in known and known[node.id].is_done for node in view.members)
+        return all(node in known and known[node].is_done for node in view.ids)
 
     def _newcomers(self, view: View | None) -> list[Node]:
-        members = view.members if view is not None else ()
-        return [p.node for p in self._peers.values() if p.node not in members and self._follows(p.node.id)]
+        members = view.ids if view is not None else ()
+        return [p.node for p in self._peers.values() if p.node.id not in members and self._follows(p.node.id)]
 
     def _cause_of_end(self, view: View) -> Mapping[str, Any] | None:
         """Return why an attempt in `view` failed; None if it did not."""
@@ -650,32 +654,32 @@ class Agreement:
     def _gone(self, view: View) -> set[str]:
         """Return the nodes that have left as they had said."""
         leaving = {node for node, state in self._known.items() if state.is_leaving}
-        return {node.id for node in view.members if node.id in leaving and not self._is_with_us(node.id)}
+        return {node for node in view.ids if node in leaving and not self._is_with_us(node)}
 
     def _is_coming(self, view: View) -> bool:
         """Whether a view that we have proposed is being accepted, and nobody of it is lost."""
         is_ours = view.leader == self.me.id and not self._has_started
-        return is_ours and all(self._is_with_us(node.id) for node in view.members)
+        return is_ours and all(self._is_with_us(node) for node in view.ids)
 
     def _may_start(self, view: View) -> bool:
         if not self._is_coming(view) or not self._is_settled():
             return False
-        others = [self._peers[node.id].state for node in view.members if node != self.me]
-        return all(self._follows(node.id) for node in view.members) and all(
+        others = [self._peers[node].state for node in view.ids if node != self.me.id]
+        return all(self._follows(node) for node in view.ids) and all(
             state.key == view.key and state.is_settled for state in others
         )
 
     def _propose(self) -> None:
         """Choose who takes part in the next attempt, if that can be said."""
         view, rules = self.view, self._rules
-        old = view.members if view is not None else ()
+        old = view.ids if view is not None else ()
         # A spare that has not voted yet is waited for, too: the world is to stay as large as it was.
-        awaited = [peer.node for peer in self._peers.values() if rules.spares or peer.node in old]
+        awaited = [peer.node for peer in self._peers.values() if rules.spares or peer.node.id in old]
         undecided = [node for node in awaited if not self._follows(node.id)]
         if undecided and self._now_s - max(self._raised_s, self._quiet_since_s) < _SETTLE_S:
             return
         with_us = [self.me, *(peer.node for peer in self._peers.values() if self._follows(peer.node.id))]
-        is_idle = all(self._peers[node.id].state.is_idle for node in with_us if node != self.me)
+        is_idle = all(self._peers[node.id].state.is_idle for node in with_us if node.id != self.me.id)
         if not is_idle or self._ranks != "idle":
             return
         cause, attempt, restarts = None, 0, 0
@@ -700,17 +704,21 @@ class Agreement:
         view = View(key, self.me.id, tuple(members), attempt, restarts, cause, bases, places, job)
         self.handed(view, is_started=False)
 
-    def _placed(self, old: tuple[Node, ...], with_us: list[Node]) -> list[Node]:
-        """Return the nodes of the next view in order: who was there keeps its place, newcomers fill the gaps."""
+    def _placed(self, old: tuple[str, ...], with_us: list[Node]) -> list[Node]:
+        """Return the nodes of the next view in order: who was there keeps its place, newcomers fill the gaps.
+
+        Args:
+            old: Ids of the nodes of the last view.
+        """
         if self._rules.has_positions:
             placed = {node.position: node for node in reversed(with_us)}
             return [placed[position] for position in sorted(placed)]
-        stayed = [node for node in old if node in with_us]
-        new = [node for node in with_us if node not in old][: self._rules.max_nodes - len(stayed)]
+        stayed = {node.id: node for node in with_us if node.id in old}
+        new = [node for node in with_us if node.id not in old][: self._rules.max_nodes - len(stayed)]
         members: list[Node] = []
         for node in old:
             if node in stayed:
-                members.append(node)
+                members.append(stayed[node])
             elif new:
                 members.append(new.pop(0))
         return [*members, *new]
@@ -731,7 +739,7 @@ class Agreement:
             self.is_member
             and leader is not None
             and leader.running == view.key
-            and all(self._is_with_us(node.id) for node in view.members)
+            and all(self._is_with_us(node) for node in view.ids)
         )
         if may_train and self._trained_in != view.key and self._ranks == "idle":
             self._ranks, self._trained_in = "running", view.key
@@ -744,15 +752,15 @@ class Agreement:
     def _attempt(self, view: View) -> dict[str, Any]:
         """Return what this node's ranks are told, as `environment.Attempt` takes it."""
         first = view.members[0]
-        number = view.members.index(self.me)
+        number = view.ids.index(self.me.id)
         return {
             "world_size": view.first_rank(len(view.members)),
-            "num_local_ranks": self.me.num_ranks,
+            "num_local_ranks": view.members[number].num_ranks,
             "first_rank": view.first_rank(number),
             "node_rank": number,
             "num_nodes": len(view.members),
             "master_addr": first.address,
-            "master_port": self._port if first == self.me else self._peers[first.id].state.port,
+            "master_port": self._port if first.id == self.me.id else self._peers[first.id].state.port,
             "restart_count": view.attempt,
             "max_restarts": self._rules.max_restarts,
             "epoch": {"job": view.job, "attempt": list(view.key)},

@@ -25,7 +25,7 @@ def holders_of(members: Sequence[Node], me: Node, num_replicas: int) -> list[Nod
         domains.setdefault(node.domain, []).append(node)
     names = list(domains)
     own = names.index(me.domain)
-    mine = domains[me.domain].index(me)
+    mine = [node.id for node in domains[me.domain]].index(me.id)
     others = [domains[name] for name in (*names[own + 1 :], *names[:own])]
     found = []
     for depth in range(max(map(len, domains.values()))):
