@@ -103,8 +103,9 @@ class _Orders:
     def __enter__(self) -> _Orders:
         ranks, job = self._ranks, self._job
         if job.num_replicas and job.max_restarts:
-            self._replicas = Replicas(ranks.events, ranks.say, ranks.snapshots_fd, job.run_id, job.num_replicas)
-            ranks.spared.append(self._replicas.pid)
+            self._replicas = Replicas(
+                ranks.events, ranks.say, ranks.snapshots_fd, job.run_id, job.num_replicas, ranks.spared
+            )
         self._channel, theirs = PacketSocket.pair()
         supervisor_pid = os.getpid()
         self._pid = os.fork()
