@@ -216,7 +216,7 @@ class Gaps(NamedTuple):
     Attributes:
         num: Number of times that it has ended.
         total_ms: Milliseconds for which it was missing, up to its last start.
-        since_ms: When it ended, on the monotonic clock; 0: it is there.
+        since_ms: Time of its end on the monotonic clock; 0: it is there.
     """
 
     num: int = 0
