@@ -135,3 +135,35 @@ def test_a_spare_that_takes_the_place_of_a_killed_host_changes_no_bit(jobs, tmp_
             assert await_fact(job, "loaded")["source"] == "memory"
             facts = await_fact(job, "digest")
             assert facts["digest"] == digest_of_undisturbed(facts["step"])
+
+
+def test_a_host_that_is_told_to_go_leaves_its_part_of_the_state_to_the_others(jobs, tmp_path):
+    with hosts(3) as made:
+        launch(jobs, made, tmp_path, "1:3", "--drain", steps_after=23)
+        safe = await_fact(jobs[0], "safe")["safe"]
+        jobs[1].terminate()
+        for job in (jobs[0], jobs[2]):
+            loaded = await_fact(job, "loaded")
+            assert (loaded["size"], loaded["source"]) == (2, "memory")
+            assert loaded["loaded"] >= safe
+            facts = await_fact(job, "digest")
+            assert facts["digest"] == digest_of_undisturbed(facts["step"])
+        ends = [job.communicate(timeout=LIMIT_S)[1] for job in jobs]
+        assert [job.returncode for job in jobs] == [0, 75, 0], ends
+        assert not any("restart 1" in said for said in ends), ends  # it costs none
+
+
+@pytest.mark.slow
+def test_of_two_hosts_one_that_came_back_leaves_the_other_to_go_on_alone_again(jobs, tmp_path):
+    with hosts(2) as made:
+        launch(jobs, made, tmp_path, "1:2")
+        for _ in range(2):
+            await_fact(jobs[0], "safe")
+            jobs[-1].kill()
+            while (loaded := await_fact(jobs[0], "loaded"))["size"] > 1:
+                assert loaded["source"] == "memory"
+            assert loaded["source"] == "memory"
+            launch(jobs, made[1:], tmp_path, "1:2", endpoint=made[0])
+            while (loaded := await_fact(jobs[0], "loaded"))["size"] < 2:
+                assert loaded["source"] == "memory"
+            assert loaded["source"] == "memory"
