@@ -64,15 +64,15 @@ def jobs():
             process.kill()
 
 
-def launch(jobs, made, folder, nodes, *flags, steps_after=0, endpoint=None):
+def launch(jobs, made, folder, nodes, *flags, steps_after=0, endpoint=None, script=TRAIN):
     """Start the job's supervisor on each host; its ranks end so many steps after they have loaded something."""
-    script = folder / "train.py"
-    script.write_text(TRAIN)
+    path = folder / "train.py"
+    path.write_text(script)
     for host in made:
         command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "--nnodes", nodes]
         place = f"{(endpoint or made[0]).address}:{PORT}"
         command += ["--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", place, "--max-restarts", "3"]
-        command += ["--log-dir", str(folder / host.name), *flags, str(script), str(EVERY), str(steps_after)]
+        command += ["--log-dir", str(folder / host.name), *flags, str(path), str(EVERY), str(steps_after)]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
         jobs.append(host.start(command, **options))
 
@@ -83,7 +83,8 @@ def await_fact(job, name, limit_s=LIMIT_S):
     while time.monotonic() < deadline:
         line = job.stdout.readline()
         assert line, job.communicate(timeout=LIMIT_S)[1]
-        if name in (facts := json.loads(line[line.index("{") :])):
+        begin = line.find('{"')  # a Trainer says other things, too
+        if begin >= 0 and name in (facts := json.loads(line[begin:])):
             return facts
     raise AssertionError(f"no {name} within {limit_s} s")
 
@@ -167,3 +168,34 @@ def test_of_two_hosts_one_that_came_back_leaves_the_other_to_go_on_alone_again(j
             while (loaded := await_fact(jobs[0], "loaded"))["size"] < 2:
                 assert loaded["source"] == "memory"
             assert loaded["source"] == "memory"
+
+
+TRAINER = """
+import json, os, torch, phalanx
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+class Callback:
+    def on_step(self, trainer):
+        if os.environ["LOCAL_RANK"] == "0":
+            print(json.dumps({"size": os.environ["GROUP_WORLD_SIZE"], "step": trainer.step}), flush=True)
+
+phalanx.init()
+model = torch.nn.Linear(8, 8)
+fully_shard(model)
+options = {"max_steps": 10**9, "save_every": 10**9, "callbacks": [Callback()], "folder": "run", "global_batch_size": 8}
+trainer = phalanx.Trainer(model, torch.optim.Adam(model.parameters()), torch.nn.functional.mse_loss, **options)
+trainer.fit(TensorDataset(torch.ones(32, 8), torch.ones(32, 8)))
+"""
+
+
+def test_a_trainer_with_a_divided_model_goes_on_from_the_replica_of_a_killed_host(jobs, tmp_path):
+    with hosts(2) as made:
+        launch(jobs, made, tmp_path, "1:2", script=TRAINER)
+        while (facts := await_fact(jobs[0], "step"))["step"] < 100:
+            pass
+        assert facts["size"] == "2"
+        made[1].kill()
+        while facts["size"] == "2":
+            facts = await_fact(jobs[0], "step")
+        assert facts["step"] > 1  # nothing was on disk
