@@ -24,6 +24,16 @@ main()
 """
 
 
+def write_snapshot(fd, moment, contents, *, safe=(0, 0), first_rank=0, world_size=2):
+    """Write a snapshot as a host's ranks do, and ask for copies."""
+    for local_rank, content in enumerate(contents):
+        head = Head(MAGIC, 1, moment[1], len(content), world_size, moment[0], FOLDER, first_rank, len(contents))
+        offset = region_offset(local_rank, moment[1] % 2)
+        os.pwrite(fd, content, offset + PAGE_BYTES)
+        os.pwrite(fd, head.pack(), offset)
+    _snapshots.ask_for_copy(fd, Copy(*moment, FOLDER, *safe))
+
+
 class ReplicaHost:
     """A supervisor's memory, with its replicator.
 
@@ -54,12 +64,7 @@ class ReplicaHost:
 
     def write(self, moment, contents, *, safe=(0, 0), first_rank=0, world_size=2):
         """Write a snapshot as this host's ranks do, and ask for copies."""
-        for local_rank, content in enumerate(contents):
-            head = Head(MAGIC, 1, moment[1], len(content), world_size, moment[0], FOLDER, first_rank, len(contents))
-            offset = region_offset(local_rank, moment[1] % 2)
-            os.pwrite(self.fd, content, offset + PAGE_BYTES)
-            os.pwrite(self.fd, head.pack(), offset)
-        _snapshots.ask_for_copy(self.fd, Copy(*moment, FOLDER, *safe))
+        write_snapshot(self.fd, moment, contents, safe=safe, first_rank=first_rank, world_size=world_size)
 
     def await_copied(self, moment):
         """Return what the replicator notes once it has copied a snapshot."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -29,9 +30,10 @@ _PLAN = struct.Struct("<Q")
 _OF_OTHERS = NUM_SLOTS * REGION_BYTES << 22  # where images of other hosts begin
 _PLAN_OFFSET = 1 << 62  # behind all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096
-_WANTED_OFFSET, _COPY_OFFSET, _COPIED_OFFSET = (_PLAN_OFFSET + number * 4096 for number in (2, 3, 4))
+_WANTED_OFFSET, _COPY_OFFSET, _COPIED_OFFSET, _GAPS_OFFSET = (_PLAN_OFFSET + number * 4096 for number in (2, 3, 4, 5))
 _COPY = struct.Struct("<QQ16sQQ")
 _COPIED = struct.Struct("<QQQQ")
+_GAPS = struct.Struct("<QQQ")
 _SUM = struct.Struct("<L")
 HEAD_BYTES = _HEAD.size
 
@@ -206,6 +208,38 @@ def last_copied(fd: int) -> Copied | None:
     """Return what was copied last."""
     data = _get(fd, _COPIED_OFFSET, _COPIED.size)
     return Copied(*_COPIED.unpack(data)) if data is not None else None
+
+
+class Gaps(NamedTuple):
+    """The times in which there was no replicator.
+
+    Attributes:
+        num: Number of times that it has ended.
+        total_ms: Milliseconds for which it was missing, up to its last start.
+        since_ms: Time of its end on the monotonic clock; 0: it is there.
+    """
+
+    num: int = 0
+    total_ms: int = 0
+    since_ms: int = 0
+
+
+def note_replicator_ended(fd: int) -> None:
+    gaps = gaps_in_copying(fd)
+    since_ms = gaps.since_ms or time.monotonic_ns() // 10**6
+    _put(fd, _GAPS_OFFSET, _GAPS.pack(gaps.num + 1, gaps.total_ms, since_ms))
+
+
+def note_replicator_started(fd: int) -> None:
+    gaps = gaps_in_copying(fd)
+    if gaps.since_ms:
+        total_ms = gaps.total_ms + time.monotonic_ns() // 10**6 - gaps.since_ms
+        _put(fd, _GAPS_OFFSET, _GAPS.pack(gaps.num, total_ms, 0))
+
+
+def gaps_in_copying(fd: int) -> Gaps:
+    data = _get(fd, _GAPS_OFFSET, _GAPS.size)
+    return Gaps(*_GAPS.unpack(data)) if data is not None else Gaps()
 
 
 def want_replicas(fd: int, num_replicas: int) -> None:

@@ -229,6 +229,15 @@ def test_a_host_lost_before_its_part_is_copied_costs_the_steps_since_the_last_th
         assert [one[:2] for one in run_parted(tmp_path, hosts[:1])] == [(2, "memory")]
 
 
+def test_the_report_says_for_how_long_nobody_made_replicas(tmp_path, new_replica_host):
+    hosts = [new_replica_host(name) for name in "ab"]
+    connect(hosts)
+    _snapshots.note_replicator_ended(hosts[0].fd)
+    _snapshots.note_replicator_started(hosts[0].fd)
+    words = [told.partition("; ")[2] for told in run_parted(tmp_path, hosts, [1, 2], 2)]
+    assert words == ["none were made for 0.0 s, since the process that copies had ended", ""]
+
+
 def test_without_replicas_a_rank_can_be_lost_and_no_host(tmp_path, new_replica_host):
     hosts = [new_replica_host(name, 0) for name in "ab"]
     run_parted(tmp_path, hosts, [1, 2, 3])

@@ -298,9 +298,12 @@ def test_a_third_host_takes_the_place_of_one_that_is_lost(jobs, tmp_path, flags)
         for job in (jobs[0], jobs[2]):
             await_size(job, 2)
         (tmp_path / "enough").touch()
+        said = {}
         for job in (jobs[0], jobs[2]):
-            job.communicate(timeout=LIMIT_S)
+            said[job] = job.communicate(timeout=LIMIT_S)[1]
             assert job.returncode == 0
+        place = f"this spare takes the place of {made[1].name}, with ranks 2-3\n"
+        assert [said[job].count(place) for job in (jobs[0], jobs[2])] == [0, 1], said
 
 
 def test_nodes_meet_at_the_first_of_several_places_where_a_host_lives(jobs, tmp_path):

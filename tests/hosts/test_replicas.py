@@ -64,15 +64,15 @@ def jobs():
             process.kill()
 
 
-def launch(jobs, made, folder, nodes, *flags, steps_after=0, endpoint=None):
+def launch(jobs, made, folder, nodes, *flags, steps_after=0, endpoint=None, script=TRAIN):
     """Start the job's supervisor on each host; its ranks end so many steps after they have loaded something."""
-    script = folder / "train.py"
-    script.write_text(TRAIN)
+    path = folder / "train.py"
+    path.write_text(script)
     for host in made:
         command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "--nnodes", nodes]
         place = f"{(endpoint or made[0]).address}:{PORT}"
         command += ["--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", place, "--max-restarts", "3"]
-        command += ["--log-dir", str(folder / host.name), *flags, str(script), str(EVERY), str(steps_after)]
+        command += ["--log-dir", str(folder / host.name), *flags, str(path), str(EVERY), str(steps_after)]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
         jobs.append(host.start(command, **options))
 
@@ -83,7 +83,8 @@ def await_fact(job, name, limit_s=LIMIT_S):
     while time.monotonic() < deadline:
         line = job.stdout.readline()
         assert line, job.communicate(timeout=LIMIT_S)[1]
-        if name in (facts := json.loads(line[line.index("{") :])):
+        begin = line.find('{"')  # a Trainer says other things, too
+        if begin >= 0 and name in (facts := json.loads(line[begin:])):
             return facts
     raise AssertionError(f"no {name} within {limit_s} s")
 
@@ -135,3 +136,66 @@ def test_a_spare_that_takes_the_place_of_a_killed_host_changes_no_bit(jobs, tmp_
             assert await_fact(job, "loaded")["source"] == "memory"
             facts = await_fact(job, "digest")
             assert facts["digest"] == digest_of_undisturbed(facts["step"])
+
+
+def test_a_host_that_is_told_to_go_leaves_its_part_of_the_state_to_the_others(jobs, tmp_path):
+    with hosts(3) as made:
+        launch(jobs, made, tmp_path, "1:3", "--drain", steps_after=23)
+        safe = await_fact(jobs[0], "safe")["safe"]
+        jobs[1].terminate()
+        for job in (jobs[0], jobs[2]):
+            loaded = await_fact(job, "loaded")
+            assert (loaded["size"], loaded["source"]) == (2, "memory")
+            assert loaded["loaded"] >= safe
+            facts = await_fact(job, "digest")
+            assert facts["digest"] == digest_of_undisturbed(facts["step"])
+        ends = [job.communicate(timeout=LIMIT_S)[1] for job in jobs]
+        assert [job.returncode for job in jobs] == [0, 75, 0], ends
+        assert not any("restart 1" in said for said in ends), ends  # it costs none
+
+
+@pytest.mark.slow
+def test_of_two_hosts_one_that_came_back_leaves_the_other_to_go_on_alone_again(jobs, tmp_path):
+    with hosts(2) as made:
+        launch(jobs, made, tmp_path, "1:2")
+        for _ in range(2):
+            await_fact(jobs[0], "safe")
+            jobs[-1].kill()
+            while (loaded := await_fact(jobs[0], "loaded"))["size"] > 1:
+                assert loaded["source"] == "memory"
+            assert loaded["source"] == "memory"
+            launch(jobs, made[1:], tmp_path, "1:2", endpoint=made[0])
+            while (loaded := await_fact(jobs[0], "loaded"))["size"] < 2:
+                assert loaded["source"] == "memory"
+            assert loaded["source"] == "memory"
+
+
+TRAINER = """
+import json, os, torch, phalanx
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+class Callback:
+    def on_step(self, trainer):
+        if os.environ["LOCAL_RANK"] == "0":
+            print(json.dumps({"size": os.environ["GROUP_WORLD_SIZE"], "step": trainer.step}), flush=True)
+
+phalanx.init()
+model = torch.nn.Linear(8, 8)
+fully_shard(model)
+options = {"max_steps": 10**9, "save_every": 10**9, "callbacks": [Callback()], "folder": "run", "global_batch_size": 8}
+trainer = phalanx.Trainer(model, torch.optim.Adam(model.parameters()), torch.nn.functional.mse_loss, **options)
+trainer.fit(TensorDataset(torch.ones(32, 8), torch.ones(32, 8)))
+"""
+
+
+def test_a_trainer_with_a_divided_model_goes_on_from_the_replica_of_a_killed_host(jobs, tmp_path):
+    with hosts(2) as made:
+        launch(jobs, made, tmp_path, "1:2", script=TRAINER)
+        while (facts := await_fact(jobs[0], "step"))["step"] < 100:
+            pass
+        assert facts["size"] == "2"
+        made[1].kill()
+        while facts["size"] == "2":
+            facts = await_fact(jobs[0], "step")
+        assert facts["step"] > 1  # nothing was on disk

@@ -130,7 +130,7 @@ class SimNode:
             self.world.after(TICK_S, self.tick, True)
         self.decide()
         self._tell(is_beat=True)
-        for name, _ in self.agreement.wanted(self.now_s):
+        for name, _ in sorted(self.agreement.wanted(self.now_s)):  # whatever the seed of hashes
             self.world.dial(self, name)
         if self.agreement.view is None or self.agreement.leads:
             self.world.dial(self, self.world.root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -157,6 +158,16 @@ def test_a_node_whose_peer_never_comes_says_where_it_waited(nodes):
     assert "Traceback" not in err
 
 
+def test_hosts_go_by_the_names_they_were_given_and_a_job_without_a_name_by_none(nodes, monkeypatch):
+    monkeypatch.setenv("PHALANX_HOST", "left")
+    group = nodes("print('started')")
+    group.start("--rdzv-id", "none", "--rdzv-conf", "join_timeout=3", backend="c10d", nnodes="2:3")
+    ((code, _, err),) = group.finish()
+    assert code == 1
+    assert "waiting for nodes: 1 of at least 2 are here (left); " in err
+    assert "the nodes of this job lost each other at 127.0.0.1:" in err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_a_host_that_does_not_resolve_is_named_once_with_the_flag_to_correct(nodes, backend):
@@ -248,6 +259,7 @@ def test_a_node_that_is_to_go_leaves_after_a_snapshot_and_the_others_go_on(nodes
     assert [words[4] for words in begun] == ["memory", "memory"], out
     assert "nodes of the job: 1, before 2" in err
     assert "restart 1" not in err  # it costs none
+    assert re.search(r"going on from step \d+ after [\d.]+ s \(ended ", err), err
     err = goes.communicate(timeout=LIMIT_S)[1]
     assert goes.returncode == 75, err
     assert "this node has left the job; exit code 75" in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
 
@@ -12,9 +13,11 @@ import pytest
 from phalanx import _snapshots
 from phalanx._snapshots import Copied, region_of_others, region_offset
 from phalanx.launch.agreement import Node
+from phalanx.launch.events import EventLoop
 from phalanx.launch.holders import holders_of
+from phalanx.launch.replicas import Replicas
 from phalanx.launch.wire import PIECE, Wire
-from tests.replicas import FOLDER, ReplicaHost
+from tests.replicas import FOLDER, ReplicaHost, write_snapshot
 
 LIMIT_S = 60
 
@@ -188,3 +191,37 @@ def test_who_looks_for_another_node_is_refused(wire, wrong):
 def test_who_offers_nonsense_is_left(wire, wrong):
     with pytest.raises(ConnectionResetError):
         offer(wire, wrong.get("step", 1), wrong.get("sizes", [1]), numbers=wrong.get("numbers"))
+
+
+def test_a_process_that_is_killed_is_started_again_and_copies_and_the_report_says_so():
+    said = []
+    events = EventLoop(said.append)
+    holder, fd = ReplicaHost("b"), os.memfd_create("snapshots")
+    spared = []
+    replicas = Replicas(events, said.append, fd, "job", 1, spared)
+    told = [{"id": "b", "host": "b", "address": "127.0.0.1", "port": holder.port}]
+    replicas.follow({"me": "a", "holders": told})
+    for step in (1, 2):
+        first_pid = replicas.pid
+        write_snapshot(fd, (1, step), [b"x" * 9000])
+        deadline = time.monotonic() + LIMIT_S
+        while (copied := _snapshots.last_copied(fd)) is None or copied.step != step:
+            assert time.monotonic() < deadline
+            events.wait(0.01)
+        assert copied.num_replicas == 1
+        assert (1, step, 0) in holder.kept()
+        os.kill(first_pid, signal.SIGKILL)
+        while replicas.pid == first_pid:
+            assert time.monotonic() < deadline
+            events.wait(1)
+        assert spared == [replicas.pid]
+    again = "the process that copies snapshots to other hosts has ended: no new replicas are made until it is started"
+    assert said == [f"{again} again, in 0.5 s", f"{again} again, in 1 s"]
+    gaps = _snapshots.gaps_in_copying(fd)
+    assert gaps.num == 2
+    assert 500 <= gaps.total_ms < LIMIT_S * 1000
+    assert gaps.since_ms  # the second time it is not back yet
+    replicas.close()
+    events.close()
+    holder.close()
+    os.close(fd)

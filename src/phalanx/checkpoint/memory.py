@@ -208,7 +208,13 @@ class SnapshotMemory:
         if not copied.num_replicas:
             return "no replicas: when a host is lost, training goes on from disk"
         on = "another host" if copied.num_replicas == 1 else f"{copied.num_replicas} other hosts"
-        return f"replicas on {on}, copied in {copied.took_ms / 1e3:.1f} s"
+        gaps = _snapshots.gaps_in_copying(self._fd)
+        missed = (
+            f"; none were made for {gaps.total_ms / 1e3:.1f} s, since the process that copies had ended"
+            if gaps.num
+            else ""
+        )
+        return f"replicas on {on}, copied in {copied.took_ms / 1e3:.1f} s{missed}"
 
     def let_go(self) -> None:
         """Free what attempts before have left if there are to be no more snapshots: training needs that memory.

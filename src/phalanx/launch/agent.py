@@ -14,9 +14,12 @@ import selectors
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import phalanx
+from phalanx._settings import host_name
+from phalanx._text import named
 from phalanx.launch.agreement import OTHER_SIDE, Agreement, Node, Place, Rules, State
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
 from phalanx.launch.holders import told_of
@@ -75,6 +78,7 @@ class Agent:
         self._nodes: dict[str, Node] = {}  # that are linked
         self._signs: dict[str, dict[str, Any]] = {}  # by host: how this node has noticed that it lost it, and when
         self._waits_for = ("", 0.0, False)
+        self._seen: dict[str, Node] = {}  # nodes of the job while this one was none of them
         self._num_starts = job.get("num_starts", 0)  # more than 0: this agent has begun anew
         self._is_running = self._is_leaving = False
         name = json.dumps([job["run_id"], job["rdzv_endpoint"], job["rdzv_backend"]])
@@ -113,7 +117,7 @@ class Agent:
         address = self._job["local_addr"] or (self._endpoint[0] if is_at_place else "")
         self._me = Node(
             os.urandom(8).hex(),
-            socket.gethostname(),
+            host_name(),
             address,
             door.getsockname()[1],
             self._job["num_local_ranks"],
@@ -179,6 +183,8 @@ class Agent:
             self._links.redial()
             self._take_turn()
             self._agreement.decide(time.monotonic())
+            if (view := self._agreement.view) is not None and not self._agreement.is_member:
+                self._seen |= {node.id: node for node in view.members}
             self._dial()
             self._beat()
             self._questions.look()
@@ -321,7 +327,7 @@ class Agent:
             raise _Refused(why)
 
     def problem_with(self, greeting: dict[str, Any]) -> str:
-        here, rules, ours = socket.gethostname(), self._rules, self._greeting
+        here, rules, ours = host_name(), self._rules, self._greeting
         if greeting.get("job") != ours["job"]:
             return f"{here} runs another job at this place: its --rdzv-id is {ours['job']!r}"
         if any(greeting.get(name) != ours[name] for name in ("phalanx", "protocol")):
@@ -369,9 +375,22 @@ class Agent:
             view = self._agreement.view
             assert view is not None
             holders = told_of(view.members, self._me, self._job["num_replicas"])
+            self._say_whose_place(view.members, attempt["first_rank"])
             self._channel.send({"start": attempt, "number": self._num_starts, "replicas": holders})
         else:
             self._channel.send(what)
+
+    def _say_whose_place(self, members: Sequence[Node], first_rank: int) -> None:
+        """Say it if this node was a spare until now."""
+        ids = [node.id for node in members]
+        gone = [node.host for node in self._seen.values() if node.id not in ids]
+        new = [one for one in ids if one not in self._seen]
+        self._seen.clear()
+        if len(gone) >= len(new) and self._me.id in new:
+            ranks = named("rank", [*range(first_rank, first_rank + self._me.num_ranks)])
+            self._channel.send(
+                {"waiting": f"this spare takes the place of {gone[new.index(self._me.id)]}, with {ranks}"}
+            )
 
 
 def _place(text: str) -> Place:

@@ -638,8 +638,6 @@ class Agreement:
         known = {**self._known, self.me.id: self.state}
         gone = self._gone(view)
         causes = [state.failure for state in known.values() if state.failure is not None]
-        if gone:  # whoever fell victim did so to those
-            causes = [cause for cause in causes if not cause["is_victim"]]
         for number, node in enumerate(view.members):
             if node.id in gone:
                 continue
@@ -649,6 +647,8 @@ class Agreement:
                 causes.append(_loss(view, number, f"silent for {self._rules.silence_s:g} s"))
             elif known.get(node.id, State()).has_left:  # because of another, who may show
                 causes.append(_loss(view, number, "it could not reach the others for a while") | {"is_victim": True})
+        if gone:  # whoever fell victim did so to those
+            causes = [cause for cause in causes if not cause["is_victim"]]
         return min(causes, key=lambda cause: (cause["is_victim"], cause["returncode"] > 0), default=None)
 
     def _gone(self, view: View) -> set[str]:

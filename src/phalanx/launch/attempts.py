@@ -54,6 +54,7 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
             if not course.is_regrowing:
                 return None
             ranks.say(course.regrow())
+            ranks.recovery.planned(ranks.ends)
             continue
         if culprit.made_room:
             return culprit

@@ -7,13 +7,13 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from typing import Any
 
 from phalanx._env import PREEMPTED_CODE
 from phalanx._last_words import LastWords
+from phalanx._settings import host_name
 from phalanx._snapshots import announce_restart
 from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.agreement import NODE_LOST
@@ -49,6 +49,8 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                     ranks.say(f"nodes of the job: {attempt.num_nodes}, before {num_nodes}: the ranks start again")
                 elif num_nodes and not is_restart:
                     ranks.say("the ranks start again with as many nodes: one was replaced, or was away for a moment")
+                if num_nodes and not is_restart:
+                    ranks.recovery.planned(ranks.ends)
                 num_nodes, is_restart = attempt.num_nodes, False
                 may_keep = num_restarts < job.max_restarts
                 orders.replicate(order["replicas"])
@@ -74,7 +76,8 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 ranks.say(order["waiting"])
             elif "give_up" in order:
                 ranks.keep_reason(f"gave up: {order['give_up']}")
-                ranks.say(f"the nodes of {job.run_id!r} lost each other at {_endpoint(job)}: {order['give_up']}")
+                name = repr(job.run_id) if job.run_id != "none" else "this job"
+                ranks.say(f"the nodes of {name} lost each other at {_endpoint(job)}: {order['give_up']}")
                 if "is_alone" in order:
                     ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
                 raise SystemExit(1)
@@ -107,8 +110,9 @@ class _Orders:
     def __enter__(self) -> _Orders:
         ranks, job = self._ranks, self._job
         if job.num_replicas and job.max_restarts:
-            self._replicas = Replicas(ranks.events, ranks.say, ranks.snapshots_fd, job.run_id, job.num_replicas)
-            ranks.spared.append(self._replicas.pid)
+            self._replicas = Replicas(
+                ranks.events, ranks.say, ranks.snapshots_fd, job.run_id, job.num_replicas, ranks.spared
+            )
         self._channel, theirs = PacketSocket.pair()
         supervisor_pid = os.getpid()
         self._pid = os.fork()
@@ -253,13 +257,13 @@ def cause_of(end: Outcome) -> dict[str, Any]:
         "message": end.last_words.message[:1000],
         "lines": [line[:300] for line in fold(end.last_words.lines, ROWS)],
         "folder": end.folder,
-        "host": end.host or socket.gethostname(),
+        "host": end.host or host_name(),
     }
 
 
 def _end_of(cause: dict[str, Any]) -> Outcome:
     words = LastWords(cause["kind"], cause["message"], tuple(cause["lines"]), is_victim=cause["is_victim"])
-    here = cause["host"] == socket.gethostname()
+    here = cause["host"] == host_name()
     return Outcome(
         rank=cause["rank"],
         pid=cause["pid"],

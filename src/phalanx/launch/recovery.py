@@ -1,4 +1,6 @@
-"""How a job goes on after a loss: one line with the time of each phase, which is also kept beside the black boxes.
+"""How a job goes on after a loss or a planned restart: one line with the time of each phase.
+
+The line of a loss is also kept beside the black boxes.
 
 The supervisor tells when ranks are told to end and when they are started; the rest is read from the black box of this
 host's first rank, which does nothing for it.
@@ -19,6 +21,7 @@ from phalanx.record.box import SUFFIX, Box, Tail, load_box
 from phalanx.record.losses import Loss, folder_of, save_loss, words_of
 
 _PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # between two looks
+_PLANNED = "planned"
 _SOON_S = 60.0  # after the start
 
 
@@ -67,12 +70,17 @@ class Recovery:
         loss = dataclasses.replace(loss, how=sign["how"], number=silent_s, num_ranks=sign["num_ranks"])
         self._lost(loss, ends, since_s=since_s, noticed_s=noticed_s)
 
+    def planned(self, ends: Sequence[Outcome]) -> None:
+        """Take in that the attempt whose ranks on this host ended so was ended only to begin another."""
+        self._lost(Loss(rank=-1, how=_PLANNED), ends)
+
     def _lost(self, loss: Loss, ends: Sequence[Outcome], *, since_s: float = 0.0, noticed_s: float = 0.0) -> None:
         failed_s = [end.when_s for end in ends if end.failed]
         now_s = time.monotonic()
         first_s = min(filter(None, (since_s, self._told_s, *failed_s)), default=now_s)
         self._marks = {"": first_s}
-        self._mark("noticed", noticed_s or self._told_s or first_s)
+        if loss.how != _PLANNED:
+            self._mark("noticed", noticed_s or self._told_s or first_s)
         self._mark("ended", max((end.when_s for end in ends), default=first_s))
         self._ended, self._first_rank, self._before = self._attempt, min((end.rank for end in ends), default=-1), None
         self._loss = dataclasses.replace(loss, at_s=time.time() - (now_s - first_s))
@@ -161,5 +169,7 @@ class Recovery:
         took = zip([*self._marks][1:], times, times[1:], strict=False)
         phases_s = {name: end_s - begin_s for name, begin_s, end_s in took}
         self._loss = dataclasses.replace(self._loss, phases_s=phases_s)
+        if self._loss.how == _PLANNED:  # nothing was lost
+            return
         with contextlib.suppress(OSError):  # a full disk: the line is on the screen
             save_loss(self._loss, self._run, self._ended)

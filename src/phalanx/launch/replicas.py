@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from phalanx._snapshots import want_replicas
+from phalanx._snapshots import note_replicator_ended, want_replicas
 from phalanx.launch.events import EventLoop
 from phalanx.launch.links import open_door
 from phalanx.launch.packets import PacketSocket
@@ -22,14 +24,22 @@ from phalanx.launch.warden import die_with_parent, hold_signals
 _RUN = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.replicator import main; main()"
 
 
+_FIRST_PAUSE_S = 0.5  # before it is started again, doubled each time
+_MOST_PAUSE_S = 60.0
+
+
 class Replicas:
     """The process that keeps this node's snapshots on other nodes, and theirs here.
+
+    It is started again when it ends, after a pause that doubles each time. Meanwhile the newest snapshot that has
+    replicas stays where it is, here and on the other nodes.
 
     Args:
         events: Loop of the supervisor.
         say: Function that shows a line.
         snapshots_fd: Memory of the snapshots.
         num_replicas: Number of other nodes that are to have each of them.
+        spared: Children of the supervisor that are nobody's rank; the process is added.
 
     Attributes:
         pid: Process that copies.
@@ -37,44 +47,64 @@ class Replicas:
     """
 
     def __init__(
-        self, events: EventLoop, say: Callable[[str], None], snapshots_fd: int, run_id: str, num_replicas: int
+        self,
+        events: EventLoop,
+        say: Callable[[str], None],
+        snapshots_fd: int,
+        run_id: str,
+        num_replicas: int,
+        spared: list[int],
     ) -> None:
-        self._events, self._say, self._fd = events, say, snapshots_fd
+        self._events, self._say, self._fd, self._spared = events, say, snapshots_fd, spared
+        self._settings: str = json.dumps({"run_id": run_id, "num_replicas": num_replicas})
+        self._view: Mapping[str, Any] | None = None
+        self._pause_s = _FIRST_PAUSE_S
         want_replicas(snapshots_fd, num_replicas)
+        self._door: socket.socket = open_door(0)  # kept open: other nodes know its port
+        self.port: int = self._door.getsockname()[1]
+        self._start(0.0)
+
+    def _start(self, pause_s: float) -> None:
         supervisor_pid = os.getpid()
-        with contextlib.closing(open_door(0)) as door:
-            self.port: int = door.getsockname()[1]
-            self._channel, theirs = PacketSocket.pair()
+        self._channel, theirs = PacketSocket.pair()
+        with theirs:
             self.pid: int = os.fork()
             if self.pid == 0:
                 try:
                     die_with_parent(supervisor_pid)
                     hold_signals()
                     os.setpgid(0, 0)
-                    fds = [theirs.fileno(), door.fileno(), snapshots_fd]
+                    time.sleep(pause_s)
+                    fds = [theirs.fileno(), self._door.fileno(), self._fd]
                     for fd in fds:
                         os.set_inheritable(fd, True)
-                    settings = json.dumps({"run_id": run_id, "num_replicas": num_replicas})
-                    os.execv(sys.executable, [sys.executable, "-c", _RUN, *map(str, fds), settings])
+                    os.execv(sys.executable, [sys.executable, "-c", _RUN, *map(str, fds), self._settings])
                 finally:
                     os._exit(1)
-            theirs.close()
+        self._spared.append(self.pid)
         self._events.watch(self._channel.fileno(), self._hear)
+        if self._view is not None:
+            self._channel.send(self._view)
 
     def follow(self, view: Mapping[str, Any]) -> None:
         """Tell the process which nodes keep this node's snapshots from now on, as `holders.told_of` has written it."""
+        self._view = view
         self._channel.send(view)
 
     def _hear(self) -> None:
         for packet in self._channel.receive():
             self._say(packet["say"])
         if not self._channel.alive:
-            self._events.unwatch(self._channel.fileno())
-            want_replicas(self._fd, 0)  # the ranks are not to wait for any
-            self._say("the process that copies snapshots to other hosts has ended: no new replicas are made")
+            self._end()
+            note_replicator_ended(self._fd)
+            self._say(
+                "the process that copies snapshots to other hosts has ended: no new replicas are made until it is "
+                f"started again, in {self._pause_s:g} s"
+            )
+            self._start(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
-    def close(self) -> None:
-        """End the process."""
+    def _end(self) -> None:
         with contextlib.suppress(KeyError):
             self._events.unwatch(self._channel.fileno())
         self._channel.close()
@@ -82,3 +112,9 @@ class Replicas:
             os.kill(self.pid, 9)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+        self._spared.remove(self.pid)
+
+    def close(self) -> None:
+        """End the process."""
+        self._end()
+        self._door.close()

@@ -76,6 +76,7 @@ class Replicator:
     def run(self) -> None:
         """Copy what is wanted until the supervisor has gone."""
         self._cpu_s = time.process_time()
+        _snapshots.note_replicator_started(self._fd)
         while self._hear(_LOOK_S):
             wanted = _snapshots.asked_copy(self._fd)
             now_s = time.monotonic()
