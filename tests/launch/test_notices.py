@@ -63,6 +63,8 @@ def test_the_providers_of_the_flag_are_those_that_are_known():
         ("azure", 200, '{"Events": [{"EventType": "Preempt", "Resources": ["vm"]}]}', True),
         ("azure", 200, "[]", False),
         ("azure", 200, "nonsense", False),
+        ("azure", 200, '{"Events": 5}', False),
+        ("azure", 200, "[" * 60_000, False),
         ("azure", 500, "", False),
     ],
 )

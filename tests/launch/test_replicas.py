@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from phalanx._snapshots import Copied, region_of_others, region_offset
 from phalanx.launch.agreement import Node
 from phalanx.launch.events import EventLoop
 from phalanx.launch.holders import holders_of
+from phalanx.launch.receiver import Receiver
 from phalanx.launch.replicas import Replicas
 from phalanx.launch.wire import PIECE, Wire
 from tests.replicas import FOLDER, ReplicaHost, write_snapshot
@@ -113,11 +115,13 @@ def test_what_ranks_write_over_while_it_is_sent_is_never_said_to_be_whole(new_ho
 # ---------------------------------------------------------------- the holder, as a sender sees it
 
 
-def offer(wire, step, sizes, *, safe=(0, 0), holder="b", numbers=None):
+def offer(wire, step, sizes, *, safe=(0, 0), holder="b", numbers=None, world_size=4):
     """Offer images and return the answer."""
     numbers = list(range(len(sizes))) if numbers is None else numbers
-    said = {"run_id": "job", "holder": holder, "attempt": 1, "step": step, "folder": FOLDER.hex(), "world_size": 4}
-    wire.tell({**said, "first_rank": 0, "numbers": numbers, "sizes": sizes, "safe": list(safe)})
+    said = {"run_id": "job", "holder": holder, "attempt": 1, "step": step, "folder": FOLDER.hex()}
+    wire.tell(
+        {**said, "world_size": world_size, "first_rank": 0, "numbers": numbers, "sizes": sizes, "safe": list(safe)}
+    )
     return wire.hear()
 
 
@@ -225,3 +229,38 @@ def test_a_process_that_is_killed_is_started_again_and_copies_and_the_report_say
     events.close()
     holder.close()
     os.close(fd)
+
+
+@pytest.mark.parametrize("number", [1 << 22, 1 << 26, 1 << 50])
+def test_images_beyond_the_address_space_are_no_offer(wire, number):
+    with pytest.raises(ConnectionResetError):
+        offer(wire, 1, [1], numbers=[number], world_size=1 << 62)
+
+
+@pytest.fixture
+def stranger():
+    """Yield a socket and the wire at its other end."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        socket.create_connection(door.getsockname()) as end,
+        contextlib.closing(Wire(door.accept()[0])) as heard,
+    ):
+        yield end, heard
+
+
+def test_a_line_that_nests_too_deeply_is_no_message(stranger):
+    end, heard = stranger
+    end.sendall(b"[" * 60_000 + b"\n")
+    with pytest.raises(ValueError, match="nested too deeply"):
+        heard.hear()
+
+
+def test_a_stranger_that_says_nothing_is_left(stranger, monkeypatch):
+    monkeypatch.setattr("phalanx.launch.wire._SILENCE_S", 0.05)
+    end, heard = stranger
+    serving = threading.Thread(target=object.__new__(Receiver)._serve, args=(heard,), daemon=True)
+    serving.start()
+    end.settimeout(LIMIT_S)
+    assert end.recv(1) == b""
+    serving.join(LIMIT_S)
+    assert not serving.is_alive()

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import math
 import signal
+import urllib.parse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -117,9 +118,18 @@ def _hosts(text: str) -> str:
 
 
 def _notice_url(text: str) -> str:
-    if text and text not in PROVIDERS and not text.startswith(("http://", "https://")):
+    if text and text not in PROVIDERS and not _is_url(text):
         raise ValueError(f"must be a URL of http, or {', '.join(PROVIDERS)}")
     return text
+
+
+def _is_url(text: str) -> bool:
+    """Return whether this can be asked: nobody would notice that a wrong address gives no notice."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
+    except ValueError:  # of an address in brackets, or a port
+        return False
 
 
 _COUNTS = ("auto", "cpu", "gpu")

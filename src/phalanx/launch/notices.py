@@ -102,7 +102,7 @@ def asks_to_go(service: Service) -> bool:
             asked = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
             headers["X-aws-ec2-metadata-token"] = _ask(service.token_url, asked, method="PUT")
         return service.is_notice(_ask(service.url, headers))
-    except (OSError, ValueError, AttributeError, http.client.HTTPException):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, http.client.HTTPException):
         return False
 
 
