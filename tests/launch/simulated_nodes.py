@@ -5,6 +5,7 @@ Time is simulated, so a minute of accidents takes milliseconds, and a seed says 
 
 from __future__ import annotations
 
+import collections
 import heapq
 import itertools
 import random
@@ -24,28 +25,32 @@ class Link:
         self.other = None
         self.heard_s = up_s
         self.last_told_s = 0.0  # when the other had sent what we heard last
-        self.held = []  # what a cut holds back, as TCP would
+        self.coming = collections.deque()  # what has been sent and has not arrived, oldest first
+        self.num_held = 0  # how many of these a cut holds back, as TCP would
         self.arrives_s = 0.0
         self.is_open = True
 
     def send(self, message):
-        if self.world.is_cut(self.owner.name, self.peer.name) or self.held:
-            self.held.append(message)
-            return
-        # In order, so nothing overtakes.
-        self.arrives_s = max(self.arrives_s, self.world.now_s + self.world.delay_s())
-        self.world.at(self.arrives_s, self._arrive, message)
+        self.coming.append(message)
+        self._carry()
 
-    def _arrive(self, message):
+    def _carry(self):
+        if self.world.is_cut(self.owner.name, self.peer.name) or self.num_held:
+            self.num_held += 1
+            return
+        self.arrives_s = max(self.arrives_s, self.world.now_s + self.world.delay_s())
+        self.world.at(self.arrives_s, self._arrive)
+
+    def _arrive(self):
         if self.world.is_cut(self.owner.name, self.peer.name):
-            self.held.append(message)
+            self.num_held += 1
         else:
-            self.peer.take(self.other, message)
+            self.peer.take(self.other, self.coming.popleft())
 
     def mend(self):
-        held, self.held = self.held, []
-        for message in held:
-            self.send(message)
+        num_held, self.num_held = self.num_held, 0
+        for _ in range(num_held):
+            self._carry()
 
 
 class SimNode:
