@@ -71,8 +71,8 @@ class Job:
         ranks: The ranks of this host, lowest first.
         folder: Folder of the run's logs; empty if it is unknown.
         notes: Path of the launcher's notes, see `_launched`; empty if it keeps none.
-        state: What the launcher does while no rank runs here, such as ``starting``; empty if ranks run, or have ended.
-        straggler: What the launcher has said of a rank that costs the others time; empty if nothing.
+        state: State of the launcher while no rank runs here, such as ``starting``; empty if ranks run, or have ended.
+        straggler: The launcher's words on a rank that costs the others time; empty if nothing.
     """
 
     name: str
