@@ -136,7 +136,7 @@ class Started:
         pids: Processes of the ranks of this host, by rank.
         ended: Those of them that have ended.
         state: State of the launcher while none of its ranks runs, such as ``waiting for other nodes``.
-        straggler: Its words on a rank that costs the others time; empty if nothing.
+        straggler: Line on a rank that costs the others time; empty if nothing.
     """
 
     launcher: str

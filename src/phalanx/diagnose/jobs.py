@@ -72,7 +72,7 @@ class Job:
         folder: Folder of the run's logs; empty if it is unknown.
         notes: Path of the launcher's notes, see `_launched`; empty if it keeps none.
         state: State of the launcher while no rank runs here, such as ``starting``; empty if ranks run, or have ended.
-        straggler: The launcher's words on a rank that costs the others time; empty if nothing.
+        straggler: Line of the launcher on a rank that costs the others time; empty if nothing.
     """
 
     name: str
