@@ -21,7 +21,7 @@ BUSY = RankView(
 )  # fmt: skip
 WAITING = dataclasses.replace(BUSY, rank=1, state="waiting", what="all_reduce #1204", since_s=41.2, cpu_percent=0.0)
 GONE = RankView(2, 73, "gone", "", "", None, "", *(None,) * 4, [], *(None,) * 6, 0, ())
-JOB = JobView("train.py", "phalanx run", 70, 3, 754.0, "/runs/train", "", [BUSY, WAITING, GONE])
+JOB = JobView("train.py", "phalanx run", 70, 3, 754.0, "/runs/train", "", "", [BUSY, WAITING, GONE])
 
 
 def drawn(job: JobView = JOB, width: int = 80, is_ascii: bool = False) -> list[str]:

@@ -14,7 +14,7 @@ _WINDOW_NS = 10 * 10**9
 _MOST_STEPS = 1024
 _MOST_BARS = 60
 _NEWEST = 64  # events among which the last call is looked for
-_CALLS = ("collective", "message", "call")
+_CALLS = ("collective", "message")  # not "call": the wait of an operation of Gloo is not recorded
 _OF = re.compile(r"of (\d+)")
 _PHASES = {
     "load data": "loading data",
@@ -132,18 +132,24 @@ class Recorded:
         if event.kind == "message":
             peer = f" {'to' if event.op == 'send' else 'from'} rank {event.seq - 1}" if event.seq else ""
             return Activity("waiting", f"{event.op}{peer}", event.site, since_s)
-        return Activity("waiting", f"{event.op} #{event.seq}", event.site, since_s)
+        return Activity("waiting", _named(event), event.site, since_s)
 
     def asleep(self) -> Activity | None:
-        """Return since when a rank that sleeps has been in no collective; None if it has called none lately."""
+        """Return since when a rank that sleeps has been in no collective; None if it has recorded none lately."""
         box = Tail(self._fd, self._offset, _NEWEST, _CALLS).read()
         called = [event for event in box.events if event.kind in _CALLS and event.ended_ns] if box is not None else []
         if not called:
             return None
         last = max(called, key=lambda event: event.ended_ns)
         since_s = max(0.0, (time.monotonic_ns() - last.ended_ns) / 1e9)
-        number = f" #{last.seq}" if last.kind != "message" and last.seq else ""
-        return Activity("asleep", f"since {last.op}{number}", last.site, since_s)
+        return Activity("asleep", f"since {_named(last)}", last.site, since_s)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _named(event: Event) -> str:
+    """Return an operation as its caller knows it: a rank joins a group in the call that makes it."""
+    if event.op == "join":
+        return "init_process_group" if event.text in ("", "default") else "new_group"
+    return f"{event.op} #{event.seq}" if event.kind == "collective" and event.seq else event.op
