@@ -14,7 +14,7 @@ _WINDOW_NS = 10 * 10**9
 _MOST_STEPS = 1024
 _MOST_BARS = 60
 _NEWEST = 64  # events among which the last call is looked for
-_CALLS = ("collective", "message")  # not "call": the wait of an operation of Gloo is not recorded
+_CALLS = ("collective", "message", "call")
 _OF = re.compile(r"of (\d+)")
 _PHASES = {
     "load data": "loading data",
@@ -135,12 +135,14 @@ class Recorded:
         return Activity("waiting", _named(event), event.site, since_s)
 
     def asleep(self) -> Activity | None:
-        """Return since when a rank that sleeps has been in no collective; None if it has recorded none lately."""
+        """Return since when a rank that sleeps has been in no collective; None if that is unknown, as in Gloo."""
         box = Tail(self._fd, self._offset, _NEWEST, _CALLS).read()
         called = [event for event in box.events if event.kind in _CALLS and event.ended_ns] if box is not None else []
         if not called:
             return None
         last = max(called, key=lambda event: event.ended_ns)
+        if last.kind == "call":  # whose end nobody tells: it may wait in it
+            return None
         since_s = max(0.0, (time.monotonic_ns() - last.ended_ns) / 1e9)
         return Activity("asleep", f"since {_named(last)}", last.site, since_s)
 
