@@ -75,6 +75,14 @@ def test_the_straggler_has_a_line():
     )
 
 
+def test_a_straggler_that_is_told_at_length_takes_two_lines_of_80_columns():
+    words = (
+        "rank 2 has cost 9% of the last 1,000 steps; its time before all_reduce at train.py:10 takes 1.12x the others'"
+    )
+    _, _, first, second, *_ = drawn(dataclasses.replace(JOB, straggler=words))
+    assert f"{first} {second}" == words
+
+
 def test_without_jobs_the_picture_says_so():
     assert [line.plain for line in draw([], 80)] == ["no job of this user on this host"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 
@@ -71,7 +72,7 @@ def _head(job: JobView, width: int, is_ascii: bool) -> list[Text]:
     if (progress := _progress(job.ranks, width, is_ascii)) is not None:
         lines.append(progress)
     if job.straggler:
-        lines.append(Text(job.straggler, "yellow"))
+        lines += [Text(line, "yellow") for line in textwrap.wrap(job.straggler, width)]
     return lines
 
 
