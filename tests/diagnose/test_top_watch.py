@@ -135,6 +135,14 @@ def test_a_job_that_ends_while_it_is_watched_is_gone(tmp_path):
             ] * 2
 
 
+def test_a_process_that_reads_its_standard_input_is_told_from_one_that_waits():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with contextlib.closing(Watch(str(process.pid), 1.0)) as watch:
+            wanted = [("reading", "its standard input")]
+            until(lambda: watch.look()[0].ranks, lambda ranks: states(ranks) == wanted)
+        process.communicate(b"\n")
+
+
 def test_a_process_that_is_no_rank_is_shown_as_it_is():
     with subprocess.Popen(["sleep", "60"]) as process, contextlib.closing(Watch(str(process.pid), 1.0)) as watch:
         (seen,) = until(watch.look, lambda jobs: jobs[0].ranks[0].state == "waiting")

@@ -28,8 +28,8 @@ class Activity:
     """What a rank is doing.
 
     Attributes:
-        state: One of ``computing``, ``waiting``, ``asleep``, ``loading data``, ``writing a checkpoint``, ``stopped``,
-            ``gone``.
+        state: One of ``computing``, ``waiting``, ``asleep``, ``reading``, ``loading data``, ``writing a checkpoint``,
+            ``stopped``, ``gone``.
         what: Collective with its number, message, phase or the like; empty if that is not known.
         site: Line of the script, such as ``train.py:31``; empty if it is not known.
         since_s: Seconds since it began; None if that is not known.

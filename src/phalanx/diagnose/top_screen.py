@@ -19,6 +19,7 @@ _STYLES = {
     "computing": "green",
     "waiting": "yellow",
     "asleep": "bold",
+    "reading": "bold",
     "loading data": "magenta",
     "writing a checkpoint": "cyan",
     "stopped": "bold red",
