@@ -72,7 +72,7 @@ class Job:
         ranks: The ranks of this host, lowest first.
         folder: Folder of the run's logs; empty if it is unknown.
         notes: Path of the launcher's notes, see `_launched`; empty if it keeps none.
-        state: Activity of the launcher while no rank runs here, such as ``starting``; empty if ranks run, or have ended.
+        state: Activity of the launcher while no rank runs here, such as ``starting``; empty if ranks run or have ended.
         straggler: Words of the launcher about a rank that costs the others time; empty if nothing.
     """
 

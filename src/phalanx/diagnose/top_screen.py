@@ -18,8 +18,8 @@ _ASCII_BARS = "_.-=+*%#"
 _STYLES = {
     "computing": "green",
     "waiting": "yellow",
-    "asleep": "bold",
-    "reading": "bold",
+    "asleep": "bold yellow",
+    "reading": "bold cyan",
     "loading data": "magenta",
     "writing a checkpoint": "cyan",
     "stopped": "bold red",
