@@ -135,8 +135,8 @@ class Started:
         world_size: Number of ranks, also on other hosts; 0: not known yet.
         pids: Processes of the ranks of this host, by rank.
         ended: Those of them that have ended.
-        state: State of the launcher while none of its ranks runs, such as ``waiting for other nodes``.
-        straggler: Line on a rank that costs the others time; empty if nothing.
+        state: Activity of the launcher while none of its ranks runs, such as ``waiting for other nodes``.
+        straggler: Words of it about a rank that costs the others time; empty if nothing.
     """
 
     launcher: str

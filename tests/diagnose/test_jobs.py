@@ -188,3 +188,52 @@ rank.communicate(b"done\\n")
         jobs = {find_job(str(of)).world_size: find_job(str(of)) for of in (pid, outer.pid)}
         outer.communicate("done\n", timeout=60)
     assert {size: [rank.pid for rank in job.ranks] for size, job in jobs.items()} == {2: [pid], 1: [outer.pid]}
+
+
+ALONE = "import os, signal; print(flush=True); signal.pause()"
+
+
+@pytest.fixture
+def twins(tmp_path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two jobs of one script by hand, each in a folder of its own."""
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    started = []
+    for number in (1, 2):
+        (tmp_path / f"run_{number}").mkdir()
+        (tmp_path / f"run_{number}" / "twin.py").write_text(ALONE)
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "twin.py"],
+                cwd=tmp_path / f"run_{number}",
+                env={**os.environ, **environ, "MASTER_PORT": str(number)},
+                stdout=subprocess.PIPE,
+            )
+        )
+    for one in started:
+        one.stdout.readline()
+    yield started
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+def test_several_jobs_are_listed_with_what_tells_them_apart(twins, tmp_path):
+    with pytest.raises(LookupError) as raised:
+        find_job("twin.py")
+    head, titles, *rows = str(raised.value).splitlines()
+    assert head == "there are several jobs of this user on this host:"
+    assert titles.split() == ["pid", "script", "folder", "started", "by", "since"]
+    wanted = [[str(one.pid), "twin.py", str(tmp_path / f"run_{n}"), "by", "hand"] for n, one in enumerate(twins, 1)]
+    assert sorted(row.split()[:5] for row in rows) == sorted(wanted)
+
+
+def test_of_several_jobs_that_of_the_current_folder_is_meant(twins, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "run_2")
+    assert [rank.pid for rank in find_job("twin.py").ranks] == [twins[1].pid]
+
+
+def test_attach_lists_no_job_that_it_would_refuse(twins, capsys):
+    assert attach(["0", "--job", "twin.py"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("phalanx attach: there is no job 'twin.py'")
+    assert "by hand" not in said

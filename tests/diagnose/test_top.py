@@ -74,7 +74,7 @@ def test_a_script_gets_a_document_with_all_fields(job):
         2,
     )
     assert [list(rank) for rank in seen["ranks"]] == [list(RankView.__dataclass_fields__)] * 2
-    assert all(rank["state"] == "waiting" and rank["pss_bytes"] > 1 << 20 for rank in seen["ranks"])
+    assert all(rank["state"] == "asleep" and rank["pss_bytes"] > 1 << 20 for rank in seen["ranks"])
 
 
 def test_without_a_terminal_there_is_one_picture_of_80_columns(job):
@@ -83,7 +83,7 @@ def test_without_a_terminal_there_is_one_picture_of_80_columns(job):
     head, titles, *rows = done.stdout.splitlines()
     assert head.startswith(f"puppet.py  phalanx run, pid {job.pid}  2 ranks  since ")
     assert titles.split()[:2] == ["rank", "state"]
-    assert [row.split()[:2] for row in rows] == [["0", "waiting"], ["1", "waiting"]]
+    assert [row.split()[:2] for row in rows] == [["0", "asleep"], ["1", "asleep"]]
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "\x1b" not in done.stdout
 
@@ -150,7 +150,7 @@ def test_lines_for_which_there_is_no_room_can_be_scrolled_to(job, terminal):
     screen.read_until("1 more below: j, k")
     screen.type("\x1b[Bq")
     assert screen.finish() == 0
-    assert pictures(screen)[-1][1].split()[:2] == ["1", "waiting"]
+    assert pictures(screen)[-1][1].split()[:2] == ["1", "asleep"]
 
 
 def test_without_colors_there_are_none(job, terminal):
@@ -204,7 +204,7 @@ def test_a_box_that_can_not_be_read_is_named_and_the_rest_is_shown(tmp_path, dam
         done = run_top(job.pid)
     assert done.returncode == 0
     rows = [line.split()[:2] for line in done.stdout.splitlines()]
-    assert ["1", "waiting"] in rows
+    assert ["1", "asleep"] in rows
     if b"x" not in damage:
         assert f"the black box of pid {rank.pid} can't be read: it is of version 99" in done.stdout
 

@@ -21,7 +21,7 @@ BUSY = RankView(
 )  # fmt: skip
 WAITING = dataclasses.replace(BUSY, rank=1, state="waiting", what="all_reduce #1204", since_s=41.2, cpu_percent=0.0)
 GONE = RankView(2, 73, "gone", "", "", None, "", *(None,) * 4, [], *(None,) * 6, 0, ())
-JOB = JobView("train.py", "phalanx run", 70, 3, 754.0, "/runs/train", "", [BUSY, WAITING, GONE])
+JOB = JobView("train.py", "phalanx run", 70, 3, 754.0, "/runs/train", "", "", [BUSY, WAITING, GONE])
 
 
 def drawn(job: JobView = JOB, width: int = 80, is_ascii: bool = False) -> list[str]:
@@ -73,6 +73,14 @@ def test_the_straggler_has_a_line():
     assert "rank 2 has cost 9 % of the last 1,000 steps" in drawn(
         dataclasses.replace(JOB, straggler="rank 2 has cost 9 % of the last 1,000 steps")
     )
+
+
+def test_a_straggler_that_is_told_at_length_takes_two_lines_of_80_columns():
+    words = (
+        "rank 2 has cost 9% of the last 1,000 steps; its time before all_reduce at train.py:10 takes 1.12x the others'"
+    )
+    _, _, first, second, *_ = drawn(dataclasses.replace(JOB, straggler=words))
+    assert f"{first} {second}" == words
 
 
 def test_without_jobs_the_picture_says_so():

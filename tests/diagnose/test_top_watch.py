@@ -44,7 +44,8 @@ def test_who_waits_in_a_collective_and_who_computes_is_told(puppets, look):
     assert until(look, lambda ranks: ranks[0].since_s > first + 0.2)[0].what == waiting.what
     assert until(look, lambda ranks: ranks[1].cpu_percent > 20)[0].cpu_percent < 20
     puppets.order(1, "reduce")
-    until(look, lambda ranks: not ranks[0].what)
+    asleep = until(look, lambda ranks: ranks[0].state == "asleep")[0]
+    assert (asleep.what, asleep.site) == (f"since {waiting.what}", waiting.site)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,15 @@ def test_phases_are_told(puppets, look, phase, state):
     puppets.order(0, "phase backward")
     until(look, lambda ranks: states(ranks)[0] == ("computing", "backward"))
     puppets.order(0, "steps 0")
-    until(look, lambda ranks: not ranks[0].what)
+    until(look, lambda ranks: ranks[0].state == "asleep")
 
 
-def test_a_rank_that_does_nothing_waits(puppets, look):
-    until(look, lambda ranks: states(ranks) == [("waiting", ""), ("waiting", "")])
+def test_a_rank_that_sleeps_before_any_collective_has_slept_since_it_joined(tmp_path):
+    with Puppets(tmp_path) as job:
+        job.wait_for_ranks()
+        with contextlib.closing(Watch(str(job.pid), 1.0)) as watch:
+            joined = ("asleep", "since init_process_group")
+            until(lambda: watch.look()[0].ranks, lambda ranks: states(ranks) == [joined, joined])
 
 
 def test_a_stopped_rank_is_told_whatever_it_was_doing(puppets, look):
@@ -106,6 +111,9 @@ def test_any_launcher_and_backend(tmp_path, launcher, backend):
         job.wait_for_ranks()
         with contextlib.closing(Watch(str(job.pid), 1.0)) as watch:
             job.order(1, "compute")
+            idle = "waiting" if (launcher, backend) == ("torchrun", "gloo") else "asleep"  # the former has no record
+            until(lambda: watch.look()[0].ranks, lambda ranks: [rank.state for rank in ranks] == [idle, "computing"])
+            job.order(0, "reduce")
             until(
                 lambda: watch.look()[0].ranks, lambda ranks: [rank.state for rank in ranks] == ["waiting", "computing"]
             )
@@ -125,6 +133,14 @@ def test_a_job_that_ends_while_it_is_watched_is_gone(tmp_path):
             assert [(rank.cpu_percent, rank.pss_bytes, rank.num_threads) for rank in seen.ranks] == [
                 (None, None, None)
             ] * 2
+
+
+def test_a_process_that_reads_its_standard_input_is_told_from_one_that_waits():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with contextlib.closing(Watch(str(process.pid), 1.0)) as watch:
+            wanted = [("reading", "its standard input")]
+            until(lambda: watch.look()[0].ranks, lambda ranks: states(ranks) == wanted)
+        process.communicate(b"\n")
 
 
 def test_a_process_that_is_no_rank_is_shown_as_it_is():

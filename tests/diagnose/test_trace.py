@@ -20,7 +20,7 @@ from phalanx.diagnose.trace_clocks import align
 from phalanx.record.box import MEMORY, Box, Event
 from tests.browser import needs_browser, run_page
 from tests.diagnose.trace_format import check_format
-from tests.record.made import MS, Job, looks
+from tests.record.made import MS, Job, looks, save
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 
@@ -255,3 +255,22 @@ def test_what_cannot_be_traced_is_said(tmp_path, monkeypatch, capsys, arguments,
     assert words in said.err
     assert said.out == ""
     assert not list(tmp_path.glob("trace*"))
+
+
+def test_an_earlier_trace_is_not_overwritten_unless_it_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save(Job(2, seed=1).boxes(5), tmp_path / "attempt_0")
+    names = []
+    for arguments in ([], [], ["--out", "trace.json.gz"], []):
+        assert cli.main(["trace", "attempt_0", *arguments]) == 0
+        names.append(capsys.readouterr().out.partition(":")[0])
+    assert names == ["trace.json.gz", "trace-2.json.gz", "trace.json.gz", "trace-3.json.gz"]
+
+
+def test_a_file_that_cannot_be_written_is_named_with_the_reason(tmp_path, capsys):
+    save(Job(2, seed=1).boxes(5), tmp_path / "attempt_0")
+    out = tmp_path / "no" / "trace.json"
+    assert cli.main(["trace", str(tmp_path / "attempt_0"), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == (
+        f"phalanx trace: can't write {out}: No such file or directory; name another file with --out\n"
+    )

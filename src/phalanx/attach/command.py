@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     try:
-        job = find_ranks(given.job)
+        job = find_ranks(given.job, has_notes=True)
         pid = _process_of(job, given.rank)
         connection = _ask(job, given.rank, pid)
     except (_Refused, LookupError) as error:

@@ -45,7 +45,7 @@ class Answer:
         job: The job; ranks that `seen` lacks are on hosts that have not answered.
         seen: The ranks of this host, and of others that have answered; lowest first.
         asked: Answer that a rank got while the job still ran; empty if none asked, or the job runs.
-        ended_by: Reason why ``phalanx run`` ended, such as ``phalanx run got SIGTERM``; empty if a rank did, or it runs.
+        ended_by: End of ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if a rank did, or it runs.
         losses: Losses of ranks and hosts after which the job was to go on, as far as its run has kept them.
     """
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phalanx._errors import printable
@@ -71,8 +72,8 @@ class Job:
         ranks: The ranks of this host, lowest first.
         folder: Folder of the run's logs; empty if it is unknown.
         notes: Path of the launcher's notes, see `_launched`; empty if it keeps none.
-        state: State of the launcher while no rank runs here, such as ``starting``; empty if ranks run, or have ended.
-        straggler: Line of the launcher on a rank that costs the others time; empty if nothing.
+        state: Activity of the launcher while no rank runs here, such as ``starting``; empty if ranks run or have ended.
+        straggler: Words of the launcher about a rank that costs the others time; empty if nothing.
     """
 
     name: str
@@ -93,6 +94,11 @@ class Job:
     def waits(self) -> str:
         """Why no rank of it runs here, as a sentence."""
         return f"no rank of {self.name} runs here yet ({self.launcher}, pid {self.launcher_pid}): {self.state}"
+
+    @property
+    def cwd(self) -> str:
+        """Folder in which it runs; empty if that is unknown."""
+        return _folder_of(self.ranks[0].pid if self.ranks else self.launcher_pid)
 
     @property
     def pids(self) -> set[int]:
@@ -120,10 +126,15 @@ def find_jobs() -> list[Job]:
     return sorted(jobs, key=lambda job: max((r.process.start_time for r in job.ranks if r.process), default=0))
 
 
-def find_job(wanted: str) -> Job:
+def find_job(wanted: str, has_notes: bool = False) -> Job:
     """Return the job that a user means: by the pid of any of its processes, its name, or its run's folder.
 
-    A process that is no rank of any job is a job of its own.
+    A process that is no rank of any job is a job of its own. Among several jobs, the one of the current folder is
+    meant if there is just one.
+
+    Args:
+        wanted: Job as the user has typed it; empty: the job that runs.
+        has_notes: Whether it must be a job of a launcher of ours, unless a pid is asked for.
 
     Raises:
         NoJob: There is none; the message says which there are.
@@ -144,25 +155,48 @@ def find_job(wanted: str) -> Job:
         return Job(
             _name(command_of(pid)) or process.name, _BY_HAND, process.parent, 0, (_rank(0, pid, {pid: process}),)
         )
+    jobs = [job for job in jobs if job.notes or not has_notes]
     shown = printable(wanted)
     found = [job for job in jobs if not wanted or shown in (job.name, os.path.splitext(job.name)[0])]
     found = found or [job for job in jobs if wanted and _is_in(job.folder, wanted)]
-    if len(found) == 1:
-        return found[0]
+    here = [job for job in found if job.cwd == _folder_of(os.getpid())] if len(found) > 1 else found
+    if len(here) == 1:
+        return here[0]
     kind = f"no job {wanted!r}" if wanted and not found else "several jobs" if found else "no job"
-    there = "; ".join(f"{job.launcher_pid} ({job.name}, {job.launcher})" for job in (found or jobs))
+    there = _table(found or jobs) if found or jobs else ""
     raise (LookupError if found else NoJob)(
-        f"there {'are' if found else 'is'} {kind} of this user on this host{there and ': '}{there}"
+        f"there {'are' if found else 'is'} {kind} of this user on this host{there and ':'}{there}"
     )
 
 
-def find_ranks(wanted: str) -> Job:
+def _folder_of(pid: int) -> str:
+    """Return the current folder of a process; empty if it is unknown."""
+    with contextlib.suppress(OSError):
+        return printable(os.readlink(f"/proc/{pid}/cwd"))
+    return ""
+
+
+def _table(jobs: Sequence[Job]) -> str:
+    """Return a line for each job, by which a user knows which to name, below a line of titles."""
+    rows = [("pid", "script", "folder", "started by", "since")]
+    for job in jobs:
+        pid = job.ranks[0].pid if job.launcher == _BY_HAND else job.launcher_pid  # a shell may have started several
+        process = process_of(pid)
+        begun = time.localtime(time.time() - process.age_s) if process is not None else None
+        since = time.strftime("%b %d %H:%M", begun) if begun is not None else ""
+        rows.append((str(pid), job.name, job.cwd, job.launcher, since))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def find_ranks(wanted: str, has_notes: bool = False) -> Job:
     """Return the job that a user means, of which ranks run or have run.
 
     Raises:
         LookupError: There is none, or there are several, or none of its ranks has been started.
     """
-    job = find_job(wanted)
+    job = find_job(wanted, has_notes)
     if not job.ranks:
         raise LookupError(job.waits)
     return job

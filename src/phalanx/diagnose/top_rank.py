@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 from phalanx.diagnose.jobs import Rank
+from phalanx.diagnose.kernel import stand_of
 from phalanx.diagnose.processes import Process, owner_of, process_of, pss_of
 from phalanx.diagnose.top_gpu import Gpu
 from phalanx.diagnose.top_record import Activity, Recorded
@@ -187,6 +188,9 @@ class WatchedRank:
             return Activity("waiting", "for a disk or the like")
         if process.state != "S" or (cpu_percent or 0.0) >= _IDLE_PERCENT:
             return Activity("computing")
+        stand = stand_of(self._rank.pid)
+        if stand.call == "read" and stand.descriptor == 0:  # input(), or a debugger that the script has opened
+            return Activity("reading", "its standard input")
         asleep = self._recorded.asleep() if self._recorded is not None else None
         return asleep or Activity("waiting")
 

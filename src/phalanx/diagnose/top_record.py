@@ -28,8 +28,8 @@ class Activity:
     """What a rank is doing.
 
     Attributes:
-        state: One of ``computing``, ``waiting``, ``asleep``, ``loading data``, ``writing a checkpoint``, ``stopped``,
-            ``gone``.
+        state: One of ``computing``, ``waiting``, ``asleep``, ``reading``, ``loading data``, ``writing a checkpoint``,
+            ``stopped``, ``gone``.
         what: Collective with its number, message, phase or the like; empty if that is not known.
         site: Line of the script, such as ``train.py:31``; empty if it is not known.
         since_s: Seconds since it began; None if that is not known.
@@ -132,18 +132,26 @@ class Recorded:
         if event.kind == "message":
             peer = f" {'to' if event.op == 'send' else 'from'} rank {event.seq - 1}" if event.seq else ""
             return Activity("waiting", f"{event.op}{peer}", event.site, since_s)
-        return Activity("waiting", f"{event.op} #{event.seq}", event.site, since_s)
+        return Activity("waiting", _named(event), event.site, since_s)
 
     def asleep(self) -> Activity | None:
-        """Return since when a rank that sleeps has been in no collective; None if it has called none lately."""
+        """Return since when a rank that sleeps has been in no collective; None if that is unknown, as in Gloo."""
         box = Tail(self._fd, self._offset, _NEWEST, _CALLS).read()
         called = [event for event in box.events if event.kind in _CALLS and event.ended_ns] if box is not None else []
         if not called:
             return None
         last = max(called, key=lambda event: event.ended_ns)
+        if last.kind == "call":  # whose end nobody tells: it may wait in it
+            return None
         since_s = max(0.0, (time.monotonic_ns() - last.ended_ns) / 1e9)
-        number = f" #{last.seq}" if last.kind != "message" and last.seq else ""
-        return Activity("asleep", f"since {last.op}{number}", last.site, since_s)
+        return Activity("asleep", f"since {_named(last)}", last.site, since_s)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _named(event: Event) -> str:
+    """Return an operation as its caller knows it: a rank joins a group in the call that makes it."""
+    if event.op == "join":
+        return "init_process_group" if event.text in ("", "default") else "new_group"
+    return f"{event.op} #{event.seq}" if event.kind == "collective" and event.seq else event.op

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,7 +18,8 @@ _ASCII_BARS = "_.-=+*%#"
 _STYLES = {
     "computing": "green",
     "waiting": "yellow",
-    "asleep": "bold",
+    "asleep": "bold yellow",
+    "reading": "bold cyan",
     "loading data": "magenta",
     "writing a checkpoint": "cyan",
     "stopped": "bold red",
@@ -71,7 +73,7 @@ def _head(job: JobView, width: int, is_ascii: bool) -> list[Text]:
     if (progress := _progress(job.ranks, width, is_ascii)) is not None:
         lines.append(progress)
     if job.straggler:
-        lines.append(Text(job.straggler, "yellow"))
+        lines += [Text(line, "yellow") for line in textwrap.wrap(job.straggler, width)]
     return lines
 
 

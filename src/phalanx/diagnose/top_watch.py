@@ -26,7 +26,7 @@ class JobView:
         world_size: Number of ranks, also on other hosts; 0 if it is not known.
         seconds: Time since the first of these ranks was started; None if all have ended.
         folder: Folder of its logs; empty if it is not known.
-        state: State of its launcher while none of its ranks runs here; empty if they do, or have ended.
+        state: Activity of its launcher while none of its ranks runs here; empty if they do, or have ended.
         straggler: Rank that costs the others time, in a line; empty if there is none.
     """
 

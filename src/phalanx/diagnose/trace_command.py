@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -42,7 +43,10 @@ def main(args: Sequence[str]) -> int:
         "--seconds", type=float, metavar="N", help="time to trace of a running job (default: 5); Ctrl-C ends it earlier"
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="file to write; compressed if it ends in .gz (default: trace.json.gz)"
+        "--out",
+        metavar="FILE",
+        help="file to write; compressed if it ends in .gz (default: trace.json.gz, or "
+        "trace-2.json.gz and so on if that exists)",
     )
     try:
         given = parser.parse_args(args)
@@ -51,13 +55,19 @@ def main(args: Sequence[str]) -> int:
         return parser.refuse(error)
     except (LookupError, ValueError, OSError) as error:
         return _say(f"phalanx trace: {error.args[0] if isinstance(error, LookupError) else error}")
-    path = Path(given.out or "trace.json.gz")
+    path = Path(given.out) if given.out else _free_path()
     try:
         about = write_trace(boxes, path, since_ns)
     except OSError as error:
-        return _say(f"phalanx trace: {error}")
+        return _say(f"phalanx trace: can't write {path}: {error.strerror}; name another file with --out")
     _show(path, about)
     return 0
+
+
+def _free_path() -> Path:
+    """Return the first default name that no file has, so that an earlier trace stays."""
+    names = itertools.chain(["trace.json.gz"], (f"trace-{number}.json.gz" for number in itertools.count(2)))
+    return next(path for path in map(Path, names) if not os.path.lexists(path))
 
 
 def _say(words: str) -> int:
