@@ -204,7 +204,7 @@ def test_a_box_that_can_not_be_read_is_named_and_the_rest_is_shown(tmp_path, dam
         done = run_top(job.pid)
     assert done.returncode == 0
     rows = [line.split()[:2] for line in done.stdout.splitlines()]
-    assert ["1", "asleep"] in rows
+    assert ["1", "asleep" if b"x" in damage else "waiting"] in rows  # another version: no box of the job is read
     if b"x" not in damage:
         assert f"the black box of pid {rank.pid} can't be read: it is of version 99" in done.stdout
 
