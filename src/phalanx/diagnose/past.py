@@ -23,6 +23,14 @@ from phalanx.record.ends import End, load_ends, load_reason
 from phalanx.record.losses import load_losses
 
 _TAIL_BYTES = 256 << 10
+_FALLEN = ("raised", "killed", "exited")  # by themselves
+_OF_ALL = (
+    "barrier",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+)  # nobody has the result before all came
 
 
 def newest_run(of_script: Path | None = None) -> Path | None:
@@ -54,7 +62,7 @@ def examine_run(folder: Path) -> Answer:
     seen: tuple[RankSeen, ...] = ()
     for logs in reversed(attempts):
         boxes = folder / "blackbox" / logs.name
-        before, seen = seen, _ranks(logs, boxes)
+        before, seen = seen, _with_waits(_ranks(logs, boxes))
         if any(one.doing.how != "unrecorded" for one in seen):
             break
         seen = before or seen
@@ -73,6 +81,23 @@ def _ranks(logs: Path, boxes: Path) -> tuple[RankSeen, ...]:
     ends = load_ends(boxes)
     folders = {int(path.name.rpartition("_")[2]): path for path in _numbered(logs, "rank_*")}
     return tuple(_rank(rank, path, boxes, ends.get(rank)) for rank, path in folders.items())
+
+
+def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
+    """Return the ranks, with those that were ended just as the failure of another had ended their wait.
+
+    Its end is recorded, but an operation for which all ranks are needed can't have come to pass without one.
+    """
+    fallen = [one.doing for one in seen if one.doing.how in _FALLEN and one.doing.progress]
+
+    def waited(one: RankSeen) -> RankSeen:
+        doing, call = one.doing, _last_wait(one.look.box)
+        if doing.how != "silent" or doing.call is not None or call is None or call.op not in _OF_ALL:
+            return one
+        never_came = any(other.progress.get(call.group, call.seq) < call.seq for other in fallen)
+        return dataclasses.replace(one, doing=dataclasses.replace(doing, call=call)) if never_came else one
+
+    return tuple(map(waited, seen))
 
 
 def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
@@ -162,7 +187,7 @@ def _by_cause(found: Finding, seen: Sequence[RankSeen]) -> Finding:
     """Return the finding with the ranks that failed by themselves as the culprits, if there are any."""
     if seen and all(one.doing.how == "returned" for one in seen):
         return Finding("done", tuple(one.doing.rank for one in seen), is_over=True)
-    fallen = tuple(one.doing.rank for one in seen if one.doing.how in ("raised", "killed", "exited"))
+    fallen = tuple(one.doing.rank for one in seen if one.doing.how in _FALLEN)
     if not fallen:
         return found
     waiters = tuple(one.doing.rank for one in seen if one.doing.call is not None)
