@@ -114,8 +114,9 @@ def test_of_a_run_that_failed_the_rank_and_its_exception_are_named(tmp_path, bac
 
 
 def test_a_rank_that_was_ended_when_its_wait_just_had_is_told_as_waiting(tmp_path):
-    caught = "try: dist.all_reduce(torch.ones(2))\n    except Exception: __import__('signal').pause()"
+    caught = "try: dist.all_reduce(torch.ones(2))\n    except Exception: signal.sigwait([signal.SIGTERM]); os._exit(1)"
     script = RAISES.replace("BACKEND", "'phalanx'").replace("dist.all_reduce(torch.ones(2))", caught)
+    script = f"import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n{script}"
     assert run(tmp_path, script).returncode == 1
     answer = why(tmp_path, *tmp_path.glob("runs/job/*"))[1]
     assert re.search(r"a bad batch at .*; 2 ranks waited for it in all_reduce #4 of group 'default' at job.py", answer)
