@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 
 
 def plural(number: int, noun: str) -> str:
@@ -76,3 +78,18 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return one line per row, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def broken(lines: Iterable[str]) -> list[str]:
+    """Return lines with those that are longer than the terminal broken between words; as they are if there is none."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return list(lines)
+    width = max(shutil.get_terminal_size().columns, 20)
+    shown: list[str] = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        wrapped = textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+        )
+        shown += wrapped if len(line) > width else [line]
+    return shown

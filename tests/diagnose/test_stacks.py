@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx._text import broken
 from phalanx.diagnose import stacks, why
 from phalanx.diagnose.stacks import Frame, Thread, find_py_spy, read_stacks
 from phalanx.diagnose.wording import thread_lines
@@ -158,6 +159,26 @@ def test_below_many_frames_of_a_library_the_line_of_the_script_is_shown():
         "    ... 1 frame more",
     ]
     assert len(list(thread_lines([thread], 7, 100))) == 32
+
+
+def test_frames_of_the_operation_that_is_named_above_are_counted_alone():
+    ours = [Frame(f"wait_{number}", "backend.py", number, "phalanx") for number in range(5)]
+    thread = Thread(7, "MainThread", False, False, (*ours, Frame("main", "job.py", 3, "")))
+    assert list(thread_lines([thread], 7, 4, without=("phalanx",))) == ["    ... 5 frames more", "    main  job.py:3"]
+    nothing_else = Thread(7, "MainThread", False, False, tuple(ours))
+    assert len(list(thread_lines([nothing_else], 7, 8, without=("phalanx",)))) == 5
+
+
+def test_on_a_terminal_long_lines_break_between_words(monkeypatch):
+    long = "  rank 1: has been in " + "load_image at a/folder/with-hyphens/data.py:88 " * 3 + "x" * 90
+    assert broken([long]) == [long]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = broken([long, "    main  job.py:3"])
+    assert shown[-1] == "    main  job.py:3"
+    assert " ".join(line.strip() for line in shown[:-1]) == long.strip()
+    assert [len(line) > 80 for line in shown] == [False, False, False, True, False]
+    assert all(line.startswith("    ") for line in shown[1:])
 
 
 def test_a_thread_that_ends_and_has_no_frames_any_more_has_no_lines():

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._files import open_regular
+from phalanx._text import broken
 from phalanx.diagnose.activity import Look
 from phalanx.diagnose.answer import RankSeen, look_at
 from phalanx.diagnose.jobs import find_ranks
@@ -49,7 +50,7 @@ def main(args: Sequence[str]) -> int:
     except (LookupError, OSError) as error:
         print(f"phalanx stacks: {error}", file=sys.stderr)
         return 2
-    print(text)
+    print(text if given.json or given.save else "\n".join(broken(text.splitlines())))
     return 0 if any(one.look.stacks.threads for one in seen) else 1
 
 

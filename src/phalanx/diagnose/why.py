@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
-from phalanx._text import listed, plural
+from phalanx._text import broken, listed, plural
 from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
 from phalanx.diagnose.findings import Finding
@@ -25,6 +25,7 @@ from phalanx.launch.run_folder import name_of
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8
+_PASSED_OVER = ("phalanx", "torch")  # who waits in an operation of these is told in the line above its frames
 
 
 def main(args: Sequence[str]) -> int:
@@ -61,7 +62,7 @@ def main(args: Sequence[str]) -> int:
         return 2
     if given.brief:
         return _brief(answer)
-    print(as_json(answer) if given.json else "\n".join(map(printable, cropped(list(lines_of(answer))))))
+    print(as_json(answer) if given.json else "\n".join(cropped(broken(map(printable, lines_of(answer))))))
     return 0
 
 
@@ -155,7 +156,8 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     hosts = sorted({one.doing.host for one in group if one.doing.host})
     there = f" ({'also ' * bool(pids)}on {plural(len(hosts), 'host')} {listed(hosts, 6)})" * bool(hosts)
     yield f"{named}{there}: {'each ' * (len(group) > 1)}{clause(dataclasses.replace(first.doing, host=''))}"
-    yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES)
+    without = _PASSED_OVER if first.doing.call is not None else ()
+    yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES, without=without)
     is_puzzling = needs_native(first) or (first.doing.how == "asleep" and not first.doing.within)
     if is_puzzling and first.doing.rank in culprits and not first.doing.host and not first.native:
         early = f", which would end its {call} early" if (call := halt_ends(first)) else ""

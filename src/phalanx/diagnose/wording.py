@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from phalanx._text import columns, counted, shortened
 from phalanx.diagnose.activity import BREAKPOINT, Activity, Call
@@ -169,16 +169,23 @@ def caution(finding: Finding) -> str:
     )
 
 
-def thread_lines(threads: Sequence[Thread], pid: int, most_frames: int) -> Iterator[str]:
-    """Yield the threads of a process that are in the user's code, each with at most so many of its frames."""
+def thread_lines(
+    threads: Sequence[Thread], pid: int, most_frames: int, *, without: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield the threads of a process that are in the user's code, each with at most so many of its frames.
+
+    Args:
+        without: Owners whose innermost frames are counted and not shown.
+    """
     for thread in threads:
         if thread.number != pid:
             if not thread.own_frames:
                 continue
             yield f"  thread {thread.name or thread.number}"
         own = next((number for number, frame in enumerate(thread.frames) if not frame.owner), 0)
-        last = [own] if own >= most_frames else []  # below many frames of libraries: the line that everybody looks for
-        shown = [*range(min(most_frames - len(last), len(thread.frames))), *last]
+        inner = next((number for number, frame in enumerate(thread.frames) if frame.owner not in without), 0)
+        last = [own] if own >= inner + most_frames else []  # below many frames of libraries: what everybody looks for
+        shown = [*range(inner, min(inner + most_frames - len(last), len(thread.frames))), *last]
         lines = columns([(shortened(thread.frames[number].function), thread.frames[number].site) for number in shown])
         num_passed = 0
         for number, line in zip(shown, lines, strict=True):
