@@ -15,10 +15,9 @@ from phalanx.launch.ports import ReservedPort
 PHALANX = [sys.executable, "-m", "phalanx"]
 
 
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory) -> Iterator[tuple[Path, int]]:
-    """The folder and the pid of a launcher that waits for a second node."""
-    folder = tmp_path_factory.mktemp("alone")
+@contextlib.contextmanager
+def launcher_that_waits(folder: Path) -> Iterator[int]:
+    """The pid of a launcher that waits for a second node."""
     (folder / "early.py").write_text("raise AssertionError('it never runs')")
     with contextlib.closing(ReservedPort()) as port:
         flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port.port}"]
@@ -28,9 +27,17 @@ def launcher(tmp_path_factory) -> Iterator[tuple[Path, int]]:
         while "waiting for nodes: 1 of at least 2" not in said:
             said = process.stderr.readline()
             assert said, "it has ended"
-        yield folder, process.pid
+        yield process.pid
         process.terminate()
         process.stderr.read()
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory) -> Iterator[tuple[Path, int]]:
+    """The folder and the pid of a launcher that waits for a second node."""
+    folder = tmp_path_factory.mktemp("alone")
+    with launcher_that_waits(folder) as pid:
+        yield folder, pid
 
 
 def ask(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
@@ -39,7 +46,7 @@ def ask(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("named", ["early.py", "runs/early", "the run", "the launcher"])
+@pytest.mark.parametrize("named", ["early.py", "./early.py", "runs/early", "the run", "the launcher"])
 def test_why_says_what_the_launcher_waits_for(launcher, named):
     folder, pid = launcher
     job = {"the run": next(folder.glob("runs/early/*")), "the launcher": pid}.get(named, named)
@@ -69,3 +76,13 @@ def test_commands_that_need_a_rank_say_that_there_is_none_yet(launcher, command)
     assert done.stderr.startswith(
         f"phalanx {command[0]}: no rank of early.py runs here yet (phalanx run, pid {pid}): waiting"
     )
+
+
+def test_a_run_that_ended_before_its_ranks_were_started_says_what_ended_it(tmp_path):
+    with launcher_that_waits(tmp_path) as pid:
+        assert pid
+    (run,) = tmp_path.glob("runs/early/*")
+    for named in "early.py", run:
+        done = ask(tmp_path, "why", named)
+        assert done.returncode == 2
+        assert done.stderr.endswith("has ended before any rank was started: phalanx run got SIGTERM\n"), done.stderr

@@ -88,7 +88,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        return not self.launcher_pid
+        return not self.launcher_pid and not self.ranks
 
     @property
     def waits(self) -> str:
@@ -156,7 +156,7 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
             _name(command_of(pid)) or process.name, _BY_HAND, process.parent, 0, (_rank(0, pid, {pid: process}),)
         )
     jobs = [job for job in jobs if job.notes or not has_notes]
-    shown = printable(wanted)
+    shown = printable(os.path.basename(wanted) if os.path.isfile(wanted) else wanted)
     found = [job for job in jobs if not wanted or shown in (job.name, os.path.splitext(job.name)[0])]
     found = found or [job for job in jobs if wanted and _is_in(job.folder, wanted)]
     here = [job for job in found if job.cwd == _folder_of(os.getpid())] if len(found) > 1 else found

@@ -41,13 +41,13 @@ def newest_run(of_script: Path | None = None) -> Path | None:
     """
     if of_script is not None and not os.path.isdir(of_script):  # also where the name is too long for a path
         return None
-    runs = [path.parent for path in (Path("runs").glob("*/*/logs") if of_script is None else of_script.glob("*/logs"))]
-    return max(runs, key=lambda path: path.name, default=None)
+    folders = Path("runs").glob("*/*") if of_script is None else of_script.glob("*")
+    return max(filter(is_run, folders), key=lambda path: path.name, default=None)
 
 
 def is_run(path: Path) -> bool:
     """Whether a folder is that of a run of ``phalanx run``."""
-    return os.path.isdir(path / "logs")
+    return os.path.isdir(path / "logs") or bool(load_reason(path / "blackbox"))
 
 
 def examine_run(folder: Path) -> Answer:
@@ -58,6 +58,9 @@ def examine_run(folder: Path) -> Answer:
     """
     attempts = _numbered(folder, "logs/attempt_*")
     if not attempts:
+        reason = load_reason(folder / "blackbox")
+        if reason:
+            raise LookupError(f"{folder} has ended before any rank was started: {reason}")
         raise LookupError(f"{folder} holds no logs of ranks")
     seen: tuple[RankSeen, ...] = ()
     for logs in reversed(attempts):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,11 +22,13 @@ from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import Job, NoJob, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import examine_run, is_run, newest_run
+from phalanx.diagnose.processes import command_of
 from phalanx.diagnose.wording import caution, clause, ranks, sentence, thread_lines, words_of_loss
 from phalanx.launch.run_folder import name_of
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8
+_BEGINS_S = 1.0
 _PASSED_OVER = ("phalanx", "torch")  # who waits in an operation of these is told in the line above its frames
 
 
@@ -50,7 +54,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument(
         "--brief",
         action="store_true",
-        help="print the sentence alone; exit with 1 if no stack can be read or no rank is missing",
+        help="print the sentence alone; of a job that runs, exit with 1 if no stack can be read or no rank is missing",
     )
     try:
         given = parser.parse_args(args)
@@ -92,16 +96,41 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
         LookupError: There is neither.
     """
     try:
-        return _examine(find_job(wanted), is_asked_by_other)
+        job = find_job(wanted)
+        own = newest_run(_runs_of(wanted)) if wanted and not wanted.isdecimal() else None
+        if own is not None and job.cwd not in ("", os.getcwd()) and not _is_same(job.folder, own):
+            return examine_run(own)  # another folder's job has the name of a script that ran here
+        return _examine(job, is_asked_by_other)
     except NoJob:
         folder = Path(wanted)
         if wanted and is_run(folder):
             return examine_run(folder)
-        of_script = None if not wanted else folder if os.path.isdir(folder) else Path("runs", name_of([wanted]))
-        last = newest_run(of_script)
+        last = newest_run(_runs_of(wanted))
         if last is None or (not wanted and find_jobs()):
             raise
+        if (begun := _begins(last, wanted)) is not None:
+            return _examine(begun, is_asked_by_other)
         return examine_run(last)
+
+
+def _is_same(folder: str, run: Path) -> bool:
+    return bool(folder) and os.path.realpath(folder) == os.path.realpath(run)
+
+
+def _begins(run: Path, wanted: str) -> Job | None:
+    """Return the job of a run whose launcher has made its folder and is about to tell of itself; None: it has ended."""
+    pid = run.name.rpartition("-")[2]
+    deadline_s = time.monotonic() + _BEGINS_S
+    while pid.isdecimal() and "run" in command_of(int(pid)) and time.monotonic() < deadline_s:
+        with contextlib.suppress(NoJob):
+            return find_job(wanted)
+        time.sleep(0.02)
+    return None
+
+
+def _runs_of(wanted: str) -> Path | None:
+    """Return the folder of the runs that a user means; None: of any script."""
+    return None if not wanted else Path(wanted) if os.path.isdir(wanted) else Path("runs", name_of([wanted]))
 
 
 def _examine(job: Job, is_asked_by_other: bool) -> Answer:
@@ -138,6 +167,8 @@ def lines_of(answer: Answer) -> Iterator[str]:
     if answer.job.has_ended:
         yield f"{answer.job.folder} has ended{answer.ended_by and f': {answer.ended_by}'}. When it did:"
     yield _sentence(answer)
+    if not answer.job.has_ended and answer.job.cwd not in ("", os.getcwd()):
+        yield f"The job runs in {answer.job.cwd}."
     if answer.asked:
         yield f"While it ran: {answer.asked}"
     yield from map(words_of_loss, answer.losses)
