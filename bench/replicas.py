@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import record
 from bench.report import machine_facts, verdict_line
-from tests.namespaces import hosts, why_no_hosts
+from tests.namespaces import hosts, node_command, why_no_hosts
 
 _SCRIPT = """
 import json, math, os, sys, time, torch, torch.distributed as dist
@@ -96,22 +96,8 @@ def measure(rate: str, num_turns: int, width: int, turn_s: float) -> list[dict[s
         (folder / "train.py").write_text(_SCRIPT)
         started, cpus = [], sorted(os.sched_getaffinity(0))
         for number, host in enumerate(made):
-            command = [
-                "taskset",
-                "-c",
-                str(cpus[number % len(cpus)]),
-                sys.executable,
-                "-m",
-                "phalanx",
-                "run",
-                "--nproc-per-node",
-                "1",
-                "--nnodes",
-                "2",
-            ]
-            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{made[0].address}:{_PORT}"]
-            command += ["--max-restarts", "1", str(folder / "train.py"), str(num_turns)]
-            command += [str(width), str(turn_s)]
+            command = ["taskset", "-c", str(cpus[number % len(cpus)]), *node_command("2", made[0], _PORT)]
+            command += ["--max-restarts", "1", str(folder / "train.py"), str(num_turns), str(width), str(turn_s)]
             output = {"stdout": subprocess.PIPE, "text": True} if not started else {"stdout": subprocess.DEVNULL}
             environ = {"OMP_NUM_THREADS": "1"}
             started.append(host.start(command, environ, cwd=folder, stderr=subprocess.DEVNULL, **output))
@@ -135,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         turns = measure(rate, asked.turns, asked.width, asked.turn_s)
         told = turns[2:]  # the first pair is to get warm
         mean = {is_on: statistics.fmean(s for t in told if t["is_on"] == is_on for s in t["steps"]) for is_on in (0, 1)}
-        turn_s = [statistics.fmean(turn["steps"]) for turn in told]
-        costs = sorted(on_s / off_s - 1 for off_s, on_s in zip(turn_s[::2], turn_s[1::2], strict=True))
+        per_turn_s = [statistics.fmean(turn["steps"]) for turn in told]
+        costs = sorted(on_s / off_s - 1 for off_s, on_s in zip(per_turn_s[::2], per_turn_s[1::2], strict=True))
         cost = statistics.median(costs)
         longest = max(s for turn in told if turn["is_on"] for s in turn["steps"])
         longest_off = max(s for turn in told if not turn["is_on"] for s in turn["steps"])

@@ -127,7 +127,7 @@ void Board::stop_clock(Wait& wait) {
 
 /// Tell who does not come: soon, and then ever more seldom, for what has been said stays on the screen.
 void Board::report_stall(Wait& wait, const MissingFn& missing) {
-  wait.next_report = Clock::now() + from_seconds(config_.stall_s * (wait.has_reported ? 6 : 3));
+  wait.next_report = Clock::now() + from_seconds(config_.stall_s * (wait.has_reported ? 6 : 3));  // as report_due_s() of _wording.py
   wait.has_reported = true;
   const Failure late = timed_out(wait, missing);
   if (config_.on_stall && !late.ranks.empty())

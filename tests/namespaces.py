@@ -161,6 +161,12 @@ class Host:
             )
 
 
+def node_command(nnodes: str, first: Host, port: int) -> list[str]:
+    """Return what starts one rank on a host, of a job that meets at the first one; more flags and the script follow."""
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "--nnodes", nnodes]
+    return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{port}"]
+
+
 @contextlib.contextmanager
 def hosts(num_hosts: int, rate: str | None = None, delay_ms: float = 0.0) -> Iterator[tuple[Host, ...]]:
     """Make simulated hosts on one switch; at the end of the block, remove them and everything that runs on them.

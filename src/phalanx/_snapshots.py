@@ -27,8 +27,8 @@ another host's the newest that all hosts have, the one that is coming, and the o
 FETCHED_SLOT = 2
 _HEAD = struct.Struct("<8sQQQQQ16sQQ")
 _PLAN = struct.Struct("<Q")
-_OF_OTHERS = NUM_SLOTS * REGION_BYTES << 22  # where images of other hosts begin
-MOST_OF_OTHERS = 1 << 22  # images, so that their regions end before the plan
+MOST_OF_OTHERS = 1 << 22  # images, as many as own ones, so that their regions end before the plan
+_OF_OTHERS = NUM_SLOTS * REGION_BYTES * MOST_OF_OTHERS  # where images of other hosts begin
 _PLAN_OFFSET = 1 << 62  # behind all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096
 _WANTED_OFFSET, _COPY_OFFSET, _COPIED_OFFSET, _GAPS_OFFSET = (_PLAN_OFFSET + number * 4096 for number in (2, 3, 4, 5))

@@ -87,9 +87,9 @@ def broken(lines: Iterable[str]) -> list[str]:
     width = max(shutil.get_terminal_size().columns, 20)
     shown: list[str] = []
     for line in lines:
+        if len(line) <= width:
+            shown.append(line)
+            continue
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        wrapped = textwrap.wrap(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-        )
-        shown += wrapped if len(line) > width else [line]
+        shown += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return shown

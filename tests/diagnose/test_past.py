@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -49,6 +50,17 @@ dist.all_reduce(torch.ones(2))
 """
 
 
+@contextlib.contextmanager
+def waiting_job(folder, num_ranks):
+    """A job of which rank 1 waits for ever and the others for it."""
+    (folder / "job.py").write_text(KILLED)
+    command = [*PHALANX, "run", "--nproc-per-node", str(num_ranks), "job.py"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        while "there" not in process.stdout.readline():
+            assert process.poll() is None
+        yield process
+
+
 def run(folder: Path, script: str, num_ranks: int = 3, **environ: str) -> subprocess.CompletedProcess[str]:
     (folder / "job.py").write_text(script)
     return subprocess.run(
@@ -93,11 +105,7 @@ def test_a_wait_that_timed_out_has_lasted_until_then_and_its_error_is_named(tmp_
 
 
 def test_what_ended_the_launcher_is_told_of_a_run_that_no_rank_ended(tmp_path):
-    (tmp_path / "job.py").write_text(KILLED)
-    command = [*PHALANX, "run", "--nproc-per-node", "2", "job.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        while "there" not in process.stdout.readline():
-            assert process.poll() is None
+    with waiting_job(tmp_path, 2) as process:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     (folder,) = tmp_path.glob("runs/job/*")
@@ -167,11 +175,7 @@ def test_ranks_that_called_different_collectives_are_told_with_their_lines(tmp_p
 
 
 def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tmp_path):
-    (tmp_path / "job.py").write_text(KILLED)
-    command = [*PHALANX, "run", "--nproc-per-node", "3", "job.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        while "there" not in process.stdout.readline():
-            assert process.poll() is None
+    with waiting_job(tmp_path, 3) as process:
         (folder,) = tmp_path.glob("runs/job/*")
         while "; 2 ranks have waited up to " not in why(tmp_path, folder)[0]:  # until they do
             assert process.poll() is None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
 from phalanx.checkpoint.claim import read_note
 from tests.hosts.test_real_hosts import LIMIT_S, PORT, jobs
-from tests.namespaces import hosts
+from tests.namespaces import hosts, node_command
 
 __all__ = ["jobs"]  # a fixture
 pytestmark = pytest.mark.usefixtures("needs_hosts")
@@ -33,19 +32,7 @@ trainer.fit(TensorDataset(torch.ones(32, 2), torch.ones(32, 1)))
 def launch(host, first, folder):
     script = folder / "train.py"
     script.write_text(TRAIN)
-    command = [
-        sys.executable,
-        "-m",
-        "phalanx",
-        "run",
-        "--nproc-per-node",
-        "1",
-        "--nnodes",
-        "1:3",
-        "--max-restarts",
-        "9",
-    ]
-    command += ["--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}"]
+    command = [*node_command("1:3", first, PORT), "--max-restarts", "9", "--rdzv-id", "job"]
     command += ["--log-dir", str(folder / host.name), str(script)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return host.start(command, {"OMP_NUM_THREADS": "1"}, cwd=folder, **pipes)

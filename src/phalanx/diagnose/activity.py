@@ -250,6 +250,11 @@ def _last(look: Look) -> Call | None:
     return dataclasses.replace(call_of(event, look.seen_ns), since_s=(look.seen_ns - event.ended_ns) / 1e9)
 
 
+def joining_call(group: str) -> str:
+    """Return the call in which a rank joins a group, as its caller knows it."""
+    return "init_process_group" if group in ("", "default") else "new_group"
+
+
 def call_of(event: Event, now_ns: int) -> Call:
     """Return the operation that an event of a black box tells of, as it stands at a time."""
     is_message = event.kind == "message"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phalanx._errors import printable
 from phalanx._launched import MEMORY_NAME, read_started
+from phalanx._text import columns
 from phalanx.diagnose.processes import (
     Process,
     command_of,
@@ -101,6 +102,11 @@ class Job:
         return _folder_of(self.ranks[0].pid if self.ranks else self.launcher_pid)
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether it runs in another folder than this process."""
+        return self.cwd not in ("", _folder_of(os.getpid()))
+
+    @property
     def pids(self) -> set[int]:
         """The launcher's pid and those of all ranks."""
         return {self.launcher_pid, *(rank.pid for rank in self.ranks)}
@@ -159,7 +165,8 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
     shown = printable(os.path.basename(wanted) if os.path.isfile(wanted) else wanted)
     found = [job for job in jobs if not wanted or shown in (job.name, os.path.splitext(job.name)[0])]
     found = found or [job for job in jobs if wanted and _is_in(job.folder, wanted)]
-    here = [job for job in found if job.cwd == _folder_of(os.getpid())] if len(found) > 1 else found
+    own_folder = _folder_of(os.getpid())
+    here = [job for job in found if job.cwd == own_folder] if len(found) > 1 else found
     if len(here) == 1:
         return here[0]
     kind = f"no job {wanted!r}" if wanted and not found else "several jobs" if found else "no job"
@@ -185,9 +192,7 @@ def _table(jobs: Sequence[Job]) -> str:
         begun = time.localtime(time.time() - process.age_s) if process is not None else None
         since = time.strftime("%b %d %H:%M", begun) if begun is not None else ""
         rows.append((str(pid), job.name, job.cwd, job.launcher, since))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "".join(f"\n  {line}" for line in lines)
+    return "".join(f"\n  {line}" for line in columns(rows))
 
 
 def find_ranks(wanted: str, has_notes: bool = False) -> Job:

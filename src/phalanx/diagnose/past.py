@@ -24,13 +24,8 @@ from phalanx.record.losses import load_losses
 
 _TAIL_BYTES = 256 << 10
 _FALLEN = ("raised", "killed", "exited")  # by themselves
-_OF_ALL = (
-    "barrier",
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "all_to_all",
-)  # nobody has the result before all came
+# Operations of which nobody has the result before all have come.
+_OF_ALL = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
 def newest_run(of_script: Path | None = None) -> Path | None:
@@ -57,11 +52,10 @@ def examine_run(folder: Path) -> Answer:
         LookupError: The folder is none of a run, or no rank was started.
     """
     attempts = _numbered(folder, "logs/attempt_*")
+    reason = load_reason(folder / "blackbox")
     if not attempts:
-        reason = load_reason(folder / "blackbox")
-        if reason:
-            raise LookupError(f"{folder} has ended before any rank was started: {reason}")
-        raise LookupError(f"{folder} holds no logs of ranks")
+        before_any = f"has ended before any rank was started: {reason}"
+        raise LookupError(f"{folder} {before_any if reason else 'holds no logs of ranks'}")
     seen: tuple[RankSeen, ...] = ()
     for logs in reversed(attempts):
         boxes = folder / "blackbox" / logs.name
@@ -75,7 +69,7 @@ def examine_run(folder: Path) -> Answer:
     known = logs.name.rpartition("_")[2]
     is_older = logs != attempts[-1] and any(one.doing.how != "unrecorded" for one in seen)
     note = f"its last attempt left no record, so this is attempt {known}" * is_older
-    ended_by = "; ".join(filter(None, (load_reason(folder / "blackbox"), note)))
+    ended_by = "; ".join(filter(None, (reason, note)))
     return Answer(job, _by_cause(found, seen), seen, _asked(seen), ended_by, tuple(load_losses(folder)))
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import time
 
+from phalanx.diagnose.activity import joining_call
 from phalanx.record.box import Event, Tail
 
 _WINDOW_NS = 10 * 10**9
@@ -151,7 +152,7 @@ class Recorded:
 
 
 def _named(event: Event) -> str:
-    """Return an operation as its caller knows it: a rank joins a group in the call that makes it."""
+    """Return an operation as its caller knows it."""
     if event.op == "join":
-        return "init_process_group" if event.text in ("", "default") else "new_group"
+        return joining_call(event.text)
     return f"{event.op} #{event.seq}" if event.kind == "collective" and event.seq else event.op

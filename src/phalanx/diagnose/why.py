@@ -97,9 +97,10 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
     """
     try:
         job = find_job(wanted)
-        own = newest_run(_runs_of(wanted)) if wanted and not wanted.isdecimal() else None
-        if own is not None and job.cwd not in ("", os.getcwd()) and not _is_same(job.folder, own):
-            return examine_run(own)  # another folder's job has the name of a script that ran here
+        if job.is_elsewhere and wanted and not wanted.isdecimal():  # it may have the name of a script that ran here
+            own = newest_run(_runs_of(wanted))
+            if own is not None and os.path.realpath(own) != os.path.realpath(job.folder):
+                return examine_run(own)
         return _examine(job, is_asked_by_other)
     except NoJob:
         folder = Path(wanted)
@@ -111,10 +112,6 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
         if (begun := _begins(last, wanted)) is not None:
             return _examine(begun, is_asked_by_other)
         return examine_run(last)
-
-
-def _is_same(folder: str, run: Path) -> bool:
-    return bool(folder) and os.path.realpath(folder) == os.path.realpath(run)
 
 
 def _begins(run: Path, wanted: str) -> Job | None:
@@ -167,7 +164,7 @@ def lines_of(answer: Answer) -> Iterator[str]:
     if answer.job.has_ended:
         yield f"{answer.job.folder} has ended{answer.ended_by and f': {answer.ended_by}'}. When it did:"
     yield _sentence(answer)
-    if not answer.job.has_ended and answer.job.cwd not in ("", os.getcwd()):
+    if not answer.job.has_ended and answer.job.is_elsewhere:
         yield f"The job runs in {answer.job.cwd}."
     if answer.asked:
         yield f"While it ran: {answer.asked}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from phalanx._text import columns, counted, shortened
-from phalanx.diagnose.activity import BREAKPOINT, Activity, Call
+from phalanx.diagnose.activity import BREAKPOINT, Activity, Call, joining_call
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.stacks import Thread
 from phalanx.record.losses import Loss, sign_of, who_of, words_of
@@ -82,7 +82,7 @@ def _done(finding: Finding, culprits: list[Activity], activities: list[Activity]
 
 
 def _differ(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
-    waits = "waited" if finding.is_over else "waits"
+    waits = _waits(finding)
     theirs = [
         f"{ranks((doing.rank,))} {waits} in {call_text(doing.call, True)}" for doing in culprits[:3] if doing.call
     ]
@@ -90,8 +90,12 @@ def _differ(finding: Finding, culprits: list[Activity], activities: list[Activit
 
 
 def _circle(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
-    waits, wait = ("waited", "waited") if finding.is_over else ("waits", "wait")
-    each = [f"{ranks((doing.rank,))} {waits} in {call_text(doing.call, True)}" for doing in culprits[:4] if doing.call]
+    each = [
+        f"{ranks((doing.rank,))} {_waits(finding)} in {call_text(doing.call, True)}"
+        for doing in culprits[:4]
+        if doing.call
+    ]
+    wait = _waits(finding, len(finding.culprits))
     return f"{ranks(finding.culprits)} {wait} for each other's messages: {'; '.join(each)}"
 
 
@@ -99,8 +103,7 @@ def _together(finding: Finding, culprits: list[Activity], activities: list[Activ
     assert finding.call is not None
     calls = [(doing.rank, doing.call) for doing in activities if doing.call is not None]
     if all(call.is_message for _, call in calls):
-        waits = "waited" if finding.is_over else "waits"
-        each = [f"rank {rank} {waits} in {call_text(call, True)}" for rank, call in calls[:4]]
+        each = [f"rank {rank} {_waits(finding)} in {call_text(call, True)}" for rank, call in calls[:4]]
         senders = [rank for rank, call in calls if "send" in call.op]
         why = "nobody sends one" if not senders else "nobody takes one" if len(senders) == len(calls) else "none fits"
         return f"{'; '.join(each)}: all wait for a message, and {why}"
@@ -134,8 +137,7 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
         return f"{f'pid {doing.pid}' if doing.pid else f'rank {doing.rank}'} {clause(doing)}"
     same = len({(doing.how, doing.frame) for doing in activities}) == 1
     each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing)}" for doing in activities]
-    waits = "waited" if finding.is_over else "waits"
-    return "; ".join([f"no rank {waits} for another", *each[: 1 if same else 3]])
+    return "; ".join([f"no rank {_waits(finding)} for another", *each[: 1 if same else 3]])
 
 
 _SENTENCES = {
@@ -218,12 +220,12 @@ def call_text(call: Call, with_site: bool = False) -> str:
     if call.is_message:
         peer = "" if call.peer is None else f" {'to' if 'send' in call.op else 'from'} rank {call.peer}"
         text = f"{call.op}{peer}"
+    elif call.op == "join":
+        text = joining_call(call.group)
     else:
         name = _NAMES.get(call.op, call.op)
         text = f"{name} #{call.seq}" if call.seq else name
-    if call.op == "join":
-        text = "init_process_group" if call.group == "default" else f"new_group of group '{call.group}'"
-    elif call.group:
+    if call.group and text != "init_process_group":
         text += f" of group '{call.group}'"
     return f"{text} at {call.site}" if call.site and (with_site or not call.group) else text
 
@@ -328,8 +330,7 @@ def _each(culprits: Sequence[Activity]) -> list[str]:
 
 def _waiting(finding: Finding, who: str) -> str:
     assert finding.call is not None
-    wait = "waited" if finding.is_over else "waits" if len(finding.waiters) == 1 else "wait"
-    return f"{who} {wait} in {call_text(finding.call, True)}"
+    return f"{who} {_waits(finding, len(finding.waiters))} in {call_text(finding.call, True)}"
 
 
 def _wait(finding: Finding, activities: Sequence[Activity]) -> str:
@@ -342,8 +343,11 @@ def _wait(finding: Finding, activities: Sequence[Activity]) -> str:
         most = "" if number == 1 else "up to "
         have = "" if finding.is_over else f"{_have(finding, number)} "
         return f"{who} {have}waited {most}{duration(finding.since_s)} for {them}{raised}"
-    wait = "waited" if finding.is_over else "waits" if number == 1 else "wait"
-    return f"{who} {wait} for {them}{raised}"
+    return f"{who} {_waits(finding, number)} for {them}{raised}"
+
+
+def _waits(finding: Finding, number: int = 1) -> str:
+    return "waited" if finding.is_over else "waits" if number == 1 else "wait"
 
 
 def _have(finding: Finding, number: int) -> str:

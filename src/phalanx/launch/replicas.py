@@ -22,8 +22,6 @@ from phalanx.launch.warden import die_with_parent, hold_signals
 
 # Not with -m, which would let a json.py in the current folder take the library's place.
 _RUN = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.replicator import main; main()"
-
-
 _FIRST_PAUSE_S = 0.5  # before it is started again, doubled each time
 _MOST_PAUSE_S = 60.0
 

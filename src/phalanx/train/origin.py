@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shlex
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def describe_origin(
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     frozen = f", {trained:,} of them trained" if trained != size else ""
     wrapper = "" if module is model else f" in {type(model).__name__}"
-    hosts = dict.fromkeys(ranks.gather(_settings.read_settings().host or socket.gethostname()))
+    hosts = dict.fromkeys(ranks.gather(_settings.host_name()))
     origin = {
         "command": _command(),
         "git commit": git_commit(os.path.dirname(os.path.abspath(sys.argv[0]))),
