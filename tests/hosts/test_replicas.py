@@ -172,13 +172,16 @@ def test_of_two_hosts_one_that_came_back_leaves_the_other_to_go_on_alone_again(j
 
 TRAINER = """
 import json, os, torch, phalanx
+from phalanx.checkpoint.memory import memory
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 class Callback:
     def on_step(self, trainer):
         if os.environ["LOCAL_RANK"] == "0":
-            print(json.dumps({"size": os.environ["GROUP_WORLD_SIZE"], "step": trainer.step}), flush=True)
+            safe = memory()._slots.safe
+            facts = {"size": os.environ["GROUP_WORLD_SIZE"], "step": trainer.step, "safe": safe[1] if safe else 0}
+            print(json.dumps(facts), flush=True)
 
 phalanx.init()
 model = torch.nn.Linear(8, 8)
@@ -192,10 +195,9 @@ trainer.fit(TensorDataset(torch.ones(32, 8), torch.ones(32, 8)))
 def test_a_trainer_with_a_divided_model_goes_on_from_the_replica_of_a_killed_host(jobs, tmp_path):
     with hosts(2) as made:
         launch(jobs, made, tmp_path, "1:2", script=TRAINER)
-        while (facts := await_fact(jobs[0], "step"))["step"] < 100:
-            pass
-        assert facts["size"] == "2"
+        while not (safe := (facts := await_fact(jobs[0], "safe"))["safe"]):
+            assert facts["size"] == "2"
         made[1].kill()
         while facts["size"] == "2":
             facts = await_fact(jobs[0], "step")
-        assert facts["step"] > 1  # nothing was on disk
+        assert facts["step"] > safe  # nothing was on disk

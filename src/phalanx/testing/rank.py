@@ -79,6 +79,8 @@ class Group:
             "tcp": f"tcp://127.0.0.1:{_env.environment()['MASTER_PORT']}",
             "env": "env://",
         }
+        # Gloo's init returns on one rank while another still connects: if the first ends at once, the other fails.
+        lent = _env.export({"TORCH_DIST_INIT_BARRIER": "1"}) if "gloo" in (self.backend or "") else ()
         dist.init_process_group(
             self.backend,
             init_method=own_addresses.get(self.init_method, self.init_method),
@@ -86,6 +88,7 @@ class Group:
             world_size=self.world_size,
             timeout=None if self.timeout_s is None else timedelta(seconds=self.timeout_s),
         )
+        _env.withdraw(lent)
 
 
 def run_in_group(rank: int, group: Group, function: Function | Callable[..., Any], *args: Any) -> Any:
