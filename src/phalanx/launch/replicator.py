@@ -35,7 +35,7 @@ _MOST_FAILURES = 3  # of a holder, before others are asked
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
 _REST, _SLOW_REST = 1.0, 4.0  # times what a piece took; where even the smallest takes longer than it should
-_SHARE_OF_CPUS = 0.02  # of all together, for copying and keeping
+_SHARE_OF_CPUS = 0.01  # of all together, for copying and keeping: the training loses some three times as much
 
 
 class Refused(Exception):
