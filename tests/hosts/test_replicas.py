@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import subprocess
 import sys
 import time
@@ -125,17 +126,32 @@ def test_two_of_four_hosts_can_be_killed_at_once_with_two_replicas(jobs, tmp_pat
         await_fact(jobs[0], "step")
 
 
-def test_a_spare_that_takes_the_place_of_a_killed_host_changes_no_bit(jobs, tmp_path):
+def check_spare(jobs, folder, num_snapshots=0, pause_s=0.0):
+    """Kill a host so many snapshots and seconds later; a spare takes its place, and the end is that of the undisturbed."""
     with hosts(3) as made:
-        launch(jobs, made[:2], tmp_path, "2", steps_after=23)
+        launch(jobs, made[:2], folder, "2", steps_after=23)
         await_fact(jobs[0], "safe")
-        launch(jobs, made[2:], tmp_path, "2", steps_after=23, endpoint=made[0])
+        launch(jobs, made[2:], folder, "2", steps_after=23, endpoint=made[0])
         assert "this one is a spare" in next(line for line in jobs[2].stderr if "nodes of the job" in line)
+        for _ in range(num_snapshots):
+            await_fact(jobs[0], "safe")
+        time.sleep(pause_s)
         made[1].kill()
         for job in (jobs[0], jobs[2]):
             assert await_fact(job, "loaded")["source"] == "memory"
             facts = await_fact(job, "digest")
             assert facts["digest"] == digest_of_undisturbed(facts["step"])
+
+
+def test_a_spare_that_takes_the_place_of_a_killed_host_changes_no_bit(jobs, tmp_path):
+    check_spare(jobs, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_a_spare_changes_no_bit_at_any_moment(jobs, tmp_path, seed):
+    drawn = random.Random(seed)
+    check_spare(jobs, tmp_path, drawn.randrange(10), drawn.uniform(0, 0.1))
 
 
 def test_a_host_that_is_told_to_go_leaves_its_part_of_the_state_to_the_others(jobs, tmp_path):
