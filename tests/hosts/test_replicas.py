@@ -127,7 +127,7 @@ def test_two_of_four_hosts_can_be_killed_at_once_with_two_replicas(jobs, tmp_pat
 
 
 def check_spare(jobs, folder, num_snapshots=0, pause_s=0.0):
-    """Kill a host so many snapshots and seconds later; a spare takes its place, and the end is that of the undisturbed."""
+    """Kill a host so much later; a spare takes its place, and the end is that of the undisturbed training."""
     with hosts(3) as made:
         launch(jobs, made[:2], folder, "2", steps_after=23)
         await_fact(jobs[0], "safe")
