@@ -113,10 +113,28 @@ def test_hosts_whose_times_of_day_differ_are_put_right_by_their_collectives(erro
     clock = align(wrong)["b"]
     assert abs(clock.shift_ns - shift) <= clock.within_ns
     assert clock.within_ns < 40 * MS
-    assert clock.was_moved == (abs(error_us) > 20_000)
+    assert clock.by == ("collectives" if abs(error_us) > 20_000 else "time of day")
     trace = make_trace(wrong)
     check_format(trace)
     assert trace["otherData"]["clocks"][1]["within_us"] == clock.within_ns / 1e3
+
+
+@pytest.mark.parametrize(("within_ms", "from_rank"), [(1, 3), (30, 1)], ids=["surely", "perhaps"])
+@pytest.mark.parametrize("who_measured", ["a", "b"])
+def test_an_arrow_comes_from_another_host_if_its_rank_was_later_for_sure(who_measured, within_ms, from_rank):
+    # Rank 3 is 20 ms late each time, and rank 1, on the host of those that wait, 5 ms.
+    boxes = Job(4, slower={1: 0.5, 3: 2.0}, hosts=["a", "a", "b", "b"], jitter=0, pauses=0).boxes(20)
+    ahead_ns = boxes[0].realtime_less_monotonic_ns - boxes[2].realtime_less_monotonic_ns
+    measured = {"a": {"b": (ahead_ns, within_ms * MS)}} if who_measured == "a" else {}
+    measured |= {"b": {"a": (-ahead_ns, within_ms * MS)}} if who_measured == "b" else {}
+    trace = make_trace(boxes, 0, measured)
+    check_format(trace)
+    told = {"host": "b", "within_us": within_ms * 1e3, "by": "heartbeats"}
+    assert trace["otherData"]["clocks"][1] == told
+    arrows = [event for event in trace["traceEvents"] if event["ph"] in "sf"]
+    ends = [(start["pid"], end["pid"]) for start, end in zip(arrows[::2], arrows[1::2], strict=True)]
+    assert [start for start, end in ends if end == 0] == [from_rank] * 20
+    assert (3, 2) in ends
 
 
 def test_hosts_without_a_common_collective_are_related_by_the_time_of_day():

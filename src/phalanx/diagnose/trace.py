@@ -12,36 +12,43 @@ import gzip
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import phalanx
 from phalanx.diagnose.trace_clocks import Clock, align
 from phalanx.record.box import MEMORY, Box, Event
+from phalanx.record.clocks import Ahead
 
 _FIRST_LANE = 1 << 22  # no thread of Linux has such a number
 _TraceEvent = dict[str, Any]
 
 
-def write_trace(boxes: Sequence[Box], path: Path, since_ns: int = 0) -> dict[str, Any]:
+def write_trace(
+    boxes: Sequence[Box], path: Path, since_ns: int = 0, measured: Mapping[str, Ahead] = MappingProxyType({})
+) -> dict[str, Any]:
     """Write the trace of these ranks, compressed if the path ends in ``.gz``; return its `otherData`.
 
     Args:
         boxes: One for each rank.
         path: File to write.
         since_ns: Time by the clock of the first box's host; events that ended before it are left out.
+        measured: What the launcher of each host has measured of the clocks of others.
     """
-    trace = make_trace(boxes, since_ns)
+    trace = make_trace(boxes, since_ns, measured)
     data = json.dumps(trace, separators=(",", ":")).encode()
     path.write_bytes(gzip.compress(data, 4) if path.suffix == ".gz" else data)
     about: dict[str, Any] = trace["otherData"]
     return about
 
 
-def make_trace(boxes: Sequence[Box], since_ns: int = 0) -> dict[str, Any]:
+def make_trace(
+    boxes: Sequence[Box], since_ns: int = 0, measured: Mapping[str, Ahead] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return the trace of these ranks as an object for JSON; see `write_trace`."""
-    clocks = align(boxes)
+    clocks = align(boxes, measured)
     ranks = [_Rank(box, clocks[box.host], since_ns) for box in boxes]
     begin_ns = min((rank.events[0].begun_ns for rank in ranks if rank.events), default=0)
     end_ns = max((max(event.begun_ns, event.ended_ns) for rank in ranks for event in rank.events), default=0)
@@ -65,7 +72,7 @@ def make_trace(boxes: Sequence[Box], since_ns: int = 0) -> dict[str, Any]:
 
 def _told(clock: Clock) -> dict[str, Any]:
     within = clock.within_ns / 1e3 if clock.within_ns < float("inf") else None  # JSON has no infinity
-    return {"host": clock.host, "within_us": within, "by": "collectives" if clock.was_moved else "time of day"}
+    return {"host": clock.host, "within_us": within, "by": clock.by}
 
 
 class _Rank:
@@ -73,6 +80,7 @@ class _Rank:
 
     def __init__(self, box: Box, clock: Clock, since_ns: int) -> None:
         self.box = box
+        self.within_ns = clock.within_ns
         shift = clock.shift_ns
         self.events = [
             event._replace(begun_ns=event.begun_ns + shift, ended_ns=event.ended_ns and event.ended_ns + shift)
@@ -141,25 +149,42 @@ def _content(event: Event) -> _TraceEvent:
     return {"name": name, "cat": event.kind, "args": args}
 
 
+class _Call(NamedTuple):
+    """A rank's part in a collective."""
+
+    begun_ns: int
+    ended_ns: int
+    rank: _Rank
+    track: int
+
+
 def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple[_TraceEvent, _TraceEvent]]:
-    """Yield beginning and end of each arrow, from the last of a host to come to a collective to one that waited."""
-    calls: dict[tuple[str, str, int], list[tuple[int, int, int, int]]] = defaultdict(list)
+    """Yield beginning and end of each arrow, from the last rank to come to a collective to one that waited for it."""
+    calls: dict[tuple[str, int, str, int], list[_Call]] = defaultdict(list)
     for rank in ranks:
         for event, track in zip(rank.events, rank.tracks, strict=True):
             if event.kind == "collective":
-                ends = event.ended_ns or end_ns
-                calls[rank.box.host, event.text, event.seq].append((event.begun_ns, ends, rank.box.rank, track))
-    number = 0
+                call = _Call(event.begun_ns, event.ended_ns or end_ns, rank, track)
+                calls[event.text, event.seq, event.op, event.value].append(call)
+    numbers = itertools.count(1)
     for came in calls.values():
-        last, _, pid, tid = max(came)
-        for begun, ended, waiting, track in came:
-            if begun < last <= ended:
-                number += 1
-                flow: _TraceEvent = {"name": "waited for", "cat": "wait", "id": number, "ts": _micros(last - begin_ns)}
+        for waiting in came:
+            last = _last_of(came, waiting.rank)
+            if waiting.begun_ns < last.begun_ns <= waiting.ended_ns:
+                flow: _TraceEvent = {"name": "waited for", "cat": "wait", "id": next(numbers)}
+                flow["ts"] = _micros(last.begun_ns - begin_ns)
                 yield (
-                    {**flow, "ph": "s", "pid": pid, "tid": tid},
-                    {**flow, "ph": "f", "bp": "e", "pid": waiting, "tid": track},
+                    {**flow, "ph": "s", "pid": last.rank.box.rank, "tid": last.track},
+                    {**flow, "ph": "f", "bp": "e", "pid": waiting.rank.box.rank, "tid": waiting.track},
                 )
+
+
+def _last_of(came: Sequence[_Call], rank: _Rank) -> _Call:
+    """Return the last call of the rank's host, or one of another host that came later for sure, as clocks are known."""
+    here = [call for call in came if call.rank.box.host == rank.box.host]
+    last = max(here, key=lambda call: call.begun_ns)
+    elsewhere = (call for call in came if call.begun_ns - call.rank.within_ns - rank.within_ns > last.begun_ns)
+    return max(elsewhere, key=lambda call: call.begun_ns, default=last)
 
 
 def _named(name: str, pid: int, args: _TraceEvent) -> _TraceEvent:

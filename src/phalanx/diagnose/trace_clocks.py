@@ -1,6 +1,7 @@
 """One clock for the ranks of several hosts, whose monotonic clocks begin at different times.
 
-The time of day relates them at first, as well as the hosts keep it. Collectives bound the error: no rank is through
+Launchers that exchange heartbeats have measured how far they are apart. Where they have not, or a launcher's record is
+lost, the time of day relates them, as well as the hosts keep it. Collectives bound its error: no rank is through
 with one, and with the two that follow, before all others have come to it. (Two, because a collective of several hosts
 is recorded on each as one or two of that host, with the exchange between the hosts before, between or behind.)
 """
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from phalanx.record.box import Box
+from phalanx.record.clocks import Ahead
 
 _MEETINGS = ("join", "barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # everyone waits for all
 _FURTHER = 2
@@ -25,24 +28,33 @@ class Clock:
 
     Attributes:
         shift_ns: Nanoseconds to add to its times.
-        within_ns: The times of the two are at most so far apart, by their collectives; infinite if nothing bounds it.
-        was_moved: Whether the hosts' times of day contradict the order of the collectives, so that these were taken.
+        within_ns: How wrong its times can be; infinite if nothing bounds it.
+        by: What they were shifted by: "heartbeats", "time of day", or "collectives" where these contradict the latter.
     """
 
     host: str
     shift_ns: int
     within_ns: float = 0.0
-    was_moved: bool = False
+    by: str = "time of day"
 
 
-def align(boxes: Sequence[Box]) -> dict[str, Clock]:
-    """Return the clock of each host; the first box's is the one that all others follow."""
+def align(boxes: Sequence[Box], measured: Mapping[str, Ahead] = MappingProxyType({})) -> dict[str, Clock]:
+    """Return the clock of each host; the first box's is the one that all others follow.
+
+    Args:
+        measured: What the launcher of each host has measured of others.
+    """
     hosts = {box.host: box.realtime_less_monotonic_ns for box in reversed(boxes)}
     calls = {host: _calls([box for box in boxes if box.host == host]) for host in hosts}
     first = boxes[0].host
     clocks = {first: Clock(first, 0)}
     for host in hosts:
-        if host != first:
+        if host in measured.get(first, {}):
+            ahead_ns, within_ns = measured[first][host]
+            clocks[host] = Clock(host, -ahead_ns, within_ns, "heartbeats")
+        elif first in measured.get(host, {}):
+            clocks[host] = Clock(host, *measured[host][first], "heartbeats")
+        elif host != first:
             clocks[host] = _clock(host, hosts[host] - hosts[first], calls[first], calls[host])
     return clocks
 
@@ -55,7 +67,7 @@ def _clock(host: str, by_day_ns: int, reference: _Calls, calls: _Calls) -> Clock
     within = max(by_day_ns - low, high - by_day_ns)
     if low <= by_day_ns <= high:
         return Clock(host, by_day_ns, within)
-    return Clock(host, int(low + high) // 2, (high - low) / 2, was_moved=True)
+    return Clock(host, int(low + high) // 2, (high - low) / 2, "collectives")
 
 
 def _calls(boxes: Sequence[Box]) -> _Calls:

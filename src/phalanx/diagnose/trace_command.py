@@ -7,19 +7,22 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import counted, in_units
 from phalanx.diagnose.jobs import find_ranks
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
+from phalanx.record.clocks import Ahead, load_clocks
 
 RIGHT_CALL = "phalanx trace [RUN | JOB | PID]"
 _LOOK_S = 0.25  # between two looks at a running job: less than it takes to fill a box
 _MOST_S = 3600.0
+_BY = {"heartbeats": "the launchers' heartbeats", "collectives": "collectives", "time of day": "time of day"}
 
 
 def main(args: Sequence[str]) -> int:
@@ -50,14 +53,14 @@ def main(args: Sequence[str]) -> int:
     )
     try:
         given = parser.parse_args(args)
-        boxes, since_ns = _boxes(given.what, given.seconds)
+        made = _boxes(given.what, given.seconds)
     except UsageError as error:
         return parser.refuse(error)
     except (LookupError, ValueError, OSError) as error:
         return _say(f"phalanx trace: {error.args[0] if isinstance(error, LookupError) else error}")
     path = Path(given.out) if given.out else _free_path()
     try:
-        about = write_trace(boxes, path, since_ns)
+        about = write_trace(made.boxes, path, made.since_ns, made.measured)
     except OSError as error:
         return _say(f"phalanx trace: can't write {path}: {error.strerror}; name another file with --out")
     _show(path, about)
@@ -83,11 +86,20 @@ def _show(path: Path, about: dict[str, Any]) -> None:
         if clock["within_us"] is None:
             print(f"host {clock['host']}: its times are shifted by the time of day; no collective bounds the error")
         else:
-            print(f"host {clock['host']}: its times are right within {clock['within_us']:,.0f} us, by {clock['by']}")
+            within = f"{clock['within_us']:,.0f} us"
+            print(f"host {clock['host']}: its times are right to within {within}, by {_BY[clock['by']]}")
 
 
-def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], int]:
-    """Return the boxes that are meant, and the time from which on they are shown."""
+class _Wanted(NamedTuple):
+    """What is to be shown: boxes by rank, from when on, and what hosts have measured of each other's clocks."""
+
+    boxes: list[Box]
+    since_ns: int = 0
+    measured: Mapping[str, Ahead] = MappingProxyType({})
+
+
+def _boxes(what: Sequence[str], seconds: float | None) -> _Wanted:
+    """Return what is meant."""
     if seconds is not None and not 0 < seconds <= _MOST_S:
         raise UsageError(f"--seconds must lie in (0, {_MOST_S:,.0f}], got {seconds:g}")
     folders = [Path(one) for one in what if os.path.isdir(one)]
@@ -100,28 +112,30 @@ def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], int]:
     if seconds is not None:
         raise UsageError("--seconds is for running jobs; a folder holds what has been saved")
     boxes: dict[int, Box] = {}
+    measured = {}
     for folder in folders:
-        for box in saved_boxes(folder):
+        attempt = _newest_attempt(folder)
+        for box in load_boxes(attempt):
             if box.rank in boxes:
                 raise UsageError(f"rank {box.rank} is in two of the folders; give those of one job's hosts", None)
             boxes[box.rank] = box
-    return [boxes[rank] for rank in sorted(boxes)], 0
+            measured[box.host] = load_clocks(attempt)
+    return _Wanted([boxes[rank] for rank in sorted(boxes)], measured=measured)
 
 
-def saved_boxes(folder: Path) -> list[Box]:
-    """Return the boxes of a run's newest attempt.
+def _newest_attempt(folder: Path) -> Path:
+    """Return the folder with the boxes of a run's newest attempt.
 
     Args:
         folder: Folder with the boxes of one attempt, of a run, or of all runs of a script; then the newest run counts.
 
     Raises:
         LookupError: There are none.
-        ValueError: One can't be read.
     """
     for pattern in ("", "attempt_*", "blackbox/attempt_*", "*/blackbox/attempt_*"):
         found = [path for path in (folder.glob(pattern) if pattern else [folder]) if any(path.glob(f"*{SUFFIX}"))]
         if found:
-            return load_boxes(max(found, key=_age))
+            return max(found, key=_age)
     raise LookupError(f"no black box in {folder}: they are saved when an attempt of phalanx run is over")
 
 
@@ -131,7 +145,7 @@ def _age(attempt: Path) -> tuple[float, int]:
     return newest, int(number) if number.isdecimal() else 0
 
 
-def _running(wanted: str, seconds: float) -> tuple[list[Box], int]:
+def _running(wanted: str, seconds: float) -> _Wanted:
     """Return what the ranks of a running job record within the next seconds, and when that began."""
     job = find_ranks(wanted)
     with contextlib.ExitStack() as stack:
@@ -146,7 +160,7 @@ def _running(wanted: str, seconds: float) -> tuple[list[Box], int]:
                 f"{job.name} ({job.launcher}) records nothing: its ranks have no group of the backend phalanx"
             )
         since_ns = time.monotonic_ns()
-        return merged(_looks(tails, seconds)), since_ns
+        return _Wanted(merged(_looks(tails, seconds)), since_ns)
 
 
 def _looks(tails: Sequence[Tail], seconds: float) -> Iterator[list[Box]]:

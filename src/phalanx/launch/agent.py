@@ -21,6 +21,7 @@ import phalanx
 from phalanx._settings import host_name
 from phalanx._text import named
 from phalanx.launch.agreement import OTHER_SIDE, Agreement, Node, Place, Rules, State
+from phalanx.launch.clocks import Clocks
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
 from phalanx.launch.holders import told_of
 from phalanx.launch.links import Links, is_local, open_door
@@ -28,7 +29,7 @@ from phalanx.launch.messages import read_cause, read_state, read_view
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.questions import Questions
 
-_PROTOCOL = 2
+_PROTOCOL = 3
 _BEATS = 4  # in the time after which a silent node is lost
 _LAST_CALL_S = 3.0
 _SILENCE_S = 2.0
@@ -74,7 +75,8 @@ class Agent:
         self._differ: set[str] = set()  # hosts that run another script
         self._told: State | None = None
         self._told_s = self._dialed_s = self._joining_s = 0.0
-        self._times: dict[str, tuple[float, float]] = {}  # of each peer: when it sent its last, ours that it had
+        self._times: dict[str, tuple[float, float]] = {}  # when each peer's last was sent, by its clock, and came
+        self._clocks = Clocks()
         self._nodes: dict[str, Node] = {}  # that are linked
         self._signs: dict[str, dict[str, Any]] = {}  # by host: how this node has noticed that it lost it, and when
         self._waits_for = ("", 0.0, False)
@@ -251,9 +253,12 @@ class Agent:
         if is_forced or is_due or state != self._told:
             self._told, self._told_s = state, now_s
             age_s, times = self._agreement.job_age_s, self._times
-            self._links.tell_all(
-                lambda peer: {"state": state, "at": now_s, "echo": times.get(peer, (0.0,))[0], "age": age_s}
-            )
+
+            def make(peer: str) -> dict[str, Any]:
+                echo_s, came_s = times.get(peer, (0.0, 0.0))
+                return {"state": state, "at": now_s, "echo": echo_s, "came": came_s, "age": age_s}
+
+            self._links.tell_all(make)
 
     def _say_what_is_missing(self) -> None:
         now_s, what = time.monotonic(), self._agreement.waits_for()
@@ -293,7 +298,7 @@ class Agent:
             if self._asked_s - self._answered_s >= ANSWERS_S:
                 os._exit(1)
             self._asked_s = now_s
-            self._channel.send({"ping": True})
+            self._channel.send({"ping": True, "clocks": self._clocks.told(now_s)})
 
     # ------------------------------------------------------------ what the links tell
 
@@ -311,11 +316,14 @@ class Agent:
 
     def received(self, peer: str, message: dict[str, Any]) -> None:
         if "state" in message:
-            state, at_s, echo_s = read_state(message["state"]), float(message["at"]), float(message["echo"])
+            state, now_s = read_state(message["state"]), time.monotonic()
+            at_s, echo_s, came_s = (float(message[name]) for name in ("at", "echo", "came"))
             if peer not in self._times:
                 self._told = None  # it does not count this node's answers before one tells that we have heard from it
-            self._times[peer] = at_s, echo_s
-            self._agreement.heard(peer, state, min(echo_s, time.monotonic()), float(message["age"]))
+            if echo_s and peer in self._nodes:
+                self._clocks.heard(self._nodes[peer].host, echo_s, came_s, at_s, now_s)
+            self._times[peer] = at_s, now_s
+            self._agreement.heard(peer, state, min(echo_s, now_s), float(message["age"]))
         elif "view" in message:
             is_started, age_s = message["is_started"] is True, float(message["age"])
             self._agreement.handed(read_view(message["view"]), is_started=is_started, age_s=age_s)

@@ -221,6 +221,7 @@ class _Orders:
                 self._channel.send({"reserved": self._reserved.port})
             elif "ping" in packet:
                 self._heard_s = time.monotonic()
+                self._ranks.clocks = packet["clocks"]
                 self._channel.send({"pong": True})
             elif "drain" in packet:
                 self._leave(packet["drain"])

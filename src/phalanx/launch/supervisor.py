@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +38,7 @@ from phalanx.launch.survivors import Survivors
 from phalanx.launch.tracebacks import Stream
 from phalanx.launch.warden import adopt_orphans
 from phalanx.launch.wardens import Serving, Wardens
+from phalanx.record.clocks import save_clocks
 from phalanx.record.ends import End, save_ends, save_reason
 from phalanx.record.memory import BoxMemory
 
@@ -69,6 +70,7 @@ class Supervisor:
         self.received: int | None = None  # the one that ends the job
         self.drain: Callable[[], None] | None = None  # what the first SIGTERM asks for instead of the end of the job
         self.cause_before: Outcome | None = None  # of a failure that came before it
+        self.clocks: Mapping[str, Sequence[float]] = {}  # of other hosts, as `clocks.Clocks.told` has them
         self._late: int | None = None  # one that came when all ranks had ended
         self.began_s = 0.0  # when the ranks of this attempt were started
         self._ending_by: int | None = None  # the signal that ranks are being ended with
@@ -258,6 +260,7 @@ class Supervisor:
         try:
             self._boxes.save(folder)
             save_ends(ends, folder)
+            save_clocks(self.clocks, folder)
         except OSError as error:
             self._say_log_problem(str(error))
 
