@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from phalanx.diagnose import flight
 from phalanx.diagnose.activity import HAS_ENDED, Activity, Call, Look, activity_of
 from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import Job
@@ -108,10 +109,14 @@ def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> 
         for one in (rank.process, *rank.helpers)
         if one and one.state not in "ZX" and one.pid != asking
     ]
+    ends_s = time.monotonic() + flight.ANSWERS_S
+    asked = {rank.pid: flight.ask(rank.rank, rank.process) for rank in job.ranks if rank.process and rank.pid in pids}
     stacks = read_stacks(pids, timeout_s, native=native)
     seen = []
     for rank in job.ranks:
         look = _look(rank.pid, rank.process, stacks)
+        if (question := asked.get(rank.pid)) and not _has_collectives(look.box) and (box := question.answer(ends_s)):
+            look = dataclasses.replace(look, box=box, box_problem="")
         living = [helper for helper in rank.helpers if helper.pid in stacks and process_of(helper.pid) is not None]
         helpers = tuple(_look(helper.pid, helper, stacks) for helper in living)
         seen.append(RankSeen(activity_of(rank.rank, look, helpers), look, helpers))
@@ -130,6 +135,10 @@ def _look(pid: int, process: Process | None, stacks: dict[int, Stacks]) -> Look:
         box=box,
         box_problem=problem,
     )
+
+
+def _has_collectives(box: Box | None) -> bool:
+    return box is not None and any(event.kind in ("collective", "call") for event in box.events)
 
 
 def _box(pid: int) -> tuple[Box | None, str]:

@@ -137,10 +137,7 @@ def _read(pid: int, deadline: float, native: bool) -> Stacks:
 
 
 def _threads(pid: int, dumped: Sequence[dict[str, Any]]) -> tuple[Thread, ...]:
-    try:
-        folder = os.path.join(os.readlink(f"/proc/{pid}/cwd"), "")
-    except OSError:
-        folder = ""
+    folder = folder_of(pid)
     own_number = number_inside(pid)  # py-spy tells that one
     threads = [
         Thread(
@@ -155,12 +152,20 @@ def _threads(pid: int, dumped: Sequence[dict[str, Any]]) -> tuple[Thread, ...]:
     return tuple(sorted(threads, key=lambda thread: thread.number != pid))
 
 
+def folder_of(pid: int) -> str:
+    """Return the folder of a process, with a slash behind it; empty if it is not known."""
+    try:
+        return os.path.join(os.readlink(f"/proc/{pid}/cwd"), "")
+    except OSError:
+        return ""
+
+
 def _frame(facts: dict[str, Any], folder: str) -> Frame:
     path = facts["filename"] or facts["module"] or ""
     if facts["module"]:  # of a library; frames of Python have none
         return Frame(facts["name"], os.path.basename(facts["module"]), 0, "native")
     owner = "" if path == "<string>" else owner_of(path)  # of python -c
-    shown = _LIBRARY.sub("", path) if owner else path.removeprefix(folder) if folder else path
+    shown = _LIBRARY.sub("", path) if owner else path.removeprefix(folder)
     return Frame(facts["name"], shown, facts["line"], owner)
 
 
