@@ -35,7 +35,7 @@ def write_trace(
         boxes: One for each rank.
         path: File to write.
         since_ns: Time by the clock of the first box's host; events that ended before it are left out.
-        measured: What the launcher of each host has measured of the clocks of others.
+        measured: Clocks of other hosts, by the host whose launcher has measured them.
     """
     trace = make_trace(boxes, since_ns, measured)
     data = json.dumps(trace, separators=(",", ":")).encode()

@@ -42,7 +42,7 @@ def align(boxes: Sequence[Box], measured: Mapping[str, Ahead] = MappingProxyType
     """Return the clock of each host; the first box's is the one that all others follow.
 
     Args:
-        measured: What the launcher of each host has measured of others.
+        measured: Clocks of other hosts, by the host whose launcher has measured them.
     """
     hosts = {box.host: box.realtime_less_monotonic_ns for box in reversed(boxes)}
     calls = {host: _calls([box for box in boxes if box.host == host]) for host in hosts}
