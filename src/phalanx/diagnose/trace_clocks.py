@@ -28,8 +28,8 @@ class Clock:
 
     Attributes:
         shift_ns: Nanoseconds to add to its times.
-        within_ns: How wrong its times can be; infinite if nothing bounds it.
-        by: What they were shifted by: "heartbeats", "time of day", or "collectives" where these contradict the latter.
+        within_ns: Largest error of its times; infinite if nothing bounds it.
+        by: Source of the shift: "heartbeats", "time of day", or "collectives" where these contradict the latter.
     """
 
     host: str
