@@ -18,8 +18,10 @@ FOLDER = b"f" * 16
 MAIN = """
 from phalanx import _room
 from phalanx._cgroups import Memory
+from phalanx.launch import wire
 from phalanx.launch.replicator import main
 _room.host_memory = lambda: Memory({0} << 22, 0)
+wire._HEARD_S = {1}
 main()
 """
 
@@ -43,7 +45,7 @@ class ReplicaHost:
         port: Port of the replicator.
     """
 
-    def __init__(self, name, num_replicas=1, most_mib=1 << 20):
+    def __init__(self, name, num_replicas=1, most_mib=1 << 20, heard_s=20.0, is_known=True):
         self.name = name
         self.fd = os.memfd_create("snapshots")
         self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
@@ -54,9 +56,10 @@ class ReplicaHost:
             fds = [theirs.fileno(), door.fileno(), self.fd]
             settings = json.dumps({"run_id": "job", "num_replicas": num_replicas})
             self.process = subprocess.Popen(
-                [sys.executable, "-c", MAIN.format(most_mib), *map(str, fds), settings], pass_fds=fds
+                [sys.executable, "-c", MAIN.format(most_mib, heard_s), *map(str, fds), settings], pass_fds=fds
             )
-        self.follow([])
+        if is_known:
+            self.follow([])
 
     def follow(self, holders):
         told = [{"id": name, "host": name, "address": "127.0.0.1", "port": port} for name, port in holders]

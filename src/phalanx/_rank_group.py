@@ -63,6 +63,16 @@ class RankGroup:
             tensor = sent.cpu()
         return tensor
 
+    def send(self, tensor: Tensor, destination: int) -> None:
+        """Send a tensor to one global rank, which calls `receive`."""
+        dist.send(tensor.to(self.device), destination, group=self._group)
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """Return the tensor that a global rank sends, on the CPU; of the shape and dtype of `tensor`."""
+        came = tensor.to(self.device)
+        dist.recv(came, source, group=self._group)
+        return came.cpu()
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of all ranks, in rank order; every rank passes equally many."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self.device)

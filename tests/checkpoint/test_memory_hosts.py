@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import phalanx
 import phalanx.checkpoint as ckpt
 from phalanx import _room, _snapshots
 from phalanx._cgroups import Memory
@@ -206,10 +207,100 @@ def test_a_spare_gets_what_the_lost_rank_had_and_all_others_their_own(tmp_path, 
     hosts[1] = new_replica_host("d")
     connect(hosts)
     assert run_parted(tmp_path, hosts, has_fetched=True) == [(2, "memory", (2, rank)) for rank in range(3)]
-    run_parted(tmp_path, hosts, [3, 4], 2)  # what was lost is kept twice again, and what was fetched is freed
+    # What was lost is kept twice again, and what was fetched is freed.
+    run_parted(tmp_path, hosts, [3, 4], 2, has_fetched=True)
     regions = [one for host in hosts for one in _snapshots.whole_regions(host.fd)]
     assert not any(_snapshots.is_fetched(one.offset) for one in regions)
     assert sorted(one.number for one in regions if one.head.step == 4) == [0, 0, 1, 1, 2, 2]
+
+
+NUM_ROWS, ROW_BYTES = 3000, 1024
+
+
+def sharded_state(world_size, value=0.0):
+    """A state of 8.8 MiB of which each rank has a part: a weight and two of an optimizer's tensors for it."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    shards = [dist.tensor.Shard(0)]
+    rows = torch.arange(NUM_ROWS, dtype=torch.float32)[:, None].expand(NUM_ROWS, ROW_BYTES // 4)
+    return {name: dist.tensor.distribute_tensor(rows + value + i, mesh, shards) for i, name in enumerate("wmv")}
+
+
+def keep_sharded(rank, world_size, folder, sizes, paths):
+    take_place(rank, sizes, paths)
+    assert ckpt.snapshot(folder, sharded_state(world_size, 7.0), 1) == ""
+    deadline = time.monotonic() + LIMIT_S
+    while memory.memory()._is_copying():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return memory.memory().size_bytes
+
+
+def load_sharded(rank, world_size, folder, sizes, paths, most_bytes=0):
+    """Load, compare, and return where it came from and how many bytes of it other hosts have sent to this one."""
+    take_place(rank, sizes, paths)
+    if most_bytes and rank == 0:
+        _room.host_memory = lambda: Memory(most_bytes, 0)
+    state = sharded_state(world_size)
+    with warnings.catch_warnings(record=True) as caught:
+        found = ckpt.load(folder, state)
+    for name, want in sharded_state(world_size, 7.0).items():
+        assert torch.equal(state[name].to_local(), want.to_local())
+    return found.source, memory.memory().fetched_bytes, " ".join(str(one.message) for one in caught)
+
+
+def run_sharded(fn, tmp_path, hosts, *args):
+    sizes = [1] * len(hosts)
+    return run_ranks(fn, len(hosts), str(tmp_path), sizes, [host.path for host in hosts], *args, hosts=sizes)
+
+
+def test_a_host_fetches_what_its_ranks_read_and_nobody_takes_the_rest_for_filled(tmp_path, new_replica_host):
+    hosts = [new_replica_host(name) for name in "abc"]
+    connect(hosts)
+    run_sharded(keep_sharded, tmp_path, hosts)
+    image_bytes, slack_bytes = 3 * NUM_ROWS * ROW_BYTES // 3, 64 << 10  # of headers and pages
+    own = run_sharded(load_sharded, tmp_path, hosts)  # a rank has failed, and all hosts are there
+    assert [source for source, _, _ in own] == ["memory"] * 3
+    assert max(num_bytes for _, num_bytes, _ in own) < slack_bytes
+    left = [hosts[0], hosts[2]]  # hosts[2] has the replica of hosts[1]
+    before = [os.fstat(host.fd).st_blocks * 512 for host in left]
+    halves = run_sharded(load_sharded, tmp_path, left)
+    assert [source for source, _, _ in halves] == ["memory"] * 2
+    assert image_bytes // 2 < halves[0][1] < image_bytes // 2 + slack_bytes
+    assert halves[1][1] < slack_bytes
+    for host, told, held_bytes in zip(left, halves, before, strict=True):
+        assert os.fstat(host.fd).st_blocks * 512 - held_bytes < told[1] + slack_bytes
+        assert not any(_snapshots.is_fetched(region.offset) for region in _snapshots.whole_regions(host.fd))
+    again = run_sharded(load_sharded, tmp_path, [*left, new_replica_host("d")])
+    assert [source for source, _, _ in again] == ["memory"] * 3
+
+
+def test_a_host_without_room_for_what_its_ranks_need_lets_all_load_from_disk(tmp_path, new_replica_host):
+    hosts = [new_replica_host(name) for name in "ab"]
+    connect(hosts)
+    run_sharded(keep_sharded, tmp_path, hosts)
+    run_sharded(save_sharded, tmp_path, hosts)
+    found = run_sharded(load_sharded, tmp_path, [new_replica_host("c"), hosts[1]], 1 << 20)
+    assert [source for source, _, _ in found] == ["disk"] * 2
+    assert "with what its ranks need of other hosts, snapshots would take 4 MiB, more than 25% of" in found[0][2]
+
+
+def save_sharded(rank, world_size, folder, sizes, paths):
+    ckpt.save(folder, sharded_state(world_size, 7.0), 0, wait=True)
+
+
+def load_into_another_form(rank, world_size, folder, sizes, paths):
+    take_place(rank, sizes, paths)
+    state = {**sharded_state(world_size), "bias": torch.zeros(3)}
+    with pytest.raises(phalanx.CheckpointError, match="the checkpoint has no 'bias', but 'w', 'm', 'v'"):
+        ckpt.load(folder, state)
+    want = sharded_state(world_size)
+    return all(torch.equal(state[name].to_local(), want[name].to_local()) for name in want)
+
+
+def test_what_does_not_fit_is_said_before_anything_is_fetched_or_changed(tmp_path, new_replica_host):
+    hosts = [new_replica_host(name, 0) for name in "ab"]
+    run_sharded(keep_sharded, tmp_path, hosts)
+    assert run_sharded(load_into_another_form, tmp_path, hosts) == [True, True]
 
 
 def test_two_hosts_at_once_can_be_lost_where_two_others_hold_each_part(tmp_path, new_replica_host):

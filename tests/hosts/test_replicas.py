@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -217,3 +219,72 @@ def test_a_trainer_with_a_divided_model_goes_on_from_the_replica_of_a_killed_hos
         while facts["size"] == "2":
             facts = await_fact(jobs[0], "step")
         assert facts["step"] > safe  # nothing was on disk
+
+
+FSDP = """
+import json, os, time
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+import phalanx.checkpoint as ckpt
+from phalanx.checkpoint.memory import memory
+
+def say(**facts):
+    print(json.dumps(facts), flush=True)
+
+def num_received():
+    with open("/proc/net/dev") as file:
+        return next(int(line.split()[1]) for line in file if line.strip().startswith("eth0:"))
+
+dist.init_process_group("phalanx")
+size = dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(3)))
+fully_shard(model)
+optimizer = torch.optim.Adam(model.parameters())
+inputs = torch.ones(8, 600)
+state = {"model": model, "optimizer": optimizer, "step": 0}
+before = num_received()
+found = ckpt.load("folder", state, missing="ignore")
+if found:
+    say(loaded=found.step, source=found.source, size=size, came=num_received() - before)
+while True:
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state["step"] += 1
+    if state["step"] % 5 == 0:
+        assert ckpt.snapshot("folder", state, state["step"]) == ""
+        say(step=state["step"], size=size, rank=dist.get_rank(), pid=os.getpid(), safe=memory()._slots.safe)
+    time.sleep(0.02)
+"""
+NUM_ELEMS = 3 * 600 * 601  # of the model above; Adam keeps two more of each
+
+
+def await_safe(job, size, attempt):
+    """Wait until so many hosts have copied what an attempt as late as that has taken; return what a rank says then."""
+    while True:
+        facts = await_fact(job, "safe")
+        if facts["size"] == size and facts["safe"] and facts["safe"][0] >= attempt:
+            return facts
+
+
+def test_each_host_gets_only_what_its_ranks_need_of_fsdp2s_state(jobs, tmp_path):
+    part_bytes, least_bytes = 3 * 4 * NUM_ELEMS // 3, 256 << 10  # headers, and what launchers tell each other
+    with hosts(3) as made:
+        launch(jobs, made, tmp_path, "1:3", script=FSDP)
+        os.kill(await_safe(jobs[1], 3, 1)["pid"], signal.SIGKILL)
+        for job in jobs:
+            loaded = await_fact(job, "loaded")
+            assert (loaded["size"], loaded["source"]) == (3, "memory")
+            assert loaded["came"] < least_bytes, loaded
+        by_rank = {await_safe(job, 3, 2)["rank"]: number for number, job in enumerate(jobs)}
+        made[
+            by_rank[1]
+        ].kill()  # the host of rank 2 has its replica, and needs but a half of it, and the other the rest
+        came = []
+        for rank in (0, 2):
+            loaded = await_fact(jobs[by_rank[rank]], "loaded")
+            assert (loaded["size"], loaded["source"]) == (2, "memory")
+            came.append(loaded["came"])
+        assert came[1] < least_bytes, came
+        assert part_bytes // 2 <= came[0] < part_bytes // 2 + least_bytes, came

@@ -29,10 +29,10 @@ trainer.fit(TensorDataset(torch.ones(32, 2), torch.ones(32, 1)))
 """
 
 
-def launch(host, first, folder):
+def launch(host, first, folder, nodes="1:3"):
     script = folder / "train.py"
     script.write_text(TRAIN)
-    command = [*node_command("1:3", first, PORT), "--max-restarts", "9", "--rdzv-id", "job"]
+    command = [*node_command(nodes, first, PORT), "--max-restarts", "9", "--rdzv-id", "job"]
     command += ["--log-dir", str(folder / host.name), str(script)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return host.start(command, {"OMP_NUM_THREADS": "1"}, cwd=folder, **pipes)
@@ -68,3 +68,28 @@ def test_a_job_that_is_begun_again_behind_a_cut_writes_nothing_and_joins_the_fir
             await_line(job.stdout, "training on 3 hosts")
         assert read_note(tmp_path / "run").job == note.job
         assert read_note(tmp_path / "run").epoch > note.epoch
+
+
+@pytest.mark.slow
+def test_of_two_hosts_none_goes_on_when_the_first_was_without_power_and_both_say_what_to_do(jobs, tmp_path):
+    def start():
+        return [launch(host, made[0], tmp_path, "1:2") for host in made]
+
+    with hosts(2) as made:
+        jobs += start()
+        for job in jobs:
+            await_line(job.stdout, "training on 2 hosts")
+        made[0].cut()  # first: its system tells nobody
+        made[0].kill()
+        await_line(jobs[1].stderr, "those that are left (host-b) are no majority, so others may be going on")
+        made[0].mend()
+        jobs.append(launch(made[0], made[0], tmp_path, "1:2"))
+        for job in jobs[1:]:
+            said = await_line(job.stderr, "host-a has been started again and can't tell what became of the job")
+            assert "end this command on all, then start it again" in said[-1]
+        for job in jobs[1:]:
+            job.kill()
+            assert "training on 1 hosts" not in job.communicate(timeout=LIMIT_S)[0]
+        jobs += start()
+        said = [line for job in jobs[-2:] for line in await_line(job.stdout, "training on 2 hosts")]
+        assert any("from disk" in line for line in said), said

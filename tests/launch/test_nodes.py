@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -244,6 +245,9 @@ def test_a_node_that_is_to_go_leaves_after_a_snapshot_and_the_others_go_on(nodes
     group = nodes(GO_ON)
     for number in range(2):
         flags = ["--drain"] if way == "signal" else ["--drain-file", str(tmp_path / f"go{number}")]
+        if way == "file":
+            (tmp_path / f"go{number}").touch()  # left over
+            os.utime(tmp_path / f"go{number}", (1, 1))
         group.start(*flags, "--max-restarts", "1", backend="c10d", nnodes="1:2")
         group.wait_for_rendezvous()
     goes, stays = group.started[leaving], group.started[1 - leaving]
@@ -252,6 +256,8 @@ def test_a_node_that_is_to_go_leaves_after_a_snapshot_and_the_others_go_on(nodes
     if way == "signal":
         goes.terminate()
     else:
+        while "was there before this job: it is no notice until it is touched" not in (line := goes.stderr.readline()):
+            assert line
         (tmp_path / f"go{leaving}").touch()
     out, err = stays.communicate(timeout=LIMIT_S)
     assert stays.returncode == 0, err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,7 +95,7 @@ def test_a_notice_is_told_once(serve, tmp_path, monkeypatch, by):
     address, asked = serve(answers)
     told = queue.Queue()
     file = tmp_path / "go"
-    Notices(str(file) if by != "url" else "", f"{address}/go" if by != "file" else "", told.put)
+    Notices(str(file) if by != "url" else "", f"{address}/go" if by != "file" else "", told.put, told.put)
     while by != "file" and not asked:
         pass
     assert told.empty()
@@ -107,3 +108,20 @@ def test_a_notice_is_told_once(serve, tmp_path, monkeypatch, by):
             thread.join(20)
             assert not thread.is_alive()
     assert told.empty()
+
+
+@pytest.mark.parametrize("how", ["touched", "made anew"])
+def test_a_file_that_is_left_over_is_named_and_no_notice_until_it_changes(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(notices, "LOOK_EVERY_S", 0.01)
+    file, told, left_over = tmp_path / "go", queue.Queue(), queue.Queue()
+    file.touch()
+    os.utime(file, (1, 1))
+    Notices(str(file), "", told.put, left_over.put)
+    assert left_over.get(timeout=20) == str(file)
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.1)
+    if how == "made anew":
+        file.unlink()
+    file.touch()
+    assert told.get(timeout=20) == f"{file} is there"
+    assert left_over.empty()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
+import select
 import signal
 import socket
 import threading
@@ -119,10 +122,9 @@ def offer(wire, step, sizes, *, safe=(0, 0), holder="b", numbers=None, world_siz
     """Offer images and return the answer."""
     numbers = list(range(len(sizes))) if numbers is None else numbers
     said = {"run_id": "job", "holder": holder, "attempt": 1, "step": step, "folder": FOLDER.hex()}
-    wire.tell(
+    return wire.ask(
         {**said, "world_size": world_size, "first_rank": 0, "numbers": numbers, "sizes": sizes, "safe": list(safe)}
     )
-    return wire.hear()
 
 
 def send(wire, content):
@@ -138,9 +140,7 @@ def holder(new_host):
 @pytest.fixture
 def wire(holder):
     with contextlib.closing(Wire.to("127.0.0.1", holder.port)) as wire:
-        deadline = time.monotonic() + LIMIT_S
-        while "refused" in offer(wire, 0, [1]):  # it does not know its name yet
-            assert time.monotonic() < deadline
+        assert offer(wire, 0, [1]) == {"has": False}
         send(wire, b"0")
         wire.commit()
         yield wire
@@ -184,6 +184,18 @@ def test_a_holder_without_memory_refuses_and_keeps_what_it_has(holder, wire):
     answer = offer(wire, 1, [(1 << 36) - 8192] * 4)
     assert answer["refused"].startswith("with them, snapshots would take 26214")
     assert holder.kept() == {(1, 0, 0): b"0"}
+
+
+def test_a_sender_that_knows_a_holder_before_it_does_itself_is_not_refused(new_host):
+    a, b = new_host("a"), new_host("b", is_known=False)
+    a.follow([("b", b.port)])
+    a.write((1, 1), [b"content"])
+    with contextlib.closing(Wire.to("127.0.0.1", b.port)) as wire:
+        wire.tell({"run_id": "job", "holder": "another"})
+        assert not select.select([wire.fileno()], [], [], 0.2)[0]
+        b.follow([])
+        assert "refused" in wire.hear()
+    assert a.await_copied((1, 1)).num_replicas == 1
 
 
 @pytest.mark.parametrize("wrong", ["another", ""])
@@ -264,3 +276,74 @@ def test_a_stranger_that_says_nothing_is_left(stranger, monkeypatch):
     assert end.recv(1) == b""
     serving.join(LIMIT_S)
     assert not serving.is_alive()
+
+
+def test_a_stranger_that_sends_a_byte_at_a_time_is_left_after_the_same_time(stranger, monkeypatch):
+    monkeypatch.setattr("phalanx.launch.wire._SILENCE_S", 0.3)
+    end, heard = stranger
+    serving = threading.Thread(target=object.__new__(Receiver)._serve, args=(heard,), daemon=True)
+    serving.start()
+    deadline = time.monotonic() + LIMIT_S
+    with pytest.raises(ConnectionError):
+        while time.monotonic() < deadline:
+            end.sendall(b" ")
+            serving.join(0.01)
+    serving.join(LIMIT_S)
+    assert not serving.is_alive()
+
+
+class FullDoor:
+    """A door in a process that has no descriptor left, until it is looked at for the third time."""
+
+    def __init__(self):
+        self.looks_s = []
+
+    def accept(self):
+        self.looks_s.append(time.monotonic())
+        if len(self.looks_s) == 3:
+            raise SystemExit
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_holder_without_descriptors_does_not_spin():
+    receiver = object.__new__(Receiver)
+    receiver._door = FullDoor()
+    with pytest.raises(SystemExit):
+        receiver._accept()
+    first_s, second_s, third_s = receiver._door.looks_s
+    assert min(second_s - first_s, third_s - second_s) >= 0.1
+
+
+def test_a_holder_without_descriptors_takes_what_waits_at_its_door_once_it_has_one(holder, wire):
+    pid = holder.process.pid
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    taken = set(map(int, os.listdir(f"/proc/{pid}/fd")))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (min({*range(len(taken) + 1)} - taken), before[1]))
+    with contextlib.closing(Wire.to("127.0.0.1", holder.port)) as late:
+        assert offer(wire, 0, [1]) == {"has": True}  # who is inside is served
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert offer(late, 0, [1]) == {"has": True}
+
+
+def test_a_holder_that_is_stopped_is_passed_over_and_asked_again(new_host):
+    a, b, c = new_host("a", heard_s=0.5), new_host("b"), new_host("c")
+    a.follow([("b", b.port), ("c", c.port)])
+    a.write((1, 1), [b"1"])
+    a.await_copied((1, 1))
+    assert b.kept() == {(1, 1, 0): b"1"}
+    b.process.send_signal(signal.SIGSTOP)
+    step, deadline = 1, time.monotonic() + LIMIT_S
+    while not select.select([a.channel.fileno()], [], [], 0)[0]:  # it says nothing yet
+        assert time.monotonic() < deadline
+        step += 1
+        a.write((1, step), [b"2"])
+        assert a.await_copied((1, step)).num_replicas == 1
+        assert (1, step, 0) in c.kept()
+    said = "b takes none now (no answer within 0.5 s): it is asked again, after ever longer pauses"
+    assert a.channel.wait() == {"say": f"replicas of this host's snapshots: {said}"}
+    b.process.send_signal(signal.SIGCONT)
+    while (1, step, 0) not in b.kept():
+        assert time.monotonic() < deadline
+        step += 1
+        a.write((1, step), [b"3"])
+        a.await_copied((1, step))

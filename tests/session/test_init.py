@@ -276,6 +276,26 @@ def test_blocks_nest_and_a_group_that_was_ended_is_made_anew(run_ranks):
     run_ranks(nest, 2, init=False)
 
 
+def tell_why_not_met(rank, world_size, calls):
+    exec(calls, {"phalanx": phalanx, "dist": dist})
+    return session_module.why_not_met()
+
+
+@pytest.mark.parametrize(
+    ("calls", "why"),
+    [
+        ("pass", ""),
+        ("phalanx.init('phalanx', timeout=50)", ""),
+        ("phalanx.init(); dist.barrier()", "the script has called collectives before"),
+        ("phalanx.init(); dist.new_group()", "more than one process group was made before"),
+        ("dist.init_process_group('phalanx'); phalanx.init()", "a process group was made before"),
+        ("phalanx.init('gloo')", "a process group that does not count its collectives was made before"),
+    ],
+)
+def test_a_process_that_only_calls_init_meets_those_that_have_done_no_more(run_ranks, calls, why):
+    assert run_ranks(tell_why_not_met, 1, calls, init=False) == [why]
+
+
 def test_a_group_that_the_script_made_is_adopted_and_left_alone(run_ranks):
     run_ranks(adopt, 2, backend="gloo")
 

@@ -50,16 +50,36 @@ def result_of(done):
 @pytest.mark.parametrize("more", ["", "divide_optimizer='always', clip_norm=1.0"], ids=["plain", "divided"])
 def test_a_run_goes_on_in_the_processes_that_did_not_fail_to_the_same_bits(tmp_path, more):
     done = run_job(tmp_path, script(True, more=more), "--max-restarts", "1")
+    assert_kept(done)
+    (tmp_path / "undisturbed").mkdir()
+    assert result_of(done) == result_of(run_job(tmp_path / "undisturbed", script(False, more=more)))
+
+
+def assert_kept(done):
     assert "phalanx run: rank 0 goes on in the same process" in done.stderr
     assert done.stdout.count("process ") == 3
     assert re.search(r"going on after step [78], from memory", done.stdout)
+
+
+@pytest.mark.slow
+def test_a_trainer_behind_init_goes_on_in_its_process_and_the_scripts_session_is_that_of_the_new_group(tmp_path):
+    before = "session = phalanx.init('phalanx', timeout=50).__enter__()"
+    after = "; print('sum', session.gather(torch.tensor([session.rank])).sum().item(), trainer.session is session)"
+    after += "; session.__exit__(None, None, None); print('group', torch.distributed.is_initialized())"
+    sources = [
+        script(dies, before=before).replace("trainer.fit(data, data)", f"trainer.fit(data, data){after}")
+        for dies in (True, False)
+    ]
+    done = run_job(tmp_path, sources[0], "--max-restarts", "1")
+    assert_kept(done)
+    assert done.stdout.count("sum 1 True") == done.stdout.count("group False") == 2
     (tmp_path / "undisturbed").mkdir()
-    assert result_of(done) == result_of(run_job(tmp_path / "undisturbed", script(False, more=more)))
+    assert result_of(done) == result_of(run_job(tmp_path / "undisturbed", sources[1]))
 
 
 @pytest.mark.slow
 def test_a_trainer_behind_collectives_of_the_script_is_started_anew(tmp_path):
     done = run_job(tmp_path, script(True, before="phalanx.init().barrier()"), "--max-restarts", "1")
-    assert "phalanx run: rank 0 can't be kept: a process group was made before the Trainer" in done.stderr
+    assert "phalanx run: rank 0 can't be kept: the script has called collectives before Trainer()" in done.stderr
     assert done.stdout.count("process ") == 4
     assert result_of(done)

@@ -96,11 +96,15 @@ class Reader:
     Args:
         images: Images of all ranks, in rank order.
         own: Rank whose own values, such as small tensors and buffers, are this rank's.
+
+    Attributes:
+        needed: Ranges of bytes that `survey` has found to be needed, by the rank whose image has them.
     """
 
     def __init__(self, images: Sequence[Image], own: int) -> None:
         self._images = [images[own], *images[:own], *images[own + 1 :]]
         self._checked: set[str] = set()
+        self.needed: dict[int, list[tuple[int, int]]] = {}
 
     @torch.no_grad()
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:
@@ -116,7 +120,7 @@ class Reader:
         dtype = as_dtype(node["dtype"])
         tensor = torch.empty(node["shape"], dtype=dtype) if into is None else into
         target: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-        wanted = _place_of_shard(tensor) if is_sharded(tensor) else _whole(tensor.shape)
+        wanted = _wanted(tensor)
         for common, (image, offset, shape, key) in self._sources(node["tensor"], wanted).items():
             source = image.block(key, shape, dtype)
             _window(target, common, wanted[0]).copy_(_window(source, common, offset))
@@ -135,6 +139,18 @@ class Reader:
         for image, _offset, shape, key in self._sources(node["tensor"], _whole(form.shape)).values():
             image.block(key, shape, form.dtype)
         return torch.zeros((), dtype=form.dtype).expand(form.shape)
+
+    def survey(self, node: Json, into: Tensor | None) -> Tensor:
+        """Note which bytes a call would read; return a tensor of the node's form that takes no memory.
+
+        Raises:
+            ValueError: The images do not hold all of what `into` needs.
+        """
+        wanted = _whole(node["shape"]) if into is None else _wanted(into)
+        for common, (image, offset, shape, key) in self._sources(node["tensor"], wanted).items():
+            rows = (common[0][0] - offset[0], common[1][0], shape[0]) if shape else (0, 1, 1)
+            self.needed.setdefault(image.metadata["rank"], []).append(image.extent(key, *rows))
+        return torch.zeros((), dtype=as_dtype(node["dtype"])).expand(node["shape"])
 
     def _sources(self, name: str, wanted: Block) -> dict[Block, tuple[Image, tuple[int, ...], tuple[int, ...], str]]:
         """Return the blocks that together are what is wanted, each element once, and where each of them comes from."""
@@ -180,6 +196,11 @@ def _do_tile(blocks: Iterable[Block], whole: Block) -> bool:
             corner = tuple(offset[dim] + end * shape[dim] for dim, end in zip(cut, ends, strict=True))
             corners[corner] += sign * (-1) ** sum(ends)
     return not any(corners.values())
+
+
+def _wanted(tensor: Tensor) -> Block:
+    """Return which block of a tensor's whole this rank has."""
+    return _place_of_shard(tensor) if is_sharded(tensor) else _whole(tensor.shape)
 
 
 def _whole(shape: Sequence[int]) -> Block:

@@ -1,19 +1,30 @@
-"""Images of a snapshot that some hosts lack: found where they are, and sent from there over the ranks' group."""
+"""What a host's ranks need of images that are on other hosts: found where it is, and sent over the ranks' group.
+
+Where all ranks have the state alike, each host gets whole images. Where each host has a part of it, first come the
+headers, which say what is where in each image; then, of the data, what the ranks of this host will read. An image lies
+in its region as if it were whole, with holes, and its head does not say that it is whole, unless everything has come.
+So nobody but the ranks that load it now takes it for one, and the next load fetches anew.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
 from phalanx import _snapshots
 from phalanx._rank_group import RankGroup
 from phalanx._room import shortage
-from phalanx._snapshots import PAGE_BYTES, Head, Region, region_bytes
+from phalanx._snapshots import FETCHED_SLOT, PAGE_BYTES, Head, Region, region_bytes
 from phalanx.checkpoint.holdings import Choice
 
+Ranges = list[tuple[int, int]]
+"""Half-open ranges of an image's bytes."""
+
 _PIECE_BYTES = 16 << 20
+_LENGTH_BYTES = 8  # of a header, before it
 
 
 def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
@@ -27,61 +38,174 @@ def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
     return found
 
 
-def fetch(fd: int, choice: Choice, ranks: RankGroup, *, is_first_here: bool, problem: str) -> None:
-    """Send the images that hosts lack to these. Every rank calls it.
+class Fetch:
+    """One snapshot's images, of which some hosts lack some. Every rank makes one, and calls the same methods.
 
     Args:
+        host: Name of this rank's host.
         is_first_here: Whether this rank is the one that writes what comes to its host.
         problem: Reason that this host can't keep anything; empty: it can.
 
-    Raises:
-        OSError, ValueError: There is no room for it.
+    Attributes:
+        num_bytes: Bytes that have come to this host, through this rank.
+        has_holes: Whether there are parts that only `fill` gets.
     """
-    world_size = choice.world_sizes[ranks.rank]
-    given = [number for number, giver in choice.givers.items() if giver == ranks.rank]
-    here = find(fd, choice, world_size) if given else {}
-    heads: dict[int, Head] = {}
-    for told in ranks.gather({number: here[number].head for number in given}):
-        heads |= {number: Head(*head) for number, head in told.items()}
-    wanted = choice.lacking[ranks.rank] if is_first_here else frozenset()
-    if wanted and not problem:
-        problem = _make_room(fd, {number: heads[number] for number in wanted})
-    if problem := next(filter(None, ranks.gather(problem if wanted else "")), ""):
-        raise ValueError(problem)
-    failed: OSError | None = None
-    for number, giver in choice.givers.items():
-        size_bytes = heads[number].size_bytes
-        target = _snapshots.region_of_others(number, _snapshots.FETCHED_SLOT) + PAGE_BYTES
-        for at in range(0, size_bytes, _PIECE_BYTES):
-            piece = torch.empty(min(_PIECE_BYTES, size_bytes - at), dtype=torch.uint8)
-            if giver == ranks.rank:
-                os.preadv(fd, [piece.numpy().data], here[number].offset + PAGE_BYTES + at)
-            piece = ranks.broadcast(piece, giver)
-            try:
-                if number in wanted and failed is None:
-                    os.pwrite(fd, piece.numpy().data, target + at)
-            except OSError as error:  # the others go on
-                failed = error
-    if failed is None:
-        for number in wanted:
-            os.pwrite(fd, heads[number].pack(), _snapshots.region_of_others(number, _snapshots.FETCHED_SLOT))
-    ranks.gather(None)  # nobody reads before it is there
-    if failed is not None:
-        raise failed
+
+    def __init__(
+        self, fd: int, choice: Choice, ranks: RankGroup, *, host: str, is_first_here: bool, problem: str
+    ) -> None:
+        self._fd, self._choice, self._ranks = fd, choice, ranks
+        self._host, self._is_first_here, self._problem = host, is_first_here, problem
+        self.num_bytes: int = 0
+        self._filled: dict[int, Ranges] = {}  # of the images that this rank writes down
+        self._lacking = choice.lacking[ranks.rank]
+        given = [number for number, giver in choice.givers.items() if giver == ranks.rank]
+        self._here = find(fd, choice, choice.world_sizes[ranks.rank]) if given else {}
+        told: dict[int, tuple[Head, int]] = {}
+        for of_rank in ranks.gather(
+            {number: (self._here[number].head, self._header_bytes(number)) for number in given}
+        ):
+            told |= of_rank
+        self._heads = {number: Head(*head) for number, (head, _) in told.items()}
+        self._headers = {number: header_bytes for number, (_, header_bytes) in told.items()}
+        self.has_holes: bool = any(head.is_parted for head in self._heads.values())
+
+    def _header_bytes(self, number: int) -> int:
+        length = os.pread(self._fd, _LENGTH_BYTES, self._here[number].offset + PAGE_BYTES)
+        return _LENGTH_BYTES + int.from_bytes(length, "little")
+
+    def begin(self) -> dict[int, Region]:
+        """Get the images that this host lacks, or their headers; return where these are, by their number.
+
+        Raises:
+            OSError, ValueError: There is no room for them, on some host.
+        """
+        found: dict[int, Region] = {}
+        for number in sorted(self._lacking):
+            offset = _snapshots.region_of_others(number, FETCHED_SLOT)
+            found[number] = Region(offset, number, FETCHED_SLOT, is_own=False, head=self._heads[number])
+            if self._is_first_here and not self._problem:
+                _snapshots.release_region(
+                    self._fd, offset
+                )  # it may hold an older one, in whose head nobody may believe
+        sizes = self._headers if self.has_holes else {number: head.size_bytes for number, head in self._heads.items()}
+        self._get({number: [(0, sizes[number])] for number in self._lacking})
+        return found
+
+    def fill(self, needed: Mapping[int, Iterable[tuple[int, int]]]) -> bool:
+        """Get what this host's ranks need; return whether any host has got something.
+
+        Args:
+            needed: Ranges that this rank needs, by the number of the image.
+
+        Raises:
+            OSError, ValueError: There is no room for it, on some host.
+        """
+        return self._get({number: list(needed[number]) for number in self._lacking if needed.get(number)})
+
+    def _get(self, wanted: Mapping[int, Ranges]) -> bool:
+        """Have each host get what its ranks want; return whether any wants something."""
+        writers: dict[str, int] = {}
+        by_host: dict[int, dict[str, Ranges]] = {}
+        for rank, (host, is_first, of_rank) in enumerate(
+            self._ranks.gather((self._host, self._is_first_here, dict(wanted)))
+        ):
+            if is_first:
+                writers[host] = rank
+            for number, ranges in of_rank.items():
+                by_host.setdefault(number, {}).setdefault(host, []).extend(ranges)
+        for of_image in by_host.values():
+            for host in of_image:
+                of_image[host] = _merged(of_image[host])
+        mine = {number: of_image[self._host] for number, of_image in by_host.items() if self._host in of_image}
+        problem = self._problem or self._make_room(mine) if mine and self._is_first_here else ""
+        if problem := next(filter(None, self._ranks.gather(problem)), ""):
+            raise ValueError(problem)
+        failed: OSError | None = None
+        for number, of_image in sorted(by_host.items()):
+            for begin, end, hosts in _segments(of_image):
+                to = [writers[host] for host in hosts]
+                for at in range(begin, min(end, self._heads[number].size_bytes), _PIECE_BYTES):
+                    length = min(_PIECE_BYTES, end - at, self._heads[number].size_bytes - at)
+                    try:
+                        self._move(number, at, length, to, is_for_most=2 * len(hosts) > len(writers))
+                    except OSError as error:  # the others go on
+                        failed = error
+        for number, ranges in mine.items() if self._is_first_here and failed is None else ():
+            self._note(number, ranges)
+        self._ranks.gather(None)  # nobody reads before it is there
+        if failed is not None:
+            raise failed
+        return bool(by_host)
+
+    def _note(self, number: int, ranges: Ranges) -> None:
+        """Take in that ranges of an image have come; if these are all, let its head say that it is whole."""
+        head = self._heads[number]
+        self._filled[number] = _merged([*self._filled.get(number, ()), *ranges])
+        if self._filled[number] == _merged([(0, head.size_bytes)]):
+            os.pwrite(self._fd, head.pack(), _snapshots.region_of_others(number, FETCHED_SLOT))
+
+    def _move(self, number: int, at: int, length: int, to: Sequence[int], *, is_for_most: bool) -> None:
+        """Send some bytes of an image from the rank that gives it to the ranks that write it down."""
+        giver, me = self._choice.givers[number], self._ranks.rank
+        if not is_for_most and me != giver and me not in to:
+            return
+        piece = torch.empty(length, dtype=torch.uint8)
+        if giver == me:
+            os.preadv(self._fd, [piece.numpy().data], self._here[number].offset + PAGE_BYTES + at)
+        if is_for_most:
+            piece = self._ranks.broadcast(piece, giver)
+        elif giver == me:
+            for rank in to:
+                self._ranks.send(piece, rank)
+        else:
+            piece = self._ranks.receive(piece, giver)
+        if me in to:
+            self.num_bytes += length
+            os.pwrite(self._fd, piece.numpy().data, _snapshots.region_of_others(number, FETCHED_SLOT) + PAGE_BYTES + at)
+
+    def _make_room(self, wanted: Mapping[int, Ranges]) -> str:
+        """Get memory for parts of images of other hosts; return why not, or nothing."""
+        more_bytes = sum(end - begin for ranges in wanted.values() for begin, end in ranges)
+        held_bytes = os.fstat(self._fd).st_blocks * 512
+        if self.has_holes:
+            what, total_bytes = "with what its ranks need of other hosts, snapshots", held_bytes + more_bytes
+        else:  # as many will be kept here
+            what, total_bytes = "two of all ranks", 2 * more_bytes
+        problem = shortage(what, total_bytes, held_bytes)
+        try:
+            for number, ranges in wanted.items() if not problem else ():
+                offset = _snapshots.region_of_others(number, FETCHED_SLOT)
+                last_page = offset + region_bytes(self._heads[number].size_bytes) - PAGE_BYTES
+                os.posix_fallocate(self._fd, last_page, PAGE_BYTES)  # the file must reach as far as the image is mapped
+                for begin, end in ranges:
+                    os.posix_fallocate(self._fd, offset + PAGE_BYTES + begin, end - begin)
+        except OSError as error:
+            problem = f"{more_bytes >> 20} MiB can't be had: {error.strerror}"
+        return problem
 
 
-def _make_room(fd: int, heads: Mapping[int, Head]) -> str:
-    """Get memory for images of other hosts; return why not, or nothing."""
-    sizes = {number: region_bytes(head.size_bytes) for number, head in heads.items()}
-    total_bytes = 2 * sum(sizes.values())  # as many will be kept here, unless other hosts have parts of them
-    if any(head.is_parted for head in heads.values()):
-        total_bytes //= 2
-    problem = shortage("two of all ranks", total_bytes, os.fstat(fd).st_blocks * 512)
-    try:
-        for number, size in sizes.items() if not problem else ():
-            offset = _snapshots.region_of_others(number, _snapshots.FETCHED_SLOT)
-            _snapshots.release_region(fd, offset)  # it may hold an older one, in whose head nobody may believe any more
-            os.posix_fallocate(fd, offset, size)
-    except OSError as error:
-        problem = f"{sum(sizes.values()) >> 20} MiB can't be had: {error.strerror}"
-    return problem
+def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return the pages that ranges touch, as ranges that are in order and apart from each other."""
+    merged: Ranges = []
+    for begin, end in sorted(ranges):
+        begin, end = begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
+        if merged and begin <= merged[-1][1]:
+            begin, end = merged[-1][0], max(merged.pop()[1], end)
+        merged.append((begin, end))
+    return merged
+
+
+def _segments(by_host: Mapping[str, Ranges]) -> Iterator[tuple[int, int, list[str]]]:
+    """Yield ranges that the same hosts want, in order, with these hosts."""
+    edges: dict[int, list[tuple[bool, str]]] = {}
+    for host, ranges in by_host.items():
+        for begin, end in ranges:
+            edges.setdefault(begin, []).append((True, host))
+            edges.setdefault(end, []).append((False, host))
+    hosts: set[str] = set()
+    for begin, end in pairwise(sorted(edges)):
+        hosts |= {host for begins, host in edges[begin] if begins}
+        hosts -= {host for begins, host in edges[begin] if not begins}
+        if hosts:
+            yield begin, end, sorted(hosts)

@@ -136,6 +136,12 @@ class Image:
                 raise ValueError(f"{key!r} has no valid place in the state")
             self.blocks.setdefault(name, []).append((tuple(offset), tuple(shape), key))
 
+    def extent(self, key: str, first: int, num_rows: int, of_rows: int) -> tuple[int, int]:
+        """Return the half-open range of the image's bytes that holds some of a block's `of_rows` rows."""
+        start, end = (self._begin + place for place in self._entries[key]["data_offsets"])
+        row_bytes = (end - start) // of_rows
+        return start + first * row_bytes, start + (first + num_rows) * row_bytes
+
     def block(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the block that `blocks` lists under `key`.
 

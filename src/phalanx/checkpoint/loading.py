@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Literal
 
 from phalanx._errors import CheckpointError, printable, warn_caller
@@ -18,8 +18,8 @@ from phalanx.checkpoint.folder import Checkpoint, Damaged
 from phalanx.checkpoint.holdings import Held, newest_of
 from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.memory import digest_of, memory
-from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore
-from phalanx.checkpoint.tree import unpack
+from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore, survey
+from phalanx.checkpoint.tree import Json, unpack
 from phalanx.record import writer
 from phalanx.record.box import LOADED, LOADING
 
@@ -106,9 +106,13 @@ def _load(
     for source, number in candidates:
         images, problems = _check(path, source, number, ranks, held)
         damage += problems
+        about = f"of step {number} from {path}"
+        if not problems and source == "memory" and memory().has_holes:
+            problems = _fill(images, state, ranks, strict, about)
+            damage += problems
         if problems:
             continue
-        _restore(images, state, ranks, strict, f"of step {number} from {path}")
+        _restore(images, state, ranks, strict, about)
         if memory().is_kept:
             drop_gradients(state)  # of the step that another rank's failure has ended; a new process has none
         if damage and ranks.rank == 0:
@@ -253,18 +257,52 @@ def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
         unpack(images[owner].metadata["tree"], Reader(images, owner).check)
 
 
+def _fill(
+    images: Sequence[Image], state: MutableMapping[str, Any], ranks: RankGroup, strict: bool, about: str
+) -> list[str]:
+    """Get from other hosts what `state` needs of images that this one lacks; return why not, if that can't be."""
+    reader = Reader(images, _own(images, ranks))
+
+    def look() -> None:
+        survey(state, _tree_for(images, ranks), reader.survey, strict=strict)
+
+    _on_every_rank(look, about)
+    try:
+        memory().fill(reader.needed)
+    except (OSError, ValueError) as error:
+        problem = f"the checkpoint of step {images[0].metadata['step']} in memory can't be read: {error!r}"
+    else:
+        problem = ""
+    return list(dict.fromkeys(filter(None, gather("load", problem))))
+
+
 def _restore(
     images: Sequence[Image], state: MutableMapping[str, Any], ranks: RankGroup, strict: bool, about: str
 ) -> None:
+    reader = Reader(images, _own(images, ranks))
+    _on_every_rank(lambda: restore(state, _tree_for(images, ranks), reader, strict=strict), about)
+
+
+def _tree_for(images: Sequence[Image], ranks: RankGroup) -> Json:
+    """Return the tree of the image whose values this rank gets.
+
+    Raises:
+        ValueError: Another number of ranks saved tensors of their own.
+    """
+    own = images[_own(images, ranks)]
+    if not own.metadata["is_alike"] and len(images) != ranks.world_size:
+        raise ValueError(
+            f"{len(images)} ranks saved tensors of their own, so only {len(images)} ranks can load them, but "
+            f"there are {ranks.world_size}: start {len(images)} ranks"
+        )
+    return own.metadata["tree"]
+
+
+def _on_every_rank(act: Callable[[], None], about: str) -> None:
+    """Call `act`; raise on every rank what it has raised on any."""
     problem, cause = "", None
-    own = _own(images, ranks)
     try:
-        if not images[own].metadata["is_alike"] and len(images) != ranks.world_size:
-            raise ValueError(
-                f"{len(images)} ranks saved tensors of their own, so only {len(images)} ranks can load them, but "
-                f"there are {ranks.world_size}: start {len(images)} ranks"
-            )
-        restore(state, images[own].metadata["tree"], Reader(images, own), strict=strict)
+        act()
     except Exception as error:  # whatever a load_state_dict() raises, the others must know
         problem, cause = reason_of(error), error
     raise_problems("load", gather("load", problem), cause, about)

@@ -17,16 +17,16 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from phalanx import _env, _snapshots
 from phalanx._rank_group import RankGroup
 from phalanx._room import shortage
-from phalanx._snapshots import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Copy, Head, region_bytes
+from phalanx._snapshots import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Copy, Head, Region, region_bytes
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint.agreement import gather, raise_problems
-from phalanx.checkpoint.fetching import fetch, find
+from phalanx.checkpoint.fetching import Fetch, find
 from phalanx.checkpoint.holdings import Choice, Held
 from phalanx.checkpoint.image import Image, fill, lay_out
 from phalanx.checkpoint.slots import Slots
@@ -44,6 +44,7 @@ class SnapshotMemory:
     Attributes:
         size_bytes: Size of all snapshots of this rank, once there is one.
         is_urgent: Whether a snapshot is wanted soon, the same on every rank: a host has lost or lacked what it had.
+        fetched_bytes: Bytes that other hosts have sent to this one, through this rank, for the last load.
         asked: Folders from which this rank has loaded, or has tried to.
         is_kept: Whether this process was another rank, or this one, before a failure.
     """
@@ -55,9 +56,11 @@ class SnapshotMemory:
         self._regions: dict[int, mmap.mmap] = {}
         self._slots = Slots()
         self._is_forbidden = False
+        self._fetch: Fetch | None = None  # of what is being loaded
         self._has_fetched = False  # maybe: what is needed no more when there is a newer one
         self.size_bytes: int = 0
         self.is_urgent: bool = False
+        self.fetched_bytes: int = 0
         environ = _env.environment()
         self._restart_count = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         self._attempt = 0  # known at the first snapshot
@@ -248,7 +251,7 @@ class SnapshotMemory:
     def read(self, choice: Choice) -> list[Image]:
         """Return the images of a snapshot, in the order of the ranks that took them; the next goes elsewhere.
 
-        Every rank calls it.
+        Every rank calls it. Of an image that this host lacks, only the header can be read until `fill` has been called.
 
         Raises:
             OSError, ValueError: It is not there, or there is no room for it.
@@ -256,11 +259,17 @@ class SnapshotMemory:
         ranks = RankGroup()
         rank, _ = self._own_place(ranks)
         world_size = choice.world_sizes[ranks.rank]
-        if choice.givers:
-            fetch(self._fd, choice, ranks, is_first_here=self._place[0] == 0, problem=self.problem)
-            self.is_urgent = True
         self._has_fetched = True
-        found = find(self._fd, choice, world_size)
+        found: dict[int, Region] = {}
+        self._fetch = None
+        if choice.givers:
+            is_first = self._place[0] == 0
+            fetch = Fetch(self._fd, choice, ranks, host=self._host, is_first_here=is_first, problem=self.problem)
+            found = fetch.begin()
+            self.is_urgent = not fetch.has_holes
+            self._fetch = fetch if fetch.has_holes else None
+            self.fetched_bytes = fetch.num_bytes
+        found |= find(self._fd, choice, world_size)
         if len(found) != world_size:
             raise ValueError("not every rank finds it")
         own = (one.slot for one in found.values() if one.is_own and one.number - one.head.first_rank == rank)
@@ -271,6 +280,25 @@ class SnapshotMemory:
             region = mmap.mmap(self._fd, region_bytes(head.size_bytes), offset=offset, access=mmap.ACCESS_COPY)
             images.append(Image(memoryview(region)[PAGE_BYTES : PAGE_BYTES + head.size_bytes]))
         return images
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether `fill` has to be called before what `read` has returned is read; the same on every rank."""
+        return self._fetch is not None
+
+    def fill(self, needed: Mapping[int, Iterable[tuple[int, int]]]) -> None:
+        """Get what this rank needs of the images that its host lacks. Every rank calls it.
+
+        Args:
+            needed: Ranges of bytes, by the number of the image.
+
+        Raises:
+            OSError, ValueError: There is no room for it.
+        """
+        assert self._fetch is not None
+        fetch, self._fetch = self._fetch, None
+        self.is_urgent = fetch.fill(needed)
+        self.fetched_bytes = fetch.num_bytes
 
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
         """Return this rank's number among those that keep the state between them, and how many these are."""

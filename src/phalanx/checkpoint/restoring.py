@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from phalanx._text import listed
 from phalanx.checkpoint.tree import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack, unwrap
 
 _MAX_NAMES = 5  # in a message
+_Visit = Callable[[Any, Json, Read, bool], Any]
 
 
 def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool = True) -> None:
@@ -22,6 +23,20 @@ def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: 
         KeyError: With `strict`: `state` has an entry that the tree lacks.
         ValueError: The tree has another form.
     """
+    _walk(state, node, read, strict, _assign)
+
+
+def survey(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool = True) -> None:
+    """Call `read` for each tensor that `restore` would read, with the one that it would fill; `state` stays as it is.
+
+    Raises:
+        KeyError, ValueError: As in `restore`, as far as that can be seen without any tensor's content.
+    """
+    _walk(state, node, read, strict, _survey)
+
+
+def _walk(state: MutableMapping[Any, Any], node: Json, read: Read, strict: bool, visit: _Visit) -> None:
+    """Call `visit` for each entry of a state that is saved, and put what it returns in the entry's place."""
     saved = dict(pairs_of(node))
     if strict and (missing := [key for key in state if key not in saved]):
         raise KeyError(
@@ -31,11 +46,32 @@ def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: 
     for key in state:
         if key in saved:
             try:
-                state[key] = _assign(state[key], saved[key], read, strict)
+                target = state[key]
+                visited = visit(target, saved[key], read, strict)
+                if visited is not target:
+                    state[key] = visited
             except CheckpointError:
                 raise
             except Exception as error:
                 raise ValueError(f"{key}: {reason_of(error)}") from error
+
+
+def _survey(target: Any, node: Json, read: Read, strict: bool) -> Any:
+    """Have `read` called for what `_assign` would read, and return `target`."""
+    if isinstance(target, nn.Module):
+        unpack(node, read, unwrap(target).state_dict())
+    elif isinstance(target, torch.optim.Optimizer):
+        unpack(node, read, _state_like(target, node))
+    elif hasattr(target, "state_dict") and hasattr(target, "load_state_dict"):
+        unpack(node, read)
+    elif isinstance(target, MutableMapping) and _holds_objects(target):
+        survey(target, node, read, strict=strict)
+    elif isinstance(target, list | tuple) and _holds_objects(target):
+        for own, item in _items(target, node):
+            _survey(own, item, read, strict)
+    else:
+        unpack(node, read, target)
+    return target
 
 
 def drop_gradients(state: Any) -> None:
@@ -89,12 +125,21 @@ def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:
         restore(target, node, read, strict=strict)
         return target
     if isinstance(target, list | tuple) and _holds_objects(target):
-        saved = next(iter(node.values())) if isinstance(node, dict) else None
-        if not isinstance(saved, list) or len(saved) != len(target):
-            raise ValueError(f"the checkpoint has {name_kind(node)} where a list of {len(target)} is wanted")
-        items = [_assign(own, item, read, strict) for own, item in zip(target, saved, strict=True)]
+        items = [_assign(own, item, read, strict) for own, item in _items(target, node)]
         return type(target)(*items) if hasattr(target, "_fields") else type(target)(items)
     return unpack(node, read, target)
+
+
+def _items(target: Sequence[Any], node: Json) -> Iterable[tuple[Any, Json]]:
+    """Return each item of a sequence with its node.
+
+    Raises:
+        ValueError: The node is of something else.
+    """
+    saved = next(iter(node.values())) if isinstance(node, dict) else None
+    if not isinstance(saved, list) or len(saved) != len(target):
+        raise ValueError(f"the checkpoint has {name_kind(node)} where a list of {len(target)} is wanted")
+    return zip(target, saved, strict=True)
 
 
 def _why_no_fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:

@@ -172,12 +172,17 @@ class Agent:
         Raises:
             OSError: The nodes did not meet.
         """
-        self._enter()
-        self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._hear_supervisor)
-        if self._job["drain_file"] or self._job["drain_url"]:
+        if self._job["drain_file"] or self._job["drain_url"]:  # before nodes meet, which may take its time
             from phalanx.launch.notices import Notices
 
-            Notices(self._job["drain_file"], self._job["drain_url"], lambda why: self._channel.send({"drain": why}))
+            Notices(
+                self._job["drain_file"],
+                self._job["drain_url"],
+                lambda why: self._channel.send({"drain": why}),
+                lambda file: self._channel.send({"leftover": file}),
+            )
+        self._enter()
+        self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._hear_supervisor)
         self._asked_s = self._answered_s = time.monotonic()
         while self._agreement.result is None:
             self._links.wait(self._rules.silence_s / (2 * _BEATS))

@@ -435,14 +435,12 @@ class Agreement:
                 f"all {len(view.members)} nodes of the job are there: this one is a spare, and waits to take the place "
                 "of one that is lost"
             )
+        leader = self._peers.get(self._leader)
+        is_in_office = self._is_in_office() if self.leads else leader is not None and leader.state.in_office
+        if view is not None and not is_in_office:
+            return self._why_no_majority(view)
         if not self.leads:
             return ""
-        if view is not None and not self._is_in_office():
-            lost = [node.host for node in view.members if not self._is_with_us(node.id)]
-            return (
-                f"of {len(view.members)} nodes, {', '.join(lost)} can't be reached; those that are left ({here}) are "
-                "no majority, so others may be going on: waiting for them"
-            )
         busy = [peer.node.host for peer in self._peers.values() if not peer.state.is_idle]
         if busy and self._ranks == "idle":
             return f"waiting for the ranks on {', '.join(busy)} to end"
@@ -459,6 +457,25 @@ class Agreement:
         if len(nodes) < rules.min_nodes:
             return f"{loss}waiting for nodes: {len(nodes)} of at least {rules.min_nodes} are here ({here})"
         return ""
+
+    def _why_no_majority(self, view: View) -> str:
+        """Return which nodes of a view this one and those that it reaches wait for; empty if all are here."""
+        lost = [node.host for node in view.members if not self._is_with_us(node.id)]
+        left = [node.host for node in view.members if self._is_with_us(node.id)]
+        new = {peer.node.host for peer in self._peers.values()} | {self.me.host}
+        again = [host for host in lost if host in new and host not in left]
+        if not lost:
+            return ""
+        if not again:
+            return (
+                f"of {len(view.members)} nodes, {', '.join(lost)} can't be reached; those that are left "
+                f"({', '.join(left)}) are no majority, so others may be going on: waiting for them"
+            )
+        has = "has" if len(again) == 1 else "have"
+        return (
+            f"{', '.join(again)} {has} been started again and can't tell what became of the job, which others may be "
+            "going on with: waiting for them. If no host trains any more, end this command on all, then start it again"
+        )
 
     def _is_fresh(self, peer: _Peer, now_s: float) -> bool:
         return now_s - peer.echo_s < _FRESH * self._rules.silence_s

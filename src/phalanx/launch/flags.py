@@ -321,7 +321,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "drain-file",
-            "as --drain, and this node also leaves when the file appears",
+            "as --drain, and this node also leaves when the file appears, or is touched if it was there before",
             str,
             "FILE",
         ),

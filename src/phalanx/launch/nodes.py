@@ -225,6 +225,8 @@ class _Orders:
                 self._channel.send({"pong": True})
             elif "drain" in packet:
                 self._leave(packet["drain"])
+            elif "leftover" in packet:
+                self._ranks.say(f"{packet['leftover']} was there before this job: it is no notice until it is touched")
             elif "all_leave" in packet:
                 self._ranks.say("no other node stays, so the ranks are asked to save and to make room")
                 self._leaves_at_s, self._steps = 0.0, None

@@ -65,21 +65,30 @@ class Notices:
     """Watches until a notice comes, and then says so once.
 
     Args:
-        file: File that appears; empty: none.
+        file: File that appears, or that is touched; empty: none. One that is there at the beginning is left over from
+            another job, perhaps this host's last one, and would end each new one.
         url: Address that answers 200, or a name of `SERVICES`; empty: none.
         tell: Function that a thread calls with the notice in words.
+        tell_leftover: Function that a thread calls with the file that is no notice.
     """
 
-    def __init__(self, file: str, url: str, tell: Callable[[str], None]) -> None:
-        self._file, self._tell = file, tell
+    def __init__(self, file: str, url: str, tell: Callable[[str], None], tell_leftover: Callable[[str], None]) -> None:
+        self._file, self._tell, self._tell_leftover = file, tell, tell_leftover
         self._service = SERVICES.get(url) or (Service(url) if url else None)
         self._said = threading.Lock()
+        self._has_looked = threading.Event()
         # Neither waits for the other: a file system that hangs keeps no provider's warning away.
         for watch in filter(None, (self._watch_file if file else None, self._watch_service if url else None)):
             threading.Thread(target=watch, name="phalanx-notices", daemon=True).start()
+        if file:
+            self._has_looked.wait(_LIMIT_S)  # what appears from now on is a notice, unless the file system hangs
 
     def _watch_file(self) -> None:
-        while not os.path.lexists(self._file):
+        first = _stamp_of(self._file)
+        self._has_looked.set()
+        if first is not None:
+            self._tell_leftover(self._file)
+        while _stamp_of(self._file) in (None, first):
             threading.Event().wait(LOOK_EVERY_S)
         self._say(f"{self._file} is there")
 
@@ -92,6 +101,15 @@ class Notices:
     def _say(self, notice: str) -> None:
         if self._said.acquire(blocking=False):  # the first of two
             self._tell(notice)
+
+
+def _stamp_of(file: str) -> tuple[int, int] | None:
+    """Return what changes when a file is made anew or touched; None if there is none."""
+    try:
+        found = os.lstat(file)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def asks_to_go(service: Service) -> bool:

@@ -7,6 +7,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from phalanx.launch.wire import PIECE, TAKEN, Wire
 
 _MOST_HOSTS = 256  # that send at once
 _MOST_IMAGES = 4096  # of one host
+_AGAIN_S = 0.2
+_KNOWN_S = 20.0
 
 
 class _Offer(NamedTuple):
@@ -38,13 +41,11 @@ class Receiver:
         door: Bound socket.
         snapshots_fd: Memory in which it is kept.
         run_id: Name of the job.
-
-    Attributes:
-        me: Id of this node, which a sender has to know; empty: not known yet.
     """
 
     def __init__(self, door: socket.socket, snapshots_fd: int, run_id: str) -> None:
-        self.me: str = ""
+        self._me = ""
+        self._is_known = threading.Event()  # whether `_me` is
         self._fd, self._run_id, self._door = snapshots_fd, run_id, door
         self._lock = threading.Lock()
         self._receiving: dict[int, Wire] = {}  # by offset
@@ -53,38 +54,50 @@ class Receiver:
         door.setblocking(True)
         threading.Thread(target=self._accept, daemon=True).start()
 
+    @property
+    def me(self) -> str:
+        """Id of this node, which a sender has to name; empty: not known yet."""
+        return self._me
+
+    @me.setter
+    def me(self, name: str) -> None:
+        self._me = name
+        self._is_known.set()
+
     def _accept(self) -> None:
         while True:
-            with contextlib.suppress(OSError):
+            try:
                 end, _ = self._door.accept()
                 if threading.active_count() > _MOST_HOSTS:
                     end.close()
                     continue
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 threading.Thread(target=self._serve, args=(Wire(end),), daemon=True).start()
+            except OSError:
+                time.sleep(_AGAIN_S)  # no descriptor may be left: who comes waits at the door
 
     def _serve(self, wire: Wire) -> None:
         with contextlib.closing(wire), contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            told = wire.hear()  # a sender speaks at once: a silent stranger keeps no place from it
-            while True:
-                self._take(wire, told)
+            told = wire.hear()  # a sender speaks at once: a stranger that is silent or drips keeps no place from it
+            while self._take(wire, told):
                 told = wire.hear(waits=True)
 
-    def _take(self, wire: Wire, told: Mapping[str, Any]) -> None:
-        """Keep what is offered, or say why not."""
+    def _take(self, wire: Wire, told: Mapping[str, Any]) -> bool:
+        """Keep what is offered, or say why not; return whether more may come on this connection."""
         offsets: list[int] = []
         try:
             try:
                 offer = self._read(told)
+                wire.tell({"heard": True})  # room may take its time
                 with self._lock:
                     has_it = self._has(offer)
                     offsets = [] if has_it else self._make_room(offer, wire)
             except _Refusal as error:
                 wire.tell({"refused": str(error)})
-                return
+                return False
             wire.tell({"has": has_it})
             if has_it:
-                return
+                return True
             for offset, head in zip(offsets, offer.heads, strict=True):
                 self._receive(wire, offset, head)
             (length,) = PIECE.unpack(wire.receive(PIECE.size))
@@ -94,6 +107,7 @@ class Receiver:
                 for offset, head in zip(offsets, offer.heads, strict=True):
                     os.pwrite(self._fd, head.pack(), offset)
             wire.send(TAKEN)
+            return True
         finally:
             with self._lock:
                 for offset in offsets:
@@ -107,7 +121,9 @@ class Receiver:
             ValueError, TypeError, KeyError: No host of ours says that.
             _Refusal: It looks for another.
         """
-        if not self.me or told["run_id"] != self._run_id or told["holder"] != self.me:
+        if not self._is_known.wait(_KNOWN_S):  # others may know this node before its process does
+            raise ValueError("nobody knows this node")
+        if told["run_id"] != self._run_id or told["holder"] != self.me:
             raise _Refusal("another node is there")
         numbers, sizes = told["numbers"], told["sizes"]
         attempt, step, world_size, first, *safe = _counts(

@@ -1,10 +1,12 @@
 """Copies this host's snapshots to other hosts' memory, and keeps theirs in this one's. Imports no torch.
 
 One thread sends; one for each host that sends to us receives. The protocol, over TCP: an **offer** (a line of JSON)
-says which images are to come and which snapshot must not be overwritten for them. The answer (a line, too) says where
-to begin or why not. The images follow in pieces, each with its length before it and answered by a byte. At the end the
-sender looks whether the ranks have left the images alone meanwhile, and only then has the holder say that they are
-whole.
+says which images are to come and which snapshot must not be overwritten for them. The holder says at once that it has
+heard it, and when it has made room, that the images may come, or why not. The images follow in pieces, each with its
+length before it and answered by a byte. At the end the sender looks whether the ranks have left the images alone
+meanwhile, and only then has the holder say that they are whole.
+
+A holder that fails is asked again after a pause, which doubles each time; meanwhile the next one is asked.
 
 Training goes first. Each piece is answered before the next is sent and is small enough to take a few milliseconds,
 which is as long as a message of the ranks may have to wait behind it; between pieces the link is left alone for as
@@ -20,6 +22,7 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx import _snapshots
@@ -30,8 +33,9 @@ from phalanx.launch.receiver import Receiver
 from phalanx.launch.wire import PIECE, Wire
 
 _LOOK_S = 0.05
-_AGAIN_S = 1.0
-_MOST_FAILURES = 3  # of a holder, before others are asked
+_AGAIN_S, _MOST_AGAIN_S = 1.0, 60.0  # before a holder is asked again: doubled each time that it fails
+_SAID_FAILURES = 2  # of a holder; not the first, which may be the end of a host that others are about to notice
+_MOST_FAILURES = 3  # before a snapshot is left with fewer replicas
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
 _REST, _SLOW_REST = 1.0, 4.0  # times what a piece took; where even the smallest takes longer than it should
@@ -64,7 +68,8 @@ class Replicator:
         self._receiver = Receiver(door, snapshots_fd, run_id)
         self._holders: list[dict[str, Any]] = []
         self._wires: dict[str, Wire] = {}
-        self._num_failures: dict[str, int] = {}
+        self._num_failures: dict[str, int] = {}  # one after the other, by holder
+        self._asked_again_s: dict[str, float] = {}  # when it may be, by holder that has failed
         self._done: Copy | None = None
         self._has: set[str] = set()  # holders that have what is being copied
         self._copying: Copy | None = None
@@ -92,6 +97,7 @@ class Replicator:
                 self._holders = packet["holders"]
                 self._receiver.me = packet["me"]
                 self._num_failures.clear()
+                self._asked_again_s.clear()
                 self._has.clear()
                 for name in self._wires.keys() - {holder["id"] for holder in self._holders}:
                     self._wires.pop(name).close()
@@ -112,30 +118,28 @@ class Replicator:
         if wanted != self._copying:
             self._copying, self._has = wanted, set()
         problems = []
-        is_open = False  # whether a holder may take it later
         for holder in self._holders:
             name = holder["id"]
             if len(self._has) == self._num_replicas:
                 break
-            if name in self._has or self._num_failures.get(name, 0) >= _MOST_FAILURES:
+            if name in self._has or time.monotonic() < self._asked_again_s.get(name, 0.0):
                 continue
             try:
                 self._send(holder, wanted, regions)
                 self._has.add(name)
+                self._num_failures.pop(name, None)
             except Refused as error:
+                self._wires.pop(name, Wire(None)).close()  # as the holder does
                 problems.append(f"{holder['host']} keeps none ({error})")
             except Changed:
                 return
             except (OSError, ValueError, KeyError) as error:
-                self._wires.pop(name, Wire(None)).close()
-                self._num_failures[name] = self._num_failures.get(name, 0) + 1
-                is_open |= self._num_failures[name] < _MOST_FAILURES
-                if self._num_failures[name] == _MOST_FAILURES:
-                    problems.append(f"{holder['host']} can't be reached for it ({error})")
+                self._note_failure(holder, str(error))
         is_enough = len(self._has) >= min(self._num_replicas, len(self._holders))
         now_s = time.monotonic()
-        if is_open and not is_enough:
-            self._rests_until_s = now_s + _AGAIN_S
+        again_s = [self._asked_again_s[name] for name, num in self._num_failures.items() if num < _MOST_FAILURES]
+        if again_s and not is_enough:
+            self._rests_until_s = min(again_s)
             return
         cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
         self._rests_until_s = now_s + (self._cpu_s - cpu_before_s) / (_SHARE_OF_CPUS * len(usable_cpus()))
@@ -144,6 +148,15 @@ class Replicator:
         _snapshots.note_copied(self._fd, Copied(wanted.attempt, wanted.step, len(self._has), took_ms))
         if not is_enough:
             self._say_once(problems)
+
+    def _note_failure(self, holder: Mapping[str, Any], error: str) -> None:
+        name = holder["id"]
+        self._wires.pop(name, Wire(None)).close()
+        num = self._num_failures[name] = self._num_failures.get(name, 0) + 1
+        pause_s = min(_AGAIN_S * 2 ** (num - 1), _MOST_AGAIN_S)
+        self._asked_again_s[name] = time.monotonic() + pause_s
+        if num == _SAID_FAILURES:
+            self._say_once([f"{holder['host']} takes none now ({error}): it is asked again, after ever longer pauses"])
 
     def _say_once(self, problems: list[str]) -> None:
         for problem in problems:
@@ -165,7 +178,7 @@ class Replicator:
         if wire is None:
             wire = self._wires[holder["id"]] = Wire.to(holder["address"], holder["port"])
         head = regions[0].head
-        wire.tell(
+        answer = wire.ask(
             {
                 "run_id": self._run_id, "holder": holder["id"], "attempt": wanted.attempt, "step": wanted.step,
                 "folder": wanted.folder.hex(), "world_size": head.world_size, "first_rank": head.first_rank,
@@ -173,7 +186,6 @@ class Replicator:
                 "safe": [wanted.safe_attempt, wanted.safe_step],
             }
         )  # fmt: skip
-        answer = wire.hear()
         if "refused" in answer:
             raise Refused(str(answer["refused"])[:200])
         if answer["has"]:

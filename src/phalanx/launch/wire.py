@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ PIECE = struct.Struct("<L")
 TAKEN = b"."
 _BULK = 2  # priority of packets behind which no others wait
 _CONNECT_S = 3.0
-_SILENCE_S = 20.0  # in the midst of a copy
+_SILENCE_S = 20.0  # in the midst of a copy, and for all of a message
+_HEARD_S = 5.0  # until the other end says that it has heard an offer
 _MOST_BYTES = 1 << 20  # of a line
 _BUFFER_BYTES = 1 << 20
 
@@ -55,23 +57,35 @@ class Wire:
     def tell(self, message: Mapping[str, Any]) -> None:
         self._end.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self, *, waits: bool = False) -> dict[str, Any]:
+    def hear(self, *, waits: bool = False, within_s: float | None = None) -> dict[str, Any]:
         """Return the next message.
 
         Args:
-            waits: Whether it may take for ever.
+            waits: Whether its first byte may take for ever.
+            within_s: Time for all of it, however slowly it drips; default: as long as any silence may last.
 
         Raises:
-            OSError: The other end has gone.
+            OSError: The other end has gone, or takes too long.
             ValueError: It is no message.
         """
         line = bytearray()
-        self._end.settimeout(None if waits else _SILENCE_S)
-        while not line.endswith(b"\n"):  # byte by byte: what follows is not ours to read
+        limit_s = _SILENCE_S if within_s is None else within_s
+        if waits:
+            self._end.settimeout(None)
             line += self._receive(1)
-            self._end.settimeout(_SILENCE_S)
+        deadline_s = time.monotonic() + limit_s
+        while not line.endswith(b"\n"):  # byte by byte: what follows is not ours to read
+            left_s = deadline_s - time.monotonic()
+            self._end.settimeout(max(left_s, 1e-3))
+            try:
+                line += self._receive(1)
+            except TimeoutError:
+                left_s = 0.0
+            if left_s <= 0:
+                raise TimeoutError(f"no answer within {limit_s:g} s")
             if len(line) > _MOST_BYTES:
                 raise ValueError("no message")
+        self._end.settimeout(_SILENCE_S)
         try:
             message = json.loads(line)
         except RecursionError:  # strangers can reach this port
@@ -79,6 +93,19 @@ class Wire:
         if not isinstance(message, dict):
             raise ValueError("no message")
         return message
+
+    def ask(self, offer: Mapping[str, Any]) -> dict[str, Any]:
+        """Make an offer and return the answer.
+
+        The other end says at once that it has heard it: a process that is stopped, or that is just being started
+        again, is not waited for as long as one that makes room.
+
+        Raises:
+            OSError, ValueError: As in `hear`.
+        """
+        self.tell(offer)
+        answer = self.hear(within_s=_HEARD_S)
+        return self.hear() if "heard" in answer else answer
 
     def _receive(self, length: int) -> bytes:
         came = self._end.recv(length)

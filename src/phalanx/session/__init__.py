@@ -86,14 +86,24 @@ class Session(LoopTools):
 
 
 @dataclasses.dataclass
-class _Current:
+class Made:
+    """A session and how it was made.
+
+    Attributes:
+        arguments: Arguments of `init`.
+        exported: Variables set for the group that it owns; None: the script owns the group.
+        num_collectives: Number of collectives that the group had seen then; None: it does not tell.
+        num_blocks: Open ``with`` blocks.
+    """
+
     session: Session
     arguments: tuple[Any, ...]
-    exported: tuple[str, ...] | None  # variables set for the group that it owns; None: the script owns the group
-    num_blocks: int = 0  # open ``with`` blocks
+    exported: tuple[str, ...] | None
+    num_collectives: int | None
+    num_blocks: int = 0
 
 
-_current: _Current | None = None
+_current: Made | None = None
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -169,11 +179,51 @@ def init(
         session = _adopt_group(device)
     else:
         session, exported = _create_group(find_place(rank, world_size), backend, device, limit, init_method)
-    _current = _Current(session, arguments, exported)
+    _current = Made(session, arguments, exported, num_collectives())
     writer.begin(session.rank, session.world_size)
     if session.reason and session.is_main:
         print(f"phalanx.init: backend {session.backend}: {session.reason}", file=sys.stderr)
     return session
+
+
+def made() -> Made | None:
+    """Return how the present session was made; None if there is none."""
+    return _current
+
+
+def num_collectives() -> int | None:
+    """Return how many collectives the default group has seen; None if it does not tell, or there is none."""
+    return getattr(dist.group.WORLD, "num_collectives", None)
+
+
+def why_not_met() -> str:
+    """Return why a process that only calls `init` can't meet this one where it is; empty if it can."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    if _current is None or _current.exported is None or any(one is not None for one in _current.arguments[3:]):
+        return "a process group was made before"
+    if _current.num_collectives is None:
+        return "a process group that does not count its collectives was made before"
+    if _current.num_collectives != num_collectives():
+        return "the script has called collectives before"
+    if len(_torch.world.pg_names) > 1:
+        return "more than one process group was made before"
+    return ""
+
+
+def init_again(ended: Made) -> Session:
+    """Join the job as `init` did before, when the group has failed and this process has another place.
+
+    The session that the script may hold is given the new place, and returned.
+    """
+    global _current
+    backend, device, timeout = ended.arguments[:3]
+    new = init(backend, device=device, timeout=timeout)
+    assert _current is not None
+    for name in (field.name for field in dataclasses.fields(Session)):
+        object.__setattr__(ended.session, name, getattr(new, name))
+    _current = dataclasses.replace(_current, session=ended.session, num_blocks=ended.num_blocks)
+    return ended.session
 
 
 def _adopt_group(device: str | torch.device | None) -> Session:

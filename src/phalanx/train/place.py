@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from phalanx import session
 from phalanx.train.feed import is_dataset
 from phalanx.train.loggers import Loggers
 from phalanx.train.wrapper import can_wrap
@@ -18,7 +18,8 @@ class Place:
     """A trainer's place in a process group.
 
     A new process runs the script from its beginning, and kept ones only what a trainer does when it joins the job. So
-    they meet only if the script itself has called no collective before `Trainer.fit`.
+    they meet only if the script itself has called no collective before `Trainer.fit`. It may have called
+    `phalanx.init`, which a trainer repeats with the same arguments.
 
     Attributes:
         is_lost: Whether the group has failed, so that the trainer has to join the job again.
@@ -26,19 +27,28 @@ class Place:
 
     def __init__(self) -> None:
         self.is_lost: bool = False
-        self._had_group = dist.is_available() and dist.is_initialized()
-        self._num_collectives = 0
+        self._why_not_met = session.why_not_met()
+        self._made: session.Made | None = None
+        self._num_collectives: int | None = None
+
+    def join(self) -> session.Session:
+        """Join the job, for the first time or again."""
+        if self._made is not None:
+            return session.init_again(self._made)
+        joined = session.init()
+        self._made = session.made()
+        return joined
 
     def note_joined(self) -> None:
         """Note that the trainer has done all that it does when it joins the job."""
         self.is_lost = False
-        self._num_collectives = _num_collectives()
+        self._num_collectives = session.num_collectives()
 
     def why_not_kept(self, model: nn.Module, optimizer: torch.optim.Optimizer, loggers: Loggers, data: Any) -> str:
         """Return why the trainer can't join another group, when `fit` begins; empty if it can."""
-        if self._had_group:
-            return "a process group was made before the Trainer"
-        if self._num_collectives != _num_collectives():
+        if self._why_not_met:
+            return f"{self._why_not_met} Trainer()"
+        if self._num_collectives != session.num_collectives():
             return "the script has called collectives between Trainer() and fit()"
         if not can_wrap(model):
             return "the script has wrapped the model itself"
@@ -58,8 +68,3 @@ def why_not_set_back(callbacks: Sequence[Any]) -> str:
         if getattr(one, "__dict__", None) and not hasattr(one, "load_state_dict"):
             return f"the callback {type(one).__qualname__} has attributes, and no load_state_dict to set them back"
     return ""
-
-
-def _num_collectives() -> int:
-    """Return how many collectives the default group has seen; of a group that does not tell, none are assumed."""
-    return int(getattr(dist.group.WORLD, "num_collectives", 0)) if dist.is_initialized() else 0

@@ -175,7 +175,7 @@ class Trainer:
     def _join(self) -> None:
         """Join the job, and make what belongs to its process group; again if the group is another one now."""
         s = self.settings
-        self.session: session.Session = session.init()
+        self.session: session.Session = self._place.join()
         self._ranks = RankGroup()
         self._loggers = Loggers(self._given_loggers, self._ranks)
         self.device: torch.device = self.session.device
