@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -94,6 +95,23 @@ def test_a_holder_that_is_gone_or_does_not_want_is_passed_over_and_named(new_hos
     assert a.channel.wait() == {"say": "replicas of this host's snapshots: not b keeps none (another node is there)"}
 
 
+def test_a_holder_that_has_failed_too_often_is_asked_again(new_host):
+    a = new_host("a", pauses_s=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    a.follow([("b", port)])
+    a.write((1, 1), [b"content"])
+    assert a.await_copied((1, 1)).num_replicas == 0
+    assert "b can't be reached for it" in a.channel.wait()["say"]
+    b = new_host("b", port=port)
+    for step in itertools.count(2):
+        a.write((1, step), [b"content"])
+        if a.await_copied((1, step)).num_replicas == 1:
+            break
+    assert a.channel.wait() == {"say": "replicas of this host's snapshots: they are kept again"}
+    assert b.kept() == {(1, step, 0): b"content"}
+
+
 def test_what_ranks_write_over_while_it_is_sent_is_never_said_to_be_whole(new_host):
     a = new_host("a")
     with socket.create_server(("127.0.0.1", 0)) as door:
@@ -138,9 +156,7 @@ def holder(new_host):
 @pytest.fixture
 def wire(holder):
     with contextlib.closing(Wire.to("127.0.0.1", holder.port)) as wire:
-        deadline = time.monotonic() + LIMIT_S
-        while "refused" in offer(wire, 0, [1]):  # it does not know its name yet
-            assert time.monotonic() < deadline
+        assert offer(wire, 0, [1]) == {"has": False}
         send(wire, b"0")
         wire.commit()
         yield wire
@@ -264,3 +280,54 @@ def test_a_stranger_that_says_nothing_is_left(stranger, monkeypatch):
     assert end.recv(1) == b""
     serving.join(LIMIT_S)
     assert not serving.is_alive()
+
+
+def test_a_stranger_that_sends_byte_by_byte_is_left(stranger, monkeypatch):
+    monkeypatch.setattr("phalanx.launch.wire._SILENCE_S", 0.2)
+    end, heard = stranger
+
+    def drip():
+        with contextlib.suppress(OSError):
+            while True:
+                end.sendall(b" ")
+                time.sleep(0.01)
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    with contextlib.closing(heard), pytest.raises(TimeoutError):
+        heard.hear()
+    dripping.join(LIMIT_S)
+
+
+def test_what_follows_a_line_is_left_to_be_read(stranger):
+    end, heard = stranger
+    for said in (b'{"a"', b": 1}\nbc", b"d"):
+        end.sendall(said)
+    assert heard.hear() == {"a": 1}
+    assert heard.receive(3) == b"bcd"
+
+
+def test_what_strangers_cost_is_not_what_copies_cost(stranger):
+    end, heard = stranger
+    receiver = object.__new__(Receiver)
+    receiver.spent_s, receiver.me, receiver._run_id = 0.0, "b", "job"
+    receiver._fd, receiver._lock, receiver._receiving, receiver._lengths = (
+        os.memfd_create("snapshots"),
+        threading.Lock(),
+        {},
+        {},
+    )
+    serving = threading.Thread(target=receiver._serve, args=(heard,))
+    serving.start()
+    with contextlib.closing(Wire(end.dup())) as wire:
+        for _ in range(3):
+            assert "refused" in offer(wire, 1, [1] * 4000, holder="another")
+        assert receiver.spent_s == 0.0
+        assert offer(wire, 1, [1]) == {"has": False}
+        send(wire, b"1")
+        wire.commit()
+        assert offer(wire, 1, [1]) == {"has": True}
+        assert receiver.spent_s > 0.0
+    end.shutdown(socket.SHUT_RDWR)
+    serving.join(LIMIT_S)
+    os.close(receiver._fd)

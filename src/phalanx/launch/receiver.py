@@ -7,6 +7,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from phalanx.launch.wire import PIECE, TAKEN, Wire
 
 _MOST_HOSTS = 256  # that send at once
 _MOST_IMAGES = 4096  # of one host
+_AGAIN_S = 0.01
+_NAMED_S = 5.0  # for this node's supervisor to tell who it is: others may have been told before
 
 
 class _Offer(NamedTuple):
@@ -41,10 +44,12 @@ class Receiver:
 
     Attributes:
         me: Id of this node, which a sender has to know; empty: not known yet.
+        spent_s: Processor time that keeping has cost.
     """
 
     def __init__(self, door: socket.socket, snapshots_fd: int, run_id: str) -> None:
         self.me: str = ""
+        self.spent_s: float = 0.0
         self._fd, self._run_id, self._door = snapshots_fd, run_id, door
         self._lock = threading.Lock()
         self._receiving: dict[int, Wire] = {}  # by offset
@@ -55,13 +60,15 @@ class Receiver:
 
     def _accept(self) -> None:
         while True:
-            with contextlib.suppress(OSError):
+            try:
                 end, _ = self._door.accept()
                 if threading.active_count() > _MOST_HOSTS:
                     end.close()
                     continue
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 threading.Thread(target=self._serve, args=(Wire(end),), daemon=True).start()
+            except OSError:  # that end has gone, or there are no descriptors left: then it would fail again at once
+                time.sleep(_AGAIN_S)
 
     def _serve(self, wire: Wire) -> None:
         with contextlib.closing(wire), contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -73,6 +80,7 @@ class Receiver:
     def _take(self, wire: Wire, told: Mapping[str, Any]) -> None:
         """Keep what is offered, or say why not."""
         offsets: list[int] = []
+        began_s = time.thread_time()
         try:
             try:
                 offer = self._read(told)
@@ -96,6 +104,7 @@ class Receiver:
             wire.send(TAKEN)
         finally:
             with self._lock:
+                self.spent_s += time.thread_time() - began_s if offsets else 0.0
                 for offset in offsets:
                     if self._receiving.get(offset) is wire:
                         del self._receiving[offset]
@@ -107,6 +116,9 @@ class Receiver:
             ValueError, TypeError, KeyError: No host of ours says that.
             _Refusal: It looks for another.
         """
+        ends_s = time.monotonic() + _NAMED_S
+        while not self.me and time.monotonic() < ends_s:
+            time.sleep(_AGAIN_S)
         if not self.me or told["run_id"] != self._run_id or told["holder"] != self.me:
             raise _Refusal("another node is there")
         numbers, sizes = told["numbers"], told["sizes"]

@@ -31,7 +31,8 @@ from phalanx.launch.wire import PIECE, Wire
 
 _LOOK_S = 0.05
 _AGAIN_S = 1.0
-_MOST_FAILURES = 3  # of a holder, before others are asked
+_MOST_FAILURES = 3  # of a holder in a row, before others are asked
+_SHUNS_S, _SHUNS_MOST_S = 15.0, 240.0  # then; doubled each time that it fails once more
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
 _REST, _SLOW_REST = 1.0, 4.0  # times what a piece took; where even the smallest takes longer than it should
@@ -64,18 +65,19 @@ class Replicator:
         self._receiver = Receiver(door, snapshots_fd, run_id)
         self._holders: list[dict[str, Any]] = []
         self._wires: dict[str, Wire] = {}
-        self._num_failures: dict[str, int] = {}
+        self._num_failures: dict[str, int] = {}  # of each holder, since it has taken something
+        self._shunned_until_s: dict[str, float] = {}  # those that have failed too often
         self._done: Copy | None = None
         self._has: set[str] = set()  # holders that have what is being copied
         self._copying: Copy | None = None
         self._piece_bytes = _LEAST_PIECE_BYTES
         self._rests_until_s = 0.0
-        self._cpu_s = 0.0  # that this process had used when it began to rest
+        self._cpu_s = 0.0  # that copying and keeping had cost when it began to rest
         self._said: set[str] = set()
 
     def run(self) -> None:
         """Copy what is wanted until the supervisor has gone."""
-        self._cpu_s = time.process_time()
+        self._cpu_s = self._spent_s()
         _snapshots.note_replicator_started(self._fd)
         while self._hear(_LOOK_S):
             wanted = _snapshots.asked_copy(self._fd)
@@ -92,6 +94,7 @@ class Replicator:
                 self._holders = packet["holders"]
                 self._receiver.me = packet["me"]
                 self._num_failures.clear()
+                self._shunned_until_s.clear()
                 self._has.clear()
                 for name in self._wires.keys() - {holder["id"] for holder in self._holders}:
                     self._wires.pop(name).close()
@@ -113,37 +116,50 @@ class Replicator:
             self._copying, self._has = wanted, set()
         problems = []
         is_open = False  # whether a holder may take it later
-        for holder in self._holders:
+        has_come_back = False
+        for holder in sorted(self._holders, key=lambda holder: holder["id"] in self._shunned_until_s):
             name = holder["id"]
             if len(self._has) == self._num_replicas:
                 break
-            if name in self._has or self._num_failures.get(name, 0) >= _MOST_FAILURES:
+            if name in self._has or began_s < self._shunned_until_s.get(name, 0.0):
                 continue
             try:
                 self._send(holder, wanted, regions)
                 self._has.add(name)
+                self._num_failures.pop(name, None)
+                has_come_back |= self._shunned_until_s.pop(name, None) is not None
             except Refused as error:
                 problems.append(f"{holder['host']} keeps none ({error})")
             except Changed:
                 return
             except (OSError, ValueError, KeyError) as error:
                 self._wires.pop(name, Wire(None)).close()
-                self._num_failures[name] = self._num_failures.get(name, 0) + 1
-                is_open |= self._num_failures[name] < _MOST_FAILURES
-                if self._num_failures[name] == _MOST_FAILURES:
-                    problems.append(f"{holder['host']} can't be reached for it ({error})")
+                self._num_failures[name] = num = self._num_failures.get(name, 0) + 1
+                if num < _MOST_FAILURES:
+                    is_open = True
+                    continue
+                pause_s = min(_SHUNS_S * 2 ** (num - _MOST_FAILURES), _SHUNS_MOST_S)
+                self._shunned_until_s[name] = time.monotonic() + pause_s
+                problems.append(f"{holder['host']} can't be reached for it ({error})")
         is_enough = len(self._has) >= min(self._num_replicas, len(self._holders))
         now_s = time.monotonic()
         if is_open and not is_enough:
             self._rests_until_s = now_s + _AGAIN_S
             return
-        cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
+        cpu_before_s, self._cpu_s = self._cpu_s, self._spent_s()
         self._rests_until_s = now_s + (self._cpu_s - cpu_before_s) / (_SHARE_OF_CPUS * len(usable_cpus()))
         self._done = wanted
         took_ms = int(1e3 * (now_s - began_s))
         _snapshots.note_copied(self._fd, Copied(wanted.attempt, wanted.step, len(self._has), took_ms))
         if not is_enough:
             self._say_once(problems)
+        elif has_come_back:
+            self._said.clear()
+            self._channel.send({"say": "replicas of this host's snapshots: they are kept again"})
+
+    def _spent_s(self) -> float:
+        """Return the processor time of copying and keeping; what strangers say to the door costs no replica."""
+        return time.thread_time() + self._receiver.spent_s
 
     def _say_once(self, problems: list[str]) -> None:
         for problem in problems:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ _CONNECT_S = 3.0
 _SILENCE_S = 20.0  # in the midst of a copy
 _MOST_BYTES = 1 << 20  # of a line
 _BUFFER_BYTES = 1 << 20
+_AHEAD_BYTES = 1 << 16
 
 
 class Wire:
@@ -66,12 +69,15 @@ class Wire:
             ValueError: It is no message.
         """
         line = bytearray()
-        self._end.settimeout(None if waits else _SILENCE_S)
-        while not line.endswith(b"\n"):  # byte by byte: what follows is not ours to read
-            line += self._receive(1)
-            self._end.settimeout(_SILENCE_S)
+        ends_s = math.inf if waits else time.monotonic() + _SILENCE_S
+        while not line.endswith(b"\n"):
+            self._end.settimeout(None if ends_s == math.inf else max(ends_s - time.monotonic(), 1e-3))
+            ahead = self._receive(_AHEAD_BYTES, socket.MSG_PEEK)  # what follows the line is not ours to read
+            line += self.receive(ahead.find(b"\n") + 1 or len(ahead))
+            ends_s = min(ends_s, time.monotonic() + _SILENCE_S)  # for all of it: a stranger may send it byte by byte
             if len(line) > _MOST_BYTES:
                 raise ValueError("no message")
+        self._end.settimeout(_SILENCE_S)
         try:
             message = json.loads(line)
         except RecursionError:  # strangers can reach this port
@@ -80,8 +86,8 @@ class Wire:
             raise ValueError("no message")
         return message
 
-    def _receive(self, length: int) -> bytes:
-        came = self._end.recv(length)
+    def _receive(self, length: int, flags: int = 0) -> bytes:
+        came = self._end.recv(length, flags)
         if not came:
             raise ConnectionResetError("the connection has ended")
         return came
