@@ -18,11 +18,11 @@ FOLDER = b"f" * 16
 MAIN = """
 from phalanx import _room
 from phalanx._cgroups import Memory
-from phalanx.launch import wire
-from phalanx.launch.replicator import main
+from phalanx.launch import replicator, wire
 _room.host_memory = lambda: Memory({0} << 22, 0)
 wire._HEARD_S = {1}
-main()
+replicator._AGAIN_S = {2}
+replicator.main()
 """
 
 
@@ -45,18 +45,19 @@ class ReplicaHost:
         port: Port of the replicator.
     """
 
-    def __init__(self, name, num_replicas=1, most_mib=1 << 20, heard_s=20.0, is_known=True):
+    def __init__(self, name, num_replicas=1, most_mib=1 << 20, *, heard_s=20.0, pauses_s=1.0, port=0, is_known=True):
         self.name = name
         self.fd = os.memfd_create("snapshots")
         self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
         _snapshots.want_replicas(self.fd, num_replicas)
         self.channel, theirs = PacketSocket.pair()
-        with theirs, socket.create_server(("127.0.0.1", 0)) as door:
+        with theirs, socket.create_server(("127.0.0.1", port)) as door:
             self.port = door.getsockname()[1]
             fds = [theirs.fileno(), door.fileno(), self.fd]
             settings = json.dumps({"run_id": "job", "num_replicas": num_replicas})
             self.process = subprocess.Popen(
-                [sys.executable, "-c", MAIN.format(most_mib, heard_s), *map(str, fds), settings], pass_fds=fds
+                [sys.executable, "-c", MAIN.format(most_mib, heard_s, pauses_s), *map(str, fds), settings],
+                pass_fds=fds,
             )
         if is_known:
             self.follow([])

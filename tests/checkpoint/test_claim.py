@@ -129,6 +129,16 @@ def test_a_note_of_somebody_else_is_no_obstacle(tmp_path, take, text):
     assert take(tmp_path).fence.epoch >= 1
 
 
+@pytest.mark.parametrize("number", ["9" * 18, "9" * 17])
+def test_a_claim_that_nobody_could_follow_is_named(tmp_path, take, apart, number):
+    (tmp_path / f".epoch-{number}").touch()
+    for _ in range(2):
+        with pytest.raises(OSError, match=f"epoch-{number} was made by another program: remove it"):
+            take(tmp_path)
+    (tmp_path / f".epoch-{number}").unlink()
+    assert take(tmp_path).fence.epoch == 1
+
+
 def draft_of(folder, fence, step=5):
     """A checkpoint that all its ranks have written."""
     draft = folders.begin(str(folder), step, 1, None, fence)

@@ -332,3 +332,14 @@ def test_a_supervisor_that_is_stopped_is_gone_on_without(jobs, tmp_path):
         jobs[1].send_signal(signal.SIGSTOP)
         for job in (jobs[0], jobs[2]):
             await_size(job, 2)
+
+
+def test_a_host_whose_agent_is_stopped_says_so_and_ends(jobs, tmp_path):
+    with hosts(2) as made:
+        launch(jobs, made, tmp_path, "1:2")
+        agent = made[1].run("pgrep", "-P", str(jobs[1].pid), "-f", "launch.agent").strip()
+        made[1].run("kill", "-STOP", agent)
+        await_size(jobs[0], 1)
+        said = jobs[1].communicate(timeout=LIMIT_S)[1]
+        assert jobs[1].returncode == 1
+        assert f"the agent of this node (pid {agent}) has not answered for 10 s" in said

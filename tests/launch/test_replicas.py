@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import select
@@ -95,6 +96,23 @@ def test_a_holder_that_is_gone_or_does_not_want_is_passed_over_and_named(new_hos
     a.write((1, 2), [b"content"])
     assert a.await_copied((1, 2)).num_replicas == 0
     assert a.channel.wait() == {"say": "replicas of this host's snapshots: not b keeps none (another node is there)"}
+
+
+def test_a_holder_that_has_failed_too_often_is_asked_again(new_host):
+    a = new_host("a", pauses_s=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    a.follow([("b", port)])
+    a.write((1, 1), [b"content"])
+    assert a.await_copied((1, 1)).num_replicas == 0
+    assert "b takes none now" in a.channel.wait()["say"]
+    b = new_host("b", port=port)
+    for step in itertools.count(2):
+        a.write((1, step), [b"content"])
+        if a.await_copied((1, step)).num_replicas == 1:
+            break
+    assert a.channel.wait() == {"say": "replicas of this host's snapshots: they are kept again"}
+    assert b.kept() == {(1, step, 0): b"content"}
 
 
 def test_what_ranks_write_over_while_it_is_sent_is_never_said_to_be_whole(new_host):
@@ -347,3 +365,39 @@ def test_a_holder_that_is_stopped_is_passed_over_and_asked_again(new_host):
         step += 1
         a.write((1, step), [b"3"])
         a.await_copied((1, step))
+
+
+def test_what_follows_a_line_is_left_to_be_read(stranger):
+    end, heard = stranger
+    for said in (b'{"a"', b": 1}\nbc", b"d"):
+        end.sendall(said)
+    assert heard.hear() == {"a": 1}
+    assert heard.receive(3) == b"bcd"
+
+
+def test_what_strangers_cost_is_not_what_copies_cost():
+    receiver = object.__new__(Receiver)
+    receiver._is_known, receiver.spent_s, receiver.me, receiver._run_id = threading.Event(), 0.0, "b", "job"
+    receiver._fd, receiver._lock = os.memfd_create("snapshots"), threading.Lock()
+    receiver._receiving, receiver._lengths = {}, {}
+
+    @contextlib.contextmanager
+    def served():
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            end, heard = socket.create_connection(door.getsockname()), door.accept()[0]
+        serving = threading.Thread(target=receiver._serve, args=(Wire(heard),))
+        serving.start()
+        with contextlib.closing(Wire(end)) as wire:
+            yield wire
+        serving.join(LIMIT_S)
+
+    for _ in range(3):
+        with served() as wire:
+            assert "refused" in offer(wire, 1, [1] * 4000, holder="another")
+    assert receiver.spent_s == 0.0
+    with served() as wire:
+        assert offer(wire, 1, [1]) == {"has": False}
+        send(wire, b"1")
+        wire.commit()
+    assert receiver.spent_s > 0.0
+    os.close(receiver._fd)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -138,7 +139,7 @@ class Claim:
         """Take the folder; return who holds it, if it is not to be had.
 
         Raises:
-            OSError: Its files can't be written.
+            OSError: Its files can't be written, or are another program's.
         """
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(open_regular(self._path, os.O_RDWR | os.O_CREAT))
@@ -237,6 +238,9 @@ class Claim:
         if newest > note.epoch and not self._is_silent(note):
             return False
         epoch = max(newest, note.epoch) + 1
+        if epoch >= _MOST_EPOCHS:  # nobody would read the claims that follow
+            name = _claim_path(self._folder, epoch - 1)
+            raise OSError(errno.EOVERFLOW, f"{name} was made by another program: remove it")
         try:
             os.close(os.open(_claim_path(self._folder, epoch), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         except FileExistsError:

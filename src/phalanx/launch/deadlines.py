@@ -43,7 +43,7 @@ JOIN_S = 600.0
 """For the fewest nodes to be together, at the start and after a loss; the limit of torch's c10d rendezvous."""
 
 ANSWERS_S = 10.0
-"""For a supervisor to answer its agent; one that does not has been stopped, and its node is given up."""
+"""For a supervisor and its agent to answer each other; one that does not has been stopped, and its node is given up."""
 
 AGENT_S = 5.0
 """For an agent to say something to its supervisor; then it has been stopped, and other nodes may go on without."""

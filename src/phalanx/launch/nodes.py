@@ -18,7 +18,7 @@ from phalanx._snapshots import announce_restart
 from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.agreement import NODE_LOST
 from phalanx.launch.attempts import is_ahead, newest_steps, say_failure
-from phalanx.launch.deadlines import AGENT_S, NODES_S
+from phalanx.launch.deadlines import AGENT_S, ANSWERS_S, NODES_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.job import Job
@@ -28,6 +28,8 @@ from phalanx.launch.ports import ReservedPort
 from phalanx.launch.replicas import Replicas
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.warden import die_with_parent, hold_signals
+
+_LOOK_S = 1.0  # between looks whether the agent has asked anything
 
 
 def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
@@ -104,6 +106,7 @@ class _Orders:
         self._running = self._stopped = False
         self._steps: dict[bytes, int] | None = None  # of the newest snapshots, if the next one is waited for
         self._heard_s = time.monotonic()  # when the agent has been heard last
+        self._num_asked = 0  # how often it has asked whether this process lives, since it began
         self._how = ""  # the last attempt has ended here
         self._leaves_at_s = 0.0  # at the latest; 0: this node stays
 
@@ -156,6 +159,7 @@ class _Orders:
         """Return the next order; None when we are told to end."""
         patience_ends_s = time.monotonic() + NODES_S
         said = False
+        num_asked, num_silent = self._num_asked, 0
         while not self._pending:
             if self._ranks.received is not None:
                 return None
@@ -165,7 +169,14 @@ class _Orders:
                 raise SystemExit(PREEMPTED_CODE)
             if not self._channel.alive:
                 return {"give_up": "the agent of this node has ended"}
-            self._ranks.wait(None if said else max(0.0, patience_ends_s - time.monotonic()))
+            if num_silent * _LOOK_S >= ANSWERS_S:
+                return {"give_up": f"the agent of this node (pid {self._pid}) has not answered for {ANSWERS_S:g} s"}
+            began_s = time.monotonic()
+            self._ranks.wait(min(_LOOK_S, _LOOK_S if said else max(0.0, patience_ends_s - time.monotonic())))
+            if self._num_asked != num_asked or not num_asked:
+                num_asked, num_silent = self._num_asked, 0
+            else:  # looks are counted, not seconds: whoever stops this process, too, stops both for the same time
+                num_silent += time.monotonic() - began_s >= _LOOK_S
             if not self._pending and not said and time.monotonic() >= patience_ends_s:
                 said = True
                 self._ranks.say(f"waiting for the other nodes at {_endpoint(self._job)}")
@@ -222,6 +233,7 @@ class _Orders:
             elif "ping" in packet:
                 self._heard_s = time.monotonic()
                 self._ranks.clocks = packet["clocks"]
+                self._num_asked += 1
                 self._channel.send({"pong": True})
             elif "drain" in packet:
                 self._leave(packet["drain"])
@@ -234,6 +246,7 @@ class _Orders:
             elif "watch" in packet:
                 self._steps = newest_steps(self._ranks.snapshots_fd)
             elif "stop" in packet or "joins" in packet:
+                self._num_asked *= "joins" not in packet  # it begins anew, and may have to look for a name
                 self._pending += [packet] if "joins" in packet else []
                 self._stopped = True
                 if self._running:

@@ -41,11 +41,15 @@ class Receiver:
         door: Bound socket.
         snapshots_fd: Memory in which it is kept.
         run_id: Name of the job.
+
+    Attributes:
+        spent_s: Processor time that keeping has cost; what strangers say to the door costs nothing.
     """
 
     def __init__(self, door: socket.socket, snapshots_fd: int, run_id: str) -> None:
         self._me = ""
         self._is_known = threading.Event()  # whether `_me` is
+        self.spent_s: float = 0.0
         self._fd, self._run_id, self._door = snapshots_fd, run_id, door
         self._lock = threading.Lock()
         self._receiving: dict[int, Wire] = {}  # by offset
@@ -85,6 +89,7 @@ class Receiver:
     def _take(self, wire: Wire, told: Mapping[str, Any]) -> bool:
         """Keep what is offered, or say why not; return whether more may come on this connection."""
         offsets: list[int] = []
+        began_s = time.thread_time()
         try:
             try:
                 offer = self._read(told)
@@ -110,6 +115,7 @@ class Receiver:
             return True
         finally:
             with self._lock:
+                self.spent_s += time.thread_time() - began_s if offsets else 0.0
                 for offset in offsets:
                     if self._receiving.get(offset) is wire:
                         del self._receiving[offset]

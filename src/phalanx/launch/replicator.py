@@ -75,12 +75,12 @@ class Replicator:
         self._copying: Copy | None = None
         self._piece_bytes = _LEAST_PIECE_BYTES
         self._rests_until_s = 0.0
-        self._cpu_s = 0.0  # that this process had used when it began to rest
+        self._cpu_s = 0.0  # that copying and keeping had cost when it began to rest
         self._said: set[str] = set()
 
     def run(self) -> None:
         """Copy what is wanted until the supervisor has gone."""
-        self._cpu_s = time.process_time()
+        self._cpu_s = self._spent_s()
         _snapshots.note_replicator_started(self._fd)
         while self._hear(_LOOK_S):
             wanted = _snapshots.asked_copy(self._fd)
@@ -118,6 +118,7 @@ class Replicator:
         if wanted != self._copying:
             self._copying, self._has = wanted, set()
         problems = []
+        has_come_back = False
         for holder in self._holders:
             name = holder["id"]
             if len(self._has) == self._num_replicas:
@@ -127,7 +128,8 @@ class Replicator:
             try:
                 self._send(holder, wanted, regions)
                 self._has.add(name)
-                self._num_failures.pop(name, None)
+                num = self._num_failures.pop(name, 0)
+                has_come_back |= num >= _SAID_FAILURES
             except Refused as error:
                 self._wires.pop(name, Wire(None)).close()  # as the holder does
                 problems.append(f"{holder['host']} keeps none ({error})")
@@ -141,13 +143,20 @@ class Replicator:
         if again_s and not is_enough:
             self._rests_until_s = min(again_s)
             return
-        cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
+        cpu_before_s, self._cpu_s = self._cpu_s, self._spent_s()
         self._rests_until_s = now_s + (self._cpu_s - cpu_before_s) / (_SHARE_OF_CPUS * len(usable_cpus()))
         self._done = wanted
         took_ms = int(1e3 * (now_s - began_s))
         _snapshots.note_copied(self._fd, Copied(wanted.attempt, wanted.step, len(self._has), took_ms))
         if not is_enough:
             self._say_once(problems)
+        elif has_come_back:
+            self._said.clear()
+            self._channel.send({"say": "replicas of this host's snapshots: they are kept again"})
+
+    def _spent_s(self) -> float:
+        """Return the processor time of copying and keeping; what strangers say to the door costs no replica."""
+        return time.thread_time() + self._receiver.spent_s
 
     def _note_failure(self, holder: Mapping[str, Any], error: str) -> None:
         name = holder["id"]

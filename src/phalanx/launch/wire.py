@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import socket
@@ -20,6 +21,7 @@ _SILENCE_S = 20.0  # in the midst of a copy, and for all of a message
 _HEARD_S = 5.0  # until the other end says that it has heard an offer
 _MOST_BYTES = 1 << 20  # of a line
 _BUFFER_BYTES = 1 << 20
+_AHEAD_BYTES = 1 << 16
 
 
 class Wire:
@@ -70,19 +72,18 @@ class Wire:
         """
         line = bytearray()
         limit_s = _SILENCE_S if within_s is None else within_s
-        if waits:
-            self._end.settimeout(None)
-            line += self._receive(1)
-        deadline_s = time.monotonic() + limit_s
-        while not line.endswith(b"\n"):  # byte by byte: what follows is not ours to read
-            left_s = deadline_s - time.monotonic()
-            self._end.settimeout(max(left_s, 1e-3))
-            try:
-                line += self._receive(1)
-            except TimeoutError:
-                left_s = 0.0
+        ends_s = math.inf if waits else time.monotonic() + limit_s
+        while not line.endswith(b"\n"):
+            left_s = ends_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"no answer within {limit_s:g} s")
+            self._end.settimeout(None if left_s == math.inf else left_s)
+            try:
+                ahead = self._receive(_AHEAD_BYTES, socket.MSG_PEEK)  # what follows the line is not ours to read
+            except TimeoutError:
+                continue
+            line += self.receive(ahead.find(b"\n") + 1 or len(ahead))
+            ends_s = min(ends_s, time.monotonic() + limit_s)  # for all of it: a stranger may send it byte by byte
             if len(line) > _MOST_BYTES:
                 raise ValueError("no message")
         self._end.settimeout(_SILENCE_S)
@@ -107,8 +108,8 @@ class Wire:
         answer = self.hear(within_s=_HEARD_S)
         return self.hear() if "heard" in answer else answer
 
-    def _receive(self, length: int) -> bytes:
-        came = self._end.recv(length)
+    def _receive(self, length: int, flags: int = 0) -> bytes:
+        came = self._end.recv(length, flags)
         if not came:
             raise ConnectionResetError("the connection has ended")
         return came
