@@ -55,7 +55,7 @@ class Node:
         host: Its hostname, for people.
         address: Address at which the other nodes reach it.
         port: Port on which its agent listens.
-        num_ranks: Number of its ranks; in a view, that of its attempt.
+        num_ranks: Largest number of its ranks; in a view, that of its attempt.
         position: Its number, where nodes have fixed ones; else -1.
         label: What it shares with nodes that may be lost together with it; empty: nothing.
         replica_port: Port on which it takes replicas of snapshots; 0: it takes none.
@@ -148,6 +148,7 @@ class State:
         port: Port that the first node of this view holds for rank 0; 0: not yet.
         result: How the job ended, {"cause": ...}; None: it has not.
         job: That of its view.
+        num_ranks: Number of its ranks in the next attempt, unless a failure of its own says another.
     """
 
     term: int = -1
@@ -164,6 +165,7 @@ class State:
     port: int = 0
     result: Mapping[str, Any] | None = None
     job: str = ""
+    num_ranks: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,8 +254,9 @@ class Agreement:
         self._is_done = self._has_left = False
         self._failure: Mapping[str, Any] | None = None
         self._failed_since_s = None
-        self._watched_since_s: float | None = None
-        self._has_snapshot = False
+        self._is_watched = self._has_snapshot = False
+        self._room_since_s: float | None = None  # since when there are newcomers, and room for them
+        self._asked = 0  # ranks that this node would have in the next attempt; 0: as many as now
         self._cause = None
         self._port = 0
         self._has_asked_for_port = False
@@ -333,6 +336,11 @@ class Agreement:
         """Take in that this node is to be gone soon."""
         self._is_leaving = True
 
+    def ask_for(self, num_ranks: int) -> None:
+        """Take in that this node would go on with more ranks, from the next snapshot."""
+        if self._ranks == "running" and self._trained_in == self._key:
+            self._asked = num_ranks
+
     def reserved(self, port: int) -> None:
         """Take in which port the supervisor holds for rank 0."""
         self._port = port
@@ -370,7 +378,12 @@ class Agreement:
             self._port,
             self.result,
             self.view.job if self.view is not None else "",
+            self._asked or self._own_num_ranks(),
         )
+
+    def _own_num_ranks(self) -> int:
+        members = self.view.members if self.view is not None else ()
+        return next((node.num_ranks for node in members if node.id == self.me.id), self.me.num_ranks)
 
     @property
     def job_age_s(self) -> float:
@@ -391,6 +404,11 @@ class Agreement:
     def others_stay(self) -> bool:
         """Whether a node can be talked to that does not know yet how the job has ended."""
         return any(peer.state.result is None for peer in self._peers.values())
+
+    @property
+    def is_out(self) -> bool:
+        """Whether this node has too few ranks to go on: the others do without it."""
+        return _is_last(self._failure)
 
     @property
     def is_member(self) -> bool:
@@ -617,13 +635,26 @@ class Agreement:
             self._cause, self._running = cause, NO_VIEW
 
     def _may_grow(self, view: View) -> bool:
-        """Whether the attempt can end now to go on with more nodes: when a snapshot is whole, or does not come."""
-        if len(view.members) >= self._rules.max_nodes or not self._newcomers(view):
+        """Whether the attempt can end now to go on with more nodes, or with more ranks on one.
+
+        That is when a snapshot is whole. New nodes do not wait for ever for one that does not come.
+        """
+        has_room = len(view.members) < self._rules.max_nodes and bool(self._newcomers(view))
+        told = {**self._known, self.me.id: self.state}
+        has_more = not any(state.is_done for state in told.values()) and any(
+            node.id in told and told[node.id].num_ranks > node.num_ranks for node in view.members
+        )
+        if not has_room:
+            self._room_since_s = None
+        elif self._room_since_s is None:
+            self._room_since_s = self._now_s
+        if not has_room and not has_more:
             return False
-        if self._watched_since_s is None:
-            self._watched_since_s, self._has_snapshot = self._now_s, False
+        if not self._is_watched:
+            self._is_watched, self._has_snapshot = True, False
             self._acts.order({"watch": True})
-        return self._has_snapshot or self._now_s - self._watched_since_s >= self._rules.join_s
+        is_late = self._room_since_s is not None and self._now_s - self._room_since_s >= self._rules.join_s
+        return self._has_snapshot or is_late
 
     def _all_are_done(self, view: View) -> bool:
         known = {**self._known, self.me.id: self.state}
@@ -631,7 +662,8 @@ class Agreement:
 
     def _newcomers(self, view: View | None) -> list[Node]:
         members = view.ids if view is not None else ()
-        return [p.node for p in self._peers.values() if p.node.id not in members and self._follows(p.node.id)]
+        others = [peer for peer in self._peers.values() if peer.node.id not in members]
+        return [it.node for it in others if self._follows(it.node.id) and not _is_last(it.state.failure)]
 
     def _cause_of_end(self, view: View) -> Mapping[str, Any] | None:
         """Return why an attempt in `view` failed; None if it did not."""
@@ -678,19 +710,26 @@ class Agreement:
         undecided = [node for node in awaited if not self._follows(node.id)]
         if undecided and self._now_s - max(self._raised_s, self._quiet_since_s) < _SETTLE_S:
             return
+        told = {self.me.id: self.state, **{name: peer.state for name, peer in self._peers.items()}}
         with_us = [self.me, *(peer.node for peer in self._peers.values() if self._follows(peer.node.id))]
         is_idle = all(self._peers[node.id].state.is_idle for node in with_us if node.id != self.me.id)
-        if not is_idle or self._ranks != "idle":
+        if not is_idle or self._ranks != "idle" or self.is_out:
             return
         cause, attempt, restarts = None, 0, 0
         if view is not None:
             cause = (self._cause or self._cause_of_end(view)) if self._has_started else view.cause
             attempt = view.attempt + self._has_started
-            restarts = view.restarts + (self._has_started and cause is not None)
+            is_counted = self._has_started and cause is not None and not cause.get("is_free")
+            restarts = view.restarts + is_counted
         if restarts > rules.max_restarts or (cause is not None and cause["kind"] == OTHER_SIDE):
             self.result = {"cause": cause}
             return
-        members = self._placed(old, with_us)
+        sized = [
+            dataclasses.replace(node, num_ranks=_num_ranks_after(cause, told[node.id]))
+            for node in with_us
+            if not _is_last(told[node.id].failure)
+        ]
+        members = self._placed(old, sized)
         if len(members) < rules.min_nodes:
             self._enough_since_s = None
             return
@@ -765,6 +804,19 @@ class Agreement:
             "max_restarts": self._rules.max_restarts,
             "epoch": {"job": view.job, "attempt": list(view.key)},
         }
+
+
+def _num_ranks_after(cause: Mapping[str, Any] | None, state: State) -> int:
+    """Return the number of ranks with which a node takes part after an attempt that ended for `cause`."""
+    failure = state.failure
+    if failure is not None and failure == cause and failure.get("num_ranks", -1) > 0:
+        return int(failure["num_ranks"])
+    return state.num_ranks
+
+
+def _is_last(failure: Mapping[str, Any] | None) -> bool:
+    """Whether a node with this failure has too few ranks left to go on."""
+    return failure is not None and failure.get("num_ranks") == 0
 
 
 def _other_side(host: str) -> dict[str, Any]:
