@@ -87,11 +87,15 @@ def test_ranks_wait_for_a_snapshot_as_long_as_it_takes_and_nodes_do_not(three):
     assert sizes(three) == {**ALL, "b": 1}
     three.kill("c")
     three.run(65)
-    three.start("c")
+    assert sizes(three) == {"a": 2, "b": 3}  # all start again anyway
+    three.fail("b", num_ranks=1)
     three.run(70)
-    assert sizes(three) == {"a": 2, "b": 1}
     three.nodes["b"].agreement.ask_for(3)
     three.run(90)
+    three.start("c")
+    three.run(97)
+    assert sizes(three) == {"a": 2, "b": 1}
+    three.run(105)
     assert sizes(three) == ALL
 
 
@@ -133,7 +137,7 @@ def test_the_last_node_of_the_fewest_that_leaves_is_waited_for():
     assert sizes(world) == {"a": 2, "b": 2}
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(60))
 def test_whatever_happens_the_numbers_are_the_same_on_all_nodes(seed):
     drawn = random.Random(seed)
     names = "abcd"[: drawn.randint(2, 4)]

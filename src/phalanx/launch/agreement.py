@@ -640,10 +640,11 @@ class Agreement:
         That is when a snapshot is whole. New nodes do not wait for ever for one that does not come.
         """
         has_room = len(view.members) < self._rules.max_nodes and bool(self._newcomers(view))
-        told = {**self._known, self.me.id: self.state}
-        has_more = not any(state.is_done for state in told.values()) and any(
-            node.id in told and told[node.id].num_ranks > node.num_ranks for node in view.members
+        has_more = self._asked or any(
+            node.id in self._known and self._known[node.id].num_ranks > node.num_ranks for node in view.members
         )
+        if self._is_done or any(state.is_done for state in self._known.values()):
+            has_more = False
         if not has_room:
             self._room_since_s = None
         elif self._room_since_s is None:

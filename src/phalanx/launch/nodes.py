@@ -50,7 +50,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
             if "start" in order:
                 attempt = Attempt(**order["start"])
                 why = size.begin(attempt.num_local_ranks, failure)
-                for line in _changes(order, num_nodes, why, is_restart=failure is not None):
+                for line in _changes(order, num_nodes, why, failure):
                     ranks.say(line)
                 if num_nodes and failure is None:
                     ranks.recovery.planned(ranks.ends)
@@ -94,29 +94,33 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 raise SystemExit(1)
             elif "finish" in order:
                 if order["finish"] and (why := size.why_it_leaves(order["finish"])):
-                    ranks.say(f"{why}: {host_name()} leaves the job")
+                    ranks.say(f"{host_name()}: {why}: this node leaves the job")
                 return _end_of(order["finish"]) if order["finish"] else None
         return None
 
 
-def _changes(order: Mapping[str, Any], num_before: int, why: str, *, is_restart: bool) -> list[str]:
+def _changes(order: Mapping[str, Any], num_before: int, why: str, failure: Mapping[str, Any] | None) -> list[str]:
     """Return lines about what is different in an attempt: which nodes take part, and with how many ranks.
 
     Args:
         num_before: Number of nodes before; 0: this is the first attempt.
         why: Why this node has another number of ranks; empty: it has not.
-        is_restart: Whether the attempt before has failed.
+        failure: Why the attempt before failed; None: it did not.
     """
     num_nodes, resized, lines = order["start"]["num_nodes"], order["resized"], []
     if num_before not in (0, num_nodes):
         lines = [f"nodes of the job: {num_nodes}, before {num_before}: the ranks start again"]
-    elif num_before and not (is_restart or resized or why):
+    elif num_before and not (failure or resized or why):
         lines = ["the ranks start again with as many nodes: one was replaced, or was away for a moment"]
     if why:
         lines.append(f"{host_name()}: {why}")
     for it in resized:
-        planned = "" if is_restart or it["now"] < it["before"] else ": planned restart, which does not count"
-        lines.append(f"{it['host']}: going on with {counted(it['now'], 'rank')}, before {it['before']}{planned}")
+        reason = ""
+        if failure is None:
+            reason = ": planned restart, which does not count"
+        elif it["now"] < it["before"]:
+            reason = f": rank {failure['rank']} failed before any progress"
+        lines.append(f"{it['host']}: going on with {counted(it['now'], 'rank')}, before {it['before']}{reason}")
     return lines
 
 
