@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx._snapshots import common_heads, last_copied, wanted_replicas
+from phalanx._snapshots import Head, common_heads, last_copied, wanted_replicas, whole_regions
 from phalanx._text import counted
 from phalanx.launch.deadlines import AT_ONCE_S
 from phalanx.launch.job import Job
@@ -36,13 +36,13 @@ class LocalSize:
         self._proven = 0  # ranks that made progress before we went back to MAX; 0: we did not
         self._is_trial = False  # of MAX ranks, by our own choice
         self._wait_s = job.regrow_after_s
-        self._steps_before = newest_steps(self._fd)
+        self._attempt_before = _newest_attempt(self._fd)
         self._steps_seen: dict[bytes, int] | None = None  # since the wait was over
 
     @property
     def has_progress(self) -> bool:
         """Whether a snapshot of the present attempt is whole."""
-        return is_ahead(newest_steps(self._fd), self._steps_before)
+        return any(head.attempt > self._attempt_before for head in _heads_that_count(self._fd))
 
     @property
     def is_trial(self) -> bool:
@@ -115,7 +115,7 @@ class LocalSize:
         self.num_ranks = num_ranks
         self.num_ended += 1
         self._is_trial, self._proven = is_trial, proven
-        self._steps_before, self._steps_seen = newest_steps(self._fd), None
+        self._attempt_before, self._steps_seen = _newest_attempt(self._fd), None
 
 
 class SharedSize:
@@ -194,18 +194,30 @@ class SharedSize:
 
 
 def newest_steps(fd: int) -> dict[bytes, int]:
-    """Return the newest step of which there is a whole snapshot, for each folder of checkpoints.
+    """Return the newest step of which there is a whole snapshot that counts, for each folder of checkpoints."""
+    newest: dict[bytes, int] = {}
+    for head in _heads_that_count(fd):
+        newest[head.folder] = max(head.step, newest.get(head.folder, 0))
+    return newest
+
+
+def _heads_that_count(fd: int) -> list[Head]:
+    """Return the heads of whole snapshots.
 
     One of which other hosts have other parts counts when this host's part is on another host, if it is to be there.
     """
-    newest: dict[bytes, int] = {}
-    copied = last_copied(fd)
-    for head in common_heads(fd):
-        is_copied = copied is not None and (head.attempt, head.step) <= (copied.attempt, copied.step)
-        if head.is_parted and not is_copied and wanted_replicas(fd):
-            continue
-        newest[head.folder] = max(head.step, newest.get(head.folder, 0))
-    return newest
+    copied, wants_copies = last_copied(fd), wanted_replicas(fd)
+    newest_copied = (copied.attempt, copied.step) if copied is not None else (-1, -1)
+    return [
+        head
+        for head in common_heads(fd)
+        if not (head.is_parted and wants_copies) or (head.attempt, head.step) <= newest_copied
+    ]
+
+
+def _newest_attempt(fd: int) -> int:
+    """Return the newest attempt of which there is any image: what is copied only now is no progress of a later one."""
+    return max((region.head.attempt for region in whole_regions(fd)), default=-1)
 
 
 def is_ahead(steps: dict[bytes, int], before: dict[bytes, int]) -> bool:
