@@ -64,3 +64,33 @@ def test_a_host_with_fewer_ranks_than_before_has_its_part_on_another(jobs, tmp_p
         assert (loaded["size"], loaded["source"]) == (1, "memory")
         assert loaded["loaded"] >= safe
         await_fact(jobs[0], "step")
+
+
+TRAINER = """
+import os, sys, time, torch, phalanx
+from torch.utils.data import TensorDataset
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "2":
+    sys.exit(9)
+
+class Callback:
+    def on_step(self, trainer):
+        time.sleep(0.05 if os.environ["WORLD_SIZE"] == "2" else 0)  # the rank comes back before the end
+
+phalanx.init()
+model = torch.nn.Linear(8, 8)
+options = {"max_steps": 200, "save_every": 10**9, "callbacks": [Callback()], "folder": "run", "global_batch_size": 12}
+trainer = phalanx.Trainer(model, torch.optim.Adam(model.parameters()), torch.nn.functional.mse_loss, **options)
+trainer.fit(TensorDataset(torch.ones(48, 8), torch.ones(48, 8)))
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_without_kept_processes_repeats_no_step_when_a_rank_is_taken_back(jobs, tmp_path):
+    with hosts(2) as made:
+        common = {"script": TRAINER, "endpoint": made[0]}
+        launch(jobs, made[:1], tmp_path, "2", "--no-keep", **common)
+        launch(jobs, made[1:], tmp_path, "2", "--no-keep", "--nproc-per-node", "1:2", "--regrow-after", "1", **common)
+        said = [job.communicate(timeout=LIMIT_S)[1] for job in jobs]
+        assert [job.returncode for job in jobs] == [0, 0], said
+        assert all("no step repeated" in text and "Mismatch" not in text for text in said), said

@@ -61,12 +61,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 orders.report(order["number"], ranks.run_attempt(attempt, until=orders.look, may_keep=may_keep))
             elif "restart" in order:
                 failure, num_restarts = order["restart"], order["number"]
-                if failure["kind"] == NODE_LOST:
-                    ranks.say(failure["message"])
-                    ranks.recovery.lost_node(failure, order["sign"], ranks.ends)
-                else:
-                    say_failure(ranks, _end_of(failure))
-                    ranks.recovery.lost_rank(_end_of(failure), ranks.ends)
+                _note_failure(ranks, failure, order["sign"])
                 if not failure["is_free"]:
                     ranks.say(f"restart {num_restarts} of {job.max_restarts}")
             elif "unresolved" in order:
@@ -86,17 +81,38 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 if "is_alone" in order:
                     ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
                 raise SystemExit(1)
-            elif "finish" in order and order["finish"] and order["finish"]["kind"] == NODE_LOST:
-                ranks.keep_reason(f"gave up: {order['finish']['message']}")
-                ranks.say(f"{order['finish']['message']}; exit code 1")
-                if not job.max_restarts:
-                    ranks.say("with --max-restarts N the job goes on without it, or when it is back")
-                raise SystemExit(1)
             elif "finish" in order:
-                if order["finish"] and (why := size.why_it_leaves(order["finish"])):
-                    ranks.say(f"{host_name()}: {why}: this node leaves the job")
-                return _end_of(order["finish"]) if order["finish"] else None
+                return _finish(ranks, job, size, order["finish"])
         return None
+
+
+def _note_failure(ranks: Supervisor, failure: Mapping[str, Any], sign: Mapping[str, Any] | None) -> None:
+    """Say what failed, on whichever node, before the ranks are started again, and note when it did."""
+    if failure["kind"] == NODE_LOST:
+        ranks.say(failure["message"])
+        ranks.recovery.lost_node(failure, sign, ranks.ends)
+    else:
+        say_failure(ranks, _end_of(failure))
+        ranks.recovery.lost_rank(_end_of(failure), ranks.ends)
+
+
+def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Mapping[str, Any] | None) -> Outcome | None:
+    """Return why the job ends here; None if all went well.
+
+    Raises:
+        SystemExit: Another node was lost; that has been said.
+    """
+    if cause is None:
+        return None
+    if cause["kind"] == NODE_LOST:
+        ranks.keep_reason(f"gave up: {cause['message']}")
+        ranks.say(f"{cause['message']}; exit code 1")
+        if not job.max_restarts:
+            ranks.say("with --max-restarts N the job goes on without it, or when it is back")
+        raise SystemExit(1)
+    if why := size.why_it_leaves(cause):
+        ranks.say(f"{host_name()}: {why}: this node leaves the job")
+    return _end_of(cause)
 
 
 def _changes(order: Mapping[str, Any], num_before: int, why: str, failure: Mapping[str, Any] | None) -> list[str]:
@@ -308,7 +324,7 @@ def cause_of(end: Outcome) -> dict[str, Any]:
     }
 
 
-def _end_of(cause: dict[str, Any]) -> Outcome:
+def _end_of(cause: Mapping[str, Any]) -> Outcome:
     words = LastWords(cause["kind"], cause["message"], tuple(cause["lines"]), is_victim=cause["is_victim"])
     here = cause["host"] == host_name()
     return Outcome(
