@@ -57,7 +57,7 @@ class SimNode:
     """An agent, its connections and its ranks."""
 
     def __init__(self, world, name, number, is_root, agreement):
-        self.world, self.name = world, name
+        self.world, self.name, self.number = world, name, number
         self.clock_s = world.clocks.get(name, 0.0)  # what it shows when the simulation begins
         self.is_alive, self.paused_until_s = True, 0.0
         self.missed = []
@@ -121,7 +121,14 @@ class SimNode:
         if self._is_away(self.ended, how, attempt, *more) or attempt != self.started:
             return
         self.training = self.started = None
-        cause = {"rank": 0, "is_victim": False, "returncode": 1, "kind": "Error", "message": self.name} | dict(more)
+        cause = {
+            "rank": 0,
+            "pid": self.number,
+            "is_victim": False,
+            "returncode": 1,
+            "kind": "Error",
+            "message": self.name,
+        } | dict(more)
         self.agreement.ranks_ended(how, cause if how == "failed" else None)
         self.decide()
 
@@ -142,13 +149,12 @@ class SimNode:
             self.world.dial(self, self.world.root)
 
     def decide(self):
-        if self.agreement.is_out:  # it leaves: the others hear why, and then that it has ended
-            self._tell(is_beat=True)
-            self.world.kill(self.name)
-            return
-        if self.agreement.result is None:
+        if self.agreement.result is None and self.agreement.out is None:
             self.agreement.decide(self.now_s)
         self._tell(is_beat=False)
+        if self.is_alive and self.agreement.out is not None:  # it leaves: the others have heard why
+            self.world.kill(self.name)
+            return
         result = self.agreement.result
         if self.is_alive and result is not None and (result["cause"] or {}).get("kind") == OTHER_SIDE:
             self.world.kill(self.name)  # it begins anew

@@ -31,7 +31,7 @@ CAUSE = {
 VIEW = View((3, 4), "a1", (NODE,), 5, 2, CAUSE, (Group("b", ("b", "c")),), (("10.0.0.1", 29500),), "b")
 STATE = State(
     term=3, leader="a1", in_office=True, key=(3, 4), is_settled=True, is_idle=False, has_left=True, is_leaving=True,
-    is_done=True, failure=CAUSE, running=(3, 4), port=1234, result={"cause": None}, job="b", num_ranks=2,
+    is_done=True, failure=CAUSE, running=(3, 4), port=1234, result={"cause": None}, job="b", num_ranks=2, cause=CAUSE,
 )  # fmt: skip
 
 

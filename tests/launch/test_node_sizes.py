@@ -125,6 +125,14 @@ def test_a_node_with_too_few_ranks_leaves_and_the_others_go_on(three, name):
     assert (view.restarts, view.cause["message"]) == (1, name)  # not once more for a lost node
 
 
+def test_a_node_with_too_few_ranks_stays_if_its_failure_was_not_the_cause(three):
+    three.fail("a", num_ranks=1)  # it leads, so it knows of this one first
+    three.fail("b", num_ranks=0)
+    three.run(8)
+    assert sizes(three) == {**ALL, "a": 1}
+    assert three.nodes["a"].agreement.view.restarts == 1
+
+
 def test_the_last_node_of_the_fewest_that_leaves_is_waited_for():
     world = World(1, "ab", rules(2, min_nodes=2), num_ranks={"a": 2, "b": 2})
     world.run(5)

@@ -178,7 +178,7 @@ class Agent:
 
             Notices(self._job["drain_file"], self._job["drain_url"], lambda why: self._channel.send({"drain": why}))
         self._asked_s = self._answered_s = time.monotonic()
-        while self._agreement.result is None and not self._agreement.is_out:
+        while self._agreement.result is None and self._agreement.out is None:
             self._links.wait(self._rules.silence_s / (2 * _BEATS))
             self._links.lose_silent()
             self._links.redial()
@@ -195,7 +195,7 @@ class Agent:
                 self._is_leaving = False
                 self._channel.send({"all_leave": True})
         if self._agreement.result is None:
-            self._leave(self._agreement.state.failure, waits=False)
+            self._leave(self._agreement.out, waits=False)
             return
         cause = self._agreement.result["cause"]
         if cause is not None and cause["kind"] == OTHER_SIDE:

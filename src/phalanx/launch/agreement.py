@@ -149,6 +149,7 @@ class State:
         result: How the job ended, {"cause": ...}; None: it has not.
         job: That of its view.
         num_ranks: Number of its ranks in the next attempt, unless a failure of its own says another.
+        cause: As leader, why it has ended this view's attempt.
     """
 
     term: int = -1
@@ -166,6 +167,7 @@ class State:
     result: Mapping[str, Any] | None = None
     job: str = ""
     num_ranks: int = 1
+    cause: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,12 +226,14 @@ class Agreement:
     Attributes:
         view: The newest view that this node knows.
         result: How the job ended, {"cause": ...}; None: it goes on.
+        out: Failure for which this node leaves the job, which goes on; None: it stays.
     """
 
     def __init__(self, me: Node, rules: Rules, acts: Acts, *, is_root: bool, now_s: float) -> None:
         self.me = me
         self.view: View | None = None
         self.result: Mapping[str, Any] | None = None
+        self.out: Mapping[str, Any] | None = None
         self._rules, self._acts, self._is_root = rules, acts, is_root
         self._now_s = self._born_s = self._quiet_since_s = now_s
         self._peers: dict[str, _Peer] = {}  # in the order in which they came
@@ -314,12 +318,21 @@ class Agreement:
         if self.view is None:
             self._job_born_s = self._now_s - age_s
         if view.key > self._key:
+            self._judge(view.cause)
             self.view, self._has_started, self._running = view, False, NO_VIEW
             self._forget_attempt()
             for peer in self._peers.values():
                 if peer.state.key == view.key:
                     self._known[peer.node.id] = peer.state
         self._has_started |= is_started and view.key == self._key
+
+    def _judge(self, cause: Mapping[str, Any] | None) -> None:
+        """Leave the job if a failure after which this node has too few ranks was the cause."""
+        failure = self._failure
+        if failure is None or cause is None or failure.get("num_ranks") != 0:
+            return
+        if all(failure.get(name) == cause.get(name) for name in ("rank", "pid")):
+            self.out = failure
 
     def ranks_ended(self, how: str, cause: Mapping[str, Any] | None) -> None:
         """Take in how this node's ranks ended: "succeeded", "failed" or "stopped"."""
@@ -371,7 +384,7 @@ class Agreement:
             self._is_settled(),
             self._ranks == "idle",
             self._has_left,
-            self._is_leaving,
+            self._is_leaving or self.out is not None,
             self._is_done,
             self._failure,
             self._running,
@@ -379,6 +392,7 @@ class Agreement:
             self.result,
             self.view.job if self.view is not None else "",
             self._asked or self._own_num_ranks(),
+            self._cause,
         )
 
     def _own_num_ranks(self) -> int:
@@ -404,11 +418,6 @@ class Agreement:
     def others_stay(self) -> bool:
         """Whether a node can be talked to that does not know yet how the job has ended."""
         return any(peer.state.result is None for peer in self._peers.values())
-
-    @property
-    def is_out(self) -> bool:
-        """Whether this node has too few ranks to go on: the others do without it."""
-        return _is_last(self._failure)
 
     @property
     def is_member(self) -> bool:
@@ -664,7 +673,7 @@ class Agreement:
     def _newcomers(self, view: View | None) -> list[Node]:
         members = view.ids if view is not None else ()
         others = [peer for peer in self._peers.values() if peer.node.id not in members]
-        return [it.node for it in others if self._follows(it.node.id) and not _is_last(it.state.failure)]
+        return [it.node for it in others if self._follows(it.node.id) and not it.state.is_leaving]
 
     def _cause_of_end(self, view: View) -> Mapping[str, Any] | None:
         """Return why an attempt in `view` failed; None if it did not."""
@@ -714,7 +723,7 @@ class Agreement:
         told = {self.me.id: self.state, **{name: peer.state for name, peer in self._peers.items()}}
         with_us = [self.me, *(peer.node for peer in self._peers.values() if self._follows(peer.node.id))]
         is_idle = all(self._peers[node.id].state.is_idle for node in with_us if node.id != self.me.id)
-        if not is_idle or self._ranks != "idle" or self.is_out:
+        if not is_idle or self._ranks != "idle":
             return
         cause, attempt, restarts = None, 0, 0
         if view is not None:
@@ -722,15 +731,15 @@ class Agreement:
             attempt = view.attempt + self._has_started
             is_counted = self._has_started and cause is not None and not cause.get("is_free")
             restarts = view.restarts + is_counted
+            self._cause = cause if self._has_started else None
         if restarts > rules.max_restarts or (cause is not None and cause["kind"] == OTHER_SIDE):
             self.result = {"cause": cause}
             return
-        sized = [
-            dataclasses.replace(node, num_ranks=_num_ranks_after(cause, told[node.id]))
-            for node in with_us
-            if not _is_last(told[node.id].failure)
-        ]
-        members = self._placed(old, sized)
+        self._judge(cause)
+        if self.out is not None:
+            return
+        sized = [dataclasses.replace(node, num_ranks=_num_ranks_after(cause, told[node.id])) for node in with_us]
+        members = self._placed(old, [node for node in sized if node.num_ranks])
         if len(members) < rules.min_nodes:
             self._enough_since_s = None
             return
@@ -773,6 +782,8 @@ class Agreement:
             return
         if view is None:
             return
+        if leader is not None and leader.key == view.key:
+            self._judge(leader.cause)
         if leader is not None and leader.running == view.key:
             self._has_started = True
         may_train = (
@@ -808,16 +819,11 @@ class Agreement:
 
 
 def _num_ranks_after(cause: Mapping[str, Any] | None, state: State) -> int:
-    """Return the number of ranks with which a node takes part after an attempt that ended for `cause`."""
+    """Return the number of ranks of a node after an attempt that ended for `cause`; 0: it takes no part."""
     failure = state.failure
-    if failure is not None and failure == cause and failure.get("num_ranks", -1) > 0:
+    if failure is not None and failure == cause and failure.get("num_ranks", -1) >= 0:
         return int(failure["num_ranks"])
     return state.num_ranks
-
-
-def _is_last(failure: Mapping[str, Any] | None) -> bool:
-    """Whether a node with this failure has too few ranks left to go on."""
-    return failure is not None and failure.get("num_ranks") == 0
 
 
 def _other_side(host: str) -> dict[str, Any]:

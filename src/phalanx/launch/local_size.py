@@ -129,7 +129,8 @@ class SharedSize:
         self._most = job.num_local_ranks
         self._now = LocalSize(job, snapshots_fd)
         self._blamed: tuple[Outcome, LocalSize, str] | None = None  # what follows if this node's failure is the cause
-        self._has_begun = self._has_asked = False  # for MAX ranks
+        self._has_begun = False
+        self._has_asked = False  # for MAX ranks
 
     @property
     def is_trial(self) -> bool:
@@ -139,7 +140,7 @@ class SharedSize:
         """Return what is told with a failure: the number of ranks if it is the cause, and whether it costs a restart.
 
         Args:
-            may_leave: Whether this node may leave the job.
+            may_leave: Whether this node may leave the job; if not, the job ends anyway.
         """
         if culprit.is_victim or culprit.made_room:
             return {}

@@ -109,6 +109,7 @@ def read_state(told: Any) -> State:
         result=None if result is None else {"cause": _cause(result, "cause")},
         job=_take(told, "job", str)[:300],
         num_ranks=num_ranks,
+        cause=_cause(told, "cause"),
     )
 
 
