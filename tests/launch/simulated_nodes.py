@@ -57,12 +57,13 @@ class SimNode:
     """An agent, its connections and its ranks."""
 
     def __init__(self, world, name, number, is_root, agreement):
-        self.world, self.name = world, name
+        self.world, self.name, self.number = world, name, number
         self.clock_s = world.clocks.get(name, 0.0)  # what it shows when the simulation begins
         self.is_alive, self.paused_until_s = True, 0.0
         self.missed = []
         self.links = {}  # by the peer's id
-        self.node = Node(f"{name}{number}", name, name, 1, 1, world.positions.get(name, -1))
+        num_ranks = world.num_ranks.get(name, 1)
+        self.node = Node(f"{name}{number}", name, name, 1, num_ranks, world.positions.get(name, -1))
         self.agreement = agreement(self.node, world.rules, self, is_root=is_root, now_s=self.now_s)
         self.training = self.started = None  # the view in which its ranks train; in which they have not ended
         self.told = None
@@ -116,11 +117,18 @@ class SimNode:
             self.agreement.reserved(29500)
             self.decide()
 
-    def ended(self, how, attempt):
-        if self._is_away(self.ended, how, attempt) or attempt != self.started:
+    def ended(self, how, attempt, *more):
+        if self._is_away(self.ended, how, attempt, *more) or attempt != self.started:
             return
         self.training = self.started = None
-        cause = {"rank": 0, "is_victim": False, "returncode": 1, "kind": "Error", "message": self.name}
+        cause = {
+            "rank": 0,
+            "pid": self.number,
+            "is_victim": False,
+            "returncode": 1,
+            "kind": "Error",
+            "message": self.name,
+        } | dict(more)
         self.agreement.ranks_ended(how, cause if how == "failed" else None)
         self.decide()
 
@@ -141,9 +149,12 @@ class SimNode:
             self.world.dial(self, self.world.root)
 
     def decide(self):
-        if self.agreement.result is None:
+        if self.agreement.result is None and self.agreement.out is None:
             self.agreement.decide(self.now_s)
         self._tell(is_beat=False)
+        if self.is_alive and self.agreement.out is not None:  # it leaves: the others have heard why
+            self.world.kill(self.name)
+            return
         result = self.agreement.result
         if self.is_alive and result is not None and (result["cause"] or {}).get("kind") == OTHER_SIDE:
             self.world.kill(self.name)  # it begins anew
@@ -202,12 +213,13 @@ class World:
     Args:
         agreement: The class of agreements, or a broken one that the checks have to find.
         clocks: What the clocks of nodes show when the simulation begins.
+        num_ranks: Largest number of ranks of nodes; 1 by default.
     """
 
-    def __init__(self, seed, names, rules, agreement=Agreement, positions=(), clocks=()):
+    def __init__(self, seed, names, rules, agreement=Agreement, positions=(), clocks=(), num_ranks=()):
         self.random = random.Random(seed)
         self.rules, self._agreement, self.positions = rules, agreement, dict(positions)
-        self.clocks = dict(clocks)
+        self.clocks, self.num_ranks = dict(clocks), dict(num_ranks)
         self.now_s = 0.0
         self._queue, self._order, self._numbers = [], itertools.count(), itertools.count()
         self.cuts = set()  # ordered pairs: what the first sends does not reach the second
@@ -292,10 +304,11 @@ class World:
         for link in self.links:
             link.mend()
 
-    def fail(self, name):
+    def fail(self, name, **more):
+        """Let a rank fail, with something more to say of it."""
         node = self.nodes[name]
         if node.is_alive and node.training:
-            node.ended("failed", node.training)
+            node.ended("failed", node.training, *more.items())
 
     # what must hold
 

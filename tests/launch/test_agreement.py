@@ -44,19 +44,6 @@ def test_a_node_that_is_known_at_another_address_than_its_own_is_the_same_node(f
     assert len(four.starts) == 4  # the ranks were not started again
 
 
-def test_a_view_says_with_how_many_ranks_each_node_takes_part(four):
-    agreement, b = four.nodes["a"].agreement, four.nodes["b"].node
-    agreement.linked(dataclasses.replace(b, num_ranks=3), four.nodes["a"].now_s)
-    four.run(15)
-    assert trains(four) == "abcd"
-    attempts = [[order["start"] for order in node.orders if "start" in order][-1] for node in four.living()]
-    attempts.sort(key=lambda attempt: attempt["first_rank"])
-    assert {attempt["world_size"] for attempt in attempts} == {6}
-    numbers = [attempt["num_local_ranks"] for attempt in attempts]
-    assert sorted(numbers) == [1, 1, 1, 3]
-    assert [attempt["first_rank"] for attempt in attempts] == [sum(numbers[:node]) for node in range(4)]
-
-
 @pytest.mark.parametrize("lost", "abcd")
 def test_the_others_go_on_when_one_is_killed(four, lost):
     four.kill(lost)

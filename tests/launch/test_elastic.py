@@ -176,7 +176,6 @@ def run_refused(folder, *flags, environ=None):
         (("--nproc-per-node", "2:1"), {}, "MIN:MAX with MIN <= MAX, got '2:1'"),
         (("--nproc-per-node", "0:2"), {}, "got '0:2'"),
         (("--nproc-per-node", "1:two"), {}, "got '1:two'"),
-        (("--nproc-per-node", "1:2", "--nnodes", "2", "--master-addr", "here"), {}, "1:2 is for one node"),
         ((), {"PET_NPROC_PER_NODE": "auto:2"}, "PET_NPROC_PER_NODE must be"),
         (("--nproc-per-node", "9999:cpu"), {}, "9999:cpu, and cpu is "),
         (("--regrow-after", "-1"), {}, "--regrow-after must be seconds of at least 0"),
@@ -207,15 +206,15 @@ def test_all_ranks_that_fail_again_after_progress_give_way_to_the_number_that_wo
     job = Job(command=("train",), divide=lambda n: divide(n, read_machine(), pin=True), num_local_ranks=8,
               min_local_ranks=1, max_restarts=20, regrow_after_s=5.0)  # fmt: skip
     course = Course(job, fd)
-    numbers = [course.num_ranks]
+    numbers = [course.size.num_ranks]
 
     def fail(*, step=None):
         if step is not None:
-            for rank in range(course.num_ranks):
-                head = Head(MAGIC, 1, step, 0, course.num_ranks, course.num_ended, bytes(16))
+            for rank in range(course.size.num_ranks):
+                head = Head(MAGIC, 1, step, 0, course.size.num_ranks, course.size.num_ended, bytes(16))
                 os.pwrite(fd, head.pack(), region_offset(rank, step % 2))
         course.after_failure(Outcome(rank=0, pid=1, exitcode=1), lived_s=0.5)
-        numbers.append(course.num_ranks)
+        numbers.append(course.size.num_ranks)
 
     for step in (None, None, None, 10, None, None, 11, 12):
         fail(step=step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import selectors
 import socket
@@ -25,12 +26,12 @@ __all__ = ["nodes"]  # a fixture
 NODE = Node("a1", "host-a", "10.0.0.1", 29500, 4, 2)
 CAUSE = {
     "rank": 3, "pid": 4, "returncode": 1, "kind": "ValueError", "message": "x", "folder": "f", "host": "h",
-    "is_victim": False, "lines": ["x"],
+    "is_victim": False, "lines": ["x"], "num_ranks": 2, "is_free": True,
 }  # fmt: skip
 VIEW = View((3, 4), "a1", (NODE,), 5, 2, CAUSE, (Group("b", ("b", "c")),), (("10.0.0.1", 29500),), "b")
 STATE = State(
     term=3, leader="a1", in_office=True, key=(3, 4), is_settled=True, is_idle=False, has_left=True, is_leaving=True,
-    is_done=True, failure=CAUSE, running=(3, 4), port=1234, result={"cause": None}, job="b",
+    is_done=True, failure=CAUSE, running=(3, 4), port=1234, result={"cause": None}, job="b", num_ranks=2, cause=CAUSE,
 )  # fmt: skip
 
 
@@ -62,8 +63,15 @@ def test_a_view_with_one_wrong_thing_in_it_is_none_or_still_one(name, value):
         assert isinstance(read_view(told), View)
 
 
+@pytest.mark.parametrize("num_ranks", [-1, 0, 1 << 20, "2", True])
+def test_a_state_with_no_possible_number_of_ranks_is_none(num_ranks):
+    told = json.loads(as_line({"state": STATE}))["state"]
+    with pytest.raises(ValueError, match="ranks"):
+        read_state({**told, "num_ranks": num_ranks})
+
+
 def greeting(**changed):
-    told = {"phalanx": phalanx.__version__, "protocol": 2, "job": "job", "nodes": [2, 2, 0], "node": vars(NODE)}
+    told = {"phalanx": phalanx.__version__, "protocol": 3, "job": "job", "nodes": [2, 2, 0], "node": vars(NODE)}
     return json.dumps({**told, **changed}).encode() + b"\n"
 
 
@@ -101,6 +109,21 @@ def test_strangers_at_the_door_are_told_why_and_disturb_no_job(nodes):
         assert answer in answer_to(said, group.place), said
     group.start()
     assert [code for code, _, _ in group.finish()] == [0, 0]
+
+
+@pytest.mark.parametrize(("num_ranks", "is_right"), [(2, True), (3, False)])
+def test_a_view_in_which_a_node_has_more_ranks_than_it_can_have_closes_the_connection(nodes, num_ranks, is_right):
+    group = nodes(MEET + LEAVE)
+    group.start()
+    group.wait_for_rendezvous()
+    with socket.create_connection(group.place, timeout=10) as stranger, stranger.makefile("rb") as lines:
+        here = read_node(json.loads(lines.readline())["node"])
+        view = View((9, 9), "a1", (NODE, dataclasses.replace(here, num_ranks=num_ranks)))
+        message = as_line({"view": view, "is_started": False, "age": 0.0})
+        stranger.sendall(greeting(backend="static", silence_s=2.0) + message)
+        told = lines.read()
+    assert b'"refused"' not in told
+    assert (b'"key": [9, 9]' in told) == is_right
 
 
 def test_a_node_that_is_none_of_the_job_is_told_so_and_ends(nodes):

@@ -79,6 +79,7 @@ class Agent:
         self._clocks = Clocks()
         self._nodes: dict[str, Node] = {}  # that are linked
         self._signs: dict[str, dict[str, Any]] = {}  # by host: how this node has noticed that it lost it, and when
+        self._num_ranks: dict[str, int] = {}  # of each node, in the newest attempt in which this one has taken part
         self._waits_for = ("", 0.0, False)
         self._seen: dict[str, Node] = {}  # nodes of the job while this one was none of them
         self._num_starts = job.get("num_starts", 0)  # more than 0: this agent has begun anew
@@ -184,7 +185,7 @@ class Agent:
         self._enter()
         self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._hear_supervisor)
         self._asked_s = self._answered_s = time.monotonic()
-        while self._agreement.result is None:
+        while self._agreement.result is None and self._agreement.out is None:
             self._links.wait(self._rules.silence_s / (2 * _BEATS))
             self._links.lose_silent()
             self._links.redial()
@@ -200,6 +201,9 @@ class Agent:
             if self._is_leaving and self._agreement.all_leave:
                 self._is_leaving = False
                 self._channel.send({"all_leave": True})
+        if self._agreement.result is None:
+            self._leave(self._agreement.out, waits=False)
+            return
         cause = self._agreement.result["cause"]
         if cause is not None and cause["kind"] == OTHER_SIDE:
             self._begin_anew(cause["message"])
@@ -216,12 +220,16 @@ class Agent:
         job = {**self._job, "joins": True, "num_starts": self._num_starts, "local_addr": self._me.address}
         os.execv(sys.executable, [sys.executable, "-c", RUN_AGENT, sys.argv[1], json.dumps(job)])
 
-    def _leave(self, cause: Any) -> None:
-        """End when the others know how the job has ended, too."""
+    def _leave(self, cause: Any, *, waits: bool = True) -> None:
+        """End when the others know how the job has ended, too.
+
+        Args:
+            waits: Whether the job ends; otherwise the others go on.
+        """
         deadline = time.monotonic() + LEAVE_S
         self._beat(is_forced=True)
         self._channel.send({"finish": cause})
-        while self._agreement.others_stay and time.monotonic() < deadline:
+        while waits and self._agreement.others_stay and time.monotonic() < deadline:
             self._links.wait(self._rules.silence_s / (2 * _BEATS))
             self._links.lose_silent()
             self._beat()
@@ -288,6 +296,8 @@ class Agent:
             elif "leave" in packet:
                 self._agreement.leave()
                 self._is_leaving = True
+            elif "ask_for" in packet:
+                self._agreement.ask_for(packet["ask_for"])
             elif "whole" in packet:
                 self._agreement.snapshot_is_whole()
             elif packet.get("number") == self._num_starts:
@@ -314,8 +324,8 @@ class Agent:
 
     def unlinked(self, peer: str, *, has_ended: bool, since_s: float) -> None:
         gone, now_s = self._nodes.pop(peer), time.monotonic()
-        how = "refused" if has_ended else "silent"
-        self._signs[gone.host] = {"how": how, "since_s": since_s, "noticed_s": now_s, "num_ranks": gone.num_ranks}
+        how, num_ranks = "refused" if has_ended else "silent", self._num_ranks.get(peer, gone.num_ranks)
+        self._signs[gone.host] = {"how": how, "since_s": since_s, "noticed_s": now_s, "num_ranks": num_ranks}
         self._times.pop(peer, None)
         self._agreement.unlinked(peer, has_ended=has_ended, now_s=time.monotonic())
 
@@ -331,7 +341,10 @@ class Agent:
             self._agreement.heard(peer, state, min(echo_s, now_s), float(message["age"]))
         elif "view" in message:
             is_started, age_s = message["is_started"] is True, float(message["age"])
-            self._agreement.handed(read_view(message["view"]), is_started=is_started, age_s=age_s)
+            view = read_view(message["view"])
+            if any(node.id == self._me.id and node.num_ranks > self._me.num_ranks for node in view.members):
+                raise ValueError("more ranks than this node has")
+            self._agreement.handed(view, is_started=is_started, age_s=age_s)
         else:
             self._questions.received(peer, message)
 
@@ -388,22 +401,28 @@ class Agent:
             view = self._agreement.view
             assert view is not None
             holders = told_of(view.members, self._me, self._job["num_replicas"])
-            self._say_whose_place(view.members, attempt["first_rank"])
-            self._channel.send({"start": attempt, "number": self._num_starts, "replicas": holders})
+            ranks = range(attempt["first_rank"], attempt["first_rank"] + attempt["num_local_ranks"])
+            self._say_whose_place(view.members, ranks)
+            before, self._num_ranks = self._num_ranks, {node.id: node.num_ranks for node in view.members}
+            resized = [
+                {"host": node.host, "before": before[node.id], "now": node.num_ranks}
+                for node in view.members
+                if node.id != self._me.id and before.get(node.id, node.num_ranks) != node.num_ranks
+            ]
+            order = {"start": attempt, "number": self._num_starts, "replicas": holders, "resized": resized}
+            self._channel.send(order)
         else:
             self._channel.send(what)
 
-    def _say_whose_place(self, members: Sequence[Node], first_rank: int) -> None:
+    def _say_whose_place(self, members: Sequence[Node], numbers: Sequence[int]) -> None:
         """Say it if this node was a spare until now."""
         ids = [node.id for node in members]
         gone = [node.host for node in self._seen.values() if node.id not in ids]
         new = [one for one in ids if one not in self._seen]
         self._seen.clear()
         if len(gone) >= len(new) and self._me.id in new:
-            ranks = named("rank", [*range(first_rank, first_rank + self._me.num_ranks)])
-            self._channel.send(
-                {"waiting": f"this spare takes the place of {gone[new.index(self._me.id)]}, with {ranks}"}
-            )
+            place = f"this spare takes the place of {gone[new.index(self._me.id)]}"
+            self._channel.send({"waiting": f"{place}, with {named('rank', [*numbers])}"})
 
 
 def _place(text: str) -> Place:

@@ -55,7 +55,7 @@ class Node:
         host: Its hostname, for people.
         address: Address at which the other nodes reach it.
         port: Port on which its agent listens.
-        num_ranks: Number of its ranks; in a view, that of its attempt.
+        num_ranks: Largest number of its ranks; in a view, that of its attempt.
         position: Its number, where nodes have fixed ones; else -1.
         label: What it shares with nodes that may be lost together with it; empty: nothing.
         replica_port: Port on which it takes replicas of snapshots; 0: it takes none.
@@ -148,6 +148,8 @@ class State:
         port: Port that the first node of this view holds for rank 0; 0: not yet.
         result: How the job ended, {"cause": ...}; None: it has not.
         job: That of its view.
+        num_ranks: Number of its ranks in the next attempt, unless a failure of its own says another.
+        cause: As leader, why it has ended this view's attempt.
     """
 
     term: int = -1
@@ -164,6 +166,8 @@ class State:
     port: int = 0
     result: Mapping[str, Any] | None = None
     job: str = ""
+    num_ranks: int = 1
+    cause: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,12 +226,14 @@ class Agreement:
     Attributes:
         view: The newest view that this node knows.
         result: How the job ended, {"cause": ...}; None: it goes on.
+        out: Failure for which this node leaves the job, which goes on; None: it stays.
     """
 
     def __init__(self, me: Node, rules: Rules, acts: Acts, *, is_root: bool, now_s: float) -> None:
         self.me = me
         self.view: View | None = None
         self.result: Mapping[str, Any] | None = None
+        self.out: Mapping[str, Any] | None = None
         self._rules, self._acts, self._is_root = rules, acts, is_root
         self._now_s = self._born_s = self._quiet_since_s = now_s
         self._peers: dict[str, _Peer] = {}  # in the order in which they came
@@ -252,8 +258,9 @@ class Agreement:
         self._is_done = self._has_left = False
         self._failure: Mapping[str, Any] | None = None
         self._failed_since_s = None
-        self._watched_since_s: float | None = None
-        self._has_snapshot = False
+        self._is_watched = self._has_snapshot = False
+        self._room_since_s: float | None = None  # since when there are newcomers, and room for them
+        self._asked = 0  # ranks that this node would have in the next attempt; 0: as many as now
         self._cause = None
         self._port = 0
         self._has_asked_for_port = False
@@ -311,12 +318,21 @@ class Agreement:
         if self.view is None:
             self._job_born_s = self._now_s - age_s
         if view.key > self._key:
+            self._judge(view.cause)
             self.view, self._has_started, self._running = view, False, NO_VIEW
             self._forget_attempt()
             for peer in self._peers.values():
                 if peer.state.key == view.key:
                     self._known[peer.node.id] = peer.state
         self._has_started |= is_started and view.key == self._key
+
+    def _judge(self, cause: Mapping[str, Any] | None) -> None:
+        """Leave the job if a failure after which this node has too few ranks was the cause."""
+        failure = self._failure
+        if failure is None or cause is None or failure.get("num_ranks") != 0:
+            return
+        if all(failure.get(name) == cause.get(name) for name in ("rank", "pid")):
+            self.out = failure
 
     def ranks_ended(self, how: str, cause: Mapping[str, Any] | None) -> None:
         """Take in how this node's ranks ended: "succeeded", "failed" or "stopped"."""
@@ -332,6 +348,11 @@ class Agreement:
     def leave(self) -> None:
         """Take in that this node is to be gone soon."""
         self._is_leaving = True
+
+    def ask_for(self, num_ranks: int) -> None:
+        """Take in that this node would go on with more ranks, from the next snapshot."""
+        if self._ranks == "running" and self._trained_in == self._key:
+            self._asked = num_ranks
 
     def reserved(self, port: int) -> None:
         """Take in which port the supervisor holds for rank 0."""
@@ -363,14 +384,20 @@ class Agreement:
             self._is_settled(),
             self._ranks == "idle",
             self._has_left,
-            self._is_leaving,
+            self._is_leaving or self.out is not None,
             self._is_done,
             self._failure,
             self._running,
             self._port,
             self.result,
             self.view.job if self.view is not None else "",
+            self._asked or self._own_num_ranks(),
+            self._cause,
         )
+
+    def _own_num_ranks(self) -> int:
+        members = self.view.members if self.view is not None else ()
+        return next((node.num_ranks for node in members if node.id == self.me.id), self.me.num_ranks)
 
     @property
     def job_age_s(self) -> float:
@@ -634,13 +661,27 @@ class Agreement:
             self._cause, self._running = cause, NO_VIEW
 
     def _may_grow(self, view: View) -> bool:
-        """Whether the attempt can end now to go on with more nodes: when a snapshot is whole, or does not come."""
-        if len(view.members) >= self._rules.max_nodes or not self._newcomers(view):
+        """Whether the attempt can end now to go on with more nodes, or with more ranks on one.
+
+        That is when a snapshot is whole. New nodes do not wait for ever for one that does not come.
+        """
+        has_room = len(view.members) < self._rules.max_nodes and bool(self._newcomers(view))
+        has_more = self._asked or any(
+            node.id in self._known and self._known[node.id].num_ranks > node.num_ranks for node in view.members
+        )
+        if self._is_done or any(state.is_done for state in self._known.values()):
+            has_more = False
+        if not has_room:
+            self._room_since_s = None
+        elif self._room_since_s is None:
+            self._room_since_s = self._now_s
+        if not has_room and not has_more:
             return False
-        if self._watched_since_s is None:
-            self._watched_since_s, self._has_snapshot = self._now_s, False
+        if not self._is_watched:
+            self._is_watched, self._has_snapshot = True, False
             self._acts.order({"watch": True})
-        return self._has_snapshot or self._now_s - self._watched_since_s >= self._rules.join_s
+        is_late = self._room_since_s is not None and self._now_s - self._room_since_s >= self._rules.join_s
+        return self._has_snapshot or is_late
 
     def _all_are_done(self, view: View) -> bool:
         known = {**self._known, self.me.id: self.state}
@@ -648,7 +689,8 @@ class Agreement:
 
     def _newcomers(self, view: View | None) -> list[Node]:
         members = view.ids if view is not None else ()
-        return [p.node for p in self._peers.values() if p.node.id not in members and self._follows(p.node.id)]
+        others = [peer for peer in self._peers.values() if peer.node.id not in members]
+        return [it.node for it in others if self._follows(it.node.id) and not it.state.is_leaving]
 
     def _cause_of_end(self, view: View) -> Mapping[str, Any] | None:
         """Return why an attempt in `view` failed; None if it did not."""
@@ -695,6 +737,7 @@ class Agreement:
         undecided = [node for node in awaited if not self._follows(node.id)]
         if undecided and self._now_s - max(self._raised_s, self._quiet_since_s) < _SETTLE_S:
             return
+        told = {self.me.id: self.state, **{name: peer.state for name, peer in self._peers.items()}}
         with_us = [self.me, *(peer.node for peer in self._peers.values() if self._follows(peer.node.id))]
         is_idle = all(self._peers[node.id].state.is_idle for node in with_us if node.id != self.me.id)
         if not is_idle or self._ranks != "idle":
@@ -703,11 +746,17 @@ class Agreement:
         if view is not None:
             cause = (self._cause or self._cause_of_end(view)) if self._has_started else view.cause
             attempt = view.attempt + self._has_started
-            restarts = view.restarts + (self._has_started and cause is not None)
+            is_counted = self._has_started and cause is not None and not cause.get("is_free")
+            restarts = view.restarts + is_counted
+            self._cause = cause if self._has_started else None
         if restarts > rules.max_restarts or (cause is not None and cause["kind"] == OTHER_SIDE):
             self.result = {"cause": cause}
             return
-        members = self._placed(old, with_us)
+        self._judge(cause)
+        if self.out is not None:
+            return
+        sized = [dataclasses.replace(node, num_ranks=_num_ranks_after(cause, told[node.id])) for node in with_us]
+        members = self._placed(old, [node for node in sized if node.num_ranks])
         if len(members) < rules.min_nodes:
             self._enough_since_s = None
             return
@@ -750,6 +799,8 @@ class Agreement:
             return
         if view is None:
             return
+        if leader is not None and leader.key == view.key:
+            self._judge(leader.cause)
         if leader is not None and leader.running == view.key:
             self._has_started = True
         may_train = (
@@ -782,6 +833,14 @@ class Agreement:
             "max_restarts": self._rules.max_restarts,
             "epoch": {"job": view.job, "attempt": list(view.key)},
         }
+
+
+def _num_ranks_after(cause: Mapping[str, Any] | None, state: State) -> int:
+    """Return the number of ranks of a node after an attempt that ended for `cause`; 0: it takes no part."""
+    failure = state.failure
+    if failure is not None and failure == cause and failure.get("num_ranks", -1) >= 0:
+        return int(failure["num_ranks"])
+    return state.num_ranks
 
 
 def _other_side(host: str) -> dict[str, Any]:

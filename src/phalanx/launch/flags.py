@@ -219,7 +219,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "nproc-per-node",
             "number of ranks on this node. auto: one per GPU, or without GPUs one per physical core or CPU of the "
             "cgroup's quota; cpu: one per CPU; gpu: one per GPU; MIN:MAX: MAX, or fewer after a failure if some ranks "
-            "can't be restarted",
+            "can't be restarted; on several nodes each has its own",
             _num_ranks,
             "N|MIN:MAX",
             "auto",
@@ -372,7 +372,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "regrow-after",
-            "seconds with fewer than MAX ranks after which the job restarts with MAX, at the next snapshot; 0: never",
+            "seconds with fewer than MAX ranks on a node after which the job restarts with MAX, at the next snapshot; "
+            "0: never",
             _seconds,
             "SECONDS",
             "60",

@@ -9,19 +9,22 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx._env import PREEMPTED_CODE
 from phalanx._last_words import LastWords
 from phalanx._settings import host_name
 from phalanx._snapshots import announce_restart
+from phalanx._text import counted
 from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.agreement import NODE_LOST
-from phalanx.launch.attempts import is_ahead, newest_steps, say_failure
+from phalanx.launch.attempts import say_failure
 from phalanx.launch.deadlines import AGENT_S, ANSWERS_S, NODES_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.job import Job
+from phalanx.launch.local_size import SharedSize, is_ahead, newest_steps
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.ports import ReservedPort
@@ -38,8 +41,9 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
     Raises:
         SystemExit: The nodes did not meet; what to look at has been said.
     """
-    num_nodes, num_restarts, is_restart = 0, 0, False
-    with _Orders(ranks, job) as orders:
+    num_nodes, num_restarts, failure = 0, 0, None
+    size = SharedSize(job, ranks.snapshots_fd)
+    with _Orders(ranks, job, size) as orders:
         ranks.note_state("waiting for other nodes")
         while ranks.received is None:
             order = orders.next()
@@ -47,25 +51,21 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 return None
             if "start" in order:
                 attempt = Attempt(**order["start"])
-                if num_nodes not in (0, attempt.num_nodes):
-                    ranks.say(f"nodes of the job: {attempt.num_nodes}, before {num_nodes}: the ranks start again")
-                elif num_nodes and not is_restart:
-                    ranks.say("the ranks start again with as many nodes: one was replaced, or was away for a moment")
-                if num_nodes and not is_restart:
+                why = size.begin(attempt.num_local_ranks, failure)
+                for line in _changes(order, num_nodes, why, failure):
+                    ranks.say(line)
+                if num_nodes and failure is None:
                     ranks.recovery.planned(ranks.ends)
-                num_nodes, is_restart = attempt.num_nodes, False
-                may_keep = num_restarts < job.max_restarts
+                num_nodes, failure = attempt.num_nodes, None
+                orders.may_restart = num_restarts < job.max_restarts
                 orders.replicate(order["replicas"])
+                may_keep = orders.may_restart or size.is_trial
                 orders.report(order["number"], ranks.run_attempt(attempt, until=orders.look, may_keep=may_keep))
             elif "restart" in order:
-                if order["restart"]["kind"] == NODE_LOST:
-                    ranks.say(order["restart"]["message"])
-                    ranks.recovery.lost_node(order["restart"], order["sign"], ranks.ends)
-                else:
-                    say_failure(ranks, _end_of(order["restart"]))
-                    ranks.recovery.lost_rank(_end_of(order["restart"]), ranks.ends)
-                ranks.say(f"restart {order['number']} of {job.max_restarts}")
-                num_restarts, is_restart = order["number"], True
+                failure, num_restarts = order["restart"], order["number"]
+                _note_failure(ranks, failure, order["sign"])
+                if not failure["is_free"]:
+                    ranks.say(f"restart {num_restarts} of {job.max_restarts}")
             elif "unresolved" in order:
                 ranks.say(
                     f"{order['unresolved']}: waiting for it. {_flag_of_host(job)}, or add it to DNS or /etc/hosts"
@@ -83,23 +83,77 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 if "is_alone" in order:
                     ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
                 raise SystemExit(1)
-            elif "finish" in order and order["finish"] and order["finish"]["kind"] == NODE_LOST:
-                ranks.keep_reason(f"gave up: {order['finish']['message']}")
-                ranks.say(f"{order['finish']['message']}; exit code 1")
-                if not job.max_restarts:
-                    ranks.say("with --max-restarts N the job goes on without it, or when it is back")
-                raise SystemExit(1)
             elif "finish" in order:
-                return _end_of(order["finish"]) if order["finish"] else None
+                return _finish(ranks, job, size, order["finish"])
         return None
 
 
-class _Orders:
-    """The agent's process, and what it has ordered and we have not done yet."""
+def _note_failure(ranks: Supervisor, failure: Mapping[str, Any], sign: Mapping[str, Any] | None) -> None:
+    """Say what failed, on whichever node, before the ranks are started again, and note when it did."""
+    if failure["kind"] == NODE_LOST:
+        ranks.say(failure["message"])
+        ranks.recovery.lost_node(failure, sign, ranks.ends)
+    else:
+        say_failure(ranks, _end_of(failure))
+        ranks.recovery.lost_rank(_end_of(failure), ranks.ends)
 
-    def __init__(self, ranks: Supervisor, job: Job) -> None:
+
+def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Mapping[str, Any] | None) -> Outcome | None:
+    """Return why the job ends here; None if all went well.
+
+    Raises:
+        SystemExit: Another node was lost; that has been said.
+    """
+    if cause is None:
+        return None
+    if cause["kind"] == NODE_LOST:
+        ranks.keep_reason(f"gave up: {cause['message']}")
+        ranks.say(f"{cause['message']}; exit code 1")
+        if not job.max_restarts:
+            ranks.say("with --max-restarts N the job goes on without it, or when it is back")
+        raise SystemExit(1)
+    if why := size.why_it_leaves(cause):
+        ranks.say(f"{host_name()}: {why}: this node leaves the job")
+    return _end_of(cause)
+
+
+def _changes(order: Mapping[str, Any], num_before: int, why: str, failure: Mapping[str, Any] | None) -> list[str]:
+    """Return lines about what is different in an attempt: which nodes take part, and with how many ranks.
+
+    Args:
+        num_before: Number of nodes before; 0: this is the first attempt.
+        why: Why this node has another number of ranks; empty: it has not.
+        failure: Why the attempt before failed; None: it did not.
+    """
+    num_nodes, resized, lines = order["start"]["num_nodes"], order["resized"], []
+    if num_before not in (0, num_nodes):
+        lines = [f"nodes of the job: {num_nodes}, before {num_before}: the ranks start again"]
+    elif num_before and not (failure or resized or why):
+        lines = ["the ranks start again with as many nodes: one was replaced, or was away for a moment"]
+    if why:
+        lines.append(f"{host_name()}: {why}")
+    for it in resized:
+        reason = ""
+        if failure is None:
+            reason = ": planned restart, which does not count"
+        elif it["now"] < it["before"]:
+            reason = f": rank {failure['rank']} failed before any progress"
+        lines.append(f"{it['host']}: going on with {counted(it['now'], 'rank')}, before {it['before']}{reason}")
+    return lines
+
+
+class _Orders:
+    """The agent's process, and what it has ordered and we have not done yet.
+
+    Attributes:
+        may_restart: Whether a failure of the present attempt may be followed by another attempt.
+    """
+
+    def __init__(self, ranks: Supervisor, job: Job, size: SharedSize) -> None:
         self._ranks = ranks
         self._job = job
+        self._size = size
+        self.may_restart: bool = False
         self._pending: list[dict[str, Any]] = []
         self._reserved: ReservedPort | None = None
         self._replicas: Replicas | None = None
@@ -191,7 +245,12 @@ class _Orders:
         """Tell the agent how this node's ranks ended, of which start."""
         self._running = False
         self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
-        self._channel.send({"ended": self._how, "number": number, "cause": cause_of(culprit) if culprit else None})
+        cause = None
+        if culprit is not None:
+            lived_s = culprit.when_s - self._ranks.began_s
+            what_follows = self._size.after_failure(culprit, lived_s=lived_s, may_leave=self.may_restart)
+            cause = cause_of(culprit) | what_follows
+        self._channel.send({"ended": self._how, "number": number, "cause": cause})
 
     def look(self) -> bool:
         """Tell the agent, if it waits for that, when a snapshot has just been taken; at once if there are none.
@@ -201,6 +260,8 @@ class _Orders:
         """
         if time.monotonic() - self._heard_s >= AGENT_S:
             self._ranks.kill_attempt()  # the agent was stopped, and the other nodes may be going on without this one
+        if num_ranks := self._size.is_to_be_asked_for(time.monotonic() - self._ranks.began_s):
+            self._channel.send({"ask_for": num_ranks})
         if self._steps is None:
             return False
         steps = newest_steps(self._ranks.snapshots_fd)
@@ -268,6 +329,8 @@ def cause_of(end: Outcome) -> dict[str, Any]:
         "pid": end.pid,
         "returncode": end.exitcode,
         "is_victim": end.is_victim,
+        "num_ranks": -1,
+        "is_free": False,
         # Short enough for a packet, also where JSON writes twelve bytes for a character.
         "kind": end.last_words.kind[:200],
         "message": end.last_words.message[:1000],
@@ -277,7 +340,7 @@ def cause_of(end: Outcome) -> dict[str, Any]:
     }
 
 
-def _end_of(cause: dict[str, Any]) -> Outcome:
+def _end_of(cause: Mapping[str, Any]) -> Outcome:
     words = LastWords(cause["kind"], cause["message"], tuple(cause["lines"]), is_victim=cause["is_victim"])
     here = cause["host"] == host_name()
     return Outcome(

@@ -249,12 +249,6 @@ def _check(
             f"Slurm gave this job {unused} nodes, and phalanx run was started on one of them: use srun "
             "--ntasks-per-node=1 phalanx run train.py, or --nnodes 1 for this node alone"
         )
-    nproc = settings["nproc-per-node"]
-    if not is_alone and nnodes.value[1] > 1 and isinstance(nproc.value, tuple):
-        raise UsageError(
-            f"{nproc.origin} {nproc.value[0]}:{nproc.value[1]} is for one node; a job of several comes and goes by "
-            "whole nodes: --nnodes MIN:MAX"
-        )
 
 
 def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> None:

@@ -457,7 +457,8 @@ class Trainer:
         return is_saved
 
     def _make_room(self, number: int) -> None:
-        if memory().restart_is_planned:  # to have more ranks: this run goes on at once
+        # To have more ranks: this run goes on at once. Of several hosts, only one's launcher may have told so yet.
+        if self._ranks.largest(memory().restart_is_planned):
             self._snapshots.take(self.step)
             raise SystemExit(PREEMPTED_CODE)
         if self._run_log.has_news:
