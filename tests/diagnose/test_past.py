@@ -254,7 +254,7 @@ def test_where_no_job_runs_the_youngest_run_is_told_or_nothing_is_there(tmp_path
         [*PHALANX, "why", "no_such.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("phalanx why: there is no job 'no_such.py' of this user on this host")
+    assert done.stderr.startswith("phalanx why: no job 'no_such.py' of this user is running on this host")
 
 
 @pytest.mark.slow
@@ -283,4 +283,4 @@ def test_an_answer_that_does_not_come_delays_nothing_and_breaks_nothing(tmp_path
 def test_a_name_that_no_file_can_have_is_no_job(num_letters, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["a" * num_letters]) == 2
-    assert "phalanx why: there is no job 'aaa" in capsys.readouterr().err
+    assert "phalanx why: no job 'aaa" in capsys.readouterr().err

@@ -236,7 +236,7 @@ def test_a_running_job_is_traced_for_some_seconds(script):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--seconds", "0"], "--seconds must lie in (0, 3,600], got 0"),
+        (["--seconds", "0"], "--seconds must be more than 0 and at most 3,600, got 0"),
         (["here", "--seconds", "3"], "--seconds is for running jobs"),
         (["here"], "no black box in here: they are saved when an attempt of phalanx run is over"),
         (["no.py", "here"], "no.py is no folder of a run"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import counted, in_units
-from phalanx.diagnose.jobs import find_ranks
+from phalanx.diagnose.jobs import NO_JOB, NoRank, find_ranks
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 
@@ -23,7 +23,7 @@ _MOST_S = 3600.0
 
 
 def main(args: Sequence[str]) -> int:
-    """Run the command; return 2 for a run or a job that can't be traced."""
+    """Run the command; return 1 for a job that records nothing, 2 if there is no such run or job."""
     parser = Parser(
         "phalanx trace",
         RIGHT_CALL,
@@ -53,6 +53,8 @@ def main(args: Sequence[str]) -> int:
         boxes, since_ns = _boxes(given.what, given.seconds)
     except UsageError as error:
         return parser.refuse(error)
+    except NoRank as error:
+        return _say(f"phalanx trace: {error}", 1)
     except (LookupError, ValueError, OSError) as error:
         return _say(f"phalanx trace: {error.args[0] if isinstance(error, LookupError) else error}")
     path = Path(given.out) if given.out else _free_path()
@@ -70,9 +72,9 @@ def _free_path() -> Path:
     return next(path for path in map(Path, names) if not os.path.lexists(path))
 
 
-def _say(words: str) -> int:
+def _say(words: str, code: int = 2) -> int:
     print(words, file=sys.stderr)
-    return 2
+    return code
 
 
 def _show(path: Path, about: dict[str, Any]) -> None:
@@ -89,7 +91,7 @@ def _show(path: Path, about: dict[str, Any]) -> None:
 def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], int]:
     """Return the boxes that are meant, and the time from which on they are shown."""
     if seconds is not None and not 0 < seconds <= _MOST_S:
-        raise UsageError(f"--seconds must lie in (0, {_MOST_S:,.0f}], got {seconds:g}")
+        raise UsageError(f"--seconds must be more than 0 and at most {_MOST_S:,.0f}, got {seconds:g}")
     folders = [Path(one) for one in what if os.path.isdir(one)]
     if not folders:
         if len(what) > 1:
@@ -142,9 +144,9 @@ def _running(wanted: str, seconds: float) -> tuple[list[Box], int]:
                 stack.callback(os.close, place[0])
                 tails.append(Tail(*place))
         if not tails:
-            raise LookupError(
-                f"{job.name} ({job.launcher}) records nothing: its ranks have no group of the backend phalanx"
-            )
+            if job.launcher == NO_JOB:
+                raise NoRank(f"process {job.launcher_pid} ({job.name}) is no rank of a job, and records nothing")
+            raise NoRank(f"{job.name} ({job.launcher}) records nothing: its ranks have no group of the backend phalanx")
         since_ns = time.monotonic_ns()
         return merged(_looks(tails, seconds)), since_ns
 

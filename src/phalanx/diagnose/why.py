@@ -19,7 +19,7 @@ from phalanx._text import broken, listed, plural
 from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
 from phalanx.diagnose.findings import Finding
-from phalanx.diagnose.jobs import Job, NoJob, find_job, find_jobs
+from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import examine_run, is_run, newest_run
 from phalanx.diagnose.processes import command_of
@@ -83,6 +83,9 @@ def _brief(answer: Answer) -> int:
 def _sentence(answer: Answer) -> str:
     if answer.finding.kind == "starting":
         return answer.job.waits
+    if answer.job.launcher == NO_JOB:
+        (one,) = answer.seen
+        return f"process {one.doing.pid} ({answer.job.name}) is no rank of a job; it {clause(one.doing)}"
     return sentence(answer.finding, [one.doing for one in answer.seen])
 
 
@@ -165,7 +168,7 @@ def lines_of(answer: Answer) -> Iterator[str]:
         yield f"{answer.job.folder} has ended{answer.ended_by and f': {answer.ended_by}'}. When it did:"
     yield _sentence(answer)
     if not answer.job.has_ended and answer.job.is_elsewhere:
-        yield f"The job runs in {answer.job.cwd}."
+        yield f"It runs in {answer.job.cwd}."
     if answer.asked:
         yield f"While it ran: {answer.asked}"
     yield from map(words_of_loss, answer.losses)

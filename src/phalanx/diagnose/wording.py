@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from phalanx._text import columns, counted, shortened
 from phalanx.diagnose.activity import BREAKPOINT, Activity, Call, joining_call
 from phalanx.diagnose.findings import Finding
+from phalanx.diagnose.jobs import NO_RANK
 from phalanx.diagnose.stacks import Thread
 from phalanx.record.losses import Loss, sign_of, who_of, words_of
 
@@ -207,7 +208,9 @@ def _left_out(num_frames: int) -> str:
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 2 and 3``; of many, the first and how many more."""
+    """Return ``rank 3`` or ``ranks 0, 2 and 3``; of many, the first and how many more; ``process`` of what is none."""
+    if tuple(numbers) == (NO_RANK,):
+        return "process"
     shown = [str(number) for number in numbers]
     if len(shown) > 6:
         shown = [*shown[:4], f"{len(shown) - 4} more"]
