@@ -13,6 +13,7 @@ from phalanx.diagnose.stacks import Thread
 from phalanx.record.losses import Loss, sign_of, who_of, words_of
 
 _MANY_FRAMES = 100
+_NO_TIME_S = 0.05  # would be told as 0.0 s
 _MOMENT_S = 0.5  # ranks of a healthy job wait for each other, too
 _SYSTEM_CALLS = {
     "read": "reading {path}",
@@ -167,9 +168,8 @@ def caution(finding: Finding) -> str:
         return "The job may well be running. Ask again to be sure."
     if finding.since_s is None or finding.since_s >= _MOMENT_S:
         return ""
-    return (
-        f"The longest wait has lasted {duration(finding.since_s)}: the job may well be running. Ask again to be sure."
-    )
+    lasted = f"{'at least ' * finding.since_is_least}{duration(finding.since_s)}"
+    return f"The longest wait has lasted {lasted}: the job may well be running. Ask again to be sure."
 
 
 def thread_lines(
@@ -240,12 +240,19 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
         is_culprit: Tell what it does, even if it waits for others, too.
     """
     if doing.call is not None and not doing.is_halted and not is_culprit:
-        lasting = "" if doing.call.since_s is None else f" for {duration(doing.call.since_s)}"
+        lasting = _lasting(doing.call.since_s, doing.call.since_is_least)
         waits = "waited" if doing.how in _OVER else "waits"
         raised = f", and raised {doing.gave_up}" * bool(doing.gave_up)
         return f"{waits} in {call_text(doing.call, True)}{lasting}{raised}"
-    lasting = f" for {duration(doing.since_s)}" if doing.since_s is not None else ""
+    lasting = _lasting(doing.since_s, doing.since_is_least)
     return _manner(doing) + lasting + _with_others(doing) + (f" on host {doing.host}" if doing.host else "")
+
+
+def _lasting(seconds: float | None, is_least: bool) -> str:
+    """Return for how long something has lasted, in words; nothing if that is unknown or no time at all."""
+    if seconds is None or (seconds < _NO_TIME_S and not is_least):
+        return ""
+    return f" for {'at least ' * is_least}{duration(seconds)}"
 
 
 def _manner(doing: Activity) -> str:
@@ -342,10 +349,12 @@ def _wait(finding: Finding, activities: Sequence[Activity]) -> str:
     gave_up = [doing.gave_up for doing in activities if doing.rank in finding.waiters]
     raised = f", and raised {gave_up[0]}" if gave_up and gave_up[0] and len({*gave_up}) == 1 else ""
     who = counted(number, "rank")
-    if finding.since_s is not None:
-        most = "" if number == 1 else "up to "
+    if finding.since_s is not None and finding.since_s >= _NO_TIME_S:
         have = "" if finding.is_over else f"{_have(finding, number)} "
-        return f"{who} {have}waited {most}{duration(finding.since_s)} for {them}{raised}"
+        if finding.since_is_least and number > 1:
+            return f"{who} {have}waited for {them}, the longest for at least {duration(finding.since_s)}{raised}"
+        about = "at least " if finding.since_is_least else "" if number == 1 else "up to "
+        return f"{who} {have}waited {about}{duration(finding.since_s)} for {them}{raised}"
     return f"{who} {_waits(finding, number)} for {them}{raised}"
 
 
