@@ -8,13 +8,11 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 
+from phalanx.debugging import AT_BREAKPOINT
 from phalanx.diagnose.kernel import Stand, stand_of
 from phalanx.diagnose.processes import Process
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
 from phalanx.record.box import Box, Event
-
-BREAKPOINT = "phalanx.breakpoint"
-"""The operation in which ranks wait for the one that has the debugger."""
 
 _BACKWARD = "_engine_run_backward"
 _C10D = "torch/distributed/distributed_c10d.py"
@@ -229,7 +227,7 @@ def _at_breakpoint(thread: Thread) -> Call | None:
     """Return the breakpoint of all ranks at which a thread waits for the one that has the debugger."""
     library, rest = _split(thread)
     waits = any(frame.file == "phalanx/debugging/breakpoints.py" and frame.name == "wait" for frame in library)
-    return Call(BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls: the kernel knows no time
+    return Call(AT_BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls: the kernel knows no time
 
 
 def _recorded(look: Look) -> Call | None:

@@ -23,6 +23,7 @@ _STYLES = {
     "reading": "bold cyan",
     "loading data": "magenta",
     "writing a checkpoint": "cyan",
+    "in the debugger": "bold cyan",
     "stopped": "bold red",
     "gone": "bold red",
 }

@@ -6,7 +6,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from phalanx._text import columns, counted, shortened
-from phalanx.diagnose.activity import BREAKPOINT, Activity, Call, joining_call
+from phalanx.debugging import AT_BREAKPOINT
+from phalanx.diagnose.activity import Activity, Call, joining_call
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import NO_RANK
 from phalanx.diagnose.stacks import Thread
@@ -50,7 +51,7 @@ def _absent(finding: Finding, culprits: list[Activity], activities: list[Activit
     assert finding.call is not None
     have, call = _have(finding, len(culprits)), call_text(finding.call)
     done = "reached" if finding.call.op in _NAMES else "made the call for" if finding.call.is_message else "called"
-    done = "left" if finding.call.op == BREAKPOINT else done
+    done = "left" if finding.call.op == AT_BREAKPOINT else done
     return "; ".join(
         [
             f"{ranks(finding.culprits)} {have} not {done} {call}",

@@ -11,9 +11,8 @@ import sys
 import time
 from typing import Any
 
-from phalanx._env import PREEMPTED_CODE
+from phalanx._env import PREEMPTED_CODE, host_name
 from phalanx._last_words import LastWords
-from phalanx._settings import host_name
 from phalanx._snapshots import announce_restart
 from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.agreement import NODE_LOST
