@@ -115,6 +115,7 @@ HINTS = [
     ("call_gloo_on_one_rank", "a condition that only some ranks meet (if rank == 0)"),
     ("lose_a_worker", "fewer DataLoader workers, or a smaller batch"),
     ("read_input", "only the first rank has the terminal"),
+    ("stop_at_a_breakpoint", "call phalanx.breakpoint() on every rank instead"),
     ("name_an_empty_world", "takes rank and world size from the launcher"),
     ("import_what_is_missing", "python -m pip install no_such_package"),
     ("pickle_a_lambda", "no lambdas, open files or local functions"),

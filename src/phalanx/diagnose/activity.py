@@ -86,7 +86,7 @@ class Look:
         return self.process is None or self.process.state in "ZX"
 
 
-HAS_ENDED = frozenset({"returned", "exited", "raised", "killed", "silent"})
+HAS_ENDED = frozenset({"returned", "exited", "raised", "killed", "interrupted", "silent"})
 """How a rank was last, if it has ended and more is known."""
 
 
@@ -99,7 +99,8 @@ class Activity:
         how: ``runs``, ``asleep``, ``stopped`` by a signal, ``traced`` by a debugger, in the ``disk``, at a
             ``breakpoint``, waiting for its ``loader``, holding the ``gil`` while asleep, waiting for it while another
             thread does (``starved``), waiting for a ``lock``, reading its ``input``, ``ended``, or ``unknown``. Of a
-            rank that has ended, where more is known: ``returned``, ``exited``, ``raised``, ``killed`` or ``silent``.
+            rank that has ended, where more is known: ``returned``, ``exited``, ``raised``, ``killed``, ``interrupted``
+            by Ctrl-C, or ``silent``.
         frame: Innermost frame of the user's code; None if it is unknown.
         within: Function of a library that this frame has called; empty if it is in none.
         depth: Number of times that the frame's function is on the stack.

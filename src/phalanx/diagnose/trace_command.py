@@ -14,6 +14,7 @@ from typing import Any
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import counted, in_units
 from phalanx.diagnose.jobs import NO_JOB, NoRank, find_ranks
+from phalanx.diagnose.past import newest_run
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 
@@ -29,7 +30,7 @@ def main(args: Sequence[str]) -> int:
         RIGHT_CALL,
         "Write one trace of all ranks on one clock: steps, phases, collectives and who waited for whom. Open it at "
         "ui.perfetto.dev, which uploads nothing. Of a run that is over it shows what its black boxes hold, some 8,000 "
-        "events of each rank; of a running job, the next seconds.",
+        "events of each rank; of a running job, the same and the next seconds.",
         "phalanx trace runs/train, or phalanx trace --seconds 10 train.py",
     )
     parser.add_argument(
@@ -40,7 +41,10 @@ def main(args: Sequence[str]) -> int:
         "job that runs on this host)",
     )
     parser.add_argument(
-        "--seconds", type=float, metavar="N", help="time to trace of a running job (default: 5); Ctrl-C ends it earlier"
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="time for which to go on with a running job (default: 5); Ctrl-C ends it earlier",
     )
     parser.add_argument(
         "--out",
@@ -50,7 +54,7 @@ def main(args: Sequence[str]) -> int:
     )
     try:
         given = parser.parse_args(args)
-        boxes, since_ns = _boxes(given.what, given.seconds)
+        boxes = _boxes(given.what, given.seconds)
     except UsageError as error:
         return parser.refuse(error)
     except NoRank as error:
@@ -59,7 +63,7 @@ def main(args: Sequence[str]) -> int:
         return _say(f"phalanx trace: {error.args[0] if isinstance(error, LookupError) else error}")
     path = Path(given.out) if given.out else _free_path()
     try:
-        about = write_trace(boxes, path, since_ns)
+        about = write_trace(boxes, path)
     except OSError as error:
         return _say(f"phalanx trace: can't write {path}: {error.strerror}; name another file with --out")
     _show(path, about)
@@ -88,8 +92,8 @@ def _show(path: Path, about: dict[str, Any]) -> None:
             print(f"host {clock['host']}: its times are right within {clock['within_us']:,.0f} us, by {clock['by']}")
 
 
-def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], int]:
-    """Return the boxes that are meant, and the time from which on they are shown."""
+def _boxes(what: Sequence[str], seconds: float | None) -> list[Box]:
+    """Return the boxes that are meant."""
     if seconds is not None and not 0 < seconds <= _MOST_S:
         raise UsageError(f"--seconds must be more than 0 and at most {_MOST_S:,.0f}, got {seconds:g}")
     folders = [Path(one) for one in what if os.path.isdir(one)]
@@ -107,14 +111,15 @@ def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], int]:
             if box.rank in boxes:
                 raise UsageError(f"rank {box.rank} is in two of the folders; give those of one job's hosts", None)
             boxes[box.rank] = box
-    return [boxes[rank] for rank in sorted(boxes)], 0
+    return [boxes[rank] for rank in sorted(boxes)]
 
 
 def saved_boxes(folder: Path) -> list[Box]:
     """Return the boxes of a run's newest attempt.
 
     Args:
-        folder: Folder with the boxes of one attempt, of a run, or of all runs of a script; then the newest run counts.
+        folder: Folder with the boxes of one attempt, of a run, or of all runs of a script; then the newest run counts
+            that has left boxes. If a newer one has not, a line on stderr says so.
 
     Raises:
         LookupError: There are none.
@@ -123,8 +128,18 @@ def saved_boxes(folder: Path) -> list[Box]:
     for pattern in ("", "attempt_*", "blackbox/attempt_*", "*/blackbox/attempt_*"):
         found = [path for path in (folder.glob(pattern) if pattern else [folder]) if any(path.glob(f"*{SUFFIX}"))]
         if found:
-            return load_boxes(max(found, key=_age))
+            newest = max(found, key=_age)
+            if pattern.startswith("*/"):
+                _tell_of_newer(newest.parent.parent, folder)
+            return load_boxes(newest)
     raise LookupError(f"no black box in {folder}: they are saved when an attempt of phalanx run is over")
+
+
+def _tell_of_newer(taken: Path, folder: Path) -> None:
+    """Say which run is taken if a newer one of the script has no record: it runs yet, or its launcher was killed."""
+    newest = newest_run(folder)
+    if newest is not None and newest.name > taken.name:
+        print(f"phalanx trace: {newest} has no record, so this is {taken}", file=sys.stderr)
 
 
 def _age(attempt: Path) -> tuple[float, int]:
@@ -133,8 +148,8 @@ def _age(attempt: Path) -> tuple[float, int]:
     return newest, int(number) if number.isdecimal() else 0
 
 
-def _running(wanted: str, seconds: float) -> tuple[list[Box], int]:
-    """Return what the ranks of a running job record within the next seconds, and when that began."""
+def _running(wanted: str, seconds: float) -> list[Box]:
+    """Return what the ranks of a running job have recorded last, and what they record within the next seconds."""
     job = find_ranks(wanted)
     with contextlib.ExitStack() as stack:
         tails = []
@@ -147,8 +162,7 @@ def _running(wanted: str, seconds: float) -> tuple[list[Box], int]:
             if job.launcher == NO_JOB:
                 raise NoRank(f"process {job.launcher_pid} ({job.name}) is no rank of a job, and records nothing")
             raise NoRank(f"{job.name} ({job.launcher}) records nothing: its ranks have no group of the backend phalanx")
-        since_ns = time.monotonic_ns()
-        return merged(_looks(tails, seconds)), since_ns
+        return merged(_looks(tails, seconds))
 
 
 def _looks(tails: Sequence[Tail], seconds: float) -> Iterator[list[Box]]:

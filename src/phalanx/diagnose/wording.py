@@ -52,6 +52,8 @@ def _absent(finding: Finding, culprits: list[Activity], activities: list[Activit
     have, call = _have(finding, len(culprits)), call_text(finding.call)
     done = "reached" if finding.call.op in _NAMES else "made the call for" if finding.call.is_message else "called"
     done = "left" if finding.call.op == AT_BREAKPOINT else done
+    if finding.is_over and done == "called":  # one that ended at once may have called it for its worker thread to begin
+        done = "begun"
     return "; ".join(
         [
             f"{ranks(finding.culprits)} {have} not {done} {call}",
@@ -260,8 +262,9 @@ def _manner(doing: Activity) -> str:
     where = _where(doing)
     if doing.how == "asleep":
         return f"has been {_asleep(doing)}{where}" if _asleep(doing) else f"has been{where}"
-    further = "" if doing.last is None else "further "
-    return _MANNERS[doing.how].format(where=where, detail=doing.detail, other=doing.other_pid, further=further)
+    if doing.how == "silent" and doing.last is not None:
+        return f"last called {call_text(doing.last, True)}"
+    return _MANNERS[doing.how].format(where=where, detail=doing.detail, other=doing.other_pid)
 
 
 def _asleep(doing: Activity) -> str:
@@ -297,7 +300,7 @@ def _with_others(doing: Activity) -> str:
     return ""
 
 
-_OVER = ("silent", "unrecorded")
+_OVER = ("silent", "interrupted", "unrecorded")
 _MANNERS = {
     "runs": "is running{where}",
     "stopped": "has been stopped (SIGSTOP or Ctrl-Z){where}",
@@ -314,7 +317,8 @@ _MANNERS = {
     "exited": "ended with exit code {detail}{where}",
     "raised": "raised {detail}{where}",
     "killed": "was killed by {detail}{where}",
-    "silent": "made no {further}call{where}",
+    "interrupted": "was interrupted{where}",
+    "silent": "made no call",
     "unrecorded": "left no record of what it did",
     "unreadable": "left a record that can't be read",
     "unknown": "can't be looked into{where}",

@@ -254,12 +254,17 @@ class Supervisor:
     def _save_boxes(self) -> None:
         """Keep what the ranks of this attempt have recorded, and make room for those of the next."""
         folder = Path(self._folder.path, "blackbox", f"attempt_{self._num_attempts - 1}")
-        ends = {end.rank: End(end.exitcode or 0, end.ended_by_us, int(end.when_s * 1e9)) for end in self.ends}
+        ends = {end.rank: End(end.exitcode or 0, self._has_obeyed(end), int(end.when_s * 1e9)) for end in self.ends}
         try:
             self._boxes.save(folder)
             save_ends(ends, folder)
         except OSError as error:
             self._say_log_problem(str(error))
+
+    def _has_obeyed(self, end: Outcome) -> bool:
+        """Whether a rank ended because it was told to, and not by a SIGKILL that is none of ours."""
+        by_another = end.exitcode == -signal.SIGKILL and self._ending_by != signal.SIGKILL
+        return end.ended_by_us and (not by_another or self._warden_failure is not None)
 
     def keep_reason(self, reason: str) -> None:
         """Keep what ends this run, if it is no rank, for whoever asks when it has ended."""
