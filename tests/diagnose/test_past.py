@@ -200,10 +200,12 @@ def test_ranks_that_called_different_collectives_are_told_with_their_lines(tmp_p
     run(tmp_path, RAISES.replace("BACKEND", "'phalanx'").replace('raise ValueError("a bad batch")', "dist.barrier()"))
     what = "the ranks of this group called different collectives"
     named = [
-        f"{ranks} raised phalanx.CollectiveMismatch: {op} #4 of group 'default' at job.py:{line}: {what}"
+        f"{ranks} in {op} #4 of group 'default' at job.py:{line}"
         for ranks, op, line in (("ranks 0 and 2", "all_reduce", 7), ("rank 1", "barrier", 6))
     ]
-    assert why(tmp_path, *tmp_path.glob("runs/job/*"))[1] == "; ".join(named)
+    _, answer, *proof = why(tmp_path, *tmp_path.glob("runs/job/*"))
+    assert answer == f"ranks 0, 1 and 2 raised phalanx.CollectiveMismatch: {'; '.join(named)}: {what}"
+    assert what not in "".join(proof), "it is said once"
 
 
 def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tmp_path):

@@ -186,7 +186,10 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     named = ranks([one.doing.rank for one in group]) + f" ({plural(len(pids), 'pid')} {listed(pids, 6)})" * bool(pids)
     hosts = sorted({one.doing.host for one in group if one.doing.host})
     there = f" ({'also ' * bool(pids)}on {plural(len(hosts), 'host')} {listed(hosts, 6)})" * bool(hosts)
-    yield f"{named}{there}: {'each ' * (len(group) > 1)}{clause(dataclasses.replace(first.doing, host=''))}"
+    doing = dataclasses.replace(first.doing, host="")
+    if doing.how == "raised" and doing.rank in culprits[:3]:  # its message stands in the sentence
+        doing = dataclasses.replace(doing, detail=doing.detail.partition(":")[0])
+    yield f"{named}{there}: {'each ' * (len(group) > 1)}{clause(doing)}"
     without = _PASSED_OVER if first.doing.call is not None else ()
     yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES, without=without)
     is_puzzling = needs_native(first) or (first.doing.how == "asleep" and not first.doing.within)

@@ -78,8 +78,25 @@ def _fell(finding: Finding, culprits: list[Activity], activities: list[Activity]
     for doing in culprits:
         words = clause(doing)
         alike.setdefault(words if doing.how in ("raised", "exited") else f"{words} {doing.rank}", []).append(doing.rank)
+    if (once := _raised_together(culprits)) and len(alike) > 1:
+        return once + waiting
     by_rank = {doing.rank: doing for doing in culprits}
     return "; ".join(f"{ranks(of)} {clause(by_rank[of[0]])}" for of in [*alike.values()][:3]) + waiting
+
+
+def _raised_together(culprits: list[Activity]) -> str:
+    """Return what ranks raised that each tells from its own call, such as a mismatch; empty if it is not so."""
+    said = [doing.detail.split(": ") for doing in culprits if doing.how == "raised"]
+    if len(said) < len(culprits) or any(len(words) < 3 for words in said):
+        return ""
+    if len({(words[0], words[-1]) for words in said}) > 1:
+        return ""
+    by_place: dict[str, list[int]] = {}
+    for doing, words in zip(culprits, said, strict=True):
+        by_place.setdefault(": ".join(words[1:-1]), []).append(doing.rank)
+    shown = [f"{ranks(of)} in {place}" for place, of in [*by_place.items()][:3]]
+    more = [f"{len(by_place) - 3} more"] if len(by_place) > 3 else []
+    return f"{ranks([one.rank for one in culprits])} raised {said[0][0]}: {'; '.join([*shown, *more])}: {said[0][-1]}"
 
 
 def _done(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
