@@ -169,8 +169,8 @@ class _Meeting:
     def _say_whom(self, chosen: int, own: int) -> None:
         if self._debugger() is None:
             _say(
-                f"{self._line}: rank {own} waits for rank {chosen}, which is to have the debugger and has not come yet"
-                f". Call it on all ranks; or, if only this rank comes here, give it the debugger: "
+                f"{self._line}: rank {own} waits for rank {chosen}, which should get the debugger but has not reached "
+                f"this line. Call it on all ranks; or, if only this rank comes here, give it the debugger: "
                 f"phalanx.breakpoint(rank={own})"
             )
 

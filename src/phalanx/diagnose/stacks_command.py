@@ -27,7 +27,8 @@ def main(args: Sequence[str]) -> int:
     parser = Parser(
         "phalanx stacks",
         RIGHT_CALL,
-        "Print what each process of a job is doing, and its Python stacks. The processes go on meanwhile.",
+        "Print what each process of a job is doing, and its Python stacks. The processes go on meanwhile. Exit code: 1 "
+        "if no rank runs yet or no stack can be read, 2 if there is no such job.",
     )
     parser.add_argument(
         "job", nargs="?", default="", metavar="JOB | PID", help="script or process (default: the one job)"

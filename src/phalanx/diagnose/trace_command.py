@@ -30,7 +30,8 @@ def main(args: Sequence[str]) -> int:
         RIGHT_CALL,
         "Write one trace of all ranks on one clock: steps, phases, collectives and who waited for whom. Open it at "
         "ui.perfetto.dev, which uploads nothing. Of a run that is over it shows what its black boxes hold, some 8,000 "
-        "events of each rank; of a running job, the same and the next seconds.",
+        "events of each rank; of a running job, the same and the next seconds. Exit code: 1 if no rank "
+        "runs yet or none records anything, 2 if there is no such run or job.",
         "phalanx trace runs/train, or phalanx trace --seconds 10 train.py",
     )
     parser.add_argument(

@@ -153,7 +153,7 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
     if not activities:
         return "no rank of this job runs on this host"
     if all(doing.how == "unrecorded" for doing in activities):
-        return "no rank left a record of what it did, and the launcher none of their ends: it may have been killed, too"
+        return "it ended without a record: phalanx run itself was probably killed"
     if len(activities) == 1:
         (doing,) = activities
         return f"{f'pid {doing.pid}' if doing.pid else f'rank {doing.rank}'} {clause(doing)}"

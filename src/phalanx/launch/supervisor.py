@@ -501,7 +501,8 @@ class Supervisor:
                 why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
                 self.keep_reason(f"got {signal.Signals(sig).name}" if sig != signal.SIGPIPE else f"ended, for {why}")
                 again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
-                self.say(f"{why}: ending {counted(len(living), 'rank')}{again}")
+                none = "stopping; no rank is running" if self._ranks else "stopping; no rank had started"
+                self.say(f"{why}: ending {counted(len(living), 'rank')}{again}" if living else f"{why}: {none}")
                 if sig == signal.SIGINT:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()
