@@ -56,7 +56,7 @@ class Rank:
     """A rank of this host.
 
     Attributes:
-        rank: Its number; `NO_RANK` for a process that is asked about and is none.
+        rank: Number; `NO_RANK` of a process that is asked about and is none.
         process: The process; None if that has ended.
         pid: The pid that it has or had.
         helpers: Processes below it, such as the workers of a data loader.
