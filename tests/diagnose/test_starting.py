@@ -29,7 +29,7 @@ def launcher_that_waits(folder: Path) -> Iterator[int]:
             assert said, "it has ended"
         yield process.pid
         process.terminate()
-        process.stderr.read()
+        assert "phalanx run: SIGTERM: stopping; no rank had started\n" in process.stderr.read()
 
 
 @pytest.fixture(scope="module")
