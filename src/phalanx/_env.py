@@ -84,6 +84,13 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def host_name() -> str:
+    """Return the name by which people know this host: PHALANX_HOST, or else the machine's."""
+    import socket
+
+    return os.environ.get("PHALANX_HOST", "") or socket.gethostname()
+
+
 def is_on(word: str) -> bool:
     """Return whether a switch's value turns it on; see `is_off` for the words that do not."""
     return word.lower() in ("1", "true", "yes", "on")

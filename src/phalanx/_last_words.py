@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import re
-import socket
 import sys
 import time
 import traceback
@@ -100,7 +99,7 @@ class LastWords:
             },
             "rank": rank,
             "pid": pid,
-            "host": socket.gethostname(),
+            "host": _env.host_name(),
             "exception": {
                 "kind": self.kind,
                 "message": self.message[:_MAX_MESSAGE],

@@ -7,7 +7,6 @@ with ``PHALANX_TEST_`` belong to the project's own tests.
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
@@ -91,11 +90,6 @@ def _check(name: str, setting: Field[Any], value: Any, shown: object = None) -> 
         if not least <= value <= most:  # true of NaN, too
             kind = "a whole number" if setting.type == "int" else "a number"
             raise ValueError(f"{name} must be {kind} in [{least:.12g}, {most:.12g}], got {shown!r}")
-
-
-def host_name() -> str:
-    """Return the name by which people know this host: PHALANX_HOST, or else the machine's."""
-    return read_settings().host or socket.gethostname()
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:

@@ -30,8 +30,14 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 def named(noun: str, numbers: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0-2,5``."""
-    return f"{plural(len(numbers), noun)} {format_ranges(sorted(numbers))}"
+    """Return ``rank 3``, ``ranks 0 and 2``, or ``ranks 0-2, 5 and 7-8``."""
+    return f"{plural(len(numbers), noun)} {in_runs(numbers)}"
+
+
+def in_runs(numbers: Sequence[int]) -> str:
+    """Return ``3``, ``0 and 2``, or ``0-2, 5 and 7-8``."""
+    *runs, last = format_ranges(sorted(numbers)).split(",")
+    return f"{', '.join(runs)} and {last}" if runs else last
 
 
 def enumerated(noun: str, numbers: Sequence[int], most: int = sys.maxsize) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from phalanx.check.calls import Record, circle, first_difference, named
+from phalanx.check.calls import Record, circle, first_difference
 from phalanx.record.box import Box, Event
 
 
@@ -70,10 +68,3 @@ def test_ranks_in_two_groups_wait_for_each_other():
 def test_whoever_waits_for_a_rank_that_computes_is_in_no_circle():
     record = Record.of([box(0, did(is_open=True)), box(1, did("join", 0, 0))])
     assert circle(record) == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "said"), [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([0, 2, 3, 7], "ranks 0, 2-3, 7")]
-)
-def test_ranks_are_named_in_runs(ranks, said):
-    assert named(ranks) == said

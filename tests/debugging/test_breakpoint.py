@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.debugging.prompt import Prompt
+from phalanx.diagnose.top_watch import Watch
+from tests.diagnose.puppets import until
 from tests.launch.jobs import PHALANX_RUN, Terminal, run_job, write_script
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -60,6 +63,21 @@ def test_one_rank_has_the_prompt_and_then_all_go_on(terminal, launcher, backend)
     assert screen.finish() == 0
     assert ends(screen) == BOTH_END
     assert screen.shown.count("(Pdb) ") == 2
+
+
+def test_top_tells_who_is_in_the_debugger_and_who_waits_for_it(terminal):
+    screen = terminal(PHALANX_RUN, rank=1)
+    screen.read_until("(Pdb) ")
+    with contextlib.closing(Watch(str(screen.job.pid), 1.0)) as watch:
+        waiting, held = until(
+            lambda: watch.look()[0].ranks,
+            lambda ranks: [rank.state for rank in ranks] == ["waiting", "in the debugger"],
+        )
+    line = held.site
+    assert re.fullmatch(r"train\.py:\d+", line)
+    assert (waiting.what, waiting.site) == ("phalanx.breakpoint", f"train.py:{int(line.rpartition(':')[2]) - 1}")
+    screen.type("c\n")
+    assert screen.finish() == 0
 
 
 def test_a_collective_can_be_stepped_over(terminal):

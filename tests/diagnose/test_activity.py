@@ -45,6 +45,17 @@ def test_a_box_tells_the_call_its_number_and_since_when():
     assert (found.last.op, found.progress) == ("all_reduce", {"default": 2})
 
 
+def test_a_sleep_that_a_halt_may_have_begun_anew_has_lasted_at_least_so_long():
+    soon_after, long_after = (dataclasses.replace(seen(box=box(ENDED)), seen_ns=ns * 10**9) for ns in (3, 60))
+    assert [doing(look).since_s for look in (soon_after, long_after)] == [3.0, 3.0]
+    assert not doing(soon_after).since_is_least, "it has slept since it left the collective"
+    assert doing(long_after).since_is_least
+    assert doing(seen()).since_is_least, "nothing is recorded"
+    assert not doing(seen(state="R")).since_is_least, "it runs"
+    assert doing(seen(of_torch("barrier"))).call.since_is_least
+    assert not doing(seen(box=box(ENDED, OPEN))).call.since_is_least
+
+
 def test_without_stacks_the_box_still_tells_it():
     found = doing(seen(box=box(ENDED, OPEN), stacks=Stacks(problem="py-spy is not installed")))
     assert (found.call.op, found.frame, found.how) == ("broadcast", None, "asleep")

@@ -9,7 +9,7 @@ import pytest
 from phalanx.diagnose.activity import Activity, Call
 from phalanx.diagnose.findings import find
 from phalanx.diagnose.stacks import Frame
-from phalanx.diagnose.wording import caution, duration, sentence
+from phalanx.diagnose.wording import caution, clause, duration, sentence
 
 LOADING = Frame("load_image", "data.py", 88, "")
 
@@ -57,6 +57,24 @@ def test_a_short_wait_may_be_that_of_a_healthy_job():
     found = find([dataclasses.replace(waits(0), call=brief), elsewhere(1)])
     assert caution(found).startswith("The longest wait has lasted 0.0 s: the job may well be running.")
     assert caution(find([waits(0), elsewhere(1)])) == ""
+
+
+def test_a_wait_that_may_have_lasted_longer_is_told_as_at_least_so_long():
+    def at_least(rank: int) -> Activity:
+        return dataclasses.replace(waits(rank), call=dataclasses.replace(waits(rank).call, since_is_least=True))
+
+    resting = dataclasses.replace(elsewhere(2), since_is_least=True)
+    assert answer(waits(0), waits(1), resting).endswith("for at least 41 s; 2 ranks have waited up to 41 s for it")
+    assert answer(at_least(0), resting).endswith("for at least 41 s; 1 rank has waited at least 41 s for it")
+    assert answer(at_least(0), at_least(1), resting).endswith(
+        "; 2 ranks have waited for it, the longest for at least 41 s"
+    )
+
+
+def test_no_time_is_not_told_as_a_time():
+    begun = dataclasses.replace(waits(0), call=dataclasses.replace(waits(0).call, since_s=0.04))
+    assert answer(begun, elsewhere(1)).endswith("; 1 rank waits for it")
+    assert "0.0 s" not in clause(begun)
 
 
 def test_several_ranks_that_have_not_called_are_named_together():

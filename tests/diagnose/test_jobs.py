@@ -12,9 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from phalanx import cli
 from phalanx._launched import Launch, Notes, read_started
 from phalanx.attach.command import main as attach
-from phalanx.diagnose.jobs import Job, find_job, find_jobs
+from phalanx.diagnose import jobs
+from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, find_job, find_jobs
 from phalanx.diagnose.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
 
@@ -75,13 +77,60 @@ def test_a_job_is_found_with_its_ranks_and_what_they_have_started(job):
 def test_what_is_no_rank_is_a_job_of_its_own_and_what_has_ended_is_none():
     with subprocess.Popen(["sleep", "60"]) as process:
         found = find_job(str(process.pid))
-        assert found == Job("sleep", "by hand", os.getpid(), 0, found.ranks)
-        assert [rank.pid for rank in found.ranks] == [process.pid]
+        assert found == Job("sleep", NO_JOB, process.pid, 0, found.ranks)
+        assert [(rank.rank, rank.pid) for rank in found.ranks] == [(NO_RANK, process.pid)]
         process.kill()
     with pytest.raises(LookupError, match=f"^there is no process {process.pid}$"):
         find_job(str(process.pid))
-    with pytest.raises(LookupError, match=r"^there is no job 'nothing.py' of this user on this host"):
+    with pytest.raises(LookupError, match=r"^no job 'nothing.py' of this user is running on this host"):
         find_job("nothing.py")
+
+
+@pytest.mark.parametrize("program", [["sh", "-c", "read x"], [sys.executable, "-c", "input()"]], ids=["sh", "python"])
+def test_a_process_that_is_no_rank_is_never_called_one(program, capsys):
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as process:
+        pid = process.pid
+        commands = {"why": 0, "stacks": None, "top": 0, "trace": 1}
+        for command, code in commands.items():
+            returned = cli.main([command, str(pid)])
+            said = "".join(capsys.readouterr())
+            assert code in (None, returned), said
+            assert not re.search(r"\brank [0-9-]", said), said
+            if command == "why":
+                assert said.startswith(f"process {pid} ({process_of(pid).name}) is no rank of a job; it ")
+            if command == "top":
+                assert f"  no job, pid {pid}  1 process  " in said
+        process.communicate(b"\n")
+
+
+def test_torchrun_that_has_no_ranks_yet_is_a_job_that_starts(tmp_path, capsys):
+    command = [sys.executable, "-X", "utf8", "-m", "torch.distributed.run", "--nnodes", "2", "early.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert [job.name for job in find_jobs() if process.pid in job.pids] == ["early.py"]
+            assert cli.main(["why", str(process.pid)]) == 0
+            wanted = f"no rank of early.py runs here yet (torchrun, pid {process.pid}): starting\n"
+            assert capsys.readouterr().out.startswith(wanted)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher"),
+    [
+        (["mpirun", "-n", "2", "python", "train.py"], "mpirun"),
+        (["python3.11", "-u", "/venv/bin/torchrun", "train.py"], "torchrun"),
+        (["python", "-m", "phalanx", "run", "train.py"], "phalanx run"),
+        (["python", "/venv/bin/phalanx", "why", "train.py"], "by hand"),
+        (["slurmstepd: [4711.0]"], "srun"),
+        (["vim", "torchrun"], "by hand"),
+        (["python", "plot.py", "torchrun"], "by hand"),
+        ([], "by hand"),
+    ],
+)
+def test_a_launcher_is_known_by_its_program_and_not_by_another_word(monkeypatch, words, launcher):
+    monkeypatch.setattr(jobs, "command_of", lambda _: list(words))
+    assert jobs._launcher(1) == launcher
 
 
 @pytest.mark.parametrize("wanted", ["0", str(2**31), str(2**70), "9" * 5000])
@@ -221,7 +270,7 @@ def test_several_jobs_are_listed_with_what_tells_them_apart(twins, tmp_path):
     with pytest.raises(LookupError) as raised:
         find_job("twin.py")
     head, titles, *rows = str(raised.value).splitlines()
-    assert head == "there are several jobs of this user on this host:"
+    assert head == "several jobs 'twin.py' of this user are running on this host; name one by its pid:"
     assert titles.split() == ["pid", "script", "folder", "started", "by", "since"]
     wanted = [[str(one.pid), "twin.py", str(tmp_path / f"run_{n}"), "by", "hand"] for n, one in enumerate(twins, 1)]
     assert sorted(row.split()[:5] for row in rows) == sorted(wanted)
@@ -233,7 +282,7 @@ def test_of_several_jobs_that_of_the_current_folder_is_meant(twins, tmp_path, mo
 
 
 def test_attach_lists_no_job_that_it_would_refuse(twins, capsys):
-    assert attach(["0", "--job", "twin.py"]) == 1
+    assert attach(["0", "--job", "twin.py"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("phalanx attach: there is no job 'twin.py'")
+    assert said.startswith("phalanx attach: no job 'twin.py'")
     assert "by hand" not in said

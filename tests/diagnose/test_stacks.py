@@ -77,7 +77,9 @@ def test_a_process_in_a_container_is_read_from_outside():
         pytest.skip("no namespace of pids can be made here")
     with sleeping(within=("unshare", "--pid", "--fork", "--kill-child")) as parent:
         (pid,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        assert f"pid {pid} has been in sleep_there at <string>:5" in ask("why", pid).stdout.replace("asleep ", "")
+        assert f"process {pid} (python) is no rank of a job; it has been in sleep_there at <string>:5" in ask(
+            "why", pid
+        ).stdout.replace("asleep ", "")
 
 
 @needs_py_spy
@@ -128,7 +130,7 @@ def test_a_process_of_another_user_is_not_looked_into():
     [
         (1, 1000, "kernel.yama.ptrace_scope is 1: sudo sysctl kernel.yama.ptrace_scope=0, or look as root"),
         (3, 0, "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the host is started anew"),
-        (0, 1000, "this container may not: start it with --cap-add SYS_PTRACE"),
+        (0, 1000, "this container lacks permission: start it with --cap-add SYS_PTRACE"),
     ],
 )
 def test_the_setting_that_forbids_it_is_named(monkeypatch, scope, user, words):

@@ -233,4 +233,4 @@ def test_a_job_that_is_not_there_is_named():
     assert done.stderr == f"phalanx top: there is no process {process.pid}\n"
     done = run_top("nothing.py", "--once")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("phalanx top: there is no job 'nothing.py' of this user on this host")
+    assert done.stderr.startswith("phalanx top: no job 'nothing.py' of this user is running on this host")

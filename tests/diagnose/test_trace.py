@@ -127,7 +127,7 @@ def test_an_arrow_comes_from_another_host_if_its_rank_was_later_for_sure(who_mea
     ahead_ns = boxes[0].realtime_less_monotonic_ns - boxes[2].realtime_less_monotonic_ns
     measured = {"a": {"b": (ahead_ns, within_ms * MS)}} if who_measured == "a" else {}
     measured |= {"b": {"a": (-ahead_ns, within_ms * MS)}} if who_measured == "b" else {}
-    trace = make_trace(boxes, 0, measured)
+    trace = make_trace(boxes, measured)
     check_format(trace)
     told = {"host": "b", "within_us": within_ms * 1e3, "by": "heartbeats"}
     assert trace["otherData"]["clocks"][1] == told
@@ -229,7 +229,7 @@ def test_a_run_that_is_over_is_traced_from_any_of_its_folders(script):
         assert from_last.count(1) >= 19, "rank 1 sleeps longer"
 
 
-def test_a_running_job_is_traced_for_some_seconds(script):
+def test_a_running_job_is_traced_with_what_came_before_and_for_some_seconds(script):
     command = [*PHALANX, "run", "--nproc-per-node", "2", "train.py", "100000"]
     with subprocess.Popen(command, cwd=script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
         try:
@@ -248,13 +248,28 @@ def test_a_running_job_is_traced_for_some_seconds(script):
     check_format(trace)
     found = slices(trace, "collective")
     assert {event["pid"] for event in found} == {0, 1}
-    assert max(event["ts"] for event in found) < 1.6e6, "only what was recorded since the command"
+    assert found[0]["name"] == "join", "what came before the command is there"
+    lasted_s = (max(event["ts"] for event in found) - found[0]["ts"]) / 1e6
+    assert lasted_s > 1, "and so is what came after it"
+
+
+def test_of_runs_without_a_record_an_older_one_is_taken_and_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save(Job(2, seed=1).boxes(5), tmp_path / "runs/train/20260101-000000-1/blackbox/attempt_0")
+    (tmp_path / "runs/train/20260101-000000-1/logs").mkdir()
+    assert cli.main(["trace", "runs/train"]) == 0
+    assert "has no record" not in capsys.readouterr().err
+    (tmp_path / "runs/train/20260102-000000-2/logs/attempt_0/rank_0").mkdir(parents=True)
+    assert cli.main(["trace", "runs/train"]) == 0
+    assert capsys.readouterr().err == (
+        "phalanx trace: runs/train/20260102-000000-2 has no record, so this is runs/train/20260101-000000-1\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--seconds", "0"], "--seconds must lie in (0, 3,600], got 0"),
+        (["--seconds", "0"], "--seconds must be more than 0 and at most 3,600, got 0"),
         (["here", "--seconds", "3"], "--seconds is for running jobs"),
         (["here"], "no black box in here: they are saved when an attempt of phalanx run is over"),
         (["no.py", "here"], "no.py is no folder of a run"),

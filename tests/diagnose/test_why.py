@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,45 @@ def test_a_call_that_a_halt_would_end_is_not_disturbed_unless_native_frames_are_
         assert re.search(r"native frames: phalanx stacks --native \d+, which would end its epoll_wait early", said)
         (tmp_path / "let_go").write_text("x")
         assert "found 1" in process.communicate(timeout=60)[0]
+
+
+STUCK = """
+import threading, torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+if dist.get_rank() == 1:
+    threading.Event().wait()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@needs_py_spy
+def test_native_frames_do_not_make_a_wait_shorter(tmp_path):
+    (tmp_path / "job.py").write_text(STUCK)
+    command = [*LAUNCHERS["phalanx run"][:-1], "--nproc-per-node", "2", "job.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        try:
+            before = until_rank_1_rests(process.pid, lambda seconds: seconds > 1.5)
+            assert not before["since_is_least"]
+            stacks = [*PHALANX, "stacks", "--native", str(process.pid)]
+            assert subprocess.run(stacks, capture_output=True, timeout=60, check=False).returncode == 0
+            after = until_rank_1_rests(process.pid, lambda _: True)
+        finally:
+            process.terminate()
+    assert after["since_s"] < before["since_s"], "the kernel counts anew"
+    assert after["since_is_least"]
+
+
+def until_rank_1_rests(pid: int, is_fit: Callable[[float], bool]) -> dict[str, Any]:
+    """Return what rank 1 does once it is the one whom rank 0 waits for."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done = [*PHALANX, "why", "--json", str(pid)]
+        said = subprocess.run(done, capture_output=True, text=True, timeout=60, check=False).stdout
+        if said and (answer := json.loads(said))["culprits"] == [1]:
+            doing = answer["ranks"][1]
+            if doing["since_s"] is not None and is_fit(doing["since_s"]):
+                return doing
+    raise AssertionError(said)
 
 
 RESTS = """

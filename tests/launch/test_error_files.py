@@ -176,7 +176,8 @@ def test_ranks_that_were_spawned_are_judged_by_the_same_facts(run_ranks):
     assert outcomes[0].last_words.failure.ranks == (1,)
     error = first_true_failure(outcomes)
     assert re.fullmatch(
-        r"rank 1 \(pid \d+\) exited with code 7 \[world_size 3\]\n  ranks 0,2: RuntimeError, because of it", str(error)
+        r"rank 1 \(pid \d+\) exited with code 7 \[world_size 3\]\n  ranks 0 and 2: RuntimeError, because of it",
+        str(error),
     )
     assert (error.rank, error.exitcode, error.error, error.hung) == (1, 7, None, [])
 

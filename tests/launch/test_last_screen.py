@@ -115,6 +115,7 @@ HINTS = [
     ("call_gloo_on_one_rank", "a condition that only some ranks meet (if rank == 0)"),
     ("lose_a_worker", "fewer DataLoader workers, or a smaller batch"),
     ("read_input", "only the first rank has the terminal"),
+    ("stop_at_a_breakpoint", "call phalanx.breakpoint() on every rank instead"),
     ("name_an_empty_world", "takes rank and world size from the launcher"),
     ("import_what_is_missing", "python -m pip install no_such_package"),
     ("pickle_a_lambda", "no lambdas, open files or local functions"),
@@ -154,7 +155,7 @@ def test_a_job_ends_with_its_victims_on_one_line():
     asked = [Outcome(rank=rank, pid=rank + 11, exitcode=-15, ended_by_us=True) for rank in (6, 7)]
     assert report(dead, [dead, *ends, *asked], hint="") == (
         "phalanx run: rank 3 (pid 10) was killed by SIGKILL; exit code 137 (phalanx explain exit-137)\n"
-        "  ranks 0-2,4-5: RankFailed, because of it\n"
+        "  ranks 0-2 and 4-5: RankFailed, because of it\n"
         "  ranks 6-7: ended because of it\n"
         "  log: logs/stderr.log\n"
     )

@@ -196,7 +196,7 @@ def test_a_failing_rank_ends_the_others_and_is_named(start, end, code, said):
     os.kill(pids[1], signal.SIGUSR1)
     got, _, err = finish(job)
     assert got == code
-    assert "  ranks 0,2: ended because of it\n" in err
+    assert "  ranks 0 and 2: ended because of it\n" in err
     last_words = err[err.rindex("phalanx run: ") :].splitlines()
     assert last_words[0] == f"phalanx run: rank 1 (pid {pids[1]}) {said}"
     assert any(line.startswith("  log: ") and line.endswith("rank_1/stderr.log") for line in last_words)

@@ -46,20 +46,34 @@ def changes(rank, model, optimizer):
     weight, bias = model[0].weight, model[3].bias
     yield lambda: flip(weight, 3 * 27 + 5), "parameter '0.weight' at [3, 0, 1, 2] is ", "value"
     yield lambda: flip(bias, 4, 30), "parameter '3.bias' at [4] is ", "value"
-    yield lambda: flip(model.table, 69_999), "buffer 'table' at [69999] is 69999.0 on ranks 0,2 and ", "value"
-    yield lambda: model.table[2:].fill_(float("nan")), "buffer 'table' at [2] is 2.0 on ranks 0,2 and nan on", "NaN"
-    yield lambda: model.phases[1:2].zero_(), "buffer 'phases' at [1] is (1-0j) on ranks 0,2 and 0j on", "value"
-    yield lambda: model.one.fill_(2.0), "buffer 'one' at [0] is -0.0 on ranks 0,2 and 2.0 on", "value"
-    levels = "buffer 'levels' is quint8 (scale 0.1, zero point 0) [3] on ranks 0,2 and quint8 (scale 0.5, zero point 3)"
+    yield lambda: flip(model.table, 69_999), "buffer 'table' at [69999] is 69999.0 on ranks 0 and 2, and ", "value"
+    yield (
+        lambda: model.table[2:].fill_(float("nan")),
+        "buffer 'table' at [2] is 2.0 on ranks 0 and 2, and nan on",
+        "NaN",
+    )
+    yield lambda: model.phases[1:2].zero_(), "buffer 'phases' at [1] is (1-0j) on ranks 0 and 2, and 0j on", "value"
+    yield lambda: model.one.fill_(2.0), "buffer 'one' at [0] is -0.0 on ranks 0 and 2, and 2.0 on", "value"
+    levels = (
+        "buffer 'levels' is quint8 (scale 0.1, zero point 0) [3] on ranks 0 and 2, and quint8 (scale 0.5, zero point 3)"
+    )
     yield requantized(model, 0.5, 3), levels, "dtype"
-    bits = "buffer 'hole' at [0] is nan (bits 0x7fc00000) on ranks 0,2 and nan (bits 0x7fc00001) on"
+    bits = "buffer 'hole' at [0] is nan (bits 0x7fc00000) on ranks 0 and 2, and nan (bits 0x7fc00001) on"
     yield lambda: flip(model.hole, 0), bits, "NaN"
     yield lambda: flip(optimizer.state[bias]["exp_avg"], 0), "exp_avg of parameter '3.bias' at [0] is ", "value"
-    yield lambda: optimizer.state[bias]["step"].add_(1), "step of parameter '3.bias' is 1.0 on ranks 0,2 and", "value"
+    yield (
+        lambda: optimizer.state[bias]["step"].add_(1),
+        "step of parameter '3.bias' is 1.0 on ranks 0 and 2, and",
+        "value",
+    )
     yield lambda: optimizer.state[bias].pop("exp_avg"), "exp_avg of parameter '3.bias' is float32 [5] on", "missing"
-    yield lambda: optimizer.param_groups[0].update(lr=1.0), "lr of parameter group 0 is 0.001 on ranks 0,2", "value"
-    yield lambda: setattr(bias, "data", bias.data.double()), "parameter '3.bias' is float32 [5] on ranks 0,2", "dtype"
-    yield lambda: setattr(bias, "data", bias.data[:3]), "parameter '3.bias' is float32 [5] on ranks 0,2", "shape"
+    yield lambda: optimizer.param_groups[0].update(lr=1.0), "lr of parameter group 0 is 0.001 on ranks 0 and 2", "value"
+    yield (
+        lambda: setattr(bias, "data", bias.data.double()),
+        "parameter '3.bias' is float32 [5] on ranks 0 and 2",
+        "dtype",
+    )
+    yield lambda: setattr(bias, "data", bias.data[:3]), "parameter '3.bias' is float32 [5] on ranks 0 and 2", "shape"
 
 
 def name_each(rank, world_size):

@@ -98,6 +98,8 @@ def require_linux(what: str = "the phalanx backend", instead: str = _INSTEAD) ->
 
 
 _ADDRESS = re.compile(r"\s*\(phalanx explain ([a-z0-9-]+)\)")
+_ASKED = "\nphalanx why: "
+"""Begin of the last line of an error whose rank has asked why it waits; see `backend._answer`."""
 
 
 def address(entry: str) -> str:
@@ -148,7 +150,8 @@ class PhalanxError(RuntimeError):
     ):
         # A message may quote another error, or be that of this one before it was pickled.
         self.entry = entry or (_entry_of(failure) if failure else addressed(message)) or self.entry
-        super().__init__(_ADDRESS.sub("", message) + (address(self.entry) if self.entry else ""))
+        said, asked, answer = _ADDRESS.sub("", message).partition(_ASKED)
+        super().__init__(said + (address(self.entry) if self.entry else "") + asked + answer)
         self.op = op
         self.seq = seq
         self.ranks: tuple[int, ...] = tuple(ranks)

@@ -16,12 +16,12 @@ from phalanx._launched import note_lender, read_started, start_time
 from phalanx._peer import peer_of
 from phalanx.debugging.attached import SIGNAL
 from phalanx.debugging.terminal import listen_at
-from phalanx.diagnose.jobs import Job, find_ranks
+from phalanx.diagnose.jobs import Job, NoRank, find_ranks
 from phalanx.launch.warm.places import make_path
 from phalanx.record.box import box_of_process, number_inside
 
 _ANSWER_S = 2.0
-_FAILED = 1
+_FAILED, _NO_JOB = 1, 2
 
 
 class _Refused(Exception):
@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
         "phalanx attach",
         "phalanx attach RANK [--job JOB|PID]",
         "Open pdb in one rank of a job that phalanx run has started on this host. The other ranks wait for it without "
-        "timing out. quit, Ctrl-D and Ctrl-C let the rank go on. Exit code: 0 after that, 1 if there is no such rank, "
-        "or none that answers within two seconds.",
+        "timing out. quit, Ctrl-D and Ctrl-C let the rank go on. Exit code: 0 after that, 1 if the job has no such "
+        "rank, or none that answers within two seconds, 2 if there is no such job.",
         "phalanx attach 1",
     )
     parser.add_argument("rank", metavar="RANK", type=whole_number, help="global rank of the process")
@@ -50,12 +50,9 @@ def main(argv: Sequence[str]) -> int:
         job = find_ranks(given.job, has_notes=True)
         pid = _process_of(job, given.rank)
         connection = _ask(job, given.rank, pid)
-    except (_Refused, LookupError) as error:
+    except (_Refused, LookupError, OSError) as error:
         print(f"phalanx attach: {error}", file=sys.stderr)
-        return _FAILED
-    except OSError as error:
-        print(f"phalanx attach: {error}", file=sys.stderr)
-        return _FAILED
+        return _NO_JOB if isinstance(error, LookupError) and not isinstance(error, NoRank) else _FAILED
     started = start_time(pid)
     print(f"phalanx attach: rank {given.rank} (pid {pid}) is held; quit or Ctrl-D lets it go on", file=sys.stderr)
     with connection, contextlib.suppress(KeyboardInterrupt):
@@ -69,16 +66,16 @@ def _process_of(job: Job, number: int) -> int:
     """Return the process of a living rank.
 
     Raises:
-        LookupError: There is none.
+        NoRank: There is none.
     """
     if not job.notes:
-        raise LookupError(f"{job.name} was not started by phalanx run, and only its ranks can be attached to")
+        raise NoRank(f"{job.name} was not started by phalanx run, and only its ranks can be attached to")
     living = {rank.rank: rank.pid for rank in job.ranks if rank.process is not None and rank.process.state != "Z"}
     if number not in living:
         started = read_started(job.notes)
         ended = started.ended.get(number) if started is not None else None
         there = f"its ranks are {', '.join(map(str, sorted(living)))}"
-        raise LookupError(f"job {job.launcher_pid} has no rank {number}; {f'it {ended.how}; ' if ended else ''}{there}")
+        raise NoRank(f"job {job.launcher_pid} has no rank {number}; {f'it {ended.how}; ' if ended else ''}{there}")
     return living[number]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from phalanx._text import named
 from phalanx.record.box import Box, Event
 
 _SAME_SIZE = ("broadcast", "all_reduce", "reduce")  # operations to which each rank brings as many elements
@@ -114,15 +114,6 @@ class Difference:
     lines: Sequence[str]
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0-2, 5``."""
-    runs = []
-    for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        numbers = [rank for _, rank in run]
-        runs.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(runs)}"
-
-
 def first_difference(record: Record, finished: Collection[int] = ()) -> Difference | None:
     """Return where ranks of a group first differ, the earliest of all groups; None if they do not.
 
@@ -142,7 +133,7 @@ def first_difference(record: Record, finished: Collection[int] = ()) -> Differen
                     by_key.setdefault(call.key if call else None, []).append(rank)
             if len(by_key) > 1:
                 began = min(calls[seq].began_ns for calls in made.values() if seq in calls)
-                lines = [f"{named(ranks)} called {_said(made[ranks[0]], seq)}" for ranks in by_key.values()]
+                lines = [f"{named('rank', ranks)} called {_said(made[ranks[0]], seq)}" for ranks in by_key.values()]
                 found.append((began, Difference(group, seq, lines)))
                 break
     return min(found, key=lambda one: one[0])[1] if found else None

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx._text import counted
-from phalanx.check.calls import Call, Record, awaited, circle, first_difference, named
+from phalanx._text import counted, named
+from phalanx.check.calls import Call, Record, awaited, circle, first_difference
 
 SAME, NOTHING_FOUND, FOUND = 0, 3, 1  # exit codes
 
@@ -88,7 +88,7 @@ def _stalled(record: Record) -> Verdict:
         calls = record.calls.get(rank)
         last = f"its last call was {calls[-1]}" if calls else "it has made no call yet"
         lines.append(f"rank {rank} has not come; {last}")
-    who = named(missing) if missing else "a message that nobody sends or takes"
+    who = named("rank", missing) if missing else "a message that nobody sends or takes"
     return Verdict("stalled", FOUND, f"stalled: {counted(len(waits), 'rank')} waiting for {who}", lines)
 
 
@@ -99,7 +99,7 @@ def sequences(record: Record) -> list[str]:
         by_calls.setdefault(tuple(map(str, record.calls[rank])), []).append(rank)
     lines = []
     for calls, ranks in by_calls.items():
-        lines.append(f"{named(ranks)}: {counted(len(calls), 'call')}")
+        lines.append(f"{named('rank', ranks)}: {counted(len(calls), 'call')}")
         number = 1
         for said, run in itertools.groupby(calls):
             length = len(list(run))

@@ -16,6 +16,7 @@ from phalanx import _env
 from phalanx._errors import RankFailed
 from phalanx._launched import Launch, start_time
 from phalanx._network import host_identity
+from phalanx.debugging import AT_BREAKPOINT, recorded
 from phalanx.debugging.prompt import Prompt, line_of
 from phalanx.debugging.terminal import open_terminal
 
@@ -152,7 +153,7 @@ class _Meeting:
             if self._is_gone(chosen):
                 raise _lost(f"rank {chosen}, which had the debugger, has ended", own, self._line, chosen)
 
-        with _standing(f"phalanx.breakpoint at {self._line}"):
+        with _standing(self._line):
             try:
                 how = wait_until(look, time.monotonic() + _TELL_S, seldom=check, seldom_s=_CHECK_S, most_s=_LOOK_S)
                 if how is None:
@@ -168,8 +169,8 @@ class _Meeting:
     def _say_whom(self, chosen: int, own: int) -> None:
         if self._debugger() is None:
             _say(
-                f"{self._line}: rank {own} waits for rank {chosen}, which is to have the debugger and has not come yet"
-                f". Call it on all ranks; or, if only this rank comes here, give it the debugger: "
+                f"{self._line}: rank {own} waits for rank {chosen}, which should get the debugger but has not reached "
+                f"this line. Call it on all ranks; or, if only this rank comes here, give it the debugger: "
                 f"phalanx.breakpoint(rank={own})"
             )
 
@@ -195,15 +196,16 @@ def _lost(what: str, own: int, line: str, rank: int) -> RankFailed:
 
 
 @contextlib.contextmanager
-def _standing(where: str) -> Iterator[None]:
-    """Say to ranks that wait for this one in a collective where it stands."""
+def _standing(line: str) -> Iterator[None]:
+    """Let the ranks that wait for this one in a collective know that it stands at a breakpoint."""
     try:
         from phalanx import _core
     except ImportError:  # not on Linux
         yield
         return
-    _core.say_where(where)
+    _core.say_where(f"{AT_BREAKPOINT} at {line}")
     try:
-        yield
+        with recorded.phase(_core, AT_BREAKPOINT, line):
+            yield
     finally:
         _core.say_where("")

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx._errors import printable
-from phalanx.debugging import HELD_BY
+from phalanx.debugging import HELD_BY, IN_DEBUGGER, recorded
 from phalanx.debugging.terminal import Terminal
 
 _LIBRARIES = {"phalanx", "torch", *sys.stdlib_module_names} - {"__main__"}
@@ -32,7 +32,8 @@ def held(where: str) -> Iterator[None]:
         return
     _core.hold(HELD_BY + where)
     try:
-        yield
+        with recorded.phase(_core, IN_DEBUGGER, where):
+            yield
     finally:
         _core.hold("")
 

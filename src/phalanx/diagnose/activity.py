@@ -8,13 +8,11 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 
+from phalanx.debugging import AT_BREAKPOINT
 from phalanx.diagnose.kernel import Stand, stand_of
 from phalanx.diagnose.processes import Process
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
 from phalanx.record.box import Box, Event
-
-BREAKPOINT = "phalanx.breakpoint"
-"""The operation in which ranks wait for the one that has the debugger."""
 
 _BACKWARD = "_engine_run_backward"
 _C10D = "torch/distributed/distributed_c10d.py"
@@ -23,6 +21,7 @@ _DEBUGGERS = {"pdb.py", "bdb.py", "pudb.py"}
 _LOADERS = re.compile(r"torch/utils/data/dataloader\.py|phalanx/data/")
 _WORKERS = re.compile(r"torch/utils/data/_utils/worker\.py|phalanx/data/.*worker")
 _SLEEPING = "SDI"
+_SOON_S = 1.0  # after its last operation
 _JOINS = {"join": ("threading.py",), "result": ("_base.py",), "wait": ("_base.py",)}
 
 _READING = ("", "read", "select", "pselect6", "poll", "ppoll")
@@ -40,6 +39,7 @@ class Call:
         seq: Number of the collective in its group; 0 if it is unknown, or a message.
         peer: Rank of the group that the message is from or to; None: any, or it is a collective.
         since_s: Seconds since it began; None if that is unknown.
+        since_is_least: Whether it may have begun earlier: the kernel knows the time of the last sleep alone.
     """
 
     op: str
@@ -48,6 +48,7 @@ class Call:
     seq: int = 0
     peer: int | None = None
     since_s: float | None = None
+    since_is_least: bool = False
 
     @property
     def is_message(self) -> bool:
@@ -85,7 +86,7 @@ class Look:
         return self.process is None or self.process.state in "ZX"
 
 
-HAS_ENDED = frozenset({"returned", "exited", "raised", "killed", "silent"})
+HAS_ENDED = frozenset({"returned", "exited", "raised", "killed", "interrupted", "silent"})
 """How a rank was last, if it has ended and more is known."""
 
 
@@ -98,11 +99,14 @@ class Activity:
         how: ``runs``, ``asleep``, ``stopped`` by a signal, ``traced`` by a debugger, in the ``disk``, at a
             ``breakpoint``, waiting for its ``loader``, holding the ``gil`` while asleep, waiting for it while another
             thread does (``starved``), waiting for a ``lock``, reading its ``input``, ``ended``, or ``unknown``. Of a
-            rank that has ended, where more is known: ``returned``, ``exited``, ``raised``, ``killed`` or ``silent``.
+            rank that has ended, where more is known: ``returned``, ``exited``, ``raised``, ``killed``, ``interrupted``
+            by Ctrl-C, or ``silent``.
         frame: Innermost frame of the user's code; None if it is unknown.
         within: Function of a library that this frame has called; empty if it is in none.
         depth: Number of times that the frame's function is on the stack.
         since_s: Seconds since the thread last ran; None if it runs or this is unknown.
+        since_is_least: Whether it may have stood there for longer: a halt, as by gdb or for native frames, or a signal
+            begins a new sleep.
         system_call, path: Call of the kernel in which it sleeps, and what its descriptor is.
         other: Frame of whoever it waits for in the same process, or of its loader's worker; None if there is none.
         other_pid: Process or thread of that frame; 0: there is none.
@@ -123,6 +127,7 @@ class Activity:
     within: str = ""
     depth: int = 1
     since_s: float | None = None
+    since_is_least: bool = False
     system_call: str = ""
     path: str = ""
     other: Frame | None = None
@@ -162,6 +167,7 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
         has_forgotten=look.box is not None and look.box.num_events > len(look.box.events),
         last=_last(look) if has_recorded else None,
     )
+    doing = dataclasses.replace(doing, since_is_least=_may_be_longer(doing.since_s, doing.last))
     if main is not None and main.own_frames:
         library, _ = _split(main)
         frame = main.own_frames[0]
@@ -169,6 +175,13 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
         depth = sum((own.function, own.file) == (frame.function, frame.file) for own in main.own_frames)
         doing = dataclasses.replace(doing, frame=frame, depth=depth, within=within)
     return _halted(doing, look) or _held(doing, look) or _placed(doing, look, helpers)
+
+
+def _may_be_longer(still_s: float | None, last: Call | None) -> bool:
+    """Whether a thread may have stood for longer than it sleeps now, by the last operation that it has ended."""
+    if still_s is None:
+        return False
+    return last is None or last.since_s is None or last.since_s > still_s + _SOON_S
 
 
 def _at_the_training(look: Look) -> Look:
@@ -215,7 +228,7 @@ def _at_breakpoint(thread: Thread) -> Call | None:
     """Return the breakpoint of all ranks at which a thread waits for the one that has the debugger."""
     library, rest = _split(thread)
     waits = any(frame.file == "phalanx/debugging/breakpoints.py" and frame.name == "wait" for frame in library)
-    return Call(BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls: the kernel knows no time
+    return Call(AT_BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls: the kernel knows no time
 
 
 def _recorded(look: Look) -> Call | None:
@@ -287,7 +300,7 @@ def _call_on(thread: Thread, look: Look) -> Call | None:
             op = next(frame.name for frame in reversed(library) if _DISTRIBUTED.search(frame.file)).strip("_")
         elif rest and not library and ".wait(" in _source(rest[0], look.pid) and look.stand.call == "futex":
             op = "wait"
-    return Call(op, site, since_s=look.stand.still_s) if op else None
+    return Call(op, site, since_s=look.stand.still_s, since_is_least=look.stand.still_s is not None) if op else None
 
 
 def _split(thread: Thread) -> tuple[tuple[Frame, ...], tuple[Frame, ...]]:
@@ -341,7 +354,10 @@ def _held(doing: Activity, look: Look) -> Activity | None:
     stand = stand_of(look.pid, holder.number)
     if not stand.state or stand.state not in _SLEEPING:
         return None
-    doing = dataclasses.replace(doing, system_call=stand.call, path=stand.path, since_s=stand.still_s)
+    is_least = _may_be_longer(stand.still_s, doing.last)
+    doing = dataclasses.replace(
+        doing, system_call=stand.call, path=stand.path, since_s=stand.still_s, since_is_least=is_least
+    )
     if holder is look.stacks.threads[0]:
         return dataclasses.replace(doing, how="gil")
     frame = holder.own_frames[0] if holder.own_frames else None

@@ -27,6 +27,7 @@ class Finding:
         waiters: Ranks that wait for the culprits.
         missing: Ranks that are not on this host, if the finding is ``elsewhere``.
         since_s: Seconds for which the longest of the waits has lasted; None if that is unknown.
+        since_is_least: Whether it may have lasted longer.
         is_over: Whether the job has ended, so that all this was so when it did.
     """
 
@@ -36,6 +37,7 @@ class Finding:
     waiters: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     since_s: float | None = None
+    since_is_least: bool = False
     is_over: bool = False
 
 
@@ -45,29 +47,37 @@ def find(activities: Sequence[Activity], world_size: int = 0) -> Finding:
     Args:
         world_size: Number of ranks, also on other hosts; 0 if it is unknown.
     """
-    by_rank = {doing.rank: doing for doing in activities}
     waiting = [doing for doing in activities if doing.call is not None and not doing.is_halted]
     if not waiting:
         halted = tuple(doing.rank for doing in activities if doing.is_halted)
         return Finding("halted" if halted else "apart", halted)
+    found = _of_waiting(waiting, activities, world_size)
+    timed = [
+        (doing.call.since_s, doing.call.since_is_least)
+        for doing in waiting
+        if doing.call and doing.call.since_s is not None
+    ]
+    since_s, is_least = max(timed, default=(None, False))
+    return dataclasses.replace(found, since_s=since_s, since_is_least=is_least)
+
+
+def _of_waiting(waiting: Sequence[Activity], activities: Sequence[Activity], world_size: int) -> Finding:
+    by_rank = {doing.rank: doing for doing in activities}
     awaited = {doing.rank: _awaited(doing, activities) for doing in waiting}
     roots = sorted(rank for rank in set().union(*awaited.values()) if rank not in awaited)
     call = _most_common([doing.call for doing in waiting if doing.call is not None])
     waiters = tuple(rank for rank in awaited if rank not in roots)
-    since_s = max(
-        (doing.call.since_s for doing in waiting if doing.call and doing.call.since_s is not None), default=None
-    )
     if roots:
         of_them = [doing.call for doing in waiting if doing.call is not None and awaited[doing.rank] & {*roots}]
         call = _most_common(of_them)
         has_called = all((theirs := by_rank[rank].call) is not None and theirs.is_same(call) for rank in roots)
-        return Finding("halted" if has_called else "absent", tuple(roots), call, waiters, since_s=since_s)
+        return Finding("halted" if has_called else "absent", tuple(roots), call, waiters)
     if circle := _circle(awaited, by_rank):
-        return Finding("circle", circle, by_rank[circle[0]].call, waiters, since_s=since_s)
+        return Finding("circle", circle, by_rank[circle[0]].call, waiters)
     if any(awaited.values()):
-        return _differing(waiting, call, since_s)
+        return _differing(waiting, call)
     missing = tuple(rank for rank in range(world_size) if rank not in by_rank)
-    return Finding("elsewhere" if missing else "together", (), call, waiters, missing, since_s)
+    return Finding("elsewhere" if missing else "together", (), call, waiters, missing)
 
 
 def _awaited(doing: Activity, activities: Sequence[Activity]) -> set[int]:
@@ -111,11 +121,11 @@ def _is_late(one: Activity, call: Call) -> bool:
     return one.call is None or not one.call.is_same(call)
 
 
-def _differing(waiting: Sequence[Activity], call: Call, since_s: float | None) -> Finding:
+def _differing(waiting: Sequence[Activity], call: Call) -> Finding:
     """Return the finding where all wait, in calls that do not fit: the fewer ranks are rather wrong."""
     alike = tuple(doing.rank for doing in waiting if doing.call is not None and doing.call.is_same(call))
     others = tuple(doing.rank for doing in waiting if doing.rank not in alike)
-    return Finding("differ", others, call, alike, since_s=since_s)
+    return Finding("differ", others, call, alike)
 
 
 def _most_common(calls: Sequence[Call]) -> Call:

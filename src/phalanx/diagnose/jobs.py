@@ -29,7 +29,13 @@ from phalanx.launch import keeper
 from phalanx.launch.schedulers import Placement, detect
 from phalanx.record import box
 
+NO_JOB = "no job"
+"""Launcher of a process that is no rank of a job."""
+NO_RANK = -1
+"""Number of such a process in the place of a rank's."""
+
 _BY_HAND = "by hand"
+_STARTING = "starting"
 _MOST_DIGITS = 20  # of a pid: Python converts no more than 4,300, and the kernel gives out no number of 8
 _STARTERS = {
     "torchrun": "torchrun",
@@ -50,6 +56,7 @@ class Rank:
     """A rank of this host.
 
     Attributes:
+        rank: Number; `NO_RANK` of a process that is asked about and is none.
         process: The process; None if that has ended.
         pid: The pid that it has or had.
         helpers: Processes below it, such as the workers of a data loader.
@@ -67,8 +74,9 @@ class Job:
 
     Attributes:
         name: Script or module that it runs, such as ``train.py``.
-        launcher: ``phalanx run``, ``phalanx.spawn``, ``torchrun``, ``mpirun``, ``srun``, or ``by hand``.
-        launcher_pid: Process that started the ranks; 0: the job has ended.
+        launcher: ``phalanx run``, ``phalanx.spawn``, ``torchrun``, ``mpirun``, ``srun``, ``by hand``, or ``no job``
+            where it is a process that is no rank.
+        launcher_pid: Process of the launcher; 0: there is none, or the job has ended.
         world_size: Number of ranks, also on other hosts; 0 if it is unknown.
         ranks: The ranks of this host, lowest first.
         folder: Folder of the run's logs; empty if it is unknown.
@@ -109,11 +117,15 @@ class Job:
     @property
     def pids(self) -> set[int]:
         """The launcher's pid and those of all ranks."""
-        return {self.launcher_pid, *(rank.pid for rank in self.ranks)}
+        return {self.launcher_pid, *(rank.pid for rank in self.ranks)} - {0}
 
 
 class NoJob(LookupError):
     """There is no such job."""
+
+
+class NoRank(LookupError):
+    """There is such a job, but it has no rank that can be asked."""
 
 
 def find_jobs() -> list[Job]:
@@ -123,7 +135,7 @@ def find_jobs() -> list[Job]:
     pythons = set(filter(is_python, others))
     jobs: list[Job] = []
     taken: set[int] = set()
-    for source in (_noted, _boxed, _placed):
+    for source in (_noted, _boxed, _placed, _starting):
         for job in source(processes, pythons - taken):
             jobs.append(job)
             taken |= job.pids
@@ -135,8 +147,8 @@ def find_jobs() -> list[Job]:
 def find_job(wanted: str, has_notes: bool = False) -> Job:
     """Return the job that a user means: by the pid of any of its processes, its name, or its run's folder.
 
-    A process that is no rank of any job is a job of its own. Among several jobs, the one of the current folder is
-    meant if there is just one.
+    A process that is no rank of any job is one by itself, of the launcher `NO_JOB`. Among several jobs, the one of the
+    current folder is meant if there is just one.
 
     Args:
         wanted: Job as the user has typed it; empty: the job that runs.
@@ -148,19 +160,7 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
     """
     jobs = find_jobs()
     if wanted.isdecimal():
-        pid = int(wanted[:_MOST_DIGITS])
-        for job in jobs:
-            if pid in {rank.pid for rank in job.ranks} or (pid == job.launcher_pid and job.launcher != _BY_HAND):
-                return job
-        for job in jobs:  # but of one that has trained alone: it may be a notebook, which starts what it likes
-            if job.world_size != 1 and any(pid == helper.pid for rank in job.ranks for helper in rank.helpers):
-                return job
-        process = process_of(pid)
-        if process is None or process.is_kernel:
-            raise NoJob(f"{pid} is a thread of the kernel" if process else f"there is no process {wanted}")
-        return Job(
-            _name(command_of(pid)) or process.name, _BY_HAND, process.parent, 0, (_rank(0, pid, {pid: process}),)
-        )
+        return _job_of(int(wanted[:_MOST_DIGITS]), wanted, jobs)
     jobs = [job for job in jobs if job.notes or not has_notes]
     shown = printable(os.path.basename(wanted) if os.path.isfile(wanted) else wanted)
     found = [job for job in jobs if not wanted or shown in (job.name, os.path.splitext(job.name)[0])]
@@ -169,11 +169,48 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
     here = [job for job in found if job.cwd == own_folder] if len(found) > 1 else found
     if len(here) == 1:
         return here[0]
-    kind = f"no job {wanted!r}" if wanted and not found else "several jobs" if found else "no job"
-    there = _table(found or jobs) if found or jobs else ""
-    raise (LookupError if found else NoJob)(
-        f"there {'are' if found else 'is'} {kind} of this user on this host{there and ':'}{there}"
-    )
+    name = f" {wanted!r}" * bool(wanted)
+    if found:
+        raise LookupError(
+            f"several jobs{name} of this user are running on this host; name one by its pid:{_table(found)}"
+        )
+    others = f"; these are:{_table(jobs)}" if jobs else ""
+    raise NoJob(f"no job{name} of this user is running on this host{others}")
+
+
+def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Job:
+    """Return the job to which a process belongs; a job of its own if it belongs to none."""
+    for job in jobs:
+        if pid in job.pids:
+            return job
+    for job in jobs:  # but of one that has trained alone: it may be a notebook, which starts what it likes
+        if job.world_size != 1 and any(pid == helper.pid for rank in job.ranks for helper in rank.helpers):
+            return job
+    process = process_of(pid)
+    if process is None or process.is_kernel:
+        raise NoJob(f"{pid} is a thread of the kernel" if process else f"there is no process {wanted}")
+    launcher, name = _launcher(pid), _name(command_of(pid)) or process.name
+    if launcher != _BY_HAND:  # mpirun starts ranks through a daemon
+        processes = processes_of(os.geteuid())
+        below = (job for job in jobs if any(_is_below(one, {pid}, processes) for one in job.pids))
+        return next(below, Job(_name(_program(pid)[1:]) or name, launcher, pid, 0, (), state=_STARTING))
+    number, world_size = _place_of(pid)
+    is_rank = number != NO_RANK
+    rank = _rank(number, pid, {pid: process})
+    if is_rank:
+        return Job(name, _BY_HAND, 0, world_size, (rank,))
+    return Job(name if is_python(pid) and name != "-c" else process.name, NO_JOB, pid, 0, (rank,))
+
+
+def _place_of(pid: int) -> tuple[int, int]:
+    """Return rank and number of ranks of a process that may be another user's; `NO_RANK` and 0 if it is none."""
+    with contextlib.suppress(OSError, ValueError):
+        if (recorded := box.box_of_process(pid)) is not None:
+            return recorded.rank, recorded.world_size
+    with contextlib.suppress(ValueError):
+        if is_python(pid) and (place := detect(environment_of(pid))) is not None:
+            return place.rank, place.world_size
+    return NO_RANK, 0
 
 
 def _folder_of(pid: int) -> str:
@@ -187,7 +224,7 @@ def _table(jobs: Sequence[Job]) -> str:
     """Return a line for each job, by which a user knows which to name, below a line of titles."""
     rows = [("pid", "script", "folder", "started by", "since")]
     for job in jobs:
-        pid = job.ranks[0].pid if job.launcher == _BY_HAND else job.launcher_pid  # a shell may have started several
+        pid = job.launcher_pid or job.ranks[0].pid
         process = process_of(pid)
         begun = time.localtime(time.time() - process.age_s) if process is not None else None
         since = time.strftime("%b %d %H:%M", begun) if begun is not None else ""
@@ -199,11 +236,12 @@ def find_ranks(wanted: str, has_notes: bool = False) -> Job:
     """Return the job that a user means, of which ranks run or have run.
 
     Raises:
-        LookupError: There is none, or there are several, or none of its ranks has been started.
+        LookupError: There is none, or there are several.
+        NoRank: None of its ranks has been started.
     """
     job = find_job(wanted, has_notes)
     if not job.ranks:
-        raise LookupError(job.waits)
+        raise NoRank(job.waits)
     return job
 
 
@@ -296,12 +334,20 @@ def _is_below(pid: int, ancestors: set[int], processes: Mapping[int, Process]) -
     return False
 
 
+def _starting(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
+    """Yield the jobs of torchrun of which no rank runs yet. A child that it has just forked has its command line."""
+    for pid in pythons:
+        if _launcher(pid) == "torchrun" and _launcher(processes[pid].parent) != "torchrun":
+            yield Job(_name(_program(pid)[1:]), "torchrun", pid, 0, (), state=_STARTING)
+
+
 def _job(parent: int, ranks: Sequence[tuple[int, int, int]], processes: Mapping[int, Process]) -> Job:
     _, first, world_size = min(ranks)
+    launcher = _launcher(parent)
     return Job(
         name=_name(command_of(first)),
-        launcher=_launcher(parent),
-        launcher_pid=parent,
+        launcher=launcher,
+        launcher_pid=0 if launcher == _BY_HAND else parent,  # a shell, which may have started several
         world_size=world_size,
         ranks=tuple(_rank(rank, pid, processes) for rank, pid, _ in sorted(ranks)),
     )
@@ -312,11 +358,23 @@ def _rank(rank: int, pid: int, processes: Mapping[int, Process]) -> Rank:
 
 
 def _launcher(pid: int) -> str:
-    for word in command_of(pid)[:4]:
-        for sign, launcher in _STARTERS.items():
-            if os.path.basename(word) == sign:
-                return launcher
-    return _BY_HAND
+    """Return which launcher a process is; ``by hand`` if it is none, such as a shell."""
+    words = _program(pid)
+    name = os.path.basename(words[0]).partition(":")[0] if words else ""  # "slurmstepd: [4711.0]"
+    if name == "phalanx":
+        return "phalanx run" if words[1:2] == ["run"] else _BY_HAND
+    return _STARTERS.get(name, _BY_HAND)
+
+
+def _program(pid: int) -> list[str]:
+    """Return the command line of a process without the interpreter and its options: a script or a module first."""
+    words = command_of(pid)
+    if words and os.path.basename(words[0]).startswith(("python", "pypy")):
+        del words[0]
+        while words and words[0].startswith("-") and words[0] != "-m":
+            del words[: 2 if words[0] in ("-X", "-W") else 1]
+        words = words[1:] if words[:1] == ["-m"] else words
+    return words
 
 
 def _name(words: Sequence[str]) -> str:

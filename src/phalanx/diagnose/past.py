@@ -17,13 +17,15 @@ from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Frame, Stacks
 from phalanx.launch.causes import is_victim
-from phalanx.launch.outcome import last_words_in
+from phalanx.launch.outcome import last_words_in, signal_name
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_box
 from phalanx.record.ends import End, load_ends, load_reason
 from phalanx.record.losses import load_losses
 
+_INTERRUPT = KeyboardInterrupt.__name__
 _TAIL_BYTES = 256 << 10
 _FALLEN = ("raised", "killed", "exited")  # by themselves
+_ENDED_BY_OTHERS = ("silent", "interrupted")
 # Operations of which nobody has the result before all have come.
 _OF_ALL = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
@@ -81,17 +83,16 @@ def _ranks(logs: Path, boxes: Path) -> tuple[RankSeen, ...]:
 
 
 def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
-    """Return the ranks, with those that were ended just as the failure of another had ended their wait.
+    """Return the ranks, with those that Ctrl-C or the failure of another got out of a wait just before they ended.
 
     Its end is recorded, but an operation for which all ranks are needed can't have come to pass without one.
     """
-    fallen = [one.doing for one in seen if one.doing.how in _FALLEN and one.doing.progress]
 
     def waited(one: RankSeen) -> RankSeen:
         doing, call = one.doing, _last_wait(one.look.box)
-        if doing.how != "silent" or doing.call is not None or call is None or call.op not in _OF_ALL:
+        if doing.how not in _ENDED_BY_OTHERS or doing.call is not None or call is None or call.op not in _OF_ALL:
             return one
-        never_came = any(other.progress.get(call.group, call.seq) < call.seq for other in fallen)
+        never_came = any(other.doing.progress.get(call.group, call.seq) < call.seq for other in seen)
         return dataclasses.replace(one, doing=dataclasses.replace(doing, call=call)) if never_came else one
 
     return tuple(map(waited, seen))
@@ -108,11 +109,15 @@ def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
         except ValueError as error:
             problem = str(error)
     words, how = _words(logs, box)
+    if end is not None and end.code < 0 and not end.was_told:  # the cause alone is told of in its folder
+        how = signal_name(-end.code)
     look = Look(box.pid if box else 0, None, Stacks(problem=problem), box=box, box_problem=problem, seen_ns=seen_ns)
     how_found = "silent" if box else "unreadable" if problem else "unrecorded"
     doing = dataclasses.replace(activity_of(rank, look), how=how_found, since_s=None)
     if words.kind and _has_waited(words):  # and that ended by its exception
         doing = dataclasses.replace(doing, call=doing.call or _last_wait(box) or _call(words), gave_up=words.name)
+    elif words.name == _INTERRUPT and (end is None or end.was_told):  # so it is seen where it stood
+        doing = dataclasses.replace(doing, how="interrupted", frame=_frame(words.site))
     elif words.kind:
         doing = dataclasses.replace(
             doing,

@@ -196,7 +196,10 @@ def _denied(pid: int) -> str:
         return "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the host is started anew"
     if scope and os.geteuid() != 0:
         return f"kernel.yama.ptrace_scope is {scope}: sudo sysctl kernel.yama.ptrace_scope=0, or look as root"
-    return "this container may not: start it with --cap-add SYS_PTRACE (Kubernetes: securityContext.capabilities.add)"
+    return (
+        "this container lacks permission: start it with --cap-add SYS_PTRACE (Kubernetes: "
+        "securityContext.capabilities.add)"
+    )
 
 
 def ptrace_scope() -> int:

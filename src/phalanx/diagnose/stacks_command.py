@@ -14,8 +14,8 @@ from phalanx._files import open_regular
 from phalanx._text import broken
 from phalanx.diagnose.activity import Look
 from phalanx.diagnose.answer import RankSeen, look_at
-from phalanx.diagnose.jobs import find_ranks
-from phalanx.diagnose.wording import clause, thread_lines
+from phalanx.diagnose.jobs import NoRank, find_ranks
+from phalanx.diagnose.wording import clause, ranks, thread_lines
 
 RIGHT_CALL = "phalanx stacks [JOB | PID]"
 _TIME_S = 5.0  # native frames are read from the symbols of large libraries
@@ -23,11 +23,12 @@ _ALL = 10_000
 
 
 def main(args: Sequence[str]) -> int:
-    """Run the command; return 1 if no stack could be read, 2 if there is no such job."""
+    """Run the command; return 1 if no rank runs or no stack can be read, 2 if there is no such job."""
     parser = Parser(
         "phalanx stacks",
         RIGHT_CALL,
-        "Print what each process of a job is doing, and its Python stacks. The processes go on meanwhile.",
+        "Print what each process of a job is doing, and its Python stacks. The processes go on meanwhile. Exit code: 1 "
+        "if no rank runs yet or no stack can be read, 2 if there is no such job.",
     )
     parser.add_argument(
         "job", nargs="?", default="", metavar="JOB | PID", help="script or process (default: the one job)"
@@ -49,7 +50,7 @@ def main(args: Sequence[str]) -> int:
         return parser.refuse(error)
     except (LookupError, OSError) as error:
         print(f"phalanx stacks: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, NoRank) else 2
     print(text if given.json or given.save else "\n".join(broken(text.splitlines())))
     return 0 if any(one.look.stacks.threads for one in seen) else 1
 
@@ -69,7 +70,7 @@ def lines_of(seen: Sequence[RankSeen]) -> Iterator[str]:
     for one in seen:
         if one is not seen[0]:
             yield ""
-        yield f"rank {one.doing.rank} (pid {one.doing.pid}): {clause(one.doing)}"
+        yield f"{ranks([one.doing.rank])} (pid {one.doing.pid}): {clause(one.doing)}"
         yield from thread_lines(one.look.stacks.threads, one.doing.pid, _ALL)
         if one.look.stacks.problem:
             yield f"  {one.look.stacks.problem}"

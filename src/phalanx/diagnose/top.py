@@ -6,13 +6,13 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import phalanx
+from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx.diagnose.top_watch import FIRST_S, JobView, Watch
 
@@ -67,7 +67,7 @@ def as_json(jobs: Sequence[JobView]) -> str:
         "format_version": FORMAT_VERSION,
         "phalanx": phalanx.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "host": socket.gethostname(),
+        "host": _env.host_name(),
         "jobs": [dataclasses.asdict(job) for job in jobs],
     }
     return json.dumps(told, indent=2)

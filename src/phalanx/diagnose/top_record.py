@@ -8,6 +8,7 @@ import os
 import re
 import time
 
+from phalanx.debugging import AT_BREAKPOINT, IN_DEBUGGER
 from phalanx.diagnose.activity import joining_call
 from phalanx.record.box import Event, Tail
 
@@ -21,6 +22,7 @@ _PHASES = {
     "load data": "loading data",
     "checkpoint": "writing a checkpoint",
     "snapshot": "writing a checkpoint",
+    AT_BREAKPOINT: "waiting",
 }
 
 
@@ -30,7 +32,7 @@ class Activity:
 
     Attributes:
         state: One of ``computing``, ``waiting``, ``asleep``, ``reading``, ``loading data``, ``writing a checkpoint``,
-            ``stopped``, ``gone``.
+            ``in the debugger``, ``stopped``, ``gone``.
         what: Collective with its number, message, phase or the like; empty if that is not known.
         site: Line of the script, such as ``train.py:31``; empty if it is not known.
         since_s: Seconds since it began; None if that is not known.
@@ -128,6 +130,8 @@ class Recorded:
             return None
         event = events[-1]
         since_s = max(0.0, (time.monotonic_ns() - event.begun_ns) / 1e9)
+        if event.kind == "phase" and event.text == IN_DEBUGGER:
+            return Activity("in the debugger", "", event.site, since_s)
         if event.kind == "phase":
             return Activity(_PHASES.get(event.text, "computing"), event.text, event.site, since_s)
         if event.kind == "message":

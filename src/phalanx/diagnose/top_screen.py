@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from phalanx._text import counted
+from phalanx.diagnose.jobs import NO_JOB, NO_RANK
 from phalanx.diagnose.top_rank import RankView
 from phalanx.diagnose.top_watch import JobView
 
@@ -22,6 +23,7 @@ _STYLES = {
     "reading": "bold cyan",
     "loading data": "magenta",
     "writing a checkpoint": "cyan",
+    "in the debugger": "bold cyan",
     "stopped": "bold red",
     "gone": "bold red",
 }
@@ -63,12 +65,16 @@ def bars(values: Sequence[float], is_ascii: bool = False) -> str:
 
 def _head(job: JobView, width: int, is_ascii: bool) -> list[Text]:
     here = len(job.ranks)
+    starter = f"{job.launcher}, pid {job.launcher_pid}" if job.launcher_pid else job.launcher
     if job.state:
-        title = Text.assemble((job.name, "bold"), f"  {job.launcher}, pid {job.launcher_pid}  ", (job.state, "yellow"))
-        return [title]
-    ranks = counted(here, "rank") if job.world_size in (0, here) else f"{here} of {job.world_size} ranks here"
+        return [Text.assemble((job.name, "bold"), f"  {starter}  ", (job.state, "yellow"))]
+    ranks = (
+        counted(here, "process" if job.launcher == NO_JOB else "rank")
+        if job.world_size in (0, here)
+        else f"{here} of {job.world_size} ranks here"
+    )
     running = "ended" if job.seconds is None else f"since {_clock(job.seconds)}, {duration(job.seconds)}"
-    title = Text.assemble((job.name, "bold"), f"  {job.launcher}, pid {job.launcher_pid}  {ranks}  {running}")
+    title = Text.assemble((job.name, "bold"), f"  {starter}  {ranks}  {running}")
     lines = [title]
     if (progress := _progress(job.ranks, width, is_ascii)) is not None:
         lines.append(progress)
@@ -131,7 +137,13 @@ def _table(ranks: Sequence[RankView], width: int, is_ascii: bool) -> list[Text]:
         said = doing(rank)
         cells = "".join(f" {column.cell(rank):>{column.width}}" for column in columns)
         text = said if len(said) <= state else said[: state - 1] + ("~" if is_ascii else "…")
-        lines.append(Text.assemble(f"{rank.rank:>{number}} ", (f"{text:<{state}}", _STYLES.get(rank.state, "")), cells))
+        lines.append(
+            Text.assemble(
+                f"{'' if rank.rank == NO_RANK else rank.rank:>{number}} ",
+                (f"{text:<{state}}", _STYLES.get(rank.state, "")),
+                cells,
+            )
+        )
     return lines
 
 

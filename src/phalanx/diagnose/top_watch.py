@@ -63,6 +63,13 @@ class _Stragglers:
             os.close(fd)
 
 
+def _is_same(one: Job, other: Job) -> bool:
+    """Whether two looks have seen the same job: its ranks may be others by now, if a launcher starts them."""
+    if one.launcher_pid or other.launcher_pid:
+        return (one.name, one.launcher_pid) == (other.name, other.launcher_pid)
+    return bool(one.pids & other.pids)
+
+
 class Watch:
     """Jobs of this host that are looked at again and again.
 
@@ -110,8 +117,9 @@ class Watch:
     def _find(self) -> None:
         jobs = find_jobs()
         if (only := self._only) is not None:
-            same = [job for job in jobs if (job.name, job.launcher_pid) == (only.name, only.launcher_pid)]
-            jobs = same or [dataclasses.replace(job, state="") for job in self._jobs or [only]]
+            jobs = [job for job in jobs if _is_same(job, only)] or [
+                dataclasses.replace(job, state="") for job in self._jobs or [only]
+            ]
         self._jobs = jobs
         found = {rank.pid: rank for job in jobs for rank in job.ranks}
         for pid, rank in found.items():

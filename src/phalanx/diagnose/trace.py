@@ -27,29 +27,26 @@ _TraceEvent = dict[str, Any]
 
 
 def write_trace(
-    boxes: Sequence[Box], path: Path, since_ns: int = 0, measured: Mapping[str, Ahead] = MappingProxyType({})
+    boxes: Sequence[Box], path: Path, measured: Mapping[str, Ahead] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Write the trace of these ranks, compressed if the path ends in ``.gz``; return its `otherData`.
 
     Args:
         boxes: One for each rank.
         path: File to write.
-        since_ns: Time by the clock of the first box's host; events that ended before it are left out.
         measured: Clocks of other hosts, by the host whose launcher has measured them.
     """
-    trace = make_trace(boxes, since_ns, measured)
+    trace = make_trace(boxes, measured)
     data = json.dumps(trace, separators=(",", ":")).encode()
     path.write_bytes(gzip.compress(data, 4) if path.suffix == ".gz" else data)
     about: dict[str, Any] = trace["otherData"]
     return about
 
 
-def make_trace(
-    boxes: Sequence[Box], since_ns: int = 0, measured: Mapping[str, Ahead] = MappingProxyType({})
-) -> dict[str, Any]:
+def make_trace(boxes: Sequence[Box], measured: Mapping[str, Ahead] = MappingProxyType({})) -> dict[str, Any]:
     """Return the trace of these ranks as an object for JSON; see `write_trace`."""
     clocks = align(boxes, measured)
-    ranks = [_Rank(box, clocks[box.host], since_ns) for box in boxes]
+    ranks = [_Rank(box, clocks[box.host]) for box in boxes]
     begin_ns = min((rank.events[0].begun_ns for rank in ranks if rank.events), default=0)
     end_ns = max((max(event.begun_ns, event.ended_ns) for rank in ranks for event in rank.events), default=0)
     events: list[_TraceEvent] = []
@@ -78,14 +75,13 @@ def _told(clock: Clock) -> dict[str, Any]:
 class _Rank:
     """The events of one rank by the common clock, each with the track on which it is shown."""
 
-    def __init__(self, box: Box, clock: Clock, since_ns: int) -> None:
+    def __init__(self, box: Box, clock: Clock) -> None:
         self.box = box
         self.within_ns = clock.within_ns
         shift = clock.shift_ns
         self.events = [
             event._replace(begun_ns=event.begun_ns + shift, ended_ns=event.ended_ns and event.ended_ns + shift)
             for event in box.events
-            if not event.ended_ns or event.ended_ns + shift >= since_ns
         ]
         self.events.sort(key=lambda event: (event.begun_ns, -(event.ended_ns or 1 << 63)))
         self._names: dict[int, str] = {}

@@ -7,14 +7,14 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import counted, in_units
-from phalanx.diagnose.jobs import find_ranks
+from phalanx.diagnose.jobs import NO_JOB, NoRank, find_ranks
+from phalanx.diagnose.past import newest_run
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 from phalanx.record.clocks import Ahead, load_clocks
@@ -26,13 +26,14 @@ _BY = {"heartbeats": "the launchers' heartbeats", "collectives": "collectives", 
 
 
 def main(args: Sequence[str]) -> int:
-    """Run the command; return 2 for a run or a job that can't be traced."""
+    """Run the command; return 1 for a job that records nothing, 2 if there is no such run or job."""
     parser = Parser(
         "phalanx trace",
         RIGHT_CALL,
         "Write one trace of all ranks on one clock: steps, phases, collectives and who waited for whom. Open it at "
         "ui.perfetto.dev, which uploads nothing. Of a run that is over it shows what its black boxes hold, some 8,000 "
-        "events of each rank; of a running job, the next seconds.",
+        "events of each rank; of a running job, the same and the next seconds. Exit code: 1 if no rank "
+        "runs yet or none records anything, 2 if there is no such run or job.",
         "phalanx trace runs/train, or phalanx trace --seconds 10 train.py",
     )
     parser.add_argument(
@@ -43,7 +44,10 @@ def main(args: Sequence[str]) -> int:
         "job that runs on this host)",
     )
     parser.add_argument(
-        "--seconds", type=float, metavar="N", help="time to trace of a running job (default: 5); Ctrl-C ends it earlier"
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="time for which to go on with a running job (default: 5); Ctrl-C ends it earlier",
     )
     parser.add_argument(
         "--out",
@@ -53,14 +57,16 @@ def main(args: Sequence[str]) -> int:
     )
     try:
         given = parser.parse_args(args)
-        made = _boxes(given.what, given.seconds)
+        boxes, measured = _boxes(given.what, given.seconds)
     except UsageError as error:
         return parser.refuse(error)
+    except NoRank as error:
+        return _say(f"phalanx trace: {error}", 1)
     except (LookupError, ValueError, OSError) as error:
         return _say(f"phalanx trace: {error.args[0] if isinstance(error, LookupError) else error}")
     path = Path(given.out) if given.out else _free_path()
     try:
-        about = write_trace(made.boxes, path, made.since_ns, made.measured)
+        about = write_trace(boxes, path, measured)
     except OSError as error:
         return _say(f"phalanx trace: can't write {path}: {error.strerror}; name another file with --out")
     _show(path, about)
@@ -73,9 +79,9 @@ def _free_path() -> Path:
     return next(path for path in map(Path, names) if not os.path.lexists(path))
 
 
-def _say(words: str) -> int:
+def _say(words: str, code: int = 2) -> int:
     print(words, file=sys.stderr)
-    return 2
+    return code
 
 
 def _show(path: Path, about: dict[str, Any]) -> None:
@@ -90,23 +96,15 @@ def _show(path: Path, about: dict[str, Any]) -> None:
             print(f"host {clock['host']}: its times are right to within {within}, by {_BY[clock['by']]}")
 
 
-class _Wanted(NamedTuple):
-    """What is to be shown: boxes by rank, from when on, and what hosts have measured of each other's clocks."""
-
-    boxes: list[Box]
-    since_ns: int = 0
-    measured: Mapping[str, Ahead] = MappingProxyType({})
-
-
-def _boxes(what: Sequence[str], seconds: float | None) -> _Wanted:
-    """Return what is meant."""
+def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
+    """Return the boxes that are meant, and what their hosts have measured of each other's clocks."""
     if seconds is not None and not 0 < seconds <= _MOST_S:
-        raise UsageError(f"--seconds must lie in (0, {_MOST_S:,.0f}], got {seconds:g}")
+        raise UsageError(f"--seconds must be more than 0 and at most {_MOST_S:,.0f}, got {seconds:g}")
     folders = [Path(one) for one in what if os.path.isdir(one)]
     if not folders:
         if len(what) > 1:
             raise UsageError(f"{what[0]} is no folder of a run; only folders may be several")
-        return _running("".join(what), 5.0 if seconds is None else seconds)
+        return _running("".join(what), 5.0 if seconds is None else seconds), {}
     if len(folders) < len(what):
         raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is no folder of a run")
     if seconds is not None:
@@ -120,14 +118,15 @@ def _boxes(what: Sequence[str], seconds: float | None) -> _Wanted:
                 raise UsageError(f"rank {box.rank} is in two of the folders; give those of one job's hosts", None)
             boxes[box.rank] = box
             measured[box.host] = load_clocks(attempt)
-    return _Wanted([boxes[rank] for rank in sorted(boxes)], measured=measured)
+    return [boxes[rank] for rank in sorted(boxes)], measured
 
 
 def _newest_attempt(folder: Path) -> Path:
     """Return the folder with the boxes of a run's newest attempt.
 
     Args:
-        folder: Folder with the boxes of one attempt, of a run, or of all runs of a script; then the newest run counts.
+        folder: Folder with the boxes of one attempt, of a run, or of all runs of a script; then the newest run counts
+            that has left boxes. If a newer one has not, a line on stderr says so.
 
     Raises:
         LookupError: There are none.
@@ -135,8 +134,18 @@ def _newest_attempt(folder: Path) -> Path:
     for pattern in ("", "attempt_*", "blackbox/attempt_*", "*/blackbox/attempt_*"):
         found = [path for path in (folder.glob(pattern) if pattern else [folder]) if any(path.glob(f"*{SUFFIX}"))]
         if found:
-            return max(found, key=_age)
+            newest = max(found, key=_age)
+            if pattern.startswith("*/"):
+                _tell_of_newer(newest.parent.parent, folder)
+            return newest
     raise LookupError(f"no black box in {folder}: they are saved when an attempt of phalanx run is over")
+
+
+def _tell_of_newer(taken: Path, folder: Path) -> None:
+    """Say which run is taken if a newer one of the script has no record: it runs yet, or its launcher was killed."""
+    newest = newest_run(folder)
+    if newest is not None and newest.name > taken.name:
+        print(f"phalanx trace: {newest} has no record, so this is {taken}", file=sys.stderr)
 
 
 def _age(attempt: Path) -> tuple[float, int]:
@@ -145,8 +154,8 @@ def _age(attempt: Path) -> tuple[float, int]:
     return newest, int(number) if number.isdecimal() else 0
 
 
-def _running(wanted: str, seconds: float) -> _Wanted:
-    """Return what the ranks of a running job record within the next seconds, and when that began."""
+def _running(wanted: str, seconds: float) -> list[Box]:
+    """Return what the ranks of a running job have recorded last, and what they record within the next seconds."""
     job = find_ranks(wanted)
     with contextlib.ExitStack() as stack:
         tails = []
@@ -156,11 +165,10 @@ def _running(wanted: str, seconds: float) -> _Wanted:
                 stack.callback(os.close, place[0])
                 tails.append(Tail(*place))
         if not tails:
-            raise LookupError(
-                f"{job.name} ({job.launcher}) records nothing: its ranks have no group of the backend phalanx"
-            )
-        since_ns = time.monotonic_ns()
-        return _Wanted(merged(_looks(tails, seconds)), since_ns)
+            if job.launcher == NO_JOB:
+                raise NoRank(f"process {job.launcher_pid} ({job.name}) is no rank of a job, and records nothing")
+            raise NoRank(f"{job.name} ({job.launcher}) records nothing: its ranks have no group of the backend phalanx")
+        return merged(_looks(tails, seconds))
 
 
 def _looks(tails: Sequence[Tail], seconds: float) -> Iterator[list[Box]]:

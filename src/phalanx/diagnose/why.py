@@ -19,7 +19,7 @@ from phalanx._text import broken, listed, plural
 from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
 from phalanx.diagnose.findings import Finding
-from phalanx.diagnose.jobs import Job, NoJob, find_job, find_jobs
+from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import examine_run, is_run, newest_run
 from phalanx.diagnose.processes import command_of
@@ -39,7 +39,7 @@ def main(args: Sequence[str]) -> int:
         RIGHT_CALL,
         "Say in one sentence why a job does not go on, or why it ended: which rank, at which line, since when. Then "
         "show what proves it: ranks by equal stacks, whoever is different first. Any job of this user on this host can "
-        "be asked about, whoever started it and on any backend.",
+        "be asked about, whoever started it and on any backend. Exit code: 2 if there is no such job or run.",
     )
     parser.add_argument(
         "job",
@@ -83,6 +83,9 @@ def _brief(answer: Answer) -> int:
 def _sentence(answer: Answer) -> str:
     if answer.finding.kind == "starting":
         return answer.job.waits
+    if answer.job.launcher == NO_JOB:
+        (one,) = answer.seen
+        return f"process {one.doing.pid} ({answer.job.name}) is no rank of a job; it {clause(one.doing)}"
     return sentence(answer.finding, [one.doing for one in answer.seen])
 
 
@@ -165,7 +168,7 @@ def lines_of(answer: Answer) -> Iterator[str]:
         yield f"{answer.job.folder} has ended{answer.ended_by and f': {answer.ended_by}'}. When it did:"
     yield _sentence(answer)
     if not answer.job.has_ended and answer.job.is_elsewhere:
-        yield f"The job runs in {answer.job.cwd}."
+        yield f"It runs in {answer.job.cwd}."
     if answer.asked:
         yield f"While it ran: {answer.asked}"
     yield from map(words_of_loss, answer.losses)
@@ -183,7 +186,10 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     named = ranks([one.doing.rank for one in group]) + f" ({plural(len(pids), 'pid')} {listed(pids, 6)})" * bool(pids)
     hosts = sorted({one.doing.host for one in group if one.doing.host})
     there = f" ({'also ' * bool(pids)}on {plural(len(hosts), 'host')} {listed(hosts, 6)})" * bool(hosts)
-    yield f"{named}{there}: {'each ' * (len(group) > 1)}{clause(dataclasses.replace(first.doing, host=''))}"
+    doing = dataclasses.replace(first.doing, host="")
+    if doing.how == "raised" and doing.rank in culprits[:3]:  # its message stands in the sentence
+        doing = dataclasses.replace(doing, detail=doing.detail.partition(":")[0])
+    yield f"{named}{there}: {'each ' * (len(group) > 1)}{clause(doing)}"
     without = _PASSED_OVER if first.doing.call is not None else ()
     yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES, without=without)
     is_puzzling = needs_native(first) or (first.doing.how == "asleep" and not first.doing.within)

@@ -6,12 +6,15 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from phalanx._text import columns, counted, shortened
-from phalanx.diagnose.activity import BREAKPOINT, Activity, Call, joining_call
+from phalanx.debugging import AT_BREAKPOINT
+from phalanx.diagnose.activity import Activity, Call, joining_call
 from phalanx.diagnose.findings import Finding
+from phalanx.diagnose.jobs import NO_RANK
 from phalanx.diagnose.stacks import Thread
 from phalanx.record.losses import Loss, sign_of, who_of, words_of
 
 _MANY_FRAMES = 100
+_NO_TIME_S = 0.05  # would be told as 0.0 s
 _MOMENT_S = 0.5  # ranks of a healthy job wait for each other, too
 _SYSTEM_CALLS = {
     "read": "reading {path}",
@@ -48,7 +51,9 @@ def _absent(finding: Finding, culprits: list[Activity], activities: list[Activit
     assert finding.call is not None
     have, call = _have(finding, len(culprits)), call_text(finding.call)
     done = "reached" if finding.call.op in _NAMES else "made the call for" if finding.call.is_message else "called"
-    done = "left" if finding.call.op == BREAKPOINT else done
+    done = "left" if finding.call.op == AT_BREAKPOINT else done
+    if finding.is_over and done == "called":  # one that ended at once may have called it for its worker thread to begin
+        done = "begun"
     return "; ".join(
         [
             f"{ranks(finding.culprits)} {have} not {done} {call}",
@@ -73,8 +78,25 @@ def _fell(finding: Finding, culprits: list[Activity], activities: list[Activity]
     for doing in culprits:
         words = clause(doing)
         alike.setdefault(words if doing.how in ("raised", "exited") else f"{words} {doing.rank}", []).append(doing.rank)
+    if (once := _raised_together(culprits)) and len(alike) > 1:
+        return once + waiting
     by_rank = {doing.rank: doing for doing in culprits}
     return "; ".join(f"{ranks(of)} {clause(by_rank[of[0]])}" for of in [*alike.values()][:3]) + waiting
+
+
+def _raised_together(culprits: list[Activity]) -> str:
+    """Return what ranks raised that each tells from its own call, such as a mismatch; empty if it is not so."""
+    said = [doing.detail.split(": ") for doing in culprits if doing.how == "raised"]
+    if len(said) < len(culprits) or any(len(words) < 3 for words in said):
+        return ""
+    if len({(words[0], words[-1]) for words in said}) > 1:
+        return ""
+    by_place: dict[str, list[int]] = {}
+    for doing, words in zip(culprits, said, strict=True):
+        by_place.setdefault(": ".join(words[1:-1]), []).append(doing.rank)
+    shown = [f"{ranks(of)} in {place}" for place, of in [*by_place.items()][:3]]
+    more = [f"{len(by_place) - 3} more"] if len(by_place) > 3 else []
+    return f"{ranks([one.rank for one in culprits])} raised {said[0][0]}: {'; '.join([*shown, *more])}: {said[0][-1]}"
 
 
 def _done(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
@@ -131,7 +153,7 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
     if not activities:
         return "no rank of this job runs on this host"
     if all(doing.how == "unrecorded" for doing in activities):
-        return "no rank left a record of what it did, and the launcher none of their ends: it may have been killed, too"
+        return "it ended without a record: phalanx run itself was probably killed"
     if len(activities) == 1:
         (doing,) = activities
         return f"{f'pid {doing.pid}' if doing.pid else f'rank {doing.rank}'} {clause(doing)}"
@@ -166,9 +188,8 @@ def caution(finding: Finding) -> str:
         return "The job may well be running. Ask again to be sure."
     if finding.since_s is None or finding.since_s >= _MOMENT_S:
         return ""
-    return (
-        f"The longest wait has lasted {duration(finding.since_s)}: the job may well be running. Ask again to be sure."
-    )
+    lasted = f"{'at least ' * finding.since_is_least}{duration(finding.since_s)}"
+    return f"The longest wait has lasted {lasted}: the job may well be running. Ask again to be sure."
 
 
 def thread_lines(
@@ -207,7 +228,9 @@ def _left_out(num_frames: int) -> str:
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 2 and 3``; of many, the first and how many more."""
+    """Return ``rank 3`` or ``ranks 0, 2 and 3``; of many, the first and how many more; ``process`` of what is none."""
+    if tuple(numbers) == (NO_RANK,):
+        return "process"
     shown = [str(number) for number in numbers]
     if len(shown) > 6:
         shown = [*shown[:4], f"{len(shown) - 4} more"]
@@ -237,20 +260,28 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
         is_culprit: Tell what it does, even if it waits for others, too.
     """
     if doing.call is not None and not doing.is_halted and not is_culprit:
-        lasting = "" if doing.call.since_s is None else f" for {duration(doing.call.since_s)}"
+        lasting = _lasting(doing.call.since_s, doing.call.since_is_least)
         waits = "waited" if doing.how in _OVER else "waits"
         raised = f", and raised {doing.gave_up}" * bool(doing.gave_up)
         return f"{waits} in {call_text(doing.call, True)}{lasting}{raised}"
-    lasting = f" for {duration(doing.since_s)}" if doing.since_s is not None else ""
+    lasting = _lasting(doing.since_s, doing.since_is_least)
     return _manner(doing) + lasting + _with_others(doing) + (f" on host {doing.host}" if doing.host else "")
+
+
+def _lasting(seconds: float | None, is_least: bool) -> str:
+    """Return for how long something has lasted, in words; nothing if that is unknown or no time at all."""
+    if seconds is None or (seconds < _NO_TIME_S and not is_least):
+        return ""
+    return f" for {'at least ' * is_least}{duration(seconds)}"
 
 
 def _manner(doing: Activity) -> str:
     where = _where(doing)
     if doing.how == "asleep":
         return f"has been {_asleep(doing)}{where}" if _asleep(doing) else f"has been{where}"
-    further = "" if doing.last is None else "further "
-    return _MANNERS[doing.how].format(where=where, detail=doing.detail, other=doing.other_pid, further=further)
+    if doing.how == "silent" and doing.last is not None:
+        return f"last called {call_text(doing.last, True)}"
+    return _MANNERS[doing.how].format(where=where, detail=doing.detail, other=doing.other_pid)
 
 
 def _asleep(doing: Activity) -> str:
@@ -286,7 +317,7 @@ def _with_others(doing: Activity) -> str:
     return ""
 
 
-_OVER = ("silent", "unrecorded")
+_OVER = ("silent", "interrupted", "unrecorded")
 _MANNERS = {
     "runs": "is running{where}",
     "stopped": "has been stopped (SIGSTOP or Ctrl-Z){where}",
@@ -303,7 +334,8 @@ _MANNERS = {
     "exited": "ended with exit code {detail}{where}",
     "raised": "raised {detail}{where}",
     "killed": "was killed by {detail}{where}",
-    "silent": "made no {further}call{where}",
+    "interrupted": "was interrupted{where}",
+    "silent": "made no call",
     "unrecorded": "left no record of what it did",
     "unreadable": "left a record that can't be read",
     "unknown": "can't be looked into{where}",
@@ -339,10 +371,12 @@ def _wait(finding: Finding, activities: Sequence[Activity]) -> str:
     gave_up = [doing.gave_up for doing in activities if doing.rank in finding.waiters]
     raised = f", and raised {gave_up[0]}" if gave_up and gave_up[0] and len({*gave_up}) == 1 else ""
     who = counted(number, "rank")
-    if finding.since_s is not None:
-        most = "" if number == 1 else "up to "
+    if finding.since_s is not None and finding.since_s >= _NO_TIME_S:
         have = "" if finding.is_over else f"{_have(finding, number)} "
-        return f"{who} {have}waited {most}{duration(finding.since_s)} for {them}{raised}"
+        if finding.since_is_least and number > 1:
+            return f"{who} {have}waited for {them}, the longest for at least {duration(finding.since_s)}{raised}"
+        about = "at least " if finding.since_is_least else "" if number == 1 else "up to "
+        return f"{who} {have}waited {about}{duration(finding.since_s)} for {them}{raised}"
     return f"{who} {_waits(finding, number)} for {them}{raised}"
 
 

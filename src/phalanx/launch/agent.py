@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import phalanx
-from phalanx._settings import host_name
+from phalanx._env import host_name
 from phalanx._text import named
 from phalanx.launch.agreement import OTHER_SIDE, Agreement, Node, Place, Rules, State
 from phalanx.launch.clocks import Clocks

@@ -27,9 +27,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from phalanx._text import in_runs, plural
 from phalanx.launch.deadlines import CAUSE_S
 
 Key = tuple[int, int]
@@ -450,7 +451,6 @@ class Agreement:
             return ""
         view, rules = self.view, self._rules
         nodes = [self.me, *(peer.node for peer in self._peers.values())]
-        here = ", ".join(node.host for node in nodes)
         if self.is_under_way:
             if view is None or len(view.members) < rules.max_nodes:
                 return ""
@@ -467,22 +467,28 @@ class Agreement:
         if view is not None and not is_in_office:
             return self._why_no_majority(view)
         if not self.leads:
-            return ""
+            return self._missing(nodes)
         busy = [peer.node.host for peer in self._peers.values() if not peer.state.is_idle]
         if busy and self._ranks == "idle":
             return f"waiting for the ranks on {', '.join(busy)} to end"
         cause = (self._cause or self._cause_of_end(view)) if view is not None and self._has_started else None
         loss = f"{cause['message']}; " if cause is not None and cause["kind"] == NODE_LOST else ""
+        missing = self._missing(nodes)
+        return missing and f"{loss}{missing}"
+
+    def _missing(self, nodes: Sequence[Node]) -> str:
+        """Return what `nodes`, which are here, lack for a beginning, for people; empty: nothing that is known."""
+        rules, here = self._rules, ", ".join(node.host for node in nodes)
         if rules.has_positions:
             positions = [node.position for node in nodes]
             if twice := sorted({one for one in positions if positions.count(one) > 1}):
                 owners = ", ".join(node.host for node in nodes if node.position == twice[0])
-                return f"{loss}several nodes have --node-rank {twice[0]}: {owners}"
+                return f"several nodes have --node-rank {twice[0]}: {owners}"
             missing = {*range(rules.max_nodes)} - {*positions}
-            named = ", ".join(map(str, sorted(missing)))
-            return f"{loss}waiting for the nodes with --node-rank {named}; here are {here}" if missing else ""
+            noun = plural(len(missing), "node")
+            return f"waiting for the {noun} with --node-rank {in_runs([*missing])}; so far: {here}" if missing else ""
         if len(nodes) < rules.min_nodes:
-            return f"{loss}waiting for nodes: {len(nodes)} of at least {rules.min_nodes} are here ({here})"
+            return f"waiting for nodes: {len(nodes)} of at least {rules.min_nodes} are here ({here})"
         return ""
 
     def _why_no_majority(self, view: View) -> str:

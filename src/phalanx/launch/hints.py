@@ -137,6 +137,11 @@ _HINTS = (
         "or leave multiprocessing_context out",
         "torch 2.15", "unpicklable",
     ),
+    Hint(
+        "BdbQuit", "BdbQuit",
+        "in a job, call phalanx.breakpoint() on every rank instead: one of them gets the terminal, and the others wait",
+        "Python 3.11",
+    ),
     # ---- the host
     Hint(r"(CUDA)?OutOfMemoryError|\w+", r"CUDA out of memory|OutOfMemoryError",
          "the GPU is full: smaller batch, or see which process holds it: nvidia-smi",

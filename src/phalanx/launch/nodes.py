@@ -12,9 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx._env import PREEMPTED_CODE
+from phalanx._env import PREEMPTED_CODE, host_name
 from phalanx._last_words import LastWords
-from phalanx._settings import host_name
 from phalanx._snapshots import announce_restart
 from phalanx._text import counted
 from phalanx.launch.agent import RUN_AGENT

@@ -16,6 +16,7 @@ import sys
 import time
 from typing import Any, Protocol
 
+from phalanx import _env
 from phalanx._peer import peer_of
 
 ANSWER_S = 3.0
@@ -118,7 +119,7 @@ class Questions:
                 look.said += more
                 return
             with contextlib.suppress(ValueError, KeyError):  # whoever has asked hears no more than nothing
-                said = {"host": socket.gethostname(), "seen": json.loads(look.said)["ranks"]}
+                said = {"host": _env.host_name(), "seen": json.loads(look.said)["ranks"]}
                 if len(look.said) < _MOST_BYTES:
                     self._wire.tell(look.peer, {"answers": look.number, "said": said})
             self._end(look)

@@ -256,13 +256,18 @@ class Supervisor:
     def _save_boxes(self) -> None:
         """Keep what the ranks of this attempt have recorded, and make room for those of the next."""
         folder = Path(self._folder.path, "blackbox", f"attempt_{self._num_attempts - 1}")
-        ends = {end.rank: End(end.exitcode or 0, end.ended_by_us, int(end.when_s * 1e9)) for end in self.ends}
+        ends = {end.rank: End(end.exitcode or 0, self._has_obeyed(end), int(end.when_s * 1e9)) for end in self.ends}
         try:
             self._boxes.save(folder)
             save_ends(ends, folder)
             save_clocks(self.clocks, folder)
         except OSError as error:
             self._say_log_problem(str(error))
+
+    def _has_obeyed(self, end: Outcome) -> bool:
+        """Whether a rank ended because it was told to, and not by a SIGKILL that is none of ours."""
+        by_another = end.exitcode == -signal.SIGKILL and self._ending_by != signal.SIGKILL
+        return end.ended_by_us and (not by_another or self._warden_failure is not None)
 
     def keep_reason(self, reason: str) -> None:
         """Keep what ends this run, if it is no rank, for whoever asks when it has ended."""
@@ -499,7 +504,8 @@ class Supervisor:
                 why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
                 self.keep_reason(f"got {signal.Signals(sig).name}" if sig != signal.SIGPIPE else f"ended, for {why}")
                 again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
-                self.say(f"{why}: ending {counted(len(living), 'rank')}{again}")
+                none = "stopping; no rank is running" if self._ranks else "stopping; no rank had started"
+                self.say(f"{why}: ending {counted(len(living), 'rank')}{again}" if living else f"{why}: {none}")
                 if sig == signal.SIGINT:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()

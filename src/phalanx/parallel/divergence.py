@@ -126,7 +126,7 @@ def _difference(
     parties: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         parties.setdefault(value, []).append(dist.get_global_rank(group, rank))
-    by_rank = " and ".join(f"{value} on {named('rank', of)}" for value, of in parties.items())
+    by_rank = ", and ".join(f"{value} on {named('rank', of)}" for value, of in parties.items())
     others = differing[1:]
     more = f"; {listed(others, _MOST_NAMED)} differ{'s' * (len(others) == 1)}, too" if others else ""
     return Difference(tuple(differing), _odd_ranks(found), how, f"{first}{place} is {by_rank}{more}")

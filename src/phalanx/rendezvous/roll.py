@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 import phalanx
+from phalanx import _env
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx._launched import start_time
 from phalanx._network import host_identity
@@ -83,7 +83,7 @@ class RollCall:
             "version": phalanx.__version__,
             "token": os.urandom(8).hex(),
             "process": [host_identity(), os.getpid(), start_time(os.getpid())],
-            "host": socket.gethostname(),
+            "host": _env.host_name(),
         }
         self._keys = [
             f"here/{self._mine['token']}/{rank}" for rank in range(asked.world_size)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx import _env, _settings, checkpoint
+from phalanx import _env, checkpoint
 from phalanx._cgroups import usable_cpus
 from phalanx._memory import in_force
 from phalanx._rank_group import RankGroup
@@ -38,7 +38,7 @@ def describe_origin(
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     frozen = f", {trained:,} of them trained" if trained != size else ""
     wrapper = "" if module is model else f" in {type(model).__name__}"
-    hosts = dict.fromkeys(ranks.gather(_settings.host_name()))
+    hosts = dict.fromkeys(ranks.gather(_env.host_name()))
     origin = {
         "command": _command(),
         "git commit": git_commit(os.path.dirname(os.path.abspath(sys.argv[0]))),
