@@ -46,6 +46,7 @@ class SnapshotMemory:
         is_urgent: Whether a snapshot is wanted soon, the same on every rank: a host has lost or lacked what it had.
         fetched_bytes: Bytes that other hosts have sent to this one, through this rank, for the last load.
         asked: Folders from which this rank has loaded, or has tried to.
+        spans_hosts: Whether the ranks are on several hosts.
         is_kept: Whether this process was another rank, or this one, before a failure.
     """
 
@@ -64,7 +65,9 @@ class SnapshotMemory:
         environ = _env.environment()
         self._restart_count = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         self._attempt = 0  # known at the first snapshot
-        self._spans_hosts = environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE")
+        self._is_parted = False  # the last snapshot: other hosts have other parts of it
+        self._num_hosts = int(environ.get("GROUP_WORLD_SIZE") or 1)
+        self.spans_hosts: bool = environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE")
         self._host = environ.get("GROUP_RANK", "0")
         self._place = int(environ.get("LOCAL_RANK") or 0), int(environ.get("LOCAL_WORLD_SIZE") or 1)
         self.problem: str = self._open(environ)
@@ -105,7 +108,7 @@ class SnapshotMemory:
             problem, cause = f"{type(error).__name__}: {error}", error
         low, high = blocks.fingerprint(described)
         has_shards = any(blocks.is_sharded(leaf.tensor) for leaf in leaves)
-        wants_copies = self._spans_hosts and _snapshots.wanted_replicas(self._fd) > 0
+        wants_copies = self.spans_hosts and _snapshots.wanted_replicas(self._fd) > 0
         attempt = self._attempt or 1 + self._last_attempt()
         *found, has_failed, any_has_shards, is_to_be_copied, is_busy, self._attempt = ranks.largest_of_each(
             [low, high, -low, -high, cause is not None, has_shards, wants_copies, self._is_copying(), attempt]
@@ -114,9 +117,10 @@ class SnapshotMemory:
             raise_problems("snapshot", gather("snapshot", problem), cause, f"of step {step} of {folder}")
         is_alike = found == [low, high, -low, -high]
         alike = described.keys() if is_alike else blocks.names_alike(gather("snapshot", described))
-        is_parted = self._spans_hosts and bool(any_has_shards or not is_alike)
+        is_parted = self.spans_hosts and bool(any_has_shards or not is_alike)
         if is_parted:
             rank, world_size = ranks.rank, ranks.world_size
+        self._is_parted = is_parted
         parts = blocks.parts_of_rank(leaves, rank, world_size, alike)
         owner = [ranks.rank, ranks.world_size]
         metadata = {
@@ -219,6 +223,15 @@ class SnapshotMemory:
         )
         return f"replicas on {on}, copied in {copied.took_ms / 1e3:.1f} s{missed}"
 
+    def num_hosts(self) -> int:
+        """Return how many hosts have what this one has of the newest safe snapshot; 0 if there is none."""
+        if self.problem or self._slots.safe is None:
+            return 0
+        if not self._is_parted:
+            return self._num_hosts
+        copied = _snapshots.last_copied(self._fd)
+        return 1 + (copied.num_replicas if copied is not None else 0)
+
     def let_go(self) -> None:
         """Free what attempts before have left if there are to be no more snapshots: training needs that memory.
 
@@ -302,7 +315,7 @@ class SnapshotMemory:
 
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
         """Return this rank's number among those that keep the state between them, and how many these are."""
-        return self._place if self._spans_hosts else (ranks.rank, ranks.world_size)
+        return self._place if self.spans_hosts else (ranks.rank, ranks.world_size)
 
     def _last_attempt(self) -> int:
         return max((region.head.attempt for region in _snapshots.whole_regions(self._fd)), default=0)

@@ -9,6 +9,7 @@ Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from
   training step returns beside the loss, under its name
 - ``epoch``: ``step``, ``epoch``, ``loss``: the mean over the epoch's samples from ``first_step`` on
 - ``evaluation``: ``step``, ``epoch``, and each value under its name
+- ``rare_saves``: ``step``, ``least_s`` between checkpoints on disk, ``num_hosts`` whose memory has the state
 - ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``
 - ``not_finite``: ``step``, ``epoch``, ``ranks`` that saw it first, ``message``
 - ``replicas_differ``: ``step``, ``ranks`` that differ from the majority, ``tensors`` that differ, ``message``

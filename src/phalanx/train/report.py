@@ -197,6 +197,13 @@ def _key_figures(run: _Run) -> str:
         tiles.append(("Samples per second", number(statistics.median(speeds)), "median"))
     tiles.append(("Ranks", str(start.get("world_size", "?")), str(start.get("backend", ""))))
     tiles.append(("Attempts", number(len(run.attempts)), ""))
+    rare = next(
+        (record for record in reversed(run.attempts[run.last["attempt"]]) if record["kind"] == "rare_saves"), {}
+    )
+    if is_number(rare.get("least_s")):
+        tiles.append(
+            ("Checkpoints on disk", seconds(rare["least_s"]), "apart at least: hosts keep the state in memory")
+        )
     trained_s = sum(records[-1]["time"] - records[0]["time"] for records in run.attempts.values())
     in_all = f"{seconds(run.last_s - run.began_s)} with gaps" if len(run.attempts) > 1 else ""
     tiles.append(("Time", seconds(trained_s), in_all))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx import checkpoint
+from phalanx._rank_group import RankGroup
 from phalanx._text import counted
+from phalanx.checkpoint.memory import memory
 from phalanx.launch.notes import note_checkpoints
 from phalanx.train.judge import Judge
 from phalanx.train.run_log import RunLog
 from phalanx.train.settings import Settings, is_minimized
+
+LEAST_S = 600.0
+"""Between two checkpoints on disk at the ends of epochs, where other hosts keep the state in memory."""
 
 
 class RunSaver:
@@ -29,6 +35,7 @@ class RunSaver:
         state: Callable[[], Mapping[str, Any]],
         may_keep: Callable[[], bool],
         loaded: checkpoint.Loaded | None,
+        ranks: RankGroup,
     ) -> None:
         note_checkpoints(folder)
         self._folder = folder
@@ -37,20 +44,44 @@ class RunSaver:
         self._run_log = run_log
         self._state = state
         self._may_keep = may_keep
+        self._ranks = ranks
+        self._saved_s = -math.inf  # when this process saved last
+        self._has_said_rare = False
         self._saved_step = None if loaded is None else loaded.step
         self._num_left_out = 0  # since `say_left_out` was called
+
+    def is_due(self, step: int) -> bool:
+        """Return whether an epoch that ends here is to be saved; every rank calls it.
+
+        It is not where the memory of two hosts has the state anyway, and the last checkpoint is young.
+        """
+        if not memory().spans_hosts:
+            return True
+        is_old = time.monotonic() - self._saved_s >= LEAST_S
+        due, least = self._ranks.largest_of_each([is_old, -memory().num_hosts()])
+        num_hosts = -least
+        if due or num_hosts < 2:
+            return True
+        if not self._has_said_rare:
+            self._has_said_rare = True
+            self._run_log.record("rare_saves", step=step, least_s=LEAST_S, num_hosts=num_hosts)
+            self._run_log.say(
+                f"the memory of {num_hosts} hosts has the state: checkpoints go to disk every {LEAST_S / 60:g} minutes "
+                "rather than after every epoch (save_every= sets another interval)"
+            )
+        return False
 
     def save(self, step: int, *, wait: bool = False) -> bool:
         """Save the state and return True, unless its weights are not finite."""
         if not self._may_keep():
             self._num_left_out += 1
             return False
-        begin = time.perf_counter()
+        begin, begin_s = time.perf_counter(), time.monotonic()
         keep: dict[str, Any] = {"keep_last": self._settings.keep_last}
         if self._judge.best is not None:
             keep |= {"keep_best": 1, "best_is_least": is_minimized(self._settings.monitor)}
         checkpoint.save(self._folder, self._state(), step, metric=self._judge.value_of(step), keep=keep, wait=wait)
-        self._saved_step = step
+        self._saved_step, self._saved_s = step, begin_s
         self._run_log.record("save", step=step, blocked_s=time.perf_counter() - begin)
         return True
 

@@ -76,7 +76,8 @@ class Settings:
         resume: Treatment of the checkpoints in the folder: "auto" resumes from the newest, and refuses those of another
             run; "never" starts over; "force" resumes with the weights and counters of another run, and this script's
             settings.
-        save_every: Number of steps between checkpoints on disk; None: one at the end of each epoch.
+        save_every: Number of steps between checkpoints on disk; None: one at the end of each epoch, or of one in 10
+            minutes where the memory of at least two hosts has the state.
         keep_last: Number of newest checkpoints to keep on disk, beside the best.
         snapshot_every: Number of steps between snapshots in memory, under ``phalanx run``; "auto": as often as costs at
             most 3 % of the training time; 0: no snapshots.

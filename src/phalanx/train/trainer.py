@@ -377,7 +377,7 @@ class Trainer:
         self._run_log.end_epoch(self.step, epoch, self.evaluation, has_ended=has_ended)
         if has_ended:
             self._call("on_epoch")
-        if self.settings.save_every is None or is_best or self._is_over():
+        if is_best or self._is_over() or (self.settings.save_every is None and self._saver.is_due(self.step)):
             self._save()
         self._saver.say_left_out(self.step)
         self._agree()  # the steps of an epoch may be few, and all this has taken time
@@ -428,7 +428,9 @@ class Trainer:
         self._guard = self._stepper.begin(run_log, self.step)
         self._sentinel, of_sentinel = self._stepper.sentinel(self.step)
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
-        self._saver = RunSaver(self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded)
+        self._saver = RunSaver(
+            self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded, self._ranks
+        )
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         origin = describe_origin(self.model, self.optimizer, self._ranks, self.folder)
         run_log.begin(self.session, s, loaded, origin)
