@@ -172,6 +172,24 @@ def test_a_host_that_is_told_to_go_leaves_its_part_of_the_state_to_the_others(jo
         assert not any("restart 1" in said for said in ends), ends  # it costs none
 
 
+@pytest.mark.parametrize("how", ["goes", "is killed"])
+def test_of_two_hosts_that_leave_at_once_or_one_beside_a_killed_one_nothing_is_lost(jobs, tmp_path, how):
+    with hosts(3) as made:
+        launch(jobs, made, tmp_path, "1:3", "--drain", steps_after=20)
+        await_fact(jobs[0], "safe")
+        jobs[1].terminate()
+        if how == "goes":
+            jobs[2].terminate()
+        else:
+            made[2].kill()
+        for size in (2, 1):
+            loaded = await_fact(jobs[0], "loaded")
+            assert (loaded["size"], loaded["source"]) == (size, "memory")
+        facts = await_fact(jobs[0], "digest")
+        assert facts["digest"] == digest_of_undisturbed(facts["step"])
+        assert [job.wait(LIMIT_S) for job in jobs[:2]] == [0, 75]
+
+
 @pytest.mark.slow
 def test_of_two_hosts_one_that_came_back_leaves_the_other_to_go_on_alone_again(jobs, tmp_path):
     with hosts(2) as made:

@@ -84,6 +84,7 @@ class Agent:
         self._seen: dict[str, Node] = {}  # nodes of the job while this one was none of them
         self._num_starts = job.get("num_starts", 0)  # more than 0: this agent has begun anew
         self._is_running = self._is_leaving = False
+        self._is_next = True  # as the supervisor knows it
         name = json.dumps([job["run_id"], job["rdzv_endpoint"], job["rdzv_backend"]])
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._is_root = False
@@ -198,6 +199,9 @@ class Agent:
             self._questions.look()
             self._ask_supervisor()
             self._say_what_is_missing()
+            if self._is_leaving and self._is_next != self._agreement.is_next_to_leave:
+                self._is_next = not self._is_next
+                self._channel.send({"next_to_leave": self._is_next})
             if self._is_leaving and self._agreement.all_leave:
                 self._is_leaving = False
                 self._channel.send({"all_leave": True})

@@ -416,6 +416,15 @@ class Agreement:
         return all(peer.state.is_leaving for peer in self._peers.values())
 
     @property
+    def is_next_to_leave(self) -> bool:
+        """Whether no node before this one in the view has said that it is leaving.
+
+        Nodes leave one after the other, each in an attempt of its own: one may keep the replica of another's part.
+        """
+        before = self.view.ids[: self.view.ids.index(self.me.id)] if self.view is not None and self.is_member else ()
+        return not any(self._known[node].is_leaving for node in before if node in self._known)
+
+    @property
     def others_stay(self) -> bool:
         """Whether a node can be talked to that does not know yet how the job has ended."""
         return any(peer.state.result is None for peer in self._peers.values())

@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx._env import PREEMPTED_CODE, host_name
 from phalanx._last_words import LastWords
-from phalanx._snapshots import announce_restart
+from phalanx._snapshots import announce_restart, whole_regions
 from phalanx._text import counted
 from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.agreement import NODE_LOST
@@ -31,6 +31,7 @@ from phalanx.launch.replicas import Replicas
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.warden import die_with_parent, hold_signals
 
+_OTHERS_S = 0.5  # for other nodes to tell that they are leaving, too
 _LOOK_S = 1.0  # between looks whether the agent has asked anything
 
 
@@ -162,6 +163,10 @@ class _Orders:
         self._num_asked = 0  # how often it has asked whether this process lives, since it began
         self._how = ""  # the last attempt has ended here
         self._leaves_at_s = 0.0  # at the latest; 0: this node stays
+        self._leaves_from_s = 0.0  # once others that are leaving have been heard of
+        self._is_next = True  # of the nodes that are leaving
+        self._goes = False  # its ranks have ended for it to leave
+        self._old_attempt = 0  # whose snapshots are older than the attempt after which it leaves; 0: there are none
 
     def __enter__(self) -> _Orders:
         ranks, job = self._ranks, self._job
@@ -216,7 +221,7 @@ class _Orders:
         while not self._pending:
             if self._ranks.received is not None:
                 return None
-            if self._leaves_at_s and self._how != "succeeded":
+            if self._has_to_go:
                 self._ranks.keep_reason("left the job, which was asked of it by SIGTERM (--drain)")
                 self._ranks.say(f"this node has left the job; exit code {PREEMPTED_CODE}, start it again to join")
                 raise SystemExit(PREEMPTED_CODE)
@@ -237,8 +242,29 @@ class _Orders:
         self._running = "start" in order
         self._stopped = False
         self._steps = None
+        if self._leaves_at_s:
+            self._steps = newest_steps(self._ranks.snapshots_fd)
+            self._old_attempt = self._newest_attempt()
         self._attempt = order["start"]["restart_count"] if self._running else 0
         return order
+
+    @property
+    def _has_to_go(self) -> bool:
+        """Whether this node leaves now that its ranks do not run.
+
+        If they have ended for another reason, it stays for the next attempt: others may lack what it has.
+        """
+        is_late = time.monotonic() > self._leaves_at_s
+        return self._leaves_at_s > 0 and self._how != "succeeded" and (self._goes or not self._how or is_late)
+
+    def _may_go(self, now_s: float) -> bool:
+        """Whether it is this node's turn to leave, and its ranks have loaded what others may lack."""
+        has_loaded = not self._old_attempt or self._newest_attempt() > self._old_attempt
+        return now_s >= self._leaves_from_s and self._is_next and has_loaded
+
+    def _newest_attempt(self) -> int:
+        own = (region.head.attempt for region in whole_regions(self._ranks.snapshots_fd) if region.is_own)
+        return max(own, default=0)
 
     def report(self, number: int, culprit: Outcome | None) -> None:
         """Tell the agent how this node's ranks ended, of which start."""
@@ -263,14 +289,17 @@ class _Orders:
             self._channel.send({"ask_for": num_ranks})
         if self._steps is None:
             return False
-        steps = newest_steps(self._ranks.snapshots_fd)
-        is_late = 0 < self._leaves_at_s < time.monotonic()
+        steps, now_s = newest_steps(self._ranks.snapshots_fd), time.monotonic()
+        is_late = 0 < self._leaves_at_s < now_s
+        if self._leaves_at_s and not is_late and not self._may_go(now_s):
+            return False
         if not steps or is_ahead(steps, self._steps) or is_late:
             self._steps = None
             announce_restart(self._ranks.snapshots_fd, self._attempt)
             self._channel.send({"whole": True})
-            self._stopped |= self._leaves_at_s > 0
-            return self._leaves_at_s > 0
+            self._goes = self._leaves_at_s > 0
+            self._stopped |= self._goes
+            return self._goes
         return False
 
     def _leave(self, why: str) -> None:
@@ -280,7 +309,8 @@ class _Orders:
         self._ranks.drain = None  # from now on SIGTERM means what it always does
         self._ranks.say(f"{why}: this node leaves the job after the next snapshot, and the others go on")
         self._channel.send({"leave": True})
-        self._leaves_at_s = time.monotonic() + self._job.grace_s / 2
+        now_s, patience_s = time.monotonic(), self._job.grace_s / 2
+        self._leaves_at_s, self._leaves_from_s = now_s + patience_s, now_s + min(_OTHERS_S, patience_s)
         self._steps = newest_steps(self._ranks.snapshots_fd)
 
     def _take(self) -> None:
@@ -303,6 +333,8 @@ class _Orders:
                 self._ranks.say("no other node stays, so the ranks are asked to save and to make room")
                 self._leaves_at_s, self._steps = 0.0, None
                 self._ranks.events.note(signal.SIGTERM)
+            elif "next_to_leave" in packet:
+                self._is_next = packet["next_to_leave"]
             elif "watch" in packet:
                 self._steps = newest_steps(self._ranks.snapshots_fd)
             elif "stop" in packet or "joins" in packet:
