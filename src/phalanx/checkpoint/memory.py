@@ -225,7 +225,9 @@ class SnapshotMemory:
 
     def num_hosts(self) -> int:
         """Return how many hosts have what this one has of the newest safe snapshot; 0 if there is none."""
-        if self.problem or self._slots.safe is None:
+        if (
+            self.problem or self._slots.safe is None or self._slots.safe[0] != self._attempt
+        ):  # loaded: hosts may be lost
             return 0
         if not self._is_parted:
             return self._num_hosts
