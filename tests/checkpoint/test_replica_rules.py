@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from phalanx.checkpoint.holdings import Held, newest_of
+from phalanx.checkpoint.holdings import Held, lost_of, newest_of
 from phalanx.checkpoint.slots import Slots
 
 FOLDER = b"f" * 16
@@ -146,3 +146,10 @@ def test_whichever_hosts_are_lost_at_any_moment_one_snapshot_is_whole(num_hosts,
                             receive(hosts[(rank + further) % num_hosts], rank, moment, safe)
                             check(hosts, num_replicas, safe)
                     host.has_copied = True
+
+
+def test_what_no_host_has_any_more_is_named_if_nothing_else_is_whole():
+    left = [Held(1, 30, FOLDER, 4, (3, 1)), Held(1, 20, FOLDER, 4, (0, 1))]
+    assert lost_of([left, [Held(1, 30, FOLDER, 4, (1,))]], FOLDER) == (30, (0, 2))
+    assert lost_of([left, [Held(1, 20, FOLDER, 4, (2, 3))]], FOLDER) is None
+    assert lost_of([left], b"another") is None

@@ -84,6 +84,23 @@ def newest_of(by_rank: Sequence[Sequence[Held]], folder: bytes) -> Choice | None
     return None
 
 
+class Lost(NamedTuple):
+    """A snapshot that can't be loaded, and the images of it that no host holds."""
+
+    step: int
+    numbers: tuple[int, ...]
+
+
+def lost_of(by_rank: Sequence[Sequence[Held]], folder: bytes) -> Lost | None:
+    """Return what is left of a folder's newest snapshot if no snapshot is whole; None if one is, or nothing is left."""
+    ours = [held for of_rank in by_rank for held in of_rank if held.folder == folder]
+    if not ours or newest_of(by_rank, folder) is not None:
+        return None
+    newest = max(ours, key=lambda held: held.moment)
+    here = _images([held for held in ours if held.moment == newest.moment], newest.world_size)
+    return Lost(newest.step, tuple(number for number in range(newest.world_size) if number not in here))
+
+
 def _sizes(at_moment: Sequence[Sequence[Held]]) -> list[int]:
     return sorted({held.world_size for of_rank in at_moment for held in of_rank})
 

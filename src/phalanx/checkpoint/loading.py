@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 from phalanx._errors import CheckpointError, printable, warn_caller
 from phalanx._rank_group import RankGroup
+from phalanx._text import named
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
 from phalanx.checkpoint.blocks import Reader
 from phalanx.checkpoint.folder import Checkpoint, Damaged
-from phalanx.checkpoint.holdings import Held, newest_of
+from phalanx.checkpoint.holdings import Held, lost_of, newest_of
 from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.memory import digest_of, memory
 from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore, survey
@@ -156,6 +157,10 @@ def _agreed_candidates(
         raise_problems("load", [f"loads step {answer[1]} from {answer[0]}" for answer in answers])
     problem, path, candidates = answers[0][2:]
     raise_problems("load", [problem])
+    if ranks.rank == 0 and step == "latest" and (lost := lost_of(held, digest_of(path))) is not None:
+        parts = f"{'the part' if len(lost.numbers) == 1 else 'parts'} of {named('rank', lost.numbers)}"
+        where = f"step {candidates[0][1]} on disk" if candidates else "the beginning"
+        _say(f"no host has {parts} of the snapshot of step {lost.step} in memory any more: going on from {where}")
     return path, candidates
 
 
@@ -168,8 +173,12 @@ def _say_missing(path: str, rank: int, missing: str) -> None:
             entry="checkpoint-missing",
         )
     if missing == "note" and rank == 0:
-        with contextlib.suppress(OSError, ValueError):  # the log may lie on a disk that is full
-            print(f"phalanx: checkpoint.load: {said}: starting from the beginning", file=sys.stderr, flush=True)
+        _say(f"{said}: starting from the beginning")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the log may lie on a disk that is full
+        print(f"phalanx: checkpoint.load: {text}", file=sys.stderr, flush=True)
 
 
 def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> tuple[str, str, list[tuple[str, int]]]:

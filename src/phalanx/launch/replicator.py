@@ -99,6 +99,7 @@ class Replicator:
                 self._num_failures.clear()
                 self._asked_again_s.clear()
                 self._has.clear()
+                self._rests_until_s = 0.0  # what is lost is replicated again at once
                 for name in self._wires.keys() - {holder["id"] for holder in self._holders}:
                     self._wires.pop(name).close()
         return self._channel.alive
