@@ -449,6 +449,7 @@ def _rules(job: dict[str, Any]) -> Rules:
         last_call_s=float(config.get("last_call_timeout", _LAST_CALL_S)),
         has_positions=job["rdzv_backend"] == "static",
         spares=job["spares"],
+        room_s=job["grace_s"],
     )
 
 

@@ -84,6 +84,8 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 raise SystemExit(1)
             elif "finish" in order:
                 return _finish(ranks, job, size, order["finish"])
+        if ranks.has_made_room:
+            orders.await_end()
         return None
 
 
@@ -101,10 +103,14 @@ def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Mapping[str, A
     """Return why the job ends here; None if all went well.
 
     Raises:
-        SystemExit: Another node was lost; that has been said.
+        SystemExit: Another node was lost, or all others have made room; that has been said.
     """
     if cause is None:
         return None
+    if cause["made_room"] and not ranks.has_made_room:
+        ranks.keep_reason("ended with the job, which has made room")
+        ranks.say(f"the ranks of the job have saved and made room; exit code {PREEMPTED_CODE}, start again to go on")
+        raise SystemExit(PREEMPTED_CODE)
     if cause["kind"] == NODE_LOST:
         ranks.keep_reason(f"gave up: {cause['message']}")
         ranks.say(f"{cause['message']}; exit code 1")
@@ -243,6 +249,8 @@ class _Orders:
     def report(self, number: int, culprit: Outcome | None) -> None:
         """Tell the agent how this node's ranks ended, of which start."""
         self._running = False
+        if culprit is not None and culprit.ended_for_restart:  # the other nodes know of it, or will in a moment
+            self._stopped, culprit = True, None
         self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
         cause = None
         if culprit is not None:
@@ -250,6 +258,14 @@ class _Orders:
             what_follows = self._size.after_failure(culprit, lived_s=lived_s, may_leave=self.may_restart)
             cause = cause_of(culprit) | what_follows
         self._channel.send({"ended": self._how, "number": number, "cause": cause})
+
+    def await_end(self) -> None:
+        """Return when the other nodes have made room, too: they would take this one's end before that for a loss."""
+        deadline = time.monotonic() + self._job.grace_s
+        while time.monotonic() < deadline and self._channel.alive and not self._ranks.is_killing:
+            if any("finish" in order or "give_up" in order for order in self._pending):
+                return
+            self._ranks.wait(_LOOK_S)
 
     def look(self) -> bool:
         """Tell the agent, if it waits for that, when a snapshot has just been taken; at once if there are none.
@@ -330,6 +346,7 @@ def cause_of(end: Outcome) -> dict[str, Any]:
         "is_victim": end.is_victim,
         "num_ranks": -1,
         "is_free": False,
+        "made_room": end.made_room,
         # Short enough for a packet, also where JSON writes twelve bytes for a character.
         "kind": end.last_words.kind[:200],
         "message": end.last_words.message[:1000],
@@ -377,6 +394,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "num_local_ranks": job.num_local_ranks,
         "max_restarts": job.max_restarts,
         "spares": job.spares,
+        "grace_s": job.grace_s,
         "drain_file": job.drain_file,
         "drain_url": job.drain_url,
         "script": _script_of(job.command),
