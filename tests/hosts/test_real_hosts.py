@@ -282,9 +282,7 @@ def test_a_host_that_is_started_again_finds_the_job_that_moved_on(jobs, tmp_path
             await_size(job, 3)
         (tmp_path / "enough").touch()
         for job in jobs[1:]:
-            assert (
-                job.communicate(timeout=LIMIT_S)[1].count("nodes of the job: 3, before 2: the ranks start again") <= 1
-            )
+            assert job.communicate(timeout=LIMIT_S)[1].count("nodes of the job: 3, before 2: all go on together") <= 1
             assert job.returncode == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import selectors
 import socket
 import struct
@@ -18,7 +19,7 @@ import phalanx
 from phalanx.launch.agreement import Group, Node, State, View
 from phalanx.launch.links import Links, open_door
 from phalanx.launch.messages import as_line, read_line, read_node, read_state, read_view
-from tests.launch.jobs import LIMIT_S
+from tests.launch.jobs import LIMIT_S, write_script
 from tests.launch.test_nodes import LEAVE, MEET, nodes
 
 __all__ = ["nodes"]  # a fixture
@@ -26,7 +27,7 @@ __all__ = ["nodes"]  # a fixture
 NODE = Node("a1", "host-a", "10.0.0.1", 29500, 4, 2)
 CAUSE = {
     "rank": 3, "pid": 4, "returncode": 1, "kind": "ValueError", "message": "x", "folder": "f", "host": "h",
-    "is_victim": False, "lines": ["x"], "num_ranks": 2, "is_free": True,
+    "is_victim": False, "lines": ["x"], "num_ranks": 2, "is_free": True, "made_room": True,
 }  # fmt: skip
 VIEW = View((3, 4), "a1", (NODE,), 5, 2, CAUSE, (Group("b", ("b", "c")),), (("10.0.0.1", 29500),), "b")
 STATE = State(
@@ -81,7 +82,11 @@ STRANGERS = {  # what they say, and what they are answered beside the greeting
     b"[" * 100_000 + b"\n": "",
     greeting(job="theirs"): "runs another job at this place: its --rdzv-id is 'job'",
     greeting(phalanx="0.0.1"): f"has phalanx {phalanx.__version__}, and this host 0.0.1",
-    greeting(nodes=[1, 5, 0]): "was started with --nnodes 2:2, and this host with another",
+    greeting(nodes=[1, 5, 1]): "was started with --nnodes 2, and this host with --nnodes 1:5 --spares 1",
+    greeting(nodes=["1"]): "was started with --nnodes 2, and this host with another --nnodes",
+    greeting(backend="etcd"): "was started with --rdzv-backend static, and this host with etcd",
+    greeting(backend="static", silence_s=15): "that allow 2 s of silence, and this host with 15 s: they must be",
+    greeting(script={"name": "other.py"}): "runs train.py at this place, and this is other.py: give it an --rdzv-id",
     greeting(node={"id": 3}): "",
     greeting(node={**vars(NODE), "position": 1}) + b'{"state": {"term": "x"}}\n': "",
     b'{"refused": "go away"}\n': "",
@@ -133,7 +138,7 @@ def test_a_node_that_is_none_of_the_job_is_told_so_and_ends(nodes):
     group.start("--rdzv-id", "theirs")
     out, err = group.started[1].communicate(timeout=LIMIT_S)
     assert (group.started[1].returncode, out) == (1, "")
-    assert "runs another job at this place: its --rdzv-id is 'job'" in err
+    assert re.search(r"not let in at \S+: \S+ runs another job at this place: its --rdzv-id is 'job'", err)
     group.start(rank=1)
     assert [code for code, _, _ in group.finish()][::2] == [0, 0]
 
@@ -248,3 +253,21 @@ def test_a_stranger_that_resets_its_connection_disturbs_nobody(two):
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         pump(two)
     assert [what[0] for what in two[0].told] == ["linked"]
+
+
+def test_a_script_of_another_name_is_not_let_in_and_the_job_is_undisturbed(nodes, tmp_path):
+    group = nodes("print('training', flush=True)\nwhile not os.path.exists('end'): time.sleep(0.02)")
+    flags = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "3", "--rdzv-id", "none")
+    first = group.start(*flags, backend="c10d", nnodes="1:2")
+    assert "training" in first.stdout.readline()
+    stranger = group.start(*flags, backend="c10d", nnodes="1:2", script=write_script(tmp_path, "", "other.py"))
+    out, err = stranger.communicate(timeout=LIMIT_S)
+    assert (stranger.returncode, out) == (1, "")
+    here = socket.gethostname()
+    want = f"{here} runs train.py at this place, and this is other.py: give it an --rdzv-id or a port of its own"
+    assert re.search(rf"not let in at \S+: {re.escape(want)}", err), err
+    (tmp_path / "end").touch()
+    (code, out, err), _ = group.finish()
+    assert (code, out) == (0, "")
+    assert "nodes of the job" not in err
+    assert "other.py" not in err

@@ -44,3 +44,15 @@ def test_what_may_go_well_is_tried_again(tmp_path, failure):
     done = run_job(tmp_path, failure, "--max-restarts", "1")
     assert done.returncode == 0, done.stderr
     assert "phalanx run: restart 1 of 1" in done.stderr
+
+
+def test_the_end_says_that_the_restarts_are_used_and_which_flag_gives_more(tmp_path):
+    fails = "time.sleep(0.1 * RANK)\nos._exit(3)\n"
+    done = run_job(tmp_path, fails, "--max-restarts", "1", "--no-preload")
+    assert done.returncode == 3, done.stderr
+    used = "phalanx run: 1 of 1 restarts are used; raise --max-restarts\n"
+    assert done.stderr.count(used) == 1
+    assert used in done.stderr.partition("restart 1 of 1")[2]
+    done = run_job(tmp_path, fails, "--no-preload")
+    assert done.returncode == 3, done.stderr
+    assert "restarts are used" not in done.stderr

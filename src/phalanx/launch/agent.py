@@ -74,7 +74,8 @@ class Agent:
         self._questions = Questions(os.getppid(), self._selector, self._links)
         self._differ: set[str] = set()  # hosts that run another script
         self._told: State | None = None
-        self._told_s = self._dialed_s = self._joining_s = 0.0
+        self._told_s = self._dialed_s = 0.0
+        self._joining_s = time.monotonic()
         self._times: dict[str, tuple[float, float]] = {}  # when each peer's last was sent, by its clock, and came
         self._clocks = Clocks()
         self._nodes: dict[str, Node] = {}  # that are linked
@@ -88,6 +89,11 @@ class Agent:
         name = json.dumps([job["run_id"], job["rdzv_endpoint"], job["rdzv_backend"]])
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._is_root = False
+
+    @property
+    def waited_s(self) -> float:
+        """How long this node has waited for others, or for a name to have an address."""
+        return time.monotonic() - self._joining_s
 
     # ------------------------------------------------------------ the way in
 
@@ -362,19 +368,30 @@ class Agent:
             return f"{here} runs another job at this place: its --rdzv-id is {ours['job']!r}"
         if any(greeting.get(name) != ours[name] for name in ("phalanx", "protocol")):
             return f"{here} has phalanx {ours['phalanx']}, and this host {str(greeting.get('phalanx'))[:40]}"
+        script = greeting.get("script")
+        name = str(script.get("name"))[:100] if isinstance(script, dict) else ours["script"]["name"]
+        if name != ours["script"]["name"]:
+            return (
+                f"{here} runs {ours['script']['name']} at this place, and this is {name}: give it an --rdzv-id or a "
+                "port of its own"
+            )
         if greeting.get("nodes") != ours["nodes"]:
-            spares = f" --spares {rules.spares}" if rules.spares else ""
-            asked = f"--nnodes {rules.min_nodes}:{rules.max_nodes}{spares}"
-            return f"{here} was started with {asked}, and this host with another"
+            there, asked = _flags_of_nodes(greeting.get("nodes")), _flags_of_nodes(ours["nodes"])
+            return f"{here} was started with {asked}, and this host with {there}"
         if greeting.get("backend") != ours["backend"]:
-            return f"{here} was started with --rdzv-backend {ours['backend']}, and this host with another"
+            there = str(greeting.get("backend"))[:40]
+            return f"{here} was started with --rdzv-backend {ours['backend']}, and this host with {there}"
         if greeting.get("silence_s") != ours["silence_s"]:
-            return f"{here} was started with other keep_alive settings in --rdzv-conf: they must be the same on all"
+            there = str(greeting.get("silence_s"))[:40]
+            return (
+                f"{here} was started with keep_alive settings in --rdzv-conf that allow {rules.silence_s:g} s of "
+                f"silence, and this host with {there} s: they must be the same on all"
+            )
         self._compare_script(greeting)
         return ""
 
     def _compare_script(self, greeting: dict[str, Any]) -> None:
-        """Say it if another node runs another script, or with other arguments: that may be meant."""
+        """Say it if another node's script of the same name differs, or has other arguments: that may be meant."""
         theirs, ours, node = greeting.get("script"), self._job["script"], greeting.get("node")
         host = str(node.get("host", ""))[:300] if isinstance(node, dict) else ""
         if not isinstance(theirs, dict) or theirs == ours or host in self._differ:
@@ -414,6 +431,7 @@ class Agent:
                 if node.id != self._me.id and before.get(node.id, node.num_ranks) != node.num_ranks
             ]
             order = {"start": attempt, "number": self._num_starts, "replicas": holders, "resized": resized}
+            order["restarts"] = what["restarts"]
             self._channel.send(order)
         else:
             self._channel.send(what)
@@ -432,6 +450,15 @@ class Agent:
 def _place(text: str) -> Place:
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _flags_of_nodes(told: Any) -> str:
+    """Return the flags with which a node was started that sends these numbers in its greeting."""
+    if not (isinstance(told, list) and len(told) == 3 and all(type(number) is int for number in told)):
+        return "another --nnodes"
+    least, most, spares = told
+    nodes = f"--nnodes {least}" if least == most else f"--nnodes {least}:{most}"
+    return f"{nodes} --spares {spares}" if spares else nodes
 
 
 def _named(cause: Any) -> Any:
@@ -453,17 +480,19 @@ def _rules(job: dict[str, Any]) -> Rules:
         last_call_s=float(config.get("last_call_timeout", _LAST_CALL_S)),
         has_positions=job["rdzv_backend"] == "static",
         spares=job["spares"],
+        room_s=job["grace_s"],
     )
 
 
 def main() -> None:
     channel = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
     try:
-        Agent(channel, json.loads(sys.argv[2])).run()
+        agent = Agent(channel, json.loads(sys.argv[2]))
+        agent.run()
     except _Refused as error:
-        channel.send({"give_up": str(error)})
+        channel.send({"give_up": str(error), "is_refused": True})
     except TimeoutError as error:
-        channel.send({"give_up": str(error), "is_alone": True})
+        channel.send({"give_up": str(error), "after_s": agent.waited_s})
     except Exception as error:
         channel.send({"give_up": f"{type(error).__name__}: {error}"})
     with contextlib.suppress(OSError):

@@ -181,6 +181,7 @@ class Rules:
         join_s: Seconds that new nodes wait for the ranks to take a snapshot, before all start again without.
         has_positions: Whether nodes have fixed numbers.
         spares: Number of nodes beyond the largest that are to wait.
+        room_s: Seconds for all ranks to end, once some have made room.
     """
 
     min_nodes: int
@@ -191,6 +192,7 @@ class Rules:
     join_s: float = 10.0
     has_positions: bool = False
     spares: int = 0
+    room_s: float = 30.0
 
 
 class Acts(Protocol):
@@ -667,13 +669,20 @@ class Agreement:
     def _watch(self, view: View) -> None:
         """End the attempt if it can't go on, or could with more nodes."""
         cause = self._cause_of_end(view)
-        if cause is not None and cause["is_victim"]:  # what it fell victim to may show
+        if cause is not None and (patience_s := self._patience_s(view, cause)):
             if self._failed_since_s is None:
                 self._failed_since_s = self._now_s
-            if self._now_s - self._failed_since_s < CAUSE_S:
+            if self._now_s - self._failed_since_s < patience_s:
                 return
         if cause is not None or self._gone(view) or self._may_grow(view):
             self._cause, self._running = cause, NO_VIEW
+
+    def _patience_s(self, view: View, cause: Mapping[str, Any]) -> float:
+        """Return how long an attempt goes on after a failure: until its cause shows, or all ranks have made room."""
+        if cause.get("made_room"):
+            told = [self._peers[node].state for node in view.ids if node in self._peers]
+            return 0.0 if self._ranks == "idle" and all(state.is_idle for state in told) else self._rules.room_s
+        return CAUSE_S if cause["is_victim"] else 0.0
 
     def _may_grow(self, view: View) -> bool:
         """Whether the attempt can end now to go on with more nodes, or with more ranks on one.
@@ -723,6 +732,10 @@ class Agreement:
                 causes.append(_loss(view, number, "it could not reach the others for a while") | {"is_victim": True})
         if gone:  # whoever fell victim did so to those
             causes = [cause for cause in causes if not cause["is_victim"]]
+        if room := [
+            cause for cause in causes if cause.get("made_room")
+        ]:  # asked for: whatever came of it is no failure
+            return room[0]
         return min(causes, key=lambda cause: (cause["is_victim"], cause["returncode"] > 0), default=None)
 
     def _gone(self, view: View) -> set[str]:
@@ -764,7 +777,8 @@ class Agreement:
             is_counted = self._has_started and cause is not None and not cause.get("is_free")
             restarts = view.restarts + is_counted
             self._cause = cause if self._has_started else None
-        if restarts > rules.max_restarts or (cause is not None and cause["kind"] == OTHER_SIDE):
+        is_last = cause is not None and (cause["kind"] == OTHER_SIDE or cause.get("made_room"))
+        if is_last or restarts > rules.max_restarts:
             self.result = {"cause": cause}
             return
         self._judge(cause)

@@ -75,6 +75,13 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
             ranks.say(step)
 
 
+def words_of_used_restarts(job: Job, num_restarts: int) -> str:
+    """Return that a job ends because its restarts are used; nothing if there are some left, or it had none."""
+    if not job.max_restarts or num_restarts < job.max_restarts:
+        return ""
+    return f"{num_restarts} of {job.max_restarts} restarts are used; raise --max-restarts"
+
+
 def say_failure(ranks: Supervisor, culprit: Outcome) -> None:
     """Say what failed, before the ranks are started again."""
     ranks.say(brief_report(culprit))
@@ -131,7 +138,7 @@ class Course:
             return [why]
         if self._num_restarts == job.max_restarts:
             self.is_over = True
-            return []
+            return [*filter(None, [words_of_used_restarts(job, self._num_restarts)])]
         is_fixed = job.min_local_ranks == job.num_local_ranks
         mistake = _common_mistake(ends) if is_fixed and not has_progress and lived_s < AT_ONCE_S else ""
         if mistake:

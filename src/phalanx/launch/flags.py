@@ -22,6 +22,8 @@ from phalanx._env import REPLACE_VARIABLE, is_off, is_on, is_service_link, repla
 from phalanx._memory import CHOICES
 
 RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"
+STATIC_CALL = "phalanx run --nnodes 2 --node-rank 0 --master-addr HOST train.py"
+ELASTIC_CALL = "phalanx run --nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT train.py"
 PROVIDERS = ("aws", "gcp", "azure")
 """Providers whose notices `notices` knows."""
 _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # nobody can handle them
@@ -424,7 +426,8 @@ def read_flags(
         try:
             settings[name] = Setting(flag.parse(text), origin)
         except ValueError as error:
-            raise UsageError(f"{origin} {error}, got {text!r}") from None
+            right = ELASTIC_CALL if name == "nnodes" else ""
+            raise UsageError(f"{origin} {error}, got {text!r}", right) from None
     return settings, target
 
 
@@ -454,7 +457,7 @@ _ELSEWHERE = {
         _HOSTS_ELSEWHERE,
         (
             "phalanx run is started on each node, and told how many there are",
-            "phalanx run --nnodes 2 --node-rank 0 --master-addr HOST train.py",
+            STATIC_CALL,
         ),
     ),
     "--run-path": ("the script always runs as python runs it: leave it out", "phalanx run train.py [args]"),

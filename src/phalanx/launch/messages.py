@@ -136,5 +136,6 @@ def read_cause(told: Any) -> dict[str, Any]:
         "is_victim": told.get("is_victim") is True,
         "num_ranks": num_ranks,
         "is_free": told.get("is_free") is True,
+        "made_room": told.get("made_room") is True,
         "lines": [str(line)[:300] for line in (lines if isinstance(lines, list) else [])[:_MOST_LINES]],
     }

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from phalanx._env import PREEMPTED_CODE, host_name
 from phalanx._last_words import LastWords
@@ -18,7 +18,7 @@ from phalanx._snapshots import announce_restart, whole_regions
 from phalanx._text import counted
 from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.agreement import NODE_LOST
-from phalanx.launch.attempts import say_failure
+from phalanx.launch.attempts import say_failure, words_of_used_restarts
 from phalanx.launch.deadlines import AGENT_S, ANSWERS_S, NODES_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.folding import ROWS, fold
@@ -41,7 +41,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
     Raises:
         SystemExit: The nodes did not meet; what to look at has been said.
     """
-    num_nodes, num_restarts, failure = 0, 0, None
+    num_nodes, num_attempts, num_restarts, failure = 0, 0, 0, None
     size = SharedSize(job, ranks.snapshots_fd)
     with _Orders(ranks, job, size) as orders:
         ranks.note_state("waiting for other nodes")
@@ -52,20 +52,22 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
             if "start" in order:
                 attempt = Attempt(**order["start"])
                 why = size.begin(attempt.num_local_ranks, failure)
-                for line in _changes(order, num_nodes, why, failure):
+                was_away = attempt.restart_count > num_attempts
+                for line in _changes(order, num_nodes, why, failure, was_away=was_away):
                     ranks.say(line)
                 if num_nodes and failure is None:
                     ranks.recovery.planned(ranks.ends)
-                num_nodes, failure = attempt.num_nodes, None
+                num_nodes, num_attempts, failure = attempt.num_nodes, attempt.restart_count + 1, None
+                num_restarts = order["restarts"]
                 orders.may_restart = num_restarts < job.max_restarts
                 orders.replicate(order["replicas"])
                 may_keep = orders.may_restart or size.is_trial
                 orders.report(order["number"], ranks.run_attempt(attempt, until=orders.look, may_keep=may_keep))
             elif "restart" in order:
-                failure, num_restarts = order["restart"], order["number"]
+                failure = order["restart"]
                 _note_failure(ranks, failure, order["sign"])
                 if not failure["is_free"]:
-                    ranks.say(f"restart {num_restarts} of {job.max_restarts}")
+                    ranks.say(f"restart {order['number']} of {job.max_restarts}")
             elif "unresolved" in order:
                 ranks.say(
                     f"{order['unresolved']}: waiting for it. {_flag_of_host(job)}, or add it to DNS or /etc/hosts"
@@ -77,15 +79,26 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 ranks.note_state(order["waiting"])
                 ranks.say(order["waiting"])
             elif "give_up" in order:
-                ranks.keep_reason(f"gave up: {order['give_up']}")
-                name = repr(job.run_id) if job.run_id != "none" else "this job"
-                ranks.say(f"the nodes of {name} lost each other at {_endpoint(job)}: {order['give_up']}")
-                if "is_alone" in order:
-                    ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
-                raise SystemExit(1)
+                _give_up(ranks, job, order)
             elif "finish" in order:
-                return _finish(ranks, job, size, order["finish"])
+                return _finish(ranks, job, size, order["finish"], num_restarts)
+        if ranks.has_made_room:
+            orders.await_end()
         return None
+
+
+def _give_up(ranks: Supervisor, job: Job, order: Mapping[str, Any]) -> NoReturn:
+    """Say why this node takes no part in the job any more, and what to look at."""
+    why, after_s = order["give_up"], order.get("after_s")
+    ranks.keep_reason(f"was not let in: {why}" if "is_refused" in order else f"gave up: {why}")
+    if "is_refused" in order:
+        ranks.say(f"not let in at {_endpoint(job)}: {why}")
+    elif after_s is not None:
+        ranks.say(f"gave up after {after_s:.0f} s at {_endpoint(job)}: {why}")
+        ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
+    else:
+        ranks.say(f"gave up the job at {_endpoint(job)}: {why}")
+    raise SystemExit(1)
 
 
 def _note_failure(ranks: Supervisor, failure: Mapping[str, Any], sign: Mapping[str, Any] | None) -> None:
@@ -98,38 +111,55 @@ def _note_failure(ranks: Supervisor, failure: Mapping[str, Any], sign: Mapping[s
         ranks.recovery.lost_rank(_end_of(failure), ranks.ends)
 
 
-def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Mapping[str, Any] | None) -> Outcome | None:
+def _finish(
+    ranks: Supervisor, job: Job, size: SharedSize, cause: Mapping[str, Any] | None, num_restarts: int
+) -> Outcome | None:
     """Return why the job ends here; None if all went well.
 
     Raises:
-        SystemExit: Another node was lost; that has been said.
+        SystemExit: Another node was lost, or all others have made room; that has been said.
     """
     if cause is None:
         return None
+    if cause.get("made_room") and not ranks.has_made_room:
+        ranks.keep_reason("ended with the job, which has made room")
+        ranks.say(f"the ranks of the job have saved and made room; exit code {PREEMPTED_CODE}, start again to go on")
+        raise SystemExit(PREEMPTED_CODE)
     if cause["kind"] == NODE_LOST:
-        ranks.keep_reason(f"gave up: {cause['message']}")
+        used = words_of_used_restarts(job, num_restarts)
+        ranks.keep_reason("; ".join(filter(None, [f"gave up: {cause['message']}", used])))
         ranks.say(f"{cause['message']}; exit code 1")
+        if used:
+            ranks.say(used)
         if not job.max_restarts:
             ranks.say("with --max-restarts N the job goes on without it, or when it is back")
         raise SystemExit(1)
     if why := size.why_it_leaves(cause):
         ranks.say(f"{host_name()}: {why}: this node leaves the job")
+    elif used := words_of_used_restarts(job, num_restarts):
+        ranks.say(used)
     return _end_of(cause)
 
 
-def _changes(order: Mapping[str, Any], num_before: int, why: str, failure: Mapping[str, Any] | None) -> list[str]:
+def _changes(
+    order: Mapping[str, Any], num_before: int, why: str, failure: Mapping[str, Any] | None, *, was_away: bool
+) -> list[str]:
     """Return lines about what is different in an attempt: which nodes take part, and with how many ranks.
 
     Args:
         num_before: Number of nodes before; 0: this is the first attempt.
         why: Why this node has another number of ranks; empty: it has not.
         failure: Why the attempt before failed; None: it did not.
+        was_away: Whether the others have made an attempt without this node.
     """
     num_nodes, resized, lines = order["start"]["num_nodes"], order["resized"], []
-    if num_before not in (0, num_nodes):
-        lines = [f"nodes of the job: {num_nodes}, before {num_before}: the ranks start again"]
+    if num_before and was_away:
+        lines = [f"nodes of the job: {num_nodes}; the others went on while this one was away, and now it is back"]
+    elif num_before not in (0, num_nodes):
+        go_on = "the others go on" if num_nodes < num_before else "all go on together"
+        lines = [f"nodes of the job: {num_nodes}, before {num_before}: {go_on}"]
     elif num_before and not (failure or resized or why):
-        lines = ["the ranks start again with as many nodes: one was replaced, or was away for a moment"]
+        lines = [f"nodes of the job: {num_nodes}, as before: one was replaced, or was away for a moment"]
     if why:
         lines.append(f"{host_name()}: {why}")
     for it in resized:
@@ -269,6 +299,8 @@ class _Orders:
     def report(self, number: int, culprit: Outcome | None) -> None:
         """Tell the agent how this node's ranks ended, of which start."""
         self._running = False
+        if culprit is not None and culprit.ended_for_restart:  # the other nodes know of it, or will in a moment
+            self._stopped, culprit = True, None
         self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
         cause = None
         if culprit is not None:
@@ -276,6 +308,14 @@ class _Orders:
             what_follows = self._size.after_failure(culprit, lived_s=lived_s, may_leave=self.may_restart)
             cause = cause_of(culprit) | what_follows
         self._channel.send({"ended": self._how, "number": number, "cause": cause})
+
+    def await_end(self) -> None:
+        """Return when the other nodes have made room, too: they would take this one's end before that for a loss."""
+        deadline = time.monotonic() + self._job.grace_s
+        while time.monotonic() < deadline and self._channel.alive and not self._ranks.is_killing:
+            if any("finish" in order or "give_up" in order for order in self._pending):
+                return
+            self._ranks.wait(_LOOK_S)
 
     def look(self) -> bool:
         """Tell the agent, if it waits for that, when a snapshot has just been taken; at once if there are none.
@@ -362,6 +402,7 @@ def cause_of(end: Outcome) -> dict[str, Any]:
         "is_victim": end.is_victim,
         "num_ranks": -1,
         "is_free": False,
+        "made_room": end.made_room,
         # Short enough for a packet, also where JSON writes twelve bytes for a character.
         "kind": end.last_words.kind[:200],
         "message": end.last_words.message[:1000],
@@ -409,6 +450,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "num_local_ranks": job.num_local_ranks,
         "max_restarts": job.max_restarts,
         "spares": job.spares,
+        "grace_s": job.grace_s,
         "drain_file": job.drain_file,
         "drain_url": job.drain_url,
         "script": _script_of(job.command),
@@ -417,9 +459,11 @@ def _settings(job: Job) -> dict[str, Any]:
 
 def _script_of(command: tuple[str, ...]) -> dict[str, str]:
     """Return what this node runs in a form that nodes can compare, and that gives no argument away."""
-    is_python = command[0] == sys.executable and len(command) > 1 and command[1] != "-m"
-    path, digest = command[1 if is_python else 0], hashlib.sha256()
+    is_python = command[0] == sys.executable and len(command) > 1
+    is_module = is_python and command[1] == "-m"
+    path, digest = command[1 if is_python and not is_module else 0], hashlib.sha256()
     with contextlib.suppress(OSError), open(path, "rb") as file:
         digest = hashlib.sha256(file.read())
     words = hashlib.sha256("\0".join(command[1:]).encode(errors="surrogateescape"))
-    return {"name": os.path.basename(path), "file": digest.hexdigest(), "words": words.hexdigest()}
+    name = command[2] if is_module else os.path.basename(path)
+    return {"name": name, "file": digest.hexdigest(), "words": words.hexdigest()}

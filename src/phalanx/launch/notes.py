@@ -13,6 +13,7 @@ from phalanx._files import write_whole
 
 _MODULES = "modules.json"
 _ROOM_MADE = "made_room"
+_RESTARTS = "ended_for_restart"
 _CHECKPOINTS = "checkpoints"
 
 
@@ -26,11 +27,25 @@ def has_made_room(rank_folder: str) -> bool:
     return os.path.exists(os.path.join(rank_folder, _ROOM_MADE))
 
 
+def has_ended_for_restart(rank_folder: str) -> bool:
+    """Return whether the rank of that folder has ended only because a restart is planned."""
+    return os.path.exists(os.path.join(rank_folder, _RESTARTS))
+
+
 def note_room_made() -> None:
     """Let the supervisor know that this rank was asked to end and has saved: any program may exit with that code."""
+    _note(_ROOM_MADE)
+
+
+def note_end_for_restart() -> None:
+    """Let the supervisor know that this rank ends for a planned restart, of which another host may have told it."""
+    _note(_RESTARTS)
+
+
+def _note(name: str) -> None:
     folder = _own_folder()
     if folder:
-        with contextlib.suppress(OSError), open(os.path.join(folder, _ROOM_MADE), "w"):
+        with contextlib.suppress(OSError), open(os.path.join(folder, name), "w"):
             pass
 
 

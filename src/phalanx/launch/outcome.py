@@ -14,7 +14,7 @@ from phalanx import _last_words
 from phalanx._env import PREEMPTED_CODE
 from phalanx._last_words import LastWords
 from phalanx.launch.causes import is_victim
-from phalanx.launch.notes import has_made_room
+from phalanx.launch.notes import has_ended_for_restart, has_made_room
 from phalanx.launch.tracebacks import STYLE, TORCH_PREFIX, find_last_block
 
 _MAX_PLAIN_LINES = 5  # of what a rank that raised nothing wrote last: it stands on the screen, too
@@ -97,6 +97,11 @@ class Outcome:
     def made_room(self) -> bool:
         """Whether it was asked to end, has saved its state, and can go on from there."""
         return self.exitcode == PREEMPTED_CODE and has_made_room(self.folder)
+
+    @property
+    def ended_for_restart(self) -> bool:
+        """Whether it has ended for a planned restart, maybe before its own launcher was told of it."""
+        return self.exitcode == PREEMPTED_CODE and has_ended_for_restart(self.folder)
 
     @property
     def raised(self) -> str:

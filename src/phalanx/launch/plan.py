@@ -17,7 +17,7 @@ from phalanx._memory import choose
 from phalanx._text import counted, format_ranges
 from phalanx.launch.cpus import Machine, count_gpus, divide, has_module, read_machine, torch_uses_gpus
 from phalanx.launch.environment import binds_threads, shared_environment
-from phalanx.launch.flags import Flag, Setting, read_flags
+from phalanx.launch.flags import ELASTIC_CALL, STATIC_CALL, Flag, Setting, read_flags
 from phalanx.launch.job import Job
 from phalanx.launch.run_folder import name_of
 from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
@@ -265,29 +265,37 @@ def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> Non
         )
     if settings["standalone"].value:
         if most > 1 and nnodes.origin.startswith("--"):
-            raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}")
+            raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}", STATIC_CALL)
         return
     if place is not None and most > 1 and not least <= place.num_nodes <= most + settings["spares"].value:
-        raise UsageError(f"{nnodes.origin} asks for {most} nodes, and {place.scheduler} started {place.num_nodes}")
+        started = f"{place.scheduler} started {place.num_nodes}"
+        raise UsageError(f"{nnodes.origin} asks for {most} nodes, and {started}", right=None)
     if most == 1 and settings["spares"].value:
-        raise UsageError("--spares is for jobs of at least 2 nodes: --nnodes 2 --spares 1, and 3 nodes in all")
+        raise UsageError(
+            "--spares is for jobs of at least 2 nodes: --nnodes 2 --spares 1, and 3 nodes in all", right=None
+        )
     if most == 1:
         return
     if settings["spares"].value and backend == "static":
         raise UsageError(
-            "--spares needs nodes without fixed numbers, and --rdzv-backend static gives them: leave that out"
+            "--spares needs nodes without fixed numbers, and --rdzv-backend static gives them: leave that out",
+            right=None,
         )
     if backend == "static":
         if least != most:
-            raise UsageError(f"{nnodes.origin} {least}:{most} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT")
+            needs = "needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT"
+            raise UsageError(f"{nnodes.origin} {least}:{most} {needs}", ELASTIC_CALL)
         node_rank = settings["node-rank"]
         if node_rank.value >= most:
-            raise UsageError(f"{node_rank.origin} must lie in [0, {most}), got {node_rank.value}")
+            raise UsageError(f"{node_rank.origin} must lie in [0, {most}), got {node_rank.value}", STATIC_CALL)
         given = [settings[name] for name in ("master-addr", "rdzv-endpoint")]
         if not any(setting.is_given for setting in given):
-            raise UsageError(f"{most} nodes need --master-addr HOST, the same on all, where node 0 listens")
+            raise UsageError(
+                f"{most} nodes need --master-addr HOST, the same on all, where node 0 listens", STATIC_CALL
+            )
     elif not settings["rdzv-endpoint"].value:
-        raise UsageError("--rdzv-backend c10d with several nodes needs --rdzv-endpoint HOST:PORT, the same on all")
+        needs = "needs --rdzv-endpoint HOST:PORT, the same on all"
+        raise UsageError(f"--rdzv-backend c10d with several nodes {needs}", ELASTIC_CALL)
 
 
 def rendezvous(settings: Mapping[str, Setting]) -> dict[str, Any]:

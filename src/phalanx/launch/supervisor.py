@@ -147,6 +147,11 @@ class Supervisor:
         """Whether every rank of the last attempt has saved because it was asked to end, and can go on."""
         return bool(self._ranks) and all(rank.end is not None and rank.end.made_room for rank in self._ranks)
 
+    @property
+    def is_killing(self) -> bool:
+        """Whether the ranks are being killed: a second signal asked for it, or a deadline has passed."""
+        return self._ending_by == signal.SIGKILL
+
     def run_attempt(
         self, attempt: Attempt, until: Callable[[], bool] | None = None, *, may_keep: bool = False
     ) -> Outcome | None:
@@ -423,7 +428,7 @@ class Supervisor:
         give_up_s = self._first_failure_s + CAUSE_S
         if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
             awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
-        if culprit.made_room:  # and so will the others
+        if culprit.made_room or culprit.ended_for_restart:  # and so will the others
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
             self.events.deadline = give_up_s

@@ -18,7 +18,7 @@ from phalanx._rank_group import RankGroup
 from phalanx.checkpoint.loading import why_not_loadable
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
-from phalanx.launch.notes import note_modules
+from phalanx.launch.notes import note_end_for_restart, note_modules
 from phalanx.parallel.sentinel import LEAST_OF_A_CYCLE
 from phalanx.record import writer
 from phalanx.session.survival import Survivor
@@ -462,6 +462,7 @@ class Trainer:
         # To have more ranks: this run goes on at once. Of several hosts, only one's launcher may have told so yet.
         if self._ranks.largest(memory().restart_is_planned):
             self._snapshots.take(self.step)
+            note_end_for_restart()
             raise SystemExit(PREEMPTED_CODE)
         if self._run_log.has_news:
             self._log()

@@ -1,0 +1,53 @@
+"""What a launcher says when nodes are lost, or come back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.launch.nodes import _changes
+from tests.launch.jobs import LIMIT_S
+from tests.launch.test_nodes import nodes
+
+__all__ = ["nodes"]  # a fixture
+
+
+def test_the_last_loss_says_that_the_restarts_are_used_and_phalanx_why_does_later(nodes, tmp_path):
+    group = nodes("print('training', os.environ['WORLD_SIZE'], flush=True)\nsignal.pause()")
+    for _ in range(3):
+        flags = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=60")
+        group.start(*flags, backend="c10d", nnodes="1:3")
+        group.wait_for_rendezvous()
+    first, second, third = group.started
+    for job in group.started:
+        assert "training 3" in job.stdout.readline()
+    third.kill()
+    for job in (first, second):
+        assert "training 2" in job.stdout.readline()
+    second.kill()
+    _, err = first.communicate(timeout=LIMIT_S)
+    assert first.returncode == 1
+    used = "1 of 1 restarts are used; raise --max-restarts"
+    assert err.endswith(f" was lost: its process has ended; exit code 1\nphalanx run: {used}\n")
+    assert "restart 1 of 1\nphalanx run: nodes of the job: 2, before 3: the others go on\n" in err
+    [folder] = tmp_path.glob("node0/*")
+    why = [sys.executable, "-m", "phalanx", "why", str(folder)]
+    assert used in subprocess.run(why, capture_output=True, text=True, timeout=LIMIT_S).stdout.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_before", "was_away", "said"),
+    [
+        (2, 0, False, []),
+        (1, 2, False, ["nodes of the job: 1, before 2: the others go on"]),
+        (2, 1, False, ["nodes of the job: 2, before 1: all go on together"]),
+        (2, 2, False, ["nodes of the job: 2, as before: one was replaced, or was away for a moment"]),
+        (2, 2, True, ["nodes of the job: 2; the others went on while this one was away, and now it is back"]),
+        (2, 0, True, []),  # it joins
+    ],
+)
+def test_a_change_of_the_nodes_is_told_from_where_this_one_stands(num_nodes, num_before, was_away, said):
+    order = {"start": {"num_nodes": num_nodes}, "resized": []}
+    assert _changes(order, num_before, "", None, was_away=was_away) == said
