@@ -95,6 +95,27 @@ def test_of_a_loop_by_hand_the_pieces_that_are_known_are_told(tmp_path, has_mode
     assert line.endswith("; 3 steps repeated" if has_model else ")")
 
 
+def test_a_collective_that_fails_is_no_progress(tmp_path):
+    source = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("phalanx")
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "1" and RANK:  # as a script that was changed on one host alone
+            dist.all_gather_object([None] * 2, "another call")
+        for _ in range(3):
+            dist.all_reduce(torch.zeros(1 + (RANK if attempt == "1" else 0)))
+        if attempt == "0":
+            os._exit(9)
+        """
+    done = run_job(tmp_path, source, "--max-restarts", "2")
+    assert done.returncode == 0, done.stderr
+    assert "CollectiveMismatch" in done.stderr
+    assert len(lines_of_recovery(done)) == 1, done.stderr  # of the third attempt
+    [run] = tmp_path.glob("runs/train/*/")
+    first, second = load_losses(run)
+    assert (first.is_over, second.is_over) == (False, True)
+
+
 def test_ranks_that_record_nothing_are_started_again_without_a_word_of_it(tmp_path):
     source = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and RANK: os._exit(3)\n"
     done = run_job(tmp_path, source, "--max-restarts", "1")

@@ -222,7 +222,7 @@ class Supervisor:
             self._keep_deadline()
         self.events.deadline = None
         self._chorus.flush()
-        self.recovery.look(is_last=True)
+        self.recovery.look(ends=self.ends)
         self._save_boxes()
 
     def dismiss_survivors(self) -> None:
