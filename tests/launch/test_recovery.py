@@ -71,6 +71,9 @@ def test_a_killed_rank_is_told_with_its_phases_on_the_screen_in_why_and_in_the_r
     number = r"\d+\.\d\d?"
     phases = rf"\(noticed {number}, ended {number}, started {number}, loaded {number}, first step {number}\)"
     assert re.fullmatch(rf"going on at step 41 after {number} s {phases}; (19|20) steps repeated", line)
+    said = [line for line in done.stderr.splitlines() if line.startswith("phalanx run: ")]
+    assert (run / "launch.log").read_text().splitlines() == said
+    assert any("restart 1 of 1" in one for one in said)
     why = subprocess.run(
         [sys.executable, "-m", "phalanx", "why", str(run)], capture_output=True, text=True, timeout=60, check=True
     )

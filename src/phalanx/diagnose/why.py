@@ -71,13 +71,11 @@ def main(args: Sequence[str]) -> int:
 
 
 def _brief(answer: Answer) -> int:
-    """Print the sentence for a rank that asks by itself, if it says more than that rank can know."""
+    """Print the sentence; return 1 if it says no more than a rank knows that asks by itself."""
     seen = [one.look.stacks.threads for one in answer.seen if one.doing.rank in answer.finding.culprits]
     tells_more = any(seen) or answer.finding.kind in ("elsewhere", "starting") or answer.job.has_ended
-    if not tells_more:
-        return 1
     print(printable(_sentence(answer)))
-    return 0
+    return 0 if tells_more else 1
 
 
 def _sentence(answer: Answer) -> str:

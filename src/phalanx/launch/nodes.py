@@ -73,8 +73,9 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 ranks.say(f"{order['joins']}: this node has stopped its ranks, and joins it")
                 num_nodes = 0
             elif "waiting" in order:
-                ranks.note_state(order["waiting"])
-                ranks.say(order["waiting"])
+                what, left_s = order["waiting"], order.get("left_s")
+                ranks.note_state(what, left_s)
+                ranks.say(what if left_s is None else f"{what}; {left_s:.0f} s are left")
             elif "give_up" in order:
                 ranks.keep_reason(f"gave up: {order['give_up']}")
                 name = repr(job.run_id) if job.run_id != "none" else "this job"
