@@ -20,6 +20,7 @@ from phalanx.diagnose.stacks import Frame, Stacks
 from phalanx.launch.causes import is_victim
 from phalanx.launch.outcome import last_words_in, signal_name
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_box
+from phalanx.record.clocks import load_clocks
 from phalanx.record.ends import End, load_ends, load_reason
 from phalanx.record.losses import load_losses
 
@@ -106,13 +107,21 @@ def examine_run(folder: Path) -> Answer:
             break
         seen = before or seen
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
-    found = dataclasses.replace(find([one.doing for one in seen], world_size), is_over=True)
+    found = dataclasses.replace(
+        find([one.doing for one in seen], world_size), is_over=True, hosts=_other_hosts(boxes, seen)
+    )
     job = Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder))
     known = logs.name.rpartition("_")[2]
     is_older = logs != attempts[-1] and any(one.doing.how != "unrecorded" for one in seen)
     note = f"its last attempt left no record, so this is attempt {known}" * is_older
     ended_by = "; ".join(filter(None, (reason, note)))
     return Answer(job, _by_cause(found, seen), seen, _asked(seen), ended_by, tuple(load_losses(folder)))
+
+
+def _other_hosts(boxes: Path, seen: Sequence[RankSeen]) -> tuple[str, ...]:
+    """Return the hosts of an attempt beside this one; two launchers on one host may have other ranks each."""
+    own = {one.look.box.host for one in seen if one.look.box}
+    return tuple(sorted(printable(host) for host in load_clocks(boxes) if host not in own))
 
 
 def _ranks(logs: Path, boxes: Path) -> tuple[RankSeen, ...]:
