@@ -15,7 +15,7 @@ from typing import Any
 from phalanx._env import PREEMPTED_CODE, host_name
 from phalanx._last_words import LastWords
 from phalanx._snapshots import announce_restart
-from phalanx._text import counted
+from phalanx._text import counted, named
 from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.agreement import NODE_LOST
 from phalanx.launch.attempts import say_failure
@@ -53,6 +53,8 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 why = size.begin(attempt.num_local_ranks, failure)
                 for line in _changes(order, num_nodes, why, failure):
                     ranks.say(line)
+                if not num_nodes and attempt.first_rank:  # rank 0, which tells of the training, is on another node
+                    ranks.say(_joined(attempt, job))
                 if num_nodes and failure is None:
                     ranks.recovery.planned(ranks.ends)
                 num_nodes, failure = attempt.num_nodes, None
@@ -115,6 +117,13 @@ def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Mapping[str, A
     if why := size.why_it_leaves(cause):
         ranks.say(f"{host_name()}: {why}: this node leaves the job")
     return _end_of(cause)
+
+
+def _joined(attempt: Attempt, job: Job) -> str:
+    """Return which place this node has in a job that another one speaks for."""
+    first = attempt.first_rank
+    own = named("rank", [*range(first, first + attempt.num_local_ranks)])
+    return f"joined the job at {_endpoint(job)} as node {attempt.node_rank + 1} of {attempt.num_nodes}, with {own}"
 
 
 def _changes(order: Mapping[str, Any], num_before: int, why: str, failure: Mapping[str, Any] | None) -> list[str]:

@@ -79,7 +79,14 @@ def _what_to_tune() -> dict[str, str]:
 
 def processes_of(ranks: RankGroup) -> str:
     """Return a line with the process of each rank; every rank calls it."""
-    return f"processes of the ranks: {' '.join(map(str, ranks.gather(os.getpid())[:_MAX_PIDS]))}"
+    told = ranks.gather((_env.host_name(), os.getpid()))[:_MAX_PIDS]
+    by_host: dict[str, list[int]] = {}
+    for host, pid in told:
+        by_host.setdefault(host, []).append(pid)
+    shown = {host: " ".join(map(str, pids)) for host, pids in by_host.items()}
+    if len(shown) == 1:
+        return f"processes of the ranks: {shown[told[0][0]]}"
+    return f"processes of the ranks: {'; '.join(f'{pids} on {host}' for host, pids in shown.items())}"
 
 
 def git_commit(folder: str) -> str:

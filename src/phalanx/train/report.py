@@ -330,11 +330,9 @@ def _restarts(run: _Run) -> str:
         origin = f"step {resumed_at(start):,}, from {source}" if resumed else "the beginning"
         gap_s = start["time"] - earlier[-1]["time"]
         size = _ranks(start)
-        logs = [str(one.get("origin", {}).get("logs") or "") for one in (before, start)]
-        how = _how(earlier)
-        if _ending(earlier) == "interrupted" and black_box.was_planned(
-            run.folder, *logs, (earlier[0]["time"], start["time"])
-        ):
+        how, between = _how(earlier), (earlier[0]["time"], start["time"])
+        logs, next_logs = (str(one.get("origin", {}).get("logs") or "") for one in (before, start))
+        if _ending(earlier) == "interrupted" and black_box.was_planned(run.folder, logs, next_logs, between):
             how = how.replace("interrupted", "planned restart", 1)
         rows.append((str(start["attempt"]), _clock(start["time"]), how, origin, size, seconds(gap_s)))
     if not rows:
