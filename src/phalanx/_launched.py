@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import time
 from typing import Any, NamedTuple
 
 MEMORY_NAME = "phalanx-notes"
@@ -135,7 +136,8 @@ class Started:
         world_size: Number of ranks, also on other hosts; 0: not known yet.
         pids: Processes of the ranks of this host, by rank.
         ended: Those of them that have ended.
-        state: Activity of the launcher while none of its ranks runs, such as ``waiting for other nodes``.
+        state: Activity of the launcher while none of its ranks runs, such as ``waiting for other nodes``; empty if it
+            has told none since its ranks were started.
         straggler: Words of it about a rank that costs the others time; empty if nothing.
     """
 
@@ -163,9 +165,15 @@ def read_started(path: str) -> Started | None:
     launcher, command, folder, world_size = attempt[-1]
     pids = {facts[0]: facts[1] for kind, facts in notes if kind == "started"}
     ended = {facts[0]: End(*facts) for kind, facts in notes if kind == "ended"}
-    state = next((facts[0] for kind, facts in reversed(notes) if kind == "state"), "starting")
+    told = next((facts for kind, facts in reversed(notes) if kind in ("state", "started", "ended")), ("starting", None))
+    state = _words_of_state(*told) if isinstance(told[0], str) else ""
     straggler = next((facts[0] for kind, facts in reversed(notes) if kind == "straggler"), "")
     return Started(launcher, command, folder, world_size, pids, ended, state, straggler)
+
+
+def _words_of_state(state: str, deadline_s: float | None = None) -> str:
+    """Return what a launcher does, and how long it will go on if that is limited."""
+    return state if deadline_s is None else f"{state}; {max(0.0, deadline_s - time.monotonic()):.0f} s are left"
 
 
 def start_time(pid: int) -> int:
@@ -195,9 +203,13 @@ class Notes:
         """Tell whoever asks about the job what it runs; see `Started`."""
         os.write(self._fd, _line("attempt", (launcher, command, folder, world_size)))
 
-    def note_state(self, state: str) -> None:
-        """Tell whoever asks about the job what its launcher does while none of its ranks runs; see `Started`."""
-        os.write(self._fd, _line("state", (state,)))
+    def note_state(self, state: str, left_s: float | None = None) -> None:
+        """Tell whoever asks about the job what its launcher does while none of its ranks runs; see `Started`.
+
+        Args:
+            left_s: Seconds after which it gives up; None: it does not.
+        """
+        os.write(self._fd, _line("state", (state, None if left_s is None else time.monotonic() + left_s)))
 
     def note_straggler(self, words: str) -> None:
         """Tell whoever asks about the job which rank has cost the others time; see `Started`."""

@@ -40,7 +40,7 @@ def in_runs(numbers: Sequence[int]) -> str:
     return f"{', '.join(runs)} and {last}" if runs else last
 
 
-def enumerated(noun: str, numbers: Sequence[int], most: int = sys.maxsize) -> str:
+def enumerated(noun: str, numbers: Sequence[object], most: int = sys.maxsize) -> str:
     """Return ``rank 3``, ``ranks 1, 2``, or ``ranks 1, 2 and 6 more`` for a `most` of 2."""
     return f"{plural(len(numbers), noun)} {listed(numbers, most)}"
 

@@ -152,6 +152,20 @@ def test_ranks_on_other_hosts_are_named_if_all_here_wait():
     )
 
 
+@pytest.mark.parametrize(
+    ("hosts", "where"),
+    [
+        (("hb",), "on host hb; run phalanx why on that host"),
+        (("hb", "hc"), "on hosts hb, hc; run phalanx why there"),
+        ((), "on another host; run phalanx why on that host"),
+    ],
+)
+def test_of_a_job_that_has_ended_it_is_told_on_which_host_to_ask_about_the_others(hosts, where):
+    here = [waits(0), waits(1)]
+    found = dataclasses.replace(find(here, 3), is_over=True, hosts=hosts)
+    assert sentence(found, here).endswith(f" at train.py:7, for rank 2, {where}")
+
+
 def test_where_none_waits_each_says_what_it_does():
     assert answer(elsewhere(0, "runs"), elsewhere(1, "runs")) == (
         "no rank waits for another; each is running in load_image at data.py:88"

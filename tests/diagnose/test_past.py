@@ -294,6 +294,52 @@ def test_where_no_job_runs_the_youngest_run_is_told_or_nothing_is_there(tmp_path
     assert done.stderr.startswith("phalanx why: no job 'no_such.py' of this user is running on this host")
 
 
+TRAINS = """
+import torch, phalanx
+class Raises:
+    def on_step(self, trainer):
+        raise ValueError("a bad step")
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.zeros(8, 1))
+phalanx.Trainer(
+    model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.functional.mse_loss, max_epochs=1, global_batch_size=4,
+    folder="runs/long", callbacks=(Raises(),),
+).fit(data)
+"""
+
+
+def test_the_folder_of_a_trainer_stands_for_the_run_that_trained_in_it(tmp_path):
+    assert run(tmp_path, TRAINS, 2).returncode == 1
+    (folder,) = tmp_path.glob("runs/job/*")
+    assert why(tmp_path, "runs/long") == why(tmp_path, f"runs/job/{folder.name}")
+    shutil.rmtree(folder)  # as on a host that shares the Trainer's folder alone
+    done = subprocess.run(
+        [*PHALANX, "why", "runs/long"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"phalanx why: the job that trained in runs/long ran on \S+; ask there: it left no record here\n", done.stderr
+    )
+
+
+def test_of_a_script_whose_last_run_left_no_record_the_one_beside_it_is_told(tmp_path):
+    assert run(tmp_path, RAISES.replace("BACKEND", '"phalanx"')).returncode == 1
+    (folder,) = tmp_path.glob("runs/job/*")
+    killed = folder.with_name("99991231-235959-1")  # of a launcher that was killed with its host
+    (killed / "logs" / "attempt_0" / "rank_3").mkdir(parents=True)
+    assert why(tmp_path, "job.py")[0] == f"{killed.relative_to(tmp_path)} has ended. When it did:"
+    (folder / "blackbox" / "attempt_0" / "ends.json").touch()
+    os.utime(folder / "blackbox" / "attempt_0")  # what it saved lies behind the other's beginning
+    head, answer, *_ = why(tmp_path, "job.py")
+    name = killed.relative_to(tmp_path)
+    own = folder.relative_to(tmp_path)
+    assert (
+        head
+        == f"{own} has ended: {name}, which began last, left no record; this one ran at the same time. When it did:"
+    )
+    assert "ValueError: a bad batch" in answer
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
 def test_a_rank_that_waits_asks_by_itself_and_its_timeout_tells_the_answer(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,6 +65,56 @@ def test_top_shows_the_launcher_and_no_rank(launcher):
     assert done.returncode == 0
     assert done.stdout.startswith(f"early.py  phalanx run, pid {pid}  waiting for nodes: 1 of at least 2 are here")
     assert "rank" not in done.stdout
+
+
+def left_s(line: str) -> int:
+    return int(re.search(r"; (\d+) s are left", line)[1])
+
+
+def test_the_time_that_a_launcher_waits_is_counted_on(launcher):
+    folder, _ = launcher
+    first = left_s(ask(folder, "why", "early.py").stdout)
+    while (later := left_s(ask(folder, "why", "early.py").stdout)) == first:
+        pass
+    assert later < first
+
+
+def test_of_a_job_that_lost_a_node_it_is_told_what_the_launcher_waits_for_and_no_rank_that_has_ended(tmp_path):
+    (tmp_path / "late.py").write_text("import signal\nprint('started', flush=True)\nsignal.pause()\n")
+    with contextlib.closing(ReservedPort()) as port:
+        flags = ["--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port.port}"]
+    flags += ["--nproc-per-node", "1", "--max-restarts", "1", "--no-preload"]
+    command = [*PHALANX, "run", *flags, "late.py"]
+    with (
+        subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one,
+        subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other,
+    ):
+        try:
+            for process in (one, other):
+                assert "started" in process.stdout.readline()
+            other.kill()
+            while "waiting for nodes: 1 of at least 2" not in (said := one.stderr.readline()):
+                assert said, "it has ended"
+            wanted = "waiting for nodes: 1 of at least 2 are here"
+            shown = " ".join(ask(tmp_path, "top", one.pid, "--once").stdout.split())
+            assert shown.startswith(f"late.py phalanx run, pid {one.pid} "), shown
+            assert re.search(rf"{wanted} \(\S+\); \d+ s are left$", shown), shown
+            assert "gone" not in shown
+            assert wanted in ask(tmp_path, "why", one.pid).stdout
+        finally:
+            one.terminate()
+            other.kill()
+
+
+def test_the_brief_answer_about_a_job_of_one_rank_is_what_that_does(tmp_path):
+    (tmp_path / "alone.py").write_text("import signal\nprint('started', flush=True)\nsignal.pause()\n")
+    command = [*PHALANX, "run", "--nproc-per-node", "1", "--no-preload", "alone.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert "started" in process.stdout.readline()
+        done = ask(tmp_path, "why", "alone.py", "--brief")
+        process.terminate()
+    assert (done.returncode, len(done.stdout.splitlines())) == (1, 1), done
+    assert "rank 0" in done.stdout or "pid" in done.stdout
 
 
 @pytest.mark.parametrize(

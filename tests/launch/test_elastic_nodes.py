@@ -52,7 +52,11 @@ def run(nodes):
         ends = group.finish()
         ranks = sorted(line for _, out, _ in ends for line in out.splitlines())
         said = [
-            [line.removeprefix("phalanx run: ") for line in err.partition("logs in ")[2].splitlines()[1:]]
+            [
+                line.removeprefix("phalanx run: ")
+                for line in err.partition("logs in ")[2].splitlines()[1:]
+                if "joined the job at" not in line
+            ]
             for _, _, err in ends
         ]
         return ranks, [code for code, _, _ in ends], said

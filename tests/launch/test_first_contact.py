@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socketserver
 import subprocess
@@ -31,6 +32,7 @@ def meet(rank, world_size, calls, by_hand):
     if by_hand:  # as if no launcher of ours had started the ranks
         del os.environ["PHALANX_LAUNCH"]
     patience._FIRST_S = call.pop("first_s", patience._FIRST_S)
+    patience._FIRST_LAUNCHED_S = call.pop("first_launched_s", patience._FIRST_LAUNCHED_S)
     if "killed_after_s" in call:
         threading.Timer(call.pop("killed_after_s"), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     os.environ.update(call.pop("env", {}))
@@ -273,6 +275,23 @@ def test_ranks_started_by_hand_say_whom_they_wait_for(run_ranks, capfd):
     assert " s for rank 2 at 127.0.0.1:" in said
     assert "WORLD_SIZE is 3. Every rank must call init_process_group" in said
     assert said.count("phalanx: rank 1") <= 3  # ever more seldom
+
+
+@pytest.mark.parametrize("on_many_hosts", [False, True])
+def test_ranks_of_a_launcher_are_not_told_to_start_what_it_starts(run_ranks, capfd, on_many_hosts):
+    soon = {"first_s": 0.1, "first_launched_s": 0.3}
+    if on_many_hosts:  # as `phalanx run` tells the ranks of several nodes
+        soon["env"] = {"PHALANX_LAUNCH": "", "PHALANX_EPOCH": '{"job": "one", "attempt": [0], "name": "a"}'}
+    launcher = "phalanx run" if on_many_hosts else "phalanx.spawn"
+    outcomes = outcomes_of(run_ranks, {"after_s": 0.9, **soon}, {**soon}, {"after_s": 3, **soon})
+    assert [outcome.value for outcome in outcomes] == [3, 3, 3], outcomes
+    said = capfd.readouterr().err
+    for whom in (r"rank 0 to listen at \S+ \(connection refused\)", r"rank 2 at \S+"):
+        assert re.search(
+            rf"rank 1: .* has waited \d s for {whom}\. {launcher} is starting all ranks; phalanx why tells", said
+        ), said
+    assert "Start rank 0" not in said
+    assert "start those" not in said
 
 
 def test_a_wait_ends_at_the_timeout_and_names_the_missing(run_ranks):

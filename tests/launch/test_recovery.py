@@ -71,6 +71,9 @@ def test_a_killed_rank_is_told_with_its_phases_on_the_screen_in_why_and_in_the_r
     number = r"\d+\.\d\d?"
     phases = rf"\(noticed {number}, ended {number}, started {number}, loaded {number}, first step {number}\)"
     assert re.fullmatch(rf"going on at step 41 after {number} s {phases}; (19|20) steps repeated", line)
+    said = [line for line in done.stderr.splitlines() if line.startswith("phalanx run: ")]
+    assert (run / "launch.log").read_text().splitlines() == said
+    assert any("restart 1 of 1" in one for one in said)
     why = subprocess.run(
         [sys.executable, "-m", "phalanx", "why", str(run)], capture_output=True, text=True, timeout=60, check=True
     )
@@ -93,6 +96,27 @@ def test_of_a_loop_by_hand_the_pieces_that_are_known_are_told(tmp_path, has_mode
     [line] = lines_of_recovery(done)
     assert line.startswith("going on from step 30 after ")
     assert line.endswith("; 3 steps repeated" if has_model else ")")
+
+
+def test_a_collective_that_fails_is_no_progress(tmp_path):
+    source = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("phalanx")
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "1" and RANK:  # as a script that was changed on one host alone
+            dist.all_gather_object([None] * 2, "another call")
+        for _ in range(3):
+            dist.all_reduce(torch.zeros(1 + (RANK if attempt == "1" else 0)))
+        if attempt == "0":
+            os._exit(9)
+        """
+    done = run_job(tmp_path, source, "--max-restarts", "2")
+    assert done.returncode == 0, done.stderr
+    assert "CollectiveMismatch" in done.stderr
+    assert len(lines_of_recovery(done)) == 1, done.stderr  # of the third attempt
+    [run] = tmp_path.glob("runs/train/*/")
+    first, second = load_losses(run)
+    assert (first.is_over, second.is_over) == (False, True)
 
 
 def test_ranks_that_record_nothing_are_started_again_without_a_word_of_it(tmp_path):

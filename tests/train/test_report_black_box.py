@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from phalanx.record.box import Box, load_boxes
 from phalanx.record.losses import Loss, save_loss
 from phalanx.train.report import write_report
@@ -174,3 +176,39 @@ def test_losses_are_a_table_and_bars_of_their_phases(tmp_path):
     assert re.search(r"rank 1 killed by SIGKILL 2\.05 s 100 ms 140 ms 60 ms 60 ms 2\.41 s from step 30", text)
     assert "<script" not in (tmp_path / "report.html").read_text()
     assert "rank 1: 2.41 s the recovery: noticed 2.05 s" in page.labels()
+
+
+def test_losses_of_all_hosts_are_listed_once_and_the_host_that_can_not_be_reached_is_named(tmp_path):
+    run = FakeRun(tmp_path, num_ranks=2)
+    run.origin |= {"logs": "one/logs", "logs of others": [["hb", "two/logs"], [EVIL, "nowhere/logs"]]}
+    run.start()
+    run.steps(1, 40)
+    run.end(40)
+    first = Loss(rank=1, is_node=True, how="silent", number=2.0, host="hb", at_s=BEGAN_S)
+    second = Loss(rank=0, is_node=True, how="refused", host="ha", at_s=BEGAN_S + 60)
+    save_loss(first, run.folder / "one", 0)
+    save_loss(dataclasses.replace(first, how="left", at_s=BEGAN_S + 0.1), run.folder / "two", 3)
+    save_loss(second, run.folder / "two", 4)
+    text = re.sub(r"\s+", " ", page_of(tmp_path).text)
+    assert text.count("node hb (rank 1)") == 2  # the table and the bars
+    assert text.count("node ha (rank 0)") == 2
+    assert "keep what they have seen in their own run folders, which are not here." in text
+    assert "The launchers on hb" not in text
+    assert "<script" not in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_restart_of_the_same_launch_without_a_loss_was_planned(tmp_path, is_lost):
+    run = FakeRun(tmp_path, num_ranks=2)
+    run.origin["logs"] = "launched/logs"
+    (tmp_path / "launched" / "blackbox").mkdir(parents=True)
+    run.start()
+    run.steps(1, 20)
+    if is_lost:
+        save_loss(Loss(rank=1, how="exit", number=1, at_s=run.time_s), tmp_path / "launched", 0)
+    run.start({"step": 20, "source": "memory"})
+    run.steps(21, 40)
+    run.end(40)
+    text = re.sub(r"\s+", " ", page_of(tmp_path).text)
+    assert ("planned restart, last record at step 20" in text) is not is_lost
+    assert ("interrupted, last record at step 20" in text) is is_lost

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import phalanx
 from phalanx.data import GlobalBatches
 from phalanx.train.objective import Objective
+from phalanx.train.origin import processes_of
 from phalanx.train.settings import Settings
 from tests.train._programs import (
     Numbered,
@@ -527,3 +528,15 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 def test_an_objective_that_contradicts_itself_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Objective(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [("aaa", "processes of the ranks: 10 11 12"), ("aab", "processes of the ranks: 10 11 on a; 12 on b")],
+)
+def test_the_processes_of_several_hosts_are_told_with_these(hosts, words):
+    class Ranks:
+        def gather(self, mine):
+            return [(host, 10 + rank) for rank, host in enumerate(hosts)]
+
+    assert processes_of(Ranks()) == words

@@ -15,6 +15,7 @@ from phalanx._text import enumerated, plural
 from phalanx.backend._answer import answer_to, ask_about, is_first
 from phalanx.debugging import HELD_BY
 from phalanx.record import writer
+from phalanx.record.box import FAILED
 
 _ORDER = "ake every rank of the group call the same collectives in the same order."
 _FEWER_CALLS = (
@@ -38,7 +39,9 @@ def error_of(failure: Failure) -> PhalanxError:
     if kind is RankFailed:
         pid = failure.culprits[0].pid if failure.culprits else None
         facts = {"pid": pid, "exit_code": failure.exit_code, "signal": failure.signal}
-    return kind(words(failure), op=failure.op, seq=failure.seq, ranks=failure.ranks, failure=failure, **facts)
+    text = words(failure)
+    writer.note(f"{FAILED}{text.splitlines()[0]}")
+    return kind(text, op=failure.op, seq=failure.seq, ranks=failure.ranks, failure=failure, **facts)
 
 
 _reported: dict[str, tuple[str, int]] = {}

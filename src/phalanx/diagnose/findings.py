@@ -26,6 +26,7 @@ class Finding:
         call: Operation in which most of the others wait; None if none does.
         waiters: Ranks that wait for the culprits.
         missing: Ranks that are not on this host, if the finding is ``elsewhere``.
+        hosts: The other hosts of a job that has ended, as far as they are known.
         since_s: Seconds for which the longest of the waits has lasted; None if that is unknown.
         since_is_least: Whether it may have lasted longer.
         is_over: Whether the job has ended, so that all this was so when it did.
@@ -36,6 +37,7 @@ class Finding:
     call: Call | None = None
     waiters: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
     since_s: float | None = None
     since_is_least: bool = False
     is_over: bool = False

@@ -266,10 +266,12 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
                 seen.add((memory.st_dev, memory.st_ino))
                 outside = _outside(pid, processes)
                 ranks = [_rank(rank, outside(of), processes) for rank, of in sorted(started.pids.items())]
+                if started.state and not started.pids.keys() - started.ended.keys():
+                    ranks = []  # those of the attempt before
                 words = shlex.split(started.command)[2:] if started.command else command_of(pid)[1:]
                 yield Job(
                     _name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path,
-                    state="" if ranks else started.state, straggler=started.straggler,
+                    state="" if ranks else started.state or _STARTING, straggler=started.straggler,
                 )  # fmt: skip
 
 

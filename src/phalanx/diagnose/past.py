@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx._errors import printable
 from phalanx._files import open_regular
 from phalanx._last_words import LastWords
 from phalanx.diagnose.activity import Call, Look, activity_of, call_of
@@ -19,6 +20,7 @@ from phalanx.diagnose.stacks import Frame, Stacks
 from phalanx.launch.causes import is_victim
 from phalanx.launch.outcome import last_words_in, signal_name
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_box
+from phalanx.record.clocks import load_clocks
 from phalanx.record.ends import End, load_ends, load_reason
 from phalanx.record.losses import load_losses
 
@@ -47,6 +49,45 @@ def is_run(path: Path) -> bool:
     return os.path.isdir(path / "logs") or bool(load_reason(path / "blackbox"))
 
 
+def launch_of_run(folder: Path) -> Path | None:
+    """Return the launcher's folder of the job that trained last in a Trainer's folder, as far as that is known.
+
+    Raises:
+        LookupError: It is not here: the job ran in another file system.
+    """
+    logs = host = ""
+    with contextlib.suppress(OSError), open_regular(folder / "metrics.jsonl") as file:
+        for line in file.read().splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                if b'"start"' in line and (told := json.loads(line))["kind"] == "start":
+                    logs, host = str(told["origin"]["logs"]), str(told["origin"]["hosts"])
+    if not logs:
+        return None
+    found = Path(os.path.normpath(folder / logs)).parent
+    if not is_run(found):
+        raise LookupError(
+            f"the job that trained in {folder} ran on {printable(host)}; ask there: it left no record here"
+        )
+    return found
+
+
+def examine_newest(run: Path) -> Answer:
+    """Return why a run ended; if it left no record, that of one beside it that ran at the same time, if there is any.
+
+    On several hosts, each launcher has a folder of its own, and one that was killed saves nothing.
+    """
+    answer = examine_run(run)
+    if any(one.doing.how != "unrecorded" for one in answer.seen):
+        return answer
+    for other in sorted(filter(is_run, run.parent.glob("*")), key=lambda path: path.name, reverse=True):
+        boxes = max((path.stat().st_mtime for path in other.glob("blackbox/attempt_*")), default=0.0)
+        if other != run and boxes >= run.stat().st_ctime:
+            found = examine_run(other)
+            note = f"{run}, which began last, left no record; this one ran at the same time"
+            return dataclasses.replace(found, ended_by="; ".join(filter(None, (found.ended_by, note))))
+    return answer
+
+
 def examine_run(folder: Path) -> Answer:
     """Return why the last attempt of a run ended of which anything is known.
 
@@ -66,13 +107,21 @@ def examine_run(folder: Path) -> Answer:
             break
         seen = before or seen
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
-    found = dataclasses.replace(find([one.doing for one in seen], world_size), is_over=True)
+    found = dataclasses.replace(
+        find([one.doing for one in seen], world_size), is_over=True, hosts=_other_hosts(boxes, seen)
+    )
     job = Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder))
     known = logs.name.rpartition("_")[2]
     is_older = logs != attempts[-1] and any(one.doing.how != "unrecorded" for one in seen)
     note = f"its last attempt left no record, so this is attempt {known}" * is_older
     ended_by = "; ".join(filter(None, (reason, note)))
     return Answer(job, _by_cause(found, seen), seen, _asked(seen), ended_by, tuple(load_losses(folder)))
+
+
+def _other_hosts(boxes: Path, seen: Sequence[RankSeen]) -> tuple[str, ...]:
+    """Return the hosts of an attempt beside this one; two launchers on one host may have other ranks each."""
+    own = {one.look.box.host for one in seen if one.look.box}
+    return tuple(sorted(printable(host) for host in load_clocks(boxes) if host not in own))
 
 
 def _ranks(logs: Path, boxes: Path) -> tuple[RankSeen, ...]:

@@ -67,7 +67,10 @@ def _head(job: JobView, width: int, is_ascii: bool) -> list[Text]:
     here = len(job.ranks)
     starter = f"{job.launcher}, pid {job.launcher_pid}" if job.launcher_pid else job.launcher
     if job.state:
-        return [Text.assemble((job.name, "bold"), f"  {starter}  ", (job.state, "yellow"))]
+        head = f"{job.name}  {starter}  "
+        first, *more = textwrap.wrap(job.state, width, initial_indent=" " * min(len(head), width - 1)) or [""]
+        title = Text.assemble((job.name, "bold"), f"  {starter}  ", (first.lstrip(), "yellow"))
+        return [title, *(Text(f"  {line}", "yellow") for line in textwrap.wrap(" ".join(more), width - 2))]
     ranks = (
         counted(here, "process" if job.launcher == NO_JOB else "rank")
         if job.world_size in (0, here)

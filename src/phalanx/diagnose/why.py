@@ -21,7 +21,7 @@ from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
-from phalanx.diagnose.past import examine_run, is_run, newest_run
+from phalanx.diagnose.past import examine_newest, examine_run, is_run, launch_of_run, newest_run
 from phalanx.diagnose.processes import command_of
 from phalanx.diagnose.wording import caution, clause, ranks, sentence, thread_lines, words_of_loss
 from phalanx.launch.run_folder import name_of
@@ -46,8 +46,8 @@ def main(args: Sequence[str]) -> int:
         nargs="?",
         default="",
         metavar="JOB | PID | RUN",
-        help="script of a job that runs or has run, one of its processes, or a run's folder (default: the one job, or "
-        "the last run)",
+        help="script of a job that runs or has run, one of its processes, a run's folder, or a "
+        "Trainer's (default: the one job, or the last run)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # another host asks: ask it not again
@@ -71,13 +71,11 @@ def main(args: Sequence[str]) -> int:
 
 
 def _brief(answer: Answer) -> int:
-    """Print the sentence for a rank that asks by itself, if it says more than that rank can know."""
+    """Print the sentence; return 1 if it says no more than a rank knows that asks by itself."""
     seen = [one.look.stacks.threads for one in answer.seen if one.doing.rank in answer.finding.culprits]
     tells_more = any(seen) or answer.finding.kind in ("elsewhere", "starting") or answer.job.has_ended
-    if not tells_more:
-        return 1
     print(printable(_sentence(answer)))
-    return 0
+    return 0 if tells_more else 1
 
 
 def _sentence(answer: Answer) -> str:
@@ -98,6 +96,8 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
     Raises:
         LookupError: There is neither.
     """
+    if wanted and not is_run(Path(wanted)) and (launch := launch_of_run(Path(wanted))) is not None:
+        wanted = str(launch)
     try:
         job = find_job(wanted)
         if job.is_elsewhere and wanted and not wanted.isdecimal():  # it may have the name of a script that ran here
@@ -114,7 +114,7 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
             raise
         if (begun := _begins(last, wanted)) is not None:
             return _examine(begun, is_asked_by_other)
-        return examine_run(last)
+        return examine_newest(last)
 
 
 def _begins(run: Path, wanted: str) -> Job | None:

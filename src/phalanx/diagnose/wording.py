@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from phalanx._text import columns, counted, shortened
+from phalanx._text import columns, counted, enumerated, shortened
 from phalanx.debugging import AT_BREAKPOINT
 from phalanx.diagnose.activity import Activity, Call, joining_call
 from phalanx.diagnose.findings import Finding
@@ -143,8 +143,9 @@ def _together(finding: Finding, culprits: list[Activity], activities: list[Activ
 def _elsewhere(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
     waiting = _waiting(finding, ranks(finding.waiters))
     if finding.is_over:
-        there = f"{ranks(finding.missing)} ran on other hosts: ask for the folder of the run there"
-        return f"{waiting}, for {there}"
+        where = enumerated("host", finding.hosts) if finding.hosts else "another host"
+        there = "on that host" if len(finding.hosts) < 2 else "there"
+        return f"{waiting}, for {ranks(finding.missing)}, on {where}; run phalanx why {there}"
     there = f"{ranks(finding.missing)} {'runs' if len(finding.missing) == 1 else 'run'}"
     return f"{waiting}; {there} on other hosts that have not answered: type phalanx why there"
 

@@ -292,7 +292,7 @@ class Agent:
             self._waits_for = what, since_s, True
             left_s = self._join_s - (now_s - self._joining_s)
             is_limited = not (self._agreement.is_under_way or self._agreement.trains)
-            self._channel.send({"waiting": f"{what}; {left_s:.0f} s are left" if is_limited else what})
+            self._channel.send({"waiting": what, "left_s": left_s if is_limited else None})
         if self._agreement.is_under_way or self._agreement.trains:
             self._joining_s = now_s
         elif now_s - self._joining_s >= self._join_s:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from phalanx._env import PREEMPTED_CODE, host_name
 from phalanx._last_words import LastWords
 from phalanx._snapshots import announce_restart, whole_regions
-from phalanx._text import counted
+from phalanx._text import counted, named
 from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.agreement import NODE_LOST
 from phalanx.launch.attempts import say_failure, words_of_used_restarts
@@ -55,6 +55,8 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 was_away = attempt.restart_count > num_attempts
                 for line in _changes(order, num_nodes, why, failure, was_away=was_away):
                     ranks.say(line)
+                if not num_nodes and attempt.first_rank:  # rank 0, which tells of the training, is on another node
+                    ranks.say(_joined(attempt, job))
                 if num_nodes and failure is None:
                     ranks.recovery.planned(ranks.ends)
                 num_nodes, num_attempts, failure = attempt.num_nodes, attempt.restart_count + 1, None
@@ -76,8 +78,9 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 ranks.say(f"{order['joins']}: this node has stopped its ranks, and joins it")
                 num_nodes = 0
             elif "waiting" in order:
-                ranks.note_state(order["waiting"])
-                ranks.say(order["waiting"])
+                what, left_s = order["waiting"], order.get("left_s")
+                ranks.note_state(what, left_s)
+                ranks.say(what if left_s is None else f"{what}; {left_s:.0f} s are left")
             elif "give_up" in order:
                 _give_up(ranks, job, order)
             elif "finish" in order:
@@ -139,6 +142,13 @@ def _finish(
     elif used := words_of_used_restarts(job, num_restarts):
         ranks.say(used)
     return _end_of(cause)
+
+
+def _joined(attempt: Attempt, job: Job) -> str:
+    """Return which place this node has in a job that another one speaks for."""
+    first = attempt.first_rank
+    own = named("rank", [*range(first, first + attempt.num_local_ranks)])
+    return f"joined the job at {_endpoint(job)} as node {attempt.node_rank + 1} of {attempt.num_nodes}, with {own}"
 
 
 def _changes(

@@ -15,6 +15,7 @@ from phalanx._env import PREEMPTED_CODE
 from phalanx._last_words import LastWords
 from phalanx.launch.causes import is_victim
 from phalanx.launch.notes import has_ended_for_restart, has_made_room
+from phalanx.launch.run_folder import LAUNCH_LOG
 from phalanx.launch.tracebacks import STYLE, TORCH_PREFIX, find_last_block
 
 _MAX_PLAIN_LINES = 5  # of what a rank that raised nothing wrote last: it stands on the screen, too
@@ -71,7 +72,7 @@ class Outcome:
 
     @property
     def log(self) -> str:
-        return os.path.join(self.folder, "stderr.log" if self.rank >= 0 else "launch.log")
+        return os.path.join(self.folder, "stderr.log" if self.rank >= 0 else LAUNCH_LOG)
 
     @property
     def traceback(self) -> str:

@@ -17,12 +17,13 @@ from typing import Any
 
 from phalanx.launch.outcome import Outcome
 from phalanx.record.beginning import Before, Beginning, is_numbered, num_repeated, read_before
-from phalanx.record.box import SUFFIX, Box, Tail, load_box
+from phalanx.record.box import SUFFIX, Box, Event, Tail, load_box
 from phalanx.record.losses import Loss, folder_of, save_loss, words_of
 
 _PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # between two looks
 _PLANNED = "planned"
 _SOON_S = 60.0  # after the start
+_RAISED_S = 0.5  # within which an error that ended a step or a collective is noted, or ends its rank
 
 
 class Recovery:
@@ -109,10 +110,14 @@ class Recovery:
         pause_s = max(0.0, self._next_s - time.monotonic())
         return pause_s if timeout_s is None else min(timeout_s, pause_s)
 
-    def look(self, *, is_last: bool = False) -> None:
-        """Take in what the first rank has recorded; say how the job went on once its first step is done."""
+    def look(self, *, ends: Sequence[Outcome] | None = None) -> None:
+        """Take in what the first rank has recorded; say how the job went on once its first step is done.
+
+        Args:
+            ends: How the ranks of this attempt have ended; None: they run.
+        """
         now_s = time.monotonic()
-        if self._tail is None or (now_s < self._next_s and not is_last):
+        if self._tail is None or (now_s < self._next_s and ends is None):
             return
         self._next_s = now_s + (_PAUSE_S if now_s - self._began_s < _SOON_S else _LATER_PAUSE_S)
         try:
@@ -122,16 +127,16 @@ class Recovery:
             return
         if box is not None:
             self._seen.add(box)
-            self._judge()
+            self._judge(ends)
 
-    def _judge(self) -> None:
+    def _judge(self, ends: Sequence[Outcome] | None) -> None:
         seen = self._seen
         if self._loss is None or not seen.has_ended_any:
             return
         if self._before is None:  # only now: while ranks start, the cores are theirs
             self._before = read_before(self._box_before())
         first = seen.first(self._before)
-        if first is None:
+        if first is None or self._may_have_failed(first, ends):
             return
         if seen.loading_ns is not None:
             begun_ns, ended_ns = seen.loading_ns
@@ -151,6 +156,15 @@ class Recovery:
         self._save()
         self._say(words_of(self._loss))
         self._loss = self._tail = None
+
+    def _may_have_failed(self, first: Event, ends: Sequence[Outcome] | None) -> bool:
+        """Return whether the first step or collective has ended with an error, or may have: that is no progress."""
+        known = self._seen.has_failed(first)
+        if known is not None:
+            return known
+        if ends is not None:
+            return any(end.failed for end in ends)
+        return time.monotonic() - first.ended_ns / 1e9 < _RAISED_S
 
     def _box_before(self) -> Box | None:
         with contextlib.suppress(ValueError):

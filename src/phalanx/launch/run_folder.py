@@ -8,6 +8,9 @@ import os
 import time
 from collections.abc import Sequence
 
+LAUNCH_LOG = "launch.log"
+"""Of what the launcher says, and the processes that fork ranks."""
+
 
 class RunFolder:
     """The folder of one run.

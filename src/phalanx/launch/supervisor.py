@@ -32,7 +32,7 @@ from phalanx.launch.outcome import Outcome, find_culprit, read_stderr
 from phalanx.launch.output import Screen, prefix, printable
 from phalanx.launch.ranks import Output, Rank
 from phalanx.launch.recovery import Recovery
-from phalanx.launch.run_folder import RunFolder
+from phalanx.launch.run_folder import LAUNCH_LOG, RunFolder
 from phalanx.launch.stragglers import StragglerWatch
 from phalanx.launch.survivors import Survivors
 from phalanx.launch.tracebacks import Stream
@@ -114,9 +114,9 @@ class Supervisor:
     def _note_attempt(self, world_size: int) -> None:
         self._notes.note_attempt("phalanx run", self._job.typed, os.path.abspath(self._folder.path), world_size)
 
-    def note_state(self, state: str) -> None:
-        """Tell whoever asks about the job what it does while none of its ranks runs here."""
-        self._notes.note_state(state)
+    def note_state(self, state: str, left_s: float | None = None) -> None:
+        """Tell whoever asks about the job what it does while none of its ranks runs here, and for how long at most."""
+        self._notes.note_state(state, left_s)
 
     @property
     def spared(self) -> list[int]:
@@ -227,7 +227,7 @@ class Supervisor:
             self._keep_deadline()
         self.events.deadline = None
         self._chorus.flush()
-        self.recovery.look(is_last=True)
+        self.recovery.look(ends=self.ends)
         self._save_boxes()
 
     def dismiss_survivors(self) -> None:
@@ -550,13 +550,22 @@ class Supervisor:
     def say(self, text: str) -> None:
         self._out.end_line()
         self._err.end_line()
-        self._err.write_lines(printable(f"phalanx run: {text}\n"))
+        line = printable(f"phalanx run: {text}\n")
+        self._err.write_lines(line)
+        self._log(line)
 
     def say_last(self, text: str) -> None:
         """Write the last words of the job, as they are."""
         self._out.end_line()
         self._err.end_line()
-        self._err.write(printable(text))
+        words = printable(text)
+        self._err.write(words)
+        self._log(words)
+
+    def _log(self, words: bytes) -> None:
+        """Keep what is said beside the logs of the ranks; a full disk is told of where those are written."""
+        with contextlib.suppress(OSError), open(os.path.join(self._folder.path, LAUNCH_LOG), "ab") as file:
+            file.write(words)
 
 
 def _bits(streams: tuple[int, ...], local_rank: int) -> int:

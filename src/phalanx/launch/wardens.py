@@ -12,7 +12,7 @@ from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
 from phalanx.launch.output import Screen
 from phalanx.launch.ranks import Output
-from phalanx.launch.run_folder import RunFolder
+from phalanx.launch.run_folder import LAUNCH_LOG, RunFolder
 from phalanx.launch.standby import Standby
 from phalanx.launch.warden_client import Warden
 
@@ -69,7 +69,7 @@ class Wardens:
     def start(self, environ: Mapping[str, str], embryo: Embryo | None = None) -> None:
         """Start the warden of the first attempt."""
         self.environ = environ
-        log = os.path.join(self._folder.path, "launch.log")
+        log = os.path.join(self._folder.path, LAUNCH_LOG)
         output = Output(self._screen, b"phalanx run: ", log, live=False, shown=True)
         warden = Warden(
             self._job.command,

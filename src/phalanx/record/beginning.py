@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.record.box import LOADED, LOADING, Box, Event
+from phalanx.record.box import FAILED, LOADED, LOADING, Box, Event
 
 _SAVING = ("checkpoint", "snapshot")
 _MOST = 10_000  # events of a kind that are kept
@@ -76,6 +76,7 @@ class Beginning:
         self._since_ns = since_ns
         self._events: dict[str, dict[int, Event]] = {"load": {}, "step": {}, "collective": {}}
         self._num_read = 0
+        self._failed_ns = 0  # when the first error of a group was noted; 0: none was
         self.loaded_step: int | None = None
         self.has_gap = False
 
@@ -89,6 +90,8 @@ class Beginning:
             kind = "load" if event.kind == "phase" and event.text == LOADING else event.kind
             if _is_loaded(event) and event.begun_ns >= self._since_ns:
                 self.loaded_step = event.seq
+            if event.kind == "note" and event.text.startswith(FAILED) and event.begun_ns >= self._since_ns:
+                self._failed_ns = min(filter(None, (self._failed_ns, event.begun_ns)))
             kept = self._events.get(kind)
             if kept is None or event.begun_ns < self._since_ns or event.op == "join":
                 continue
@@ -121,6 +124,18 @@ class Beginning:
         after_ns = loading[1] if loading else 0
         first = next((events[number] for number in sorted(events) if events[number].begun_ns >= after_ns), None)
         return first if first is not None and first.ended_ns else None
+
+    def has_failed(self, first: Event) -> bool | None:
+        """Return whether an error ended this step or collective; None: nothing has followed by which to know."""
+        after = [
+            event.begun_ns
+            for kind in ("step", "collective")
+            for event in self._events[kind].values()
+            if event.begun_ns >= first.ended_ns
+        ]
+        if self._failed_ns:
+            return not any(begun_ns < self._failed_ns for begun_ns in after)
+        return False if after else None
 
 
 def _is_loaded(event: Event) -> bool:

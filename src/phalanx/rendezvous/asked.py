@@ -37,7 +37,9 @@ class Asked:
         path: Path of the file, if the ranks meet in one.
         use_libuv: Whether the store is served by libuv.
         is_served: Whether torchrun's agent serves the store, instead of rank 0.
-        launch: Launch of this process, if phalanx started it.
+        launch: Launch of this process, if phalanx started it and all ranks are on this host.
+        launcher: Name of the launcher, ``phalanx run`` or ``phalanx.spawn``, that starts all ranks; empty: somebody
+            else starts them.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class Asked:
     use_libuv: bool = True
     is_served: bool = False
     launch: Launch | None = None
+    launcher: str = ""
 
     @property
     def point(self) -> str:
@@ -125,7 +128,7 @@ def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group
         environ.get("MASTER_ADDR"),
         environ.get("MASTER_PORT"),
     )
-    return Asked(
+    asked = Asked(
         **numbers,
         # The backend refuses an invalid time, and tells the other ranks.
         timeout_s=min(seconds, _env.LONGEST_S) if seconds > 0 else _DEFAULT_S,
@@ -137,6 +140,16 @@ def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group
         is_served=is_agents,
         launch=launch_of(environ),
     )
+    return dataclasses.replace(asked, launcher=_launcher_of(asked, environ))
+
+
+def _launcher_of(asked: Asked, environ: dict[str, str]) -> str:
+    """Return the launcher of ours that starts all ranks of this world, on all hosts."""
+    if asked.own_launch is not None:
+        return asked.own_launch.launcher
+    its_point = (environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
+    is_a_part = bool(environ.get(_env.EPOCH_VARIABLE)) and (asked.host, str(asked.port)) == its_point
+    return "phalanx run" if is_a_part else ""
 
 
 def cpu_backend(backend: str) -> str:

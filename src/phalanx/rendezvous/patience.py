@@ -9,16 +9,20 @@ import time
 from phalanx.rendezvous.asked import Asked
 
 _FIRST_S = 5.0
+_FIRST_LAUNCHED_S = 15.0  # where a launcher starts all ranks, and ends all if one fails
 _FACTOR = 3
 
 
 class Patience:
     """Prints what a rank is waiting for after 5 s, 15 s, 45 s and so on, until the ``with`` block ends.
 
+    Where a launcher starts all ranks, the first line comes after 15 s, and says so instead of what to do by hand.
+
     It uses a thread of its own, because a resolver or torch's store may hold up the waiting one inside native code.
 
     Attributes:
         awaits: Words for what the rank is waiting for, and advice.
+        awaits_ranks: Whether that is other ranks, which a launcher may be starting.
         deadline: End of the wait on the monotonic clock.
     """
 
@@ -31,6 +35,7 @@ class Patience:
             f"the store at {asked.point}",
             "See that MASTER_ADDR and MASTER_PORT are right",
         )
+        self.awaits_ranks: bool = False
         self.deadline: float = self._began_s + asked.timeout_s
 
     @property
@@ -46,9 +51,12 @@ class Patience:
         self._thread.join()
 
     def _watch(self) -> None:
-        next_s = _FIRST_S
+        launcher = self._asked.launcher
+        next_s = _FIRST_LAUNCHED_S if launcher else _FIRST_S
         while not self._ended.wait(self._began_s + next_s - time.monotonic()):
             whom, advice = self.awaits
+            if launcher and self.awaits_ranks:
+                advice = f"{launcher} is starting all ranks; phalanx why tells what each is doing"
             waited_s = time.monotonic() - self._began_s
             text = f"phalanx: {self._asked.name} has waited {waited_s:.0f} s for {whom}. {advice}"
             print(f"{text} (timeout {self._asked.timeout_s:g} s)", file=sys.stderr, flush=True)

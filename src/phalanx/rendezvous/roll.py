@@ -235,6 +235,7 @@ class RollCall:
             is_todays = self._beat.get("token") == self._rank_0
             self._missing = [0] if records[0] is None else self._beat["ranks"] if is_todays else []
         self._look_for_deaths(records)
+        self._patience.awaits_ranks = True
         self._patience.awaits = (
             f"{self._awaited} at {self._asked.point}",
             f"WORLD_SIZE is {self._asked.world_size}. {_ADVICE}",

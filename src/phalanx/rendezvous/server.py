@@ -39,6 +39,7 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
         _refuse_stranger(asked)
     else:
         _await_server(asked, patience)
+    patience.awaits_ranks = False
     patience.awaits = (
         f"the store at {asked.point} to answer",
         "See that MASTER_ADDR is rank 0's own host, and that nothing else listens on MASTER_PORT",
@@ -146,6 +147,7 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
             # The error of the last address that was tried, often an IPv6 one.
             why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         who = "the launcher's agent" if asked.is_served else "rank 0"
+        patience.awaits_ranks = not asked.is_served
         patience.awaits = (
             f"{who} to listen at {asked.point} ({why.lower()})",
             "Start rank 0, look whether it still lives, or correct MASTER_ADDR and MASTER_PORT",

@@ -21,6 +21,7 @@ _MOST_S = 5.0  # that are drawn
 _MOST_EVENTS = 80  # of a rank that are drawn
 _MOST_RANKS = 16
 _NUM_COLOURS = 7
+_CLOCKS_S = 5.0  # by which hosts may differ about when a loss was
 
 Span = tuple[float, float]
 """Two times of day, in seconds since 1970."""
@@ -57,9 +58,45 @@ def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[list[Box]]:
 
 
 def losses_of(folder: Path, logs: Iterable[str]) -> list[Loss]:
-    """Return the losses that the launches of a run have kept, in their order."""
-    found = [loss for run in _launches(folder, logs) for loss in load_losses(run)]
+    """Return the losses that the launches of a run have kept, in their order.
+
+    On several hosts each launcher keeps those that it has seen, so the launchers that lived through a loss all have it.
+    """
+    by_launch = sorted(map(load_losses, _launches(folder, logs)), key=len, reverse=True)
+    found: list[Loss] = []
+    for losses in by_launch:
+        known = [*found]
+        for loss in losses:
+            same = next((one for one in known if _is_same(one, loss)), None)
+            if same is None:
+                found.append(loss)
+            else:
+                known.remove(same)
     return sorted(found, key=lambda loss: loss.at_s)
+
+
+def _is_same(one: Loss, other: Loss) -> bool:
+    """Return whether two launchers have kept the same loss, each by the clock of its host."""
+    return (one.rank, one.is_node) == (other.rank, other.is_node) and abs(one.at_s - other.at_s) < _CLOCKS_S
+
+
+def out_of_reach(folder: Path, logs: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the hosts of launches, each with its logs relative to `folder`, whose folders are not here."""
+    return sorted({host for host, one in logs if not Path(folder, one).parent.is_dir()})
+
+
+def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
+    """Return whether a launcher ended an attempt only to begin the next one: it has kept no loss of that time.
+
+    Args:
+        before: Folder of the logs of the launch of the attempt, relative to `folder`; empty: unknown.
+        after: That of the next one.
+        between: Begin of the attempt, and of the next one.
+    """
+    run = Path(folder, before).parent
+    if not before or before != after or not Path(run, "blackbox").is_dir():
+        return False
+    return not any(between[0] <= loss.at_s <= between[1] for loss in load_losses(run))
 
 
 def _launches(folder: Path, logs: Iterable[str]) -> list[Path]:

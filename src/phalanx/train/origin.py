@@ -38,7 +38,9 @@ def describe_origin(
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     frozen = f", {trained:,} of them trained" if trained != size else ""
     wrapper = "" if module is model else f" in {type(model).__name__}"
-    hosts = dict.fromkeys(ranks.gather(_env.host_name()))
+    told = ranks.gather((_env.host_name(), run_logs()))
+    hosts = dict.fromkeys(host for host, _ in told)
+    elsewhere = {path: host for host, path in told if path not in ("", told[0][1])}
     origin = {
         "command": _command(),
         "git commit": git_commit(os.path.dirname(os.path.abspath(sys.argv[0]))),
@@ -50,6 +52,7 @@ def describe_origin(
         "freed memory": str(in_force()),
         **(_what_to_tune() if ranks.rank == 0 else {}),
         "logs": os.path.relpath(logs, folder) if (logs := run_logs()) else "",
+        "logs of others": [(host, os.path.relpath(path, folder)) for path, host in elsewhere.items()],
     }
     return {name: value for name, value in origin.items() if value}
 
@@ -76,7 +79,14 @@ def _what_to_tune() -> dict[str, str]:
 
 def processes_of(ranks: RankGroup) -> str:
     """Return a line with the process of each rank; every rank calls it."""
-    return f"processes of the ranks: {' '.join(map(str, ranks.gather(os.getpid())[:_MAX_PIDS]))}"
+    told = ranks.gather((_env.host_name(), os.getpid()))[:_MAX_PIDS]
+    by_host: dict[str, list[int]] = {}
+    for host, pid in told:
+        by_host.setdefault(host, []).append(pid)
+    shown = {host: " ".join(map(str, pids)) for host, pids in by_host.items()}
+    if len(shown) == 1:
+        return f"processes of the ranks: {shown[told[0][0]]}"
+    return f"processes of the ranks: {'; '.join(f'{pids} on {host}' for host, pids in shown.items())}"
 
 
 def git_commit(folder: str) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx import _env
 from phalanx._launched import Launch
 
+_BAR_WIDTH, _TIME_WIDTH = 12, len("0:00:00")
 _WARNING = re.compile(r"\S.*:\d+: \w*Warning: ")
 
 
@@ -17,6 +19,7 @@ class ProgressBar:
 
     def __init__(self, progress: Any, num_steps: int, step: int) -> None:
         self._progress = progress
+        self._num_steps = num_steps
         self._task = progress.add_task("starting", total=num_steps, completed=step, loss="")
         progress.start()
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
@@ -37,7 +40,7 @@ class ProgressBar:
             return None
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         columns = (
-            BarColumn(bar_width=12),
+            BarColumn(bar_width=_BAR_WIDTH),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[loss]}", table_column=Column(no_wrap=True)),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
@@ -45,7 +48,15 @@ class ProgressBar:
         )
         return ProgressBar(Progress(*columns, console=console, transient=True, expand=True), num_steps, step)
 
-    def update(self, step: int, loss: str, text: str) -> None:
+    def update(self, step: int, loss: str, parts: Sequence[str]) -> None:
+        """Show a step and its loss, and as many of the other parts as fit, the first ones first."""
+        taken = _BAR_WIDTH + 2 * len(str(self._num_steps)) + 1 + len(loss) + _TIME_WIDTH + 4  # a space between columns
+        room, text = self._progress.console.width - taken, ""
+        for part in parts:
+            longer = f"{text}, {part}" if text else part
+            if len(longer) > room:
+                break
+            text = longer
         self._progress.update(self._task, completed=step, loss=loss, description=text)
 
     def close(self) -> None:

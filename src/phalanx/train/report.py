@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import phalanx
 from phalanx._files import write_whole
-from phalanx._text import counted
+from phalanx._text import counted, listed
 from phalanx.record.box import Box
 from phalanx.record.losses import place_of, repeated, sign_of, who_of
 from phalanx.train import black_box, plots
@@ -105,6 +105,14 @@ class _Run:
         """Folders of the logs of all launches, relative to the run's."""
         found = (start["origin"]["logs"] for start in self.starts if start.get("origin", {}).get("logs"))
         return list(dict.fromkeys(map(str, found)))
+
+    @property
+    def others(self) -> list[tuple[str, str]]:
+        """Other hosts of the job, each with the folder of the logs of its launch, relative to the run's."""
+        told = [start.get("origin", {}).get("logs of others") for start in self.starts]
+        pairs = [pair for listed in told if isinstance(listed, list) for pair in listed]
+        found = [(str(pair[0]), str(pair[1])) for pair in pairs if isinstance(pair, list) and len(pair) == 2]
+        return list(dict.fromkeys(found))
 
     def marks(self) -> dict[int, str]:
         """Return the steps from which later attempts went on."""
@@ -322,7 +330,11 @@ def _restarts(run: _Run) -> str:
         origin = f"step {resumed_at(start):,}, from {source}" if resumed else "the beginning"
         gap_s = start["time"] - earlier[-1]["time"]
         size = _ranks(start)
-        rows.append((str(start["attempt"]), _clock(start["time"]), _how(earlier), origin, size, seconds(gap_s)))
+        how, between = _how(earlier), (earlier[0]["time"], start["time"])
+        logs, next_logs = (str(one.get("origin", {}).get("logs") or "") for one in (before, start))
+        if _ending(earlier) == "interrupted" and black_box.was_planned(run.folder, logs, next_logs, between):
+            how = how.replace("interrupted", "planned restart", 1)
+        rows.append((str(start["attempt"]), _clock(start["time"]), how, origin, size, seconds(gap_s)))
     if not rows:
         return ""
     head = ["Attempt", "Started", "The one before", "Went on from", "With", "Gap"]
@@ -332,9 +344,11 @@ def _restarts(run: _Run) -> str:
 
 def _losses(run: _Run) -> str:
     """Table and bars of the losses that the launchers have kept: how each was noticed, and how long each phase took."""
-    losses = black_box.losses_of(run.folder, run.logs)
+    losses = black_box.losses_of(run.folder, [*run.logs, *(logs for _, logs in run.others)])
+    away = black_box.out_of_reach(run.folder, run.others)
+    more = f"The launchers on {listed(away, 8)} keep what they have seen in their own run folders, which are not here."
     if not losses:
-        return ""
+        return _section("Losses", "", escape(more)) if away and len(run.attempts) > 1 else ""
     names = list(dict.fromkeys(name for loss in losses for name in loss.phases_s))
     head = ["Time", "Lost", "Noticed by", *names, "In all", "Goes on", "Again"]
     rows = []
@@ -347,6 +361,7 @@ def _losses(run: _Run) -> str:
         "From the first sign of a loss to the first step behind it, by the clock of the host that kept it. What lies "
         "between two phases is part of the later one."
     )
+    note += f" {escape(more)}" if away else ""
     return _section("Losses", f"{plots.bars(bars, whole='the recovery')}{_table('Losses', head, rows)}", note)
 
 
@@ -365,7 +380,7 @@ def _how(records: Sequence[Record]) -> str:
 def _origin(run: _Run) -> str:
     """What was run, and where: as the last start says; links to the logs of all."""
     origin = run.starts[-1].get("origin", {}) if run.starts else {}
-    rows = [(str(name), str(value)) for name, value in origin.items() if name != "logs"]
+    rows = [(str(name), str(value)) for name, value in origin.items() if name not in ("logs", "logs of others")]
     # Always a path from here, whatever it says: no link leads to another host.
     links = ", ".join(f'<a href="./{quote(logs.lstrip("/"))}">{escape(logs)}</a>' for logs in run.logs)
     note = f"Logs of the ranks: {links}" if links else ""

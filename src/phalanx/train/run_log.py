@@ -210,9 +210,8 @@ class RunLog:
         meeting = [PHASES.index("exchange"), PHASES.index("wait")]  # there ranks wait for each other
         busy = [sum(row) - sum(row[place] for place in meeting) for row in by_rank]
         behind = max(busy) / min(busy) - 1
-        self._show(
-            step, epoch, f"loss {loss:#.4g}", f"{samples_per_s:,.0f} samples/s, slowest rank {behind:.0%} behind"
-        )
+        parts_of_line = f"{samples_per_s:,.0f} samples/s", f"slowest rank {behind:.0%} behind"
+        self._show(step, f"loss {loss:#.4g}", f"epoch {epoch + 1}", *parts_of_line)
         self._losses = []
         self._num_samples = []
         return by_rank
@@ -241,12 +240,12 @@ class RunLog:
             with self.sparing_the_training("report.html"):
                 self.say(f"report: {write_report(self._folder)}")
 
-    def _show(self, step: int, epoch: int, loss: str, more: str) -> None:
+    def _show(self, step: int, loss: str, epoch: str, *more: str) -> None:
         if self._bar is not None:
-            self._bar.update(step, loss, f"epoch {epoch + 1}, {more}")
+            self._bar.update(step, loss, (epoch, *more))
         elif time.monotonic() - self._said_s > _LINE_EVERY_S:
             self._said_s = time.monotonic()
-            self.say(f"step {step} of {self.num_steps}, epoch {epoch + 1}: {loss}, {more}")
+            self.say(f"step {step} of {self.num_steps}, {epoch}: {', '.join((loss, *more))}")
 
 
 @dataclasses.dataclass

@@ -67,8 +67,9 @@ class Snapshots:
         if self._num_adapted != 2:  # the first ones have made room, too
             return ""
         share, size_mib = cost_s / self.every / step_s, memory().size_bytes / 2**20
+        every = "after each step" if self.every == 1 else f"every {self.every} steps"
         replicas = memory().replicas()
         return (
-            f"snapshots in memory every {self.every} steps: {share:.1%} of the time, {size_mib:.1f} MiB for each rank"
+            f"snapshots in memory {every}: {share:.1%} of the time, {size_mib:.1f} MiB for each rank"
             f"{replicas and f'; {replicas}'}"
         )
