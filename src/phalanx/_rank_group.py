@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_on_meeting: Callable[[], None] | None = None
+
+
+def call_when_alone(look: Callable[[], None] | None) -> None:
+    """Have `look` called where a group of one rank would meet others: no collective of it can fail."""
+    global _on_meeting
+    _on_meeting = look
+
+
+def _meet_nobody() -> None:
+    if _on_meeting is not None:
+        _on_meeting()
 
 
 class RankGroup:
@@ -45,6 +58,8 @@ class RankGroup:
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, group=self._group)
+        else:
+            _meet_nobody()
         return values
 
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
@@ -85,6 +100,7 @@ class RankGroup:
     def largest_of_each(self, numbers: Sequence[int]) -> list[int]:
         """Return, for each position, the largest of all ranks' numbers, which must fit into 64 bits."""
         if self.world_size == 1:
+            _meet_nobody()
             return [int(number) for number in numbers]
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 
@@ -51,3 +53,29 @@ def test_the_last_loss_says_that_the_restarts_are_used_and_phalanx_why_does_late
 def test_a_change_of_the_nodes_is_told_from_where_this_one_stands(num_nodes, num_before, was_away, said):
     order = {"start": {"num_nodes": num_nodes}, "resized": []}
     assert _changes(order, num_before, "", None, was_away=was_away) == said
+
+
+@pytest.mark.slow
+def test_a_launcher_that_was_stopped_says_for_how_long_and_what_to_do(nodes):
+    group = nodes(
+        "print('training', os.environ['WORLD_SIZE'], flush=True)\nif RANK or not ALONE: signal.pause()".replace(
+            "ALONE", "os.environ['WORLD_SIZE'] == '1'"
+        )
+    )
+    for _ in range(2):
+        flags = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=60")
+        group.start(*flags, backend="c10d", nnodes="1:2")
+        group.wait_for_rendezvous()
+    first, second = group.started
+    for job in group.started:
+        assert "training 2" in job.stdout.readline()
+    second.send_signal(signal.SIGSTOP)
+    first.communicate(timeout=LIMIT_S)
+    assert first.returncode == 0
+    second.send_signal(signal.SIGCONT)
+    _, err = second.communicate(timeout=LIMIT_S)
+    assert second.returncode == 1
+    assert re.search(
+        r"this launcher was stopped for 1\d s \(Ctrl-Z or SIGSTOP\), so the others count this node", err
+    ), err
+    assert "Traceback" not in err

@@ -126,7 +126,7 @@ def stay(step, rank):
 """
     done = run_job(tmp_path, script(disturb="stay", end=busy + RUN), "--max-restarts", "1", num_ranks=3)
     assert len(results_of(done)) == 1
-    assert "rank 2 can't be kept: no collective within 2 s" in done.stderr
+    assert "rank 2 can't be kept: no collective or snapshot within 2 s, so it is started anew" in done.stderr
     assert "phalanx run: rank 0 goes on in the same process" in done.stderr
 
 
@@ -196,3 +196,22 @@ def test_the_processes_of_a_node_outlive_another_node(nodes, lost):  # noqa: F81
     assert before == {pid for source, size, pid in begun if (source, size) == ("memory", "2")}
     assert len(before) == 2
     assert (out + rest).count("set back True") == 2
+
+
+def test_a_rank_that_is_alone_keeps_its_process_when_a_host_joins(nodes):  # noqa: F811
+    alone = {**OURS, "WRAPPER": "(lambda model: model)"}  # whose backward has collectives, also alone
+    source = script(alone, disturb="(lambda *_: None)").replace(
+        "< 20", "< (1_000_000 if session.world_size == 1 else 20)"
+    )
+    source = source.replace("optimizer.step()", "optimizer.step(); time.sleep(0.01)")
+    group = nodes(source)
+    flags = ("--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=1")
+    first = group.start(*flags, backend="c10d", nnodes="1:2")
+    assert "began" in first.stdout.readline()
+    assert "attempt 0 from None" in first.stdout.readline()
+    group.start(*flags, backend="c10d", nnodes="1:2")
+    (code, out, err), _ = group.finish()
+    assert code == 0, err
+    assert "rank 0 goes on in the same process" in err
+    assert "can't be kept" not in err
+    assert "began" not in out

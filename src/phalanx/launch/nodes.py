@@ -200,6 +200,7 @@ class _Orders:
         self._running = self._stopped = False
         self._steps: dict[bytes, int] | None = None  # of the newest snapshots, if the next one is waited for
         self._heard_s = time.monotonic()  # when the agent has been heard last
+        self._stopped_s = 0.0  # the longest time for which this process has not run
         self._num_asked = 0  # how often it has asked whether this process lives, since it began
         self._how = ""  # the last attempt has ended here
         self._leaves_at_s = 0.0  # at the latest; 0: this node stays
@@ -266,7 +267,7 @@ class _Orders:
                 self._ranks.say(f"this node has left the job; exit code {PREEMPTED_CODE}, start it again to join")
                 raise SystemExit(PREEMPTED_CODE)
             if not self._channel.alive:
-                return {"give_up": "the agent of this node has ended"}
+                return {"give_up": self._why_no_agent()}
             if num_silent * _LOOK_S >= ANSWERS_S:
                 return {"give_up": f"the agent of this node (pid {self._pid}) has not answered for {ANSWERS_S:g} s"}
             began_s = time.monotonic()
@@ -363,7 +364,17 @@ class _Orders:
         self._leaves_at_s, self._leaves_from_s = now_s + patience_s, now_s + min(_OTHERS_S, patience_s)
         self._steps = newest_steps(self._ranks.snapshots_fd)
 
+    def _why_no_agent(self) -> str:
+        if self._stopped_s < ANSWERS_S:
+            return "the agent of this node has ended"
+        return (
+            f"this launcher was stopped for {self._stopped_s:.0f} s (Ctrl-Z or SIGSTOP), so the others count this "
+            "node as lost: start the command again to join them"
+        )
+
     def _take(self) -> None:
+        if self._num_asked:  # the agent asks once a second
+            self._stopped_s = max(self._stopped_s, time.monotonic() - self._heard_s)
         for packet in self._channel.receive():
             if "reserve" in packet:
                 if self._reserved is not None:

@@ -475,7 +475,9 @@ class Supervisor:
             return
         running = [rank for rank in self._ranks if rank.is_running]
         if late := [rank.rank for rank in self._stopping if rank.is_running]:
-            self.say(f"{named('rank', late)} can't be kept: no collective within {STOP_S:g} s, in which to stop")
+            they = "it is" if len(late) == 1 else "they are"
+            why = f"no collective or snapshot within {STOP_S:g} s, so {they} started anew"
+            self.say(f"{named('rank', late)} can't be kept: {why} (phalanx explain rank-not-kept)")
             self._end_ranks(signal.SIGTERM, running)
         elif self._stopping:  # those that were only told to end have their time
             self._stopping, self.events.deadline = [], time.monotonic() + self._job.grace_s

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from phalanx import _env, _last_words, _torch
 from phalanx._errors import origins
 from phalanx._last_words import LastWords
+from phalanx._rank_group import call_when_alone
 from phalanx.checkpoint import loading, memory, saving
 from phalanx.launch.causes import is_victim
 from phalanx.launch.packets import PacketSocket
@@ -30,11 +31,16 @@ _num_begun = 0  # in this process
 _is_open = False  # one of them, at present
 
 
+class _ToldToStop(RuntimeError):
+    """The launcher has told this rank to stop, and it has no collective that could fail."""
+
+
 class Survivor:
     """While open, this process can be kept when another rank fails, if ``phalanx run`` keeps processes.
 
     A failure comes as an exception: of this rank's own next collective, or because the launcher has told it to stop,
-    whereupon a thread aborts all groups.
+    whereupon a thread aborts all groups. A rank that is alone has no collective that could fail: it looks where it
+    would meet others (`call_when_alone`), at a step of a Trainer or at a snapshot.
 
     Args:
         why_not: Function that returns why this process can't go on, when another rank has failed; empty: it can.
@@ -46,6 +52,7 @@ class Survivor:
         self._is_outermost = self._is_first = False
         self._channel: PacketSocket | None = None
         self._is_told = threading.Event()  # to stop
+        self._has_looked = False  # since then
         self._places: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Survivor:
@@ -55,12 +62,14 @@ class Survivor:
             self._is_outermost = _is_open = True
             self._is_first = _num_begun == 1
             self._connect()
+            call_when_alone(self._stop_if_told)
         return self
 
     def __exit__(self, *_: object) -> None:
         global _is_open
         if self._is_outermost:
             _is_open = False
+            call_when_alone(None)
             self._disconnect()
 
     def outlive(self, run: Callable[[], _T]) -> _T:
@@ -110,8 +119,14 @@ class Survivor:
                 _abort_groups()
             else:
                 self._is_told.clear()
+                self._has_looked = False
                 self._places.put(packet["environ"])
         self._places.put(None)
+
+    def _stop_if_told(self) -> None:
+        if self._is_told.is_set() and not self._has_looked and threading.current_thread() is threading.main_thread():
+            self._has_looked = True  # once: what ends now may look, too
+            raise _ToldToStop("the launcher has told this rank to stop")
 
     def _can_outlive(self, error: Exception) -> bool:
         """Return whether this process goes on although `error` was raised: another rank has failed, and it can."""
@@ -182,7 +197,7 @@ def resilient(train: Callable[[], _T]) -> _T:
     Whatever it does not load keeps the value that it had when the failure came.
 
     A process that can't be kept is ended and started again, as without this function; the launcher says why. That is
-    so if it has taken no snapshot or checkpoint yet, if it does not come to its next collective within two seconds, or
+    so if it has taken no snapshot or checkpoint yet, if it comes to no collective or snapshot within two seconds, or
     if a process group existed before this call, since a new process could not join it.
 
     Args:
