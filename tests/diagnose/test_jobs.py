@@ -270,7 +270,9 @@ def test_several_jobs_are_listed_with_what_tells_them_apart(twins, tmp_path):
     with pytest.raises(LookupError) as raised:
         find_job("twin.py")
     head, titles, *rows = str(raised.value).splitlines()
-    assert head == "several jobs 'twin.py' of this user are running on this host; name one by its pid:"
+    pids = "|".join(str(one.pid) for one in twins)
+    right = rf"several jobs 'twin\.py' of this user are running on this host; name one by its pid, such as ({pids}):"
+    assert re.fullmatch(right, head)
     assert titles.split() == ["pid", "script", "folder", "started", "by", "since"]
     wanted = [[str(one.pid), "twin.py", str(tmp_path / f"run_{n}"), "by", "hand"] for n, one in enumerate(twins, 1)]
     assert sorted(row.split()[:5] for row in rows) == sorted(wanted)

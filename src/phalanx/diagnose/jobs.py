@@ -171,8 +171,10 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
         return here[0]
     name = f" {wanted!r}" * bool(wanted)
     if found:
+        example = found[-1].launcher_pid or found[-1].ranks[0].pid
         raise LookupError(
-            f"several jobs{name} of this user are running on this host; name one by its pid:{_table(found)}"
+            f"several jobs{name} of this user are running on this host; name one by its pid, such as {example}:"
+            f"{_table(found)}"
         )
     others = f"; these are:{_table(jobs)}" if jobs else ""
     raise NoJob(f"no job{name} of this user is running on this host{others}")

@@ -268,7 +268,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("rdzv-id", "name of the job, the same on all nodes", str, "NAME", "none"),
         Flag(
             "rdzv-conf",
-            "further settings of the rendezvous, as torch's: last_call_timeout, join_timeout, is_host",
+            "further settings of the rendezvous, as torch's: last_call_timeout, join_timeout, is_host, "
+            "keep_alive_interval, keep_alive_max_attempt",
             _rendezvous_settings,
             "KEY=VALUE,...",
         ),
