@@ -36,7 +36,9 @@ def test_software_that_differs_between_hosts_is_told(other, levels):
     findings = job.compare_versions([host(0), host(1, **other), host(2)])
     assert [finding.level for finding in findings] == levels
     for name, version in other.items():
-        assert any(f"{name} differs: {VERSIONS[name]} on hosts 0,2; {version} on host 1" in f.found for f in findings)
+        assert any(
+            f"{name} differs: {VERSIONS[name]} on hosts 0 and 2; {version} on host 1" in f.found for f in findings
+        )
 
 
 def test_links_that_are_well_are_ok():

@@ -195,7 +195,7 @@ def test_a_failure_shows_the_users_frames_alone_and_says_each_thing_once():
     assert "frames of phalanx and torch folded" in text
     assert text.count("called all_reduce with different sizes") == 1
     assert "site-packages" in caught.value.traceback
-    assert re.search(r"^  rank(s \d,\d| \d|s \d-\d): (ended because of it|the same error)", text, re.M)
+    assert re.search(r"^  rank(s \d and \d| \d|s \d-\d): (ended because of it|the same error)", text, re.M)
 
 
 def name_device_ids(rank):

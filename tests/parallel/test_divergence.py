@@ -143,7 +143,7 @@ def test_what_may_differ_is_not_compared(run_ranks):
 def a_statistic_of_all(rank, world_size):
     model = phalanx.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
     model[0].running_mean += rank
-    with pytest.raises(phalanx.ReplicaMismatch, match=r"buffer '0.running_mean' at \[0\] is 0.0 on rank 0 and 1.0 on"):
+    with pytest.raises(phalanx.ReplicaMismatch, match=r"buffer '0.running_mean' at \[0\] is 0.0 on rank 0, and 1.0 on"):
         phalanx.check_replicas(model)
 
 

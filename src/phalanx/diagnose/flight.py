@@ -11,13 +11,13 @@ import dataclasses
 import math
 import os
 import pickle
-import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from phalanx._env import host_name
 from phalanx._errors import printable
 from phalanx._files import open_regular
 from phalanx._last_words import owner_of
@@ -104,7 +104,7 @@ def box_of(dump: dict[str, Any], rank: int, process: Process) -> Box:
     offset_ns = time.time_ns() - time.monotonic_ns()
     events = tuple(_events(dump["entries"], process.pid, offset_ns))
     num_events = max((event.number for event in events), default=0)
-    return Box(rank, 0, process.pid, process.start_time, socket.gethostname(), offset_ns, num_events, events)
+    return Box(rank, 0, process.pid, process.start_time, host_name(), offset_ns, num_events, events)
 
 
 def _events(entries: list[dict[str, Any]], pid: int, offset_ns: int) -> Iterator[Event]:
