@@ -245,6 +245,15 @@ def find_ranks(wanted: str, has_notes: bool = False) -> Job:
     return job
 
 
+def runs_in(folder: str) -> str:
+    """Return the pid by which `find_job` knows the youngest job that runs in a run's folder, or in one of a script's.
+
+    It is empty if there is none.
+    """
+    pids = [job.launcher_pid for job in find_jobs() if job.launcher_pid and _is_in(job.folder, folder)]
+    return str(pids[-1]) if pids else ""
+
+
 def _is_in(folder: str, wanted: str) -> bool:
     """Whether a run's folder is the one that is wanted, or one of the runs in it."""
     return bool(folder) and os.path.realpath(wanted) in (
