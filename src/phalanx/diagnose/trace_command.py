@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import counted, in_units
-from phalanx.diagnose.jobs import NO_JOB, NoRank, find_ranks, runs_in
+from phalanx.diagnose.jobs import NO_JOB, NoRank, find_ranks, runs_in, told_where
 from phalanx.diagnose.past import newest_run
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
@@ -159,6 +159,8 @@ def _age(attempt: Path) -> tuple[float, int]:
 def _running(wanted: str, seconds: float) -> list[Box]:
     """Return what the ranks of a running job have recorded last, and what they record within the next seconds."""
     job = find_ranks(wanted)
+    if where := told_where(job, wanted):
+        _say(f"phalanx trace: {where}")
     with contextlib.ExitStack() as stack:
         tails = []
         for rank in job.ranks:
