@@ -13,6 +13,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from phalanx import _env
 from phalanx._errors import printable
 from phalanx._launched import MEMORY_NAME, read_started
 from phalanx._text import columns
@@ -115,6 +116,14 @@ class Job:
     def is_elsewhere(self) -> bool:
         """Whether it runs in another folder than this process."""
         return self.cwd not in ("", _folder_of(os.getpid()))
+
+    @property
+    def is_of_this_host(self) -> bool:
+        """Whether a person has started it, so that the ranks meet on this host: nothing tells of another."""
+        if self.launcher != _BY_HAND or not self.ranks:
+            return False
+        address = environment_of(self.ranks[0].pid).get("MASTER_ADDR", "")
+        return address in ("localhost", "::1", _env.host_name()) or address.startswith("127.")
 
     @property
     def pids(self) -> set[int]:
