@@ -16,7 +16,7 @@ from phalanx import cli
 from phalanx._launched import Launch, Notes, read_started
 from phalanx.attach.command import main as attach
 from phalanx.diagnose import jobs
-from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, find_job, find_jobs
+from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, find_job, find_jobs
 from phalanx.diagnose.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
 
@@ -281,6 +281,36 @@ def test_several_jobs_are_listed_with_what_tells_them_apart(twins, tmp_path):
 def test_of_several_jobs_that_of_the_current_folder_is_meant(twins, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "run_2")
     assert [rank.pid for rank in find_job("twin.py").ranks] == [twins[1].pid]
+
+
+@pytest.mark.parametrize("written", ["{0}/run_2/twin.py", "../run_2/twin.py", "./twin.py"])
+def test_a_path_means_that_file_alone(twins, tmp_path, monkeypatch, written):
+    monkeypatch.chdir(tmp_path / "run_2" if written.startswith("./") else tmp_path / "run_1")
+    assert [rank.pid for rank in find_job(written.format(tmp_path)).ranks] == [twins[1].pid]
+    (tmp_path / "twin.py").touch()
+    with pytest.raises(NoJob, match=r"no job '.*/twin\.py' of this user is running on this host"):
+        find_job(f"{tmp_path}/twin.py")
+
+
+def test_a_job_of_another_folder_is_taken_by_its_name_with_a_word(twins, tmp_path, monkeypatch, capsys):
+    twins[0].kill()
+    twins[0].wait()
+    monkeypatch.chdir(tmp_path)
+    where = f"no twin.py of this folder is running; this is the one in {tmp_path / 'run_2'}\n"
+    assert cli.main(["top", "--once", "twin.py"]) == 0
+    assert capsys.readouterr().err == f"phalanx top: {where}"
+    assert cli.main(["stacks", "twin.py"]) == 0
+    assert capsys.readouterr().err == f"phalanx stacks: {where}"
+    assert cli.main(["trace", "twin.py"]) == 1
+    assert f"phalanx trace: {where}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("written", ["twin.py", "{0}/twin.py"])
+def test_the_run_of_this_folder_has_ended_while_jobs_of_the_name_run_elsewhere(twins, tmp_path, monkeypatch, written):
+    (tmp_path / "twin.py").write_text("raise OSError('the run of this folder')")
+    subprocess.run([sys.executable, "-m", "phalanx", "run", "twin.py"], cwd=tmp_path, capture_output=True, check=False)
+    asked = [sys.executable, "-m", "phalanx", "why", written.format(tmp_path)]
+    assert "the run of this folder" in subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True).stdout
 
 
 def test_attach_lists_no_job_that_it_would_refuse(twins, capsys):

@@ -229,14 +229,15 @@ def test_a_run_that_is_over_is_traced_from_any_of_its_folders(script):
         assert from_last.count(1) >= 19, "rank 1 sleeps longer"
 
 
-def test_a_running_job_is_traced_with_what_came_before_and_for_some_seconds(script):
+@pytest.mark.parametrize("what", ["PID", "runs/train"])
+def test_a_running_job_is_traced_with_what_came_before_and_for_some_seconds(script, what):
     command = [*PHALANX, "run", "--nproc-per-node", "2", "train.py", "100000"]
     with subprocess.Popen(command, cwd=script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
         try:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
                 done = subprocess.run(
-                    [*PHALANX, "trace", str(job.pid), "--seconds", "1", "--out", "out.json"],
+                    [*PHALANX, "trace", what.replace("PID", str(job.pid)), "--seconds", "1", "--out", "out.json"],
                     cwd=script, capture_output=True, text=True, timeout=60,
                 )  # fmt: skip
                 if done.returncode == 0 and " 2 ranks, " in done.stdout:

@@ -350,3 +350,24 @@ def test_each_hang_is_named_with_its_rank_and_line_within_two_seconds(tmp_path, 
             job.let_go(name)
     assert not wrong
     assert len(late) <= 1, late  # of 17: the machine may be busy with something else
+
+
+def test_a_rank_by_hand_whose_others_have_not_been_started_is_told_so(tmp_path):
+    (tmp_path / "half.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    with subprocess.Popen([sys.executable, "half.py"], cwd=tmp_path, env={**os.environ, **place}) as rank:
+        try:
+            said = ""
+            deadline = time.monotonic() + 60
+            while "waits in init" not in said and time.monotonic() < deadline:
+                said = subprocess.run(
+                    [*PHALANX, "why", str(rank.pid)], cwd=tmp_path, capture_output=True, text=True, check=True
+                ).stdout
+        finally:
+            rank.kill()
+    assert re.match(
+        r"rank 0 began [\d.]+ s ago and waits in init_process_group at half\.py:2; rank 1 of 2 does not run here and "
+        r"has not come to it: start it, or ask on its host\n",
+        said,
+    )
+    assert "may well be running" not in said

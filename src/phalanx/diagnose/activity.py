@@ -300,7 +300,10 @@ def _call_on(thread: Thread, look: Look) -> Call | None:
             op = next(frame.name for frame in reversed(library) if _DISTRIBUTED.search(frame.file)).strip("_")
         elif rest and not library and ".wait(" in _source(rest[0], look.pid) and look.stand.call == "futex":
             op = "wait"
-    return Call(op, site, since_s=look.stand.still_s, since_is_least=look.stand.still_s is not None) if op else None
+    still_s = look.stand.still_s
+    if op == "init_process_group" and look.stand.call == "nanosleep":  # it asks again and again whether all have come
+        still_s = None
+    return Call(op, site, since_s=still_s, since_is_least=still_s is not None) if op else None
 
 
 def _split(thread: Thread) -> tuple[tuple[Frame, ...], tuple[Frame, ...]]:

@@ -70,6 +70,9 @@ def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Iterable[R
     elsewhere = [one for one in others() if one.doing.rank not in here]
     seen = tuple(sorted([*seen, *elsewhere], key=lambda one: one.doing.rank))
     finding = find([one.doing for one in seen], job.world_size)
+    if finding.kind == "elsewhere" and _joins(finding) and job.is_of_this_host:
+        ages = [rank.process.age_s for rank in job.ranks if rank.process is not None]
+        finding = dataclasses.replace(finding, alone_s=max(ages, default=None))
     culprits = [one for one in seen if one.doing.rank in finding.culprits and not one.doing.host]
     puzzling = [one.doing.pid for one in culprits if needs_native(one) and not halt_ends(one)]
     native = read_stacks(puzzling, max(deadline - time.monotonic(), 0.0), native=True)
@@ -84,6 +87,10 @@ def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Iterable[R
         ),
         losses=tuple(load_losses(Path(job.folder))) if job.folder else (),
     )
+
+
+def _joins(finding: Finding) -> bool:
+    return finding.call is not None and finding.call.op == "init_process_group"
 
 
 def needs_native(one: RankSeen) -> bool:

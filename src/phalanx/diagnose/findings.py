@@ -26,6 +26,8 @@ class Finding:
         call: Operation in which most of the others wait; None if none does.
         waiters: Ranks that wait for the culprits.
         missing: Ranks that are not on this host, if the finding is ``elsewhere``.
+        alone_s: Seconds since a rank here was started, if the missing have not come to ``init_process_group`` and
+            nothing tells of another host; else None.
         hosts: The other hosts of a job that has ended, as far as they are known.
         since_s: Seconds for which the longest of the waits has lasted; None if that is unknown.
         since_is_least: Whether it may have lasted longer.
@@ -37,6 +39,7 @@ class Finding:
     call: Call | None = None
     waiters: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
+    alone_s: float | None = None
     hosts: tuple[str, ...] = ()
     since_s: float | None = None
     since_is_least: bool = False

@@ -13,6 +13,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from phalanx import _env
 from phalanx._errors import printable
 from phalanx._launched import MEMORY_NAME, read_started
 from phalanx._text import columns
@@ -83,6 +84,7 @@ class Job:
         notes: Path of the launcher's notes, see `_launched`; empty if it keeps none.
         state: Activity of the launcher while no rank runs here, such as ``starting``; empty if ranks run or have ended.
         straggler: Words of the launcher about a rank that costs the others time; empty if nothing.
+        script: Absolute path of its script; empty if that is unknown.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Job:
     notes: str = ""
     state: str = ""
     straggler: str = ""
+    script: str = ""
 
     @property
     def has_ended(self) -> bool:
@@ -115,6 +118,14 @@ class Job:
         return self.cwd not in ("", _folder_of(os.getpid()))
 
     @property
+    def is_of_this_host(self) -> bool:
+        """Whether a person has started it, so that the ranks meet on this host: nothing tells of another."""
+        if self.launcher != _BY_HAND or not self.ranks:
+            return False
+        address = environment_of(self.ranks[0].pid).get("MASTER_ADDR", "")
+        return address in ("localhost", "::1", _env.host_name()) or address.startswith("127.")
+
+    @property
     def pids(self) -> set[int]:
         """The launcher's pid and those of all ranks."""
         return {self.launcher_pid, *(rank.pid for rank in self.ranks)} - {0}
@@ -122,6 +133,18 @@ class Job:
 
 class NoJob(LookupError):
     """There is no such job."""
+
+
+class SeveralJobs(LookupError):
+    """Several jobs are meant.
+
+    Attributes:
+        jobs: These.
+    """
+
+    def __init__(self, message: str, jobs: Sequence[Job]) -> None:
+        super().__init__(message)
+        self.jobs: tuple[Job, ...] = tuple(jobs)
 
 
 class NoRank(LookupError):
@@ -145,10 +168,10 @@ def find_jobs() -> list[Job]:
 
 
 def find_job(wanted: str, has_notes: bool = False) -> Job:
-    """Return the job that a user means: by the pid of any of its processes, its name, or its run's folder.
+    """Return the job that a user means: by the pid of any of its processes, its name or path, or its run's folder.
 
     A process that is no rank of any job is one by itself, of the launcher `NO_JOB`. Among several jobs, the one of the
-    current folder is meant if there is just one.
+    current folder is meant if there is just one. A path with a slash means that file alone.
 
     Args:
         wanted: Job as the user has typed it; empty: the job that runs.
@@ -156,28 +179,36 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
 
     Raises:
         NoJob: There is none; the message says which there are.
-        LookupError: There are several.
+        SeveralJobs: There are several.
     """
     jobs = find_jobs()
     if wanted.isdecimal():
         return _job_of(int(wanted[:_MOST_DIGITS]), wanted, jobs)
     jobs = [job for job in jobs if job.notes or not has_notes]
-    shown = printable(os.path.basename(wanted) if os.path.isfile(wanted) else wanted)
-    found = [job for job in jobs if not wanted or shown in (job.name, os.path.splitext(job.name)[0])]
+    found = [job for job in jobs if not wanted or _is_named(job, wanted)]
     found = found or [job for job in jobs if wanted and _is_in(job.folder, wanted)]
     own_folder = _folder_of(os.getpid())
-    here = [job for job in found if job.cwd == own_folder] if len(found) > 1 else found
+    here = found
+    if len(found) > 1:
+        here = [job for job in found if job.cwd == own_folder or (wanted and job.script == os.path.realpath(wanted))]
     if len(here) == 1:
         return here[0]
     name = f" {wanted!r}" * bool(wanted)
     if found:
+        several = f"several jobs{name} of this user are running on this host"
         example = found[-1].launcher_pid or found[-1].ranks[0].pid
-        raise LookupError(
-            f"several jobs{name} of this user are running on this host; name one by its pid, such as {example}:"
-            f"{_table(found)}"
-        )
+        raise SeveralJobs(f"{several}; name one by its pid, such as {example}:{_table(found)}", found)
     others = f"; these are:{_table(jobs)}" if jobs else ""
     raise NoJob(f"no job{name} of this user is running on this host{others}")
+
+
+def _is_named(job: Job, wanted: str) -> bool:
+    """Whether a user means a job by the name of its script or module, or by the path of the script."""
+    if os.sep not in wanted:
+        return printable(wanted) in (job.name, os.path.splitext(job.name)[0])
+    if job.script:
+        return job.script == os.path.realpath(wanted)
+    return os.path.isfile(wanted) and printable(os.path.basename(wanted)) == job.name
 
 
 def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Job:
@@ -234,6 +265,14 @@ def _table(jobs: Sequence[Job]) -> str:
     return "".join(f"\n  {line}" for line in columns(rows))
 
 
+def told_where(job: Job, wanted: str) -> str:
+    """Return a line about a job of another folder that has been taken by its name; empty if there is nothing to say."""
+    is_plain = wanted and not wanted.isdecimal() and os.sep not in wanted
+    return (
+        f"no {wanted} of this folder is running; this is the one in {job.cwd}" if is_plain and job.is_elsewhere else ""
+    )
+
+
 def find_ranks(wanted: str, has_notes: bool = False) -> Job:
     """Return the job that a user means, of which ranks run or have run.
 
@@ -245,6 +284,15 @@ def find_ranks(wanted: str, has_notes: bool = False) -> Job:
     if not job.ranks:
         raise NoRank(job.waits)
     return job
+
+
+def runs_in(folder: str) -> str:
+    """Return the pid by which `find_job` knows the youngest job that runs in a run's folder, or in one of a script's.
+
+    It is empty if there is none.
+    """
+    pids = [job.launcher_pid for job in find_jobs() if job.launcher_pid and _is_in(job.folder, folder)]
+    return str(pids[-1]) if pids else ""
 
 
 def _is_in(folder: str, wanted: str) -> bool:
@@ -274,6 +322,7 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
                 yield Job(
                     _name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path,
                     state="" if ranks else started.state or _STARTING, straggler=started.straggler,
+                    script=_script(words, pid),
                 )  # fmt: skip
 
 
@@ -342,7 +391,8 @@ def _starting(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[J
     """Yield the jobs of torchrun of which no rank runs yet. A child that it has just forked has its command line."""
     for pid in pythons:
         if _launcher(pid) == "torchrun" and _launcher(processes[pid].parent) != "torchrun":
-            yield Job(_name(_program(pid)[1:]), "torchrun", pid, 0, (), state=_STARTING)
+            words = _program(pid)[1:]
+            yield Job(_name(words), "torchrun", pid, 0, (), state=_STARTING, script=_script(words, pid))
 
 
 def _job(parent: int, ranks: Sequence[tuple[int, int, int]], processes: Mapping[int, Process]) -> Job:
@@ -354,6 +404,7 @@ def _job(parent: int, ranks: Sequence[tuple[int, int, int]], processes: Mapping[
         launcher_pid=0 if launcher == _BY_HAND else parent,  # a shell, which may have started several
         world_size=world_size,
         ranks=tuple(_rank(rank, pid, processes) for rank, pid, _ in sorted(ranks)),
+        script=_script(command_of(first), first),
     )
 
 
@@ -392,3 +443,12 @@ def _name(words: Sequence[str]) -> str:
         if word == "-c":
             return "-c"
     return os.path.basename(words[0]) if words else ""
+
+
+def _script(words: Sequence[str], pid: int) -> str:
+    """Return the path of the script in a command line of a process; empty if there is none, or it can't be found."""
+    named = next((word for word in words if word.endswith(".py")), "")
+    with contextlib.suppress(OSError):
+        path = os.path.realpath(os.path.join(os.readlink(f"/proc/{pid}/cwd"), named))
+        return path if named and os.path.isfile(path) else ""
+    return ""

@@ -14,7 +14,7 @@ from phalanx._files import open_regular
 from phalanx._text import broken
 from phalanx.diagnose.activity import Look
 from phalanx.diagnose.answer import RankSeen, look_at
-from phalanx.diagnose.jobs import NoRank, find_ranks
+from phalanx.diagnose.jobs import NoRank, find_ranks, told_where
 from phalanx.diagnose.wording import clause, ranks, thread_lines
 
 RIGHT_CALL = "phalanx stacks [JOB | PID]"
@@ -40,7 +40,10 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     try:
         given = parser.parse_args(args)
-        seen = look_at(find_ranks(given.job), _TIME_S, native=given.native)
+        job = find_ranks(given.job)
+        if where := told_where(job, given.job):
+            print(f"phalanx stacks: {where}", file=sys.stderr)
+        seen = look_at(job, _TIME_S, native=given.native)
         text = as_json(seen) if given.json else "\n".join(map(printable, lines_of(seen)))
         if given.save:
             with open_regular(given.save, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:

@@ -33,6 +33,8 @@ def main(args: Sequence[str]) -> int:
     except LookupError as error:
         print(f"phalanx top: {error}", file=sys.stderr)
         return 2
+    if watch.where:
+        print(f"phalanx top: {watch.where}", file=sys.stderr)
     with contextlib.closing(watch):
         if given.json:
             jobs = _look_twice(watch)

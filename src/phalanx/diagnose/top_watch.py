@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
-from phalanx.diagnose.jobs import Job, find_job, find_jobs
+from phalanx.diagnose.jobs import Job, find_job, find_jobs, told_where
 from phalanx.diagnose.top_gpu import Gpus
 from phalanx.diagnose.top_rank import RankView, Seldom, WatchedRank
 from phalanx.launch.stragglers import StragglerWatch
@@ -77,6 +77,9 @@ class Watch:
         wanted: Job or pid to watch; empty: all jobs of this user.
         interval_s: Seconds between two looks.
 
+    Attributes:
+        where: Line about the folder of a job that has been taken by its name; empty if it is this one.
+
     Raises:
         LookupError: There is no such job, or there are several.
     """
@@ -86,6 +89,7 @@ class Watch:
         self._gpus = Gpus()
         self._ranks: dict[int, WatchedRank] = {}  # by pid
         self._only = find_job(wanted) if wanted else None
+        self.where: str = told_where(self._only, wanted) if self._only is not None else ""
         self._jobs: list[Job] = []
         self._finding = Seldom(10.0, share=0.001)
         self._measuring_pss = Seldom(10.0, share=0.001)

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import counted, in_units
-from phalanx.diagnose.jobs import NO_JOB, NoRank, find_ranks
+from phalanx.diagnose.jobs import NO_JOB, NoRank, find_ranks, runs_in, told_where
 from phalanx.diagnose.past import newest_run
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
@@ -107,8 +107,10 @@ def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[
         return _running("".join(what), 5.0 if seconds is None else seconds), {}
     if len(folders) < len(what):
         raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is no folder of a run")
+    if len(what) == 1 and (running := runs_in(what[0])):
+        return _running(running, 5.0 if seconds is None else seconds), {}
     if seconds is not None:
-        raise UsageError("--seconds is for running jobs; a folder holds what has been saved")
+        raise UsageError("--seconds is for running jobs; of this folder none runs, and it holds what has been saved")
     boxes: dict[int, Box] = {}
     measured = {}
     for folder in folders:
@@ -157,6 +159,8 @@ def _age(attempt: Path) -> tuple[float, int]:
 def _running(wanted: str, seconds: float) -> list[Box]:
     """Return what the ranks of a running job have recorded last, and what they record within the next seconds."""
     job = find_ranks(wanted)
+    if where := told_where(job, wanted):
+        _say(f"phalanx trace: {where}")
     with contextlib.ExitStack() as stack:
         tails = []
         for rank in job.ranks:

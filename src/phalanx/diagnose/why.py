@@ -19,7 +19,7 @@ from phalanx._text import broken, listed, plural
 from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
 from phalanx.diagnose.findings import Finding
-from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, find_job, find_jobs
+from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import examine_newest, examine_run, is_run, launch_of_run, newest_run
 from phalanx.diagnose.processes import command_of
@@ -100,11 +100,18 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
         wanted = str(launch)
     try:
         job = find_job(wanted)
-        if job.is_elsewhere and wanted and not wanted.isdecimal():  # it may have the name of a script that ran here
+        if (
+            job.is_elsewhere and wanted and not wanted.isdecimal() and job.script != os.path.realpath(wanted)
+        ):  # it may have the name of a script that ran here
             own = newest_run(_runs_of(wanted))
             if own is not None and os.path.realpath(own) != os.path.realpath(job.folder):
                 return examine_run(own)
         return _examine(job, is_asked_by_other)
+    except SeveralJobs as error:
+        own = newest_run(_runs_of(wanted)) if wanted and all(job.is_elsewhere for job in error.jobs) else None
+        if own is None or os.path.realpath(own) in [os.path.realpath(job.folder) for job in error.jobs]:
+            raise
+        return examine_run(own)
     except NoJob:
         folder = Path(wanted)
         if wanted and is_run(folder):
@@ -130,7 +137,10 @@ def _begins(run: Path, wanted: str) -> Job | None:
 
 def _runs_of(wanted: str) -> Path | None:
     """Return the folder of the runs that a user means; None: of any script."""
-    return None if not wanted else Path(wanted) if os.path.isdir(wanted) else Path("runs", name_of([wanted]))
+    if not wanted or os.path.isdir(wanted):
+        return Path(wanted) if wanted else None
+    here, beside = (Path(folder, "runs", name_of([wanted])) for folder in ("", os.path.dirname(wanted)))
+    return beside if beside.is_dir() else here
 
 
 def _examine(job: Job, is_asked_by_other: bool) -> Answer:

@@ -146,6 +146,14 @@ def _elsewhere(finding: Finding, culprits: list[Activity], activities: list[Acti
         where = enumerated("host", finding.hosts) if finding.hosts else "another host"
         there = "on that host" if len(finding.hosts) < 2 else "there"
         return f"{waiting}, for {ranks(finding.missing)}, on {where}; run phalanx why {there}"
+    if finding.alone_s is not None:
+        one = len(finding.missing) == 1
+        absent = f"{ranks(finding.missing)} of {len(activities) + len(finding.missing)}"
+        absent += f" {'does' if one else 'do'} not run here and {'has' if one else 'have'} not come to it"
+        begun = f"{ranks(finding.waiters)} began {duration(finding.alone_s)} ago and "
+        waits = waiting.removeprefix(ranks(finding.waiters)).strip()
+        where = "it, or ask on its host" if one else "them, or ask on their hosts"
+        return f"{begun}{waits}; {absent}: start {where}"
     there = f"{ranks(finding.missing)} {'runs' if len(finding.missing) == 1 else 'run'}"
     return f"{waiting}; {there} on other hosts that have not answered: type phalanx why there"
 
@@ -187,7 +195,7 @@ def caution(finding: Finding) -> str:
     is_joining = finding.kind == "together" and finding.call is not None and finding.call.op == "init_process_group"
     if finding.since_s is None and is_joining:
         return "The job may well be running. Ask again to be sure."
-    if finding.since_s is None or finding.since_s >= _MOMENT_S:
+    if finding.since_s is None or finding.since_s >= _MOMENT_S or finding.alone_s is not None:
         return ""
     lasted = f"{'at least ' * finding.since_is_least}{duration(finding.since_s)}"
     return f"The longest wait has lasted {lasted}: the job may well be running. Ask again to be sure."
