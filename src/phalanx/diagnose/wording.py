@@ -160,7 +160,10 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
         return f"{f'pid {doing.pid}' if doing.pid else f'rank {doing.rank}'} {clause(doing)}"
     same = len({(doing.how, doing.frame) for doing in activities}) == 1
     each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing)}" for doing in activities]
-    return "; ".join([f"no rank {_waits(finding)} for another", *each[: 1 if same else 3]])
+    known = f"no rank {_waits(finding)} for another"
+    if any(doing.how == "silent" for doing in activities):  # a message on another backend is not recorded
+        known = "no wait for another rank is on record"
+    return "; ".join([known, *each[: 1 if same else 3]])
 
 
 _SENTENCES = {
