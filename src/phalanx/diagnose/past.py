@@ -261,6 +261,11 @@ def _by_cause(found: Finding, seen: Sequence[RankSeen]) -> Finding:
     """Return the finding with the ranks that failed by themselves as the culprits, if there are any."""
     if seen and all(one.doing.how == "returned" for one in seen):
         return Finding("done", tuple(one.doing.rank for one in seen), is_over=True)
+    how = {(one.doing.how, one.doing.detail) for one in seen}
+    if len(seen) > 1 and len(how) == 1 and seen[0].doing.how == "killed":  # all at once: what hung is the question
+        hung = find([dataclasses.replace(one.doing, call=one.doing.was_in) for one in seen])
+        if hung.kind not in ("apart", "elsewhere", "together"):
+            return dataclasses.replace(hung, is_over=True, hosts=found.hosts)
     fallen = tuple(one.doing.rank for one in seen if one.doing.how in _FALLEN)
     if not fallen:
         return found
