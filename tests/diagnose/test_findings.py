@@ -139,6 +139,15 @@ def test_without_numbers_the_fewer_ranks_are_named():
     )
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_with_one_number_in_different_operations_are_not_told_as_one(num_ranks):
+    ranks = [waits(0), waits(1, "barrier"), waits(2, seq=1, group="pair")][:num_ranks]
+    found = answer(*ranks)
+    assert "rank 1 waits in barrier #7 of group 'default'" in found
+    assert "rank 0 waits in all_reduce #7 of group 'default'" in found
+    assert found.endswith("all ranks of a group must make the same calls in the same order")
+
+
 def test_without_numbers_ranks_in_one_call_may_have_made_different_numbers_of_them():
     found = answer(stacked(0, "all_reduce", 12), stacked(1, "all_reduce", 12))
     assert found.startswith(

@@ -138,6 +138,46 @@ def test_after_ctrl_c_on_a_young_hang_it_is_known_who_was_missing_and_at_which_l
     )
 
 
+RING = """
+import torch, phalanx, torch.distributed as dist
+dist.init_process_group("phalanx")
+dist.recv(torch.zeros(4), src=1 - dist.get_rank())
+"""
+JOINS = """
+import os, signal, phalanx, torch.distributed as dist
+if os.environ["RANK"] == "1":
+    signal.pause()
+dist.init_process_group("phalanx")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "live", "after"),
+    [
+        (
+            RING,
+            "ranks 0 and 1 wait for each other's messages",
+            r"ranks 0 and 1 waited for each other's messages: rank 0 waited in recv from rank 1 of group 'default' at "
+            r"job\.py:4; rank 1 waited in recv from rank 0 .*",
+        ),
+        (
+            JOINS,
+            "rank 1 has not called init_process_group at job.py:5; it has been in <module> at job.py:4",
+            r"rank 1 had not begun init_process_group at job\.py:5; it was interrupted at job\.py:4; "
+            r"1 rank waited for it",
+        ),
+    ],
+)
+def test_a_rank_that_ctrl_c_interrupts_in_a_message_or_while_it_joins_was_waiting(tmp_path, script, live, after):
+    (tmp_path / "job.py").write_text(script)
+    with subprocess.Popen([*PHALANX, "run", "--nproc-per-node", "2", "job.py"], cwd=tmp_path) as process:
+        while live not in printed(tmp_path, "why", "job.py", "--brief"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert re.fullmatch(after, why(tmp_path, "job.py", "--brief")[0])
+
+
 def test_a_rank_that_left_while_its_own_call_was_about_to_begin_is_not_said_not_to_have_called_it(tmp_path):
     run(tmp_path, LEAVES)
     (folder,) = tmp_path.glob("runs/job/*")
@@ -174,7 +214,7 @@ def test_a_run_that_came_to_its_end_is_no_hang(tmp_path):
     assert ranks.startswith("ranks 0, 1 and 2 (pids ")
     assert ": each ended with exit code 0 after all_reduce #9 of group 'default' at job.py:7" in ranks
     (folder / "blackbox" / "attempt_0" / "ends.json").write_text("[]")
-    assert why(tmp_path, folder)[1].startswith("no rank waited for another; each last called all_reduce #9")
+    assert why(tmp_path, folder)[1].startswith("no wait for another rank is on record; each last called all_reduce #9")
 
 
 def test_a_rank_that_left_without_a_word_is_named_with_its_exit_code(tmp_path):
@@ -221,8 +261,11 @@ def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tm
         process.send_signal(signal.SIGCONT)
         process.wait(60)
     _, answer, *_ = why(tmp_path, folder)
-    for rank in range(3):
-        assert re.search(rf"rank {rank} was killed by SIGKILL (after|in) all_reduce #\d", answer), answer
+    assert re.fullmatch(
+        r"ranks 0, 1 and 2 were killed by SIGKILL: rank 1 had not begun all_reduce #2 of group 'default'; "
+        r"it last called all_reduce #1 of group 'default' at job\.py:4; 2 ranks waited up to [\d.]+ s for it",
+        answer,
+    )
 
 
 def test_a_run_is_found_by_its_script_and_nothing_is_claimed_of_ranks_that_left_no_record(tmp_path):

@@ -79,7 +79,7 @@ def _of_waiting(waiting: Sequence[Activity], activities: Sequence[Activity], wor
         return Finding("halted" if has_called else "absent", tuple(roots), call, waiters)
     if circle := _circle(awaited, by_rank):
         return Finding("circle", circle, by_rank[circle[0]].call, waiters)
-    if any(awaited.values()):
+    if any(awaited.values()) or any(_is_at_odds(doing.call, call) for doing in waiting if doing.call is not None):
         return _differing(waiting, call)
     missing = tuple(rank for rank in range(world_size) if rank not in by_rank)
     return Finding("elsewhere" if missing else "together", (), call, waiters, missing)
@@ -126,9 +126,18 @@ def _is_late(one: Activity, call: Call) -> bool:
     return one.call is None or not one.call.is_same(call)
 
 
+def _is_at_odds(call: Call, other: Call) -> bool:
+    """Whether two calls have the same number in their group and are different operations."""
+    return call.is_same(other) and call.op != other.op
+
+
 def _differing(waiting: Sequence[Activity], call: Call) -> Finding:
     """Return the finding where all wait, in calls that do not fit: the fewer ranks are rather wrong."""
-    alike = tuple(doing.rank for doing in waiting if doing.call is not None and doing.call.is_same(call))
+    alike = tuple(
+        doing.rank
+        for doing in waiting
+        if doing.call is not None and doing.call.is_same(call) and doing.call.op == call.op
+    )
     others = tuple(doing.rank for doing in waiting if doing.rank not in alike)
     return Finding("differ", others, call, alike)
 

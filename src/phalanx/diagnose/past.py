@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx._errors import printable
 from phalanx._files import open_regular
-from phalanx._last_words import LastWords
+from phalanx._last_words import LastWords, owner_of
 from phalanx.diagnose.activity import Call, Look, activity_of, call_of
 from phalanx.diagnose.answer import Answer, RankSeen
 from phalanx.diagnose.findings import Finding, find
@@ -25,6 +26,8 @@ from phalanx.record.ends import End, load_ends, load_reason
 from phalanx.record.losses import load_losses
 
 _INTERRUPT = KeyboardInterrupt.__name__
+_FRAME = re.compile(r'^\s*(?:\| )?File "(.+)", line \d+, in (\S+)')
+_C10D = "torch/distributed/distributed_c10d.py"
 _TAIL_BYTES = 256 << 10
 _FALLEN = ("raised", "killed", "exited")  # by themselves
 _ENDED_BY_OTHERS = ("silent", "interrupted")
@@ -166,7 +169,8 @@ def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
     if words.kind and _has_waited(words):  # and that ended by its exception
         doing = dataclasses.replace(doing, call=doing.call or _last_wait(box) or _call(words), gave_up=words.name)
     elif words.name == _INTERRUPT and (end is None or end.was_told):  # so it is seen where it stood
-        doing = dataclasses.replace(doing, how="interrupted", frame=_frame(words.site))
+        call = doing.call or _interrupted_in(words, box)
+        doing = dataclasses.replace(doing, how="interrupted", call=call, frame=_frame(words.site))
     elif words.kind:
         doing = dataclasses.replace(
             doing,
@@ -213,6 +217,25 @@ def _last_wait(box: Box | None) -> Call | None:
     return call_of(last, last.ended_ns)
 
 
+def _interrupted_in(words: LastWords, box: Box | None) -> Call | None:
+    """Return the operation of torch.distributed in which Ctrl-C came, by its traceback; None if it was in none.
+
+    The record shows its end, since the interrupt was one.
+    """
+    op = ""
+    for path, function in (found.groups() for line in words.lines if (found := _FRAME.match(line))):
+        if not owner_of(path):
+            op = ""
+        elif not op and path.endswith(_C10D) and not function.startswith("_"):
+            op = function
+    if not op:
+        return None
+    last, frame = _last_wait(box), _frame(words.site)
+    if last is not None and last.site and words.site.endswith(last.site):
+        return last
+    return Call(op, frame.site if frame else "")
+
+
 def _call(words: LastWords) -> Call:
     """Return the operation that an exception ended, in which a rank waited that has recorded nothing."""
     frame = _frame(words.site)
@@ -238,6 +261,11 @@ def _by_cause(found: Finding, seen: Sequence[RankSeen]) -> Finding:
     """Return the finding with the ranks that failed by themselves as the culprits, if there are any."""
     if seen and all(one.doing.how == "returned" for one in seen):
         return Finding("done", tuple(one.doing.rank for one in seen), is_over=True)
+    how = {(one.doing.how, one.doing.detail) for one in seen}
+    if len(seen) > 1 and len(how) == 1 and seen[0].doing.how == "killed":  # all at once: what hung is the question
+        hung = find([dataclasses.replace(one.doing, call=one.doing.was_in) for one in seen])
+        if hung.kind not in ("apart", "elsewhere", "together"):
+            return dataclasses.replace(hung, is_over=True, hosts=found.hosts)
     fallen = tuple(one.doing.rank for one in seen if one.doing.how in _FALLEN)
     if not fallen:
         return found

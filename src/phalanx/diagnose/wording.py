@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Collection, Iterator, Sequence
 
@@ -42,9 +43,13 @@ _SAME_CALLS = "all ranks of a group must make the same calls in the same order"
 
 def sentence(finding: Finding, activities: Sequence[Activity]) -> str:
     """Return the answer in one sentence."""
+    killed = ""
+    if finding.is_over and finding.kind != "fell" and activities and all(one.how == "killed" for one in activities):
+        killed = f"{ranks([one.rank for one in activities])} were killed by {activities[0].detail}: "
+        activities = [dataclasses.replace(one, how="silent", call=one.was_in) for one in activities]
     by_rank = {doing.rank: doing for doing in activities}
     culprits = [by_rank[rank] for rank in finding.culprits if rank in by_rank]
-    return _SENTENCES[finding.kind](finding, culprits, list(activities))
+    return killed + _SENTENCES[finding.kind](finding, culprits, list(activities))
 
 
 def _absent(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
@@ -168,7 +173,10 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
         return f"{f'pid {doing.pid}' if doing.pid else f'rank {doing.rank}'} {clause(doing)}"
     same = len({(doing.how, doing.frame) for doing in activities}) == 1
     each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing)}" for doing in activities]
-    return "; ".join([f"no rank {_waits(finding)} for another", *each[: 1 if same else 3]])
+    known = f"no rank {_waits(finding)} for another"
+    if any(doing.how == "silent" for doing in activities):  # a message on another backend is not recorded
+        known = "no wait for another rank is on record"
+    return "; ".join([known, *each[: 1 if same else 3]])
 
 
 _SENTENCES = {
