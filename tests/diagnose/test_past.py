@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,21 @@ def test_of_a_run_that_failed_the_rank_and_its_exception_are_named(tmp_path, bac
     assert answer.startswith("rank 1 raised ValueError: a bad batch at job.py:6")
     if backend == "phalanx":
         assert answer.endswith("; 2 ranks waited for it in all_reduce #4 of group 'default' at job.py:7")
+
+
+def test_of_a_run_that_ended_long_ago_it_is_said_when_and_that_torchruns_leave_no_record(tmp_path):
+    run(tmp_path, "raise OSError('an old one')", num_ranks=1)
+    (folder,) = tmp_path.glob("runs/job/*")
+    then = time.time() - 750
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (then, then))
+    by_name, by_folder = why(tmp_path, "job.py"), why(tmp_path, folder)
+    assert re.fullmatch(r"runs/job/\S+ has ended, 1[23] min \d+ s ago\. When it did:", by_name[0])
+    assert (
+        by_name[2] == "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
+    )
+    assert " min " in by_folder[0]
+    assert not any("leaves no record" in line for line in by_folder)
 
 
 def test_a_rank_that_was_ended_when_its_wait_just_had_is_told_as_waiting(tmp_path):

@@ -55,6 +55,13 @@ def test_where_there_is_room_the_line_of_the_script_is_shown():
     assert "waiting 41 s all_reduce #1204 at train.py:31" in drawn(width=110)[4]
 
 
+def test_where_there_is_little_room_the_number_of_the_line_stays():
+    quiet = dataclasses.replace(WAITING, state="asleep", what="since all_reduce #1204", site="folder/missing.py:1042")
+    row = drawn(dataclasses.replace(JOB, ranks=[quiet]), 80)[-1]
+    assert "… missing.py:1042 " in row
+    assert row.split()[:2] == ["1", "asleep"]
+
+
 def test_what_nobody_knows_has_no_column():
     quiet = dataclasses.replace(BUSY, step=None, num_steps=None, steps_per_s=None, samples_per_s=None, step_times_s=[])
     head, titles, _ = drawn(dataclasses.replace(JOB, ranks=[quiet]))

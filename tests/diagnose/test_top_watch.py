@@ -171,3 +171,15 @@ def test_of_another_users_process_it_is_shown_what_may_be_seen():
     assert done.stderr == ""
     note = f"pid {process.pid} may not be looked into: it belongs to root"
     assert done.stdout == f"sleep; waiting; None; {note}\n"
+
+
+def test_who_sleeps_without_a_record_is_asleep_and_who_polls_waits():
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for code, state in (("time.sleep(60)", "asleep"), ("while True: time.sleep(0.01)", "waiting")):
+        command = [sys.executable, "-c", f"import time\n{code}"]
+        with subprocess.Popen(command, env={**os.environ, **place}) as process:
+            try:
+                with contextlib.closing(Watch(str(process.pid), 1.0)) as watch:
+                    until(lambda watch=watch: watch.look()[0].ranks, lambda ranks, of=state: ranks[0].state == of)
+            finally:
+                process.kill()

@@ -6,7 +6,11 @@ import contextlib
 import dataclasses
 import json
 import os
+<<<<<<< HEAD
 import re
+=======
+import time
+>>>>>>> w-load
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,6 +54,12 @@ def newest_run(of_script: Path | None = None) -> Path | None:
 def is_run(path: Path) -> bool:
     """Whether a folder is that of a run of ``phalanx run``."""
     return os.path.isdir(path / "logs") or bool(load_reason(path / "blackbox"))
+
+
+def ended_ago_s(folder: Path) -> float:
+    """Return for how many seconds nobody has written to what a run has left."""
+    left = [folder, *folder.glob("launch.log"), *folder.glob("blackbox/attempt_*/*"), *folder.glob("logs/*/*/*")]
+    return max(time.time() - max(path.lstat().st_mtime for path in left), 0.0)
 
 
 def launch_of_run(folder: Path) -> Path | None:

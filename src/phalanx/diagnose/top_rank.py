@@ -15,6 +15,8 @@ from phalanx.diagnose.top_record import Activity, Recorded
 from phalanx.record.box import open_box
 
 _IDLE_PERCENT = 3.0
+_POLL_PERCENT = 20.0  # of one that sleeps a little and looks whether the others have come
+_LONG_S = 0.5  # nobody polls as seldom
 _ENDED = ("X", "Z")
 
 
@@ -186,12 +188,15 @@ class WatchedRank:
             return activity
         if process.state == "D":
             return Activity("waiting", "for a disk or the like")
-        if process.state != "S" or (cpu_percent or 0.0) >= _IDLE_PERCENT:
+        asleep = self._recorded.asleep() if self._recorded is not None else None
+        stand = stand_of(self._rank.pid) if process.state == "S" else None
+        if asleep is None and stand is not None and stand.call == "nanosleep" and (cpu_percent or 0.0) < _POLL_PERCENT:
+            is_long = stand.still_s is not None and stand.still_s >= _LONG_S
+            return Activity("asleep", since_s=stand.still_s) if is_long else Activity("waiting")  # or it polls
+        if stand is None or (cpu_percent or 0.0) >= _IDLE_PERCENT:
             return Activity("computing")
-        stand = stand_of(self._rank.pid)
         if stand.call == "read" and stand.descriptor == 0:  # input(), or a debugger that the script has opened
             return Activity("reading", "its standard input")
-        asleep = self._recorded.asleep() if self._recorded is not None else None
         return asleep or Activity("waiting")
 
     def _rates(self, now: float, process: Process) -> tuple[float | None, float | None, float | None]:

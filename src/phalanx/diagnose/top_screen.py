@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -139,7 +140,7 @@ def _table(ranks: Sequence[RankView], width: int, is_ascii: bool) -> list[Text]:
     for rank in ranks:
         said = doing(rank)
         cells = "".join(f" {column.cell(rank):>{column.width}}" for column in columns)
-        text = said if len(said) <= state else said[: state - 1] + ("~" if is_ascii else "…")
+        text = _cut(said, rank, state, "~" if is_ascii else "…")
         lines.append(
             Text.assemble(
                 f"{'' if rank.rank == NO_RANK else rank.rank:>{number}} ",
@@ -148,6 +149,23 @@ def _table(ranks: Sequence[RankView], width: int, is_ascii: bool) -> list[Text]:
             )
         )
     return lines
+
+
+def _cut(said: str, rank: RankView, width: int, mark: str) -> str:
+    """Return what a rank does in at most `width` characters, without a line of the script that has lost its number.
+
+    Of a path, the file alone stays. One that waits keeps its operation rather than its line, others their line.
+    """
+    if len(said) <= width or not rank.site:
+        return said if len(said) <= width else said[: width - 1] + mark
+    file = os.path.basename(rank.site)
+    head = said.removesuffix(f" at {rank.site}")
+    if len(short := f"{head} at {file}") <= width:
+        return short
+    end = f"{mark} {file}"
+    if rank.state == "waiting" or len(end) > 2 * width // 3:
+        return f"{head} {mark}" if len(head) + 2 <= width else head[: width - 1] + mark
+    return head[: width - len(end)] + end
 
 
 def doing(rank: RankView) -> str:

@@ -21,14 +21,15 @@ from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
-from phalanx.diagnose.past import examine_newest, examine_run, is_run, launch_of_run, newest_run
+from phalanx.diagnose.past import ended_ago_s, examine_newest, examine_run, is_run, launch_of_run, newest_run
 from phalanx.diagnose.processes import command_of
-from phalanx.diagnose.wording import caution, clause, ranks, sentence, thread_lines, words_of_loss
+from phalanx.diagnose.wording import caution, clause, duration, ranks, sentence, thread_lines, words_of_loss
 from phalanx.launch.run_folder import name_of
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8
 _BEGINS_S = 1.0
+_LONG_AGO_S = 60.0  # another job of that name may have run since
 _PASSED_OVER = ("phalanx", "torch")  # who waits in an operation of these is told in the line above its frames
 
 
@@ -66,7 +67,11 @@ def main(args: Sequence[str]) -> int:
         return 2
     if given.brief:
         return _brief(answer)
-    print(as_json(answer) if given.json else "\n".join(cropped(broken(map(printable, lines_of(answer))))))
+    print(
+        as_json(answer)
+        if given.json
+        else "\n".join(cropped(broken(map(printable, lines_of(answer, not os.path.isdir(given.job))))))
+    )
     return 0
 
 
@@ -172,11 +177,21 @@ def as_json(answer: Answer) -> str:
     return json.dumps(document, indent=2)
 
 
-def lines_of(answer: Answer) -> Iterator[str]:
-    """Yield the answer, then what shows it: whoever is different first."""
+def lines_of(answer: Answer, is_by_name: bool = False) -> Iterator[str]:
+    """Yield the answer, then what shows it: whoever is different first.
+
+    Args:
+        is_by_name: Whether no folder of a run was asked about, so that another job of that name may be meant.
+    """
     if answer.job.has_ended:
-        yield f"{answer.job.folder} has ended{answer.ended_by and f': {answer.ended_by}'}. When it did:"
-    yield _sentence(answer)
+        ago_s = ended_ago_s(Path(answer.job.folder))
+        ago = f", {duration(ago_s)} ago" * (ago_s >= _LONG_AGO_S)
+        yield f"{answer.job.folder} has ended{ago}{answer.ended_by and f': {answer.ended_by}'}. When it did:"
+        yield _sentence(answer)
+        if ago and is_by_name:
+            yield "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
+    else:
+        yield _sentence(answer)
     if not answer.job.has_ended and answer.job.is_elsewhere:
         yield f"It runs in {answer.job.cwd}."
     if answer.asked:
