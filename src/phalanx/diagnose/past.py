@@ -6,11 +6,8 @@ import contextlib
 import dataclasses
 import json
 import os
-<<<<<<< HEAD
 import re
-=======
 import time
->>>>>>> w-load
 from collections.abc import Sequence
 from pathlib import Path
 
