@@ -176,7 +176,7 @@ def test_a_host_that_is_told_to_go_leaves_its_part_of_the_state_to_the_others(jo
 @pytest.mark.parametrize("how", ["goes", "is killed"])
 def test_of_two_hosts_that_leave_at_once_or_one_beside_a_killed_one_nothing_is_lost(jobs, tmp_path, how):
     with hosts(3) as made:
-        launch(jobs, made, tmp_path, "1:3", "--drain", steps_after=20)
+        launch(jobs, made, tmp_path, "1:3", "--drain", steps_after=100)
         await_fact(jobs[0], "safe")
         jobs[1].terminate()
         if how == "goes":

@@ -145,7 +145,7 @@ def _runs_of(wanted: str) -> Path | None:
     if not wanted or os.path.isdir(wanted):
         return Path(wanted) if wanted else None
     here, beside = (Path(folder, "runs", name_of([wanted])) for folder in ("", os.path.dirname(wanted)))
-    return beside if beside.is_dir() else here
+    return beside if os.path.isdir(beside) else here
 
 
 def _examine(job: Job, is_asked_by_other: bool) -> Answer:
