@@ -92,6 +92,14 @@ def await_fact(job, name, limit_s=LIMIT_S):
     raise AssertionError(f"no {name} within {limit_s} s")
 
 
+def check_went_on(job, size, safe):
+    """See that a job goes on with so many ranks, from memory, and has what was safe; return what it has loaded."""
+    loaded = await_fact(job, "loaded")
+    assert (loaded["size"], loaded["source"]) == (size, "memory")
+    assert loaded["loaded"] >= safe
+    return loaded
+
+
 def digest_of_undisturbed(num_steps):
     """Return the digest of the same training in one process: all numbers are whole, so no sum depends on its order."""
     weight = torch.arange(1200, dtype=torch.float64)
@@ -105,15 +113,11 @@ def test_the_part_of_a_killed_host_comes_from_another_and_is_kept_twice_again(jo
         launch(jobs, made, tmp_path, "1:3")
         safe = await_fact(jobs[2], "safe")["safe"]
         made[0].kill()
-        loaded = await_fact(jobs[2], "loaded")
-        assert (loaded["size"], loaded["source"]) == (2, "memory")
-        assert loaded["loaded"] >= safe
+        loaded = check_went_on(jobs[2], 2, safe)
         while (safe := await_fact(jobs[2], "safe")["safe"]) <= loaded["loaded"]:  # what was lost is kept once, so far
             pass
         made[1].kill()
-        loaded = await_fact(jobs[2], "loaded")
-        assert (loaded["size"], loaded["source"]) == (1, "memory")
-        assert loaded["loaded"] >= safe
+        check_went_on(jobs[2], 1, safe)
         await_fact(jobs[2], "step")
 
 
@@ -163,9 +167,7 @@ def test_a_host_that_is_told_to_go_leaves_its_part_of_the_state_to_the_others(jo
         safe = await_fact(jobs[0], "safe")["safe"]
         jobs[1].terminate()
         for job in (jobs[0], jobs[2]):
-            loaded = await_fact(job, "loaded")
-            assert (loaded["size"], loaded["source"]) == (2, "memory")
-            assert loaded["loaded"] >= safe
+            check_went_on(job, 2, safe)
             facts = await_fact(job, "digest")
             assert facts["digest"] == digest_of_undisturbed(facts["step"])
         ends = [job.communicate(timeout=LIMIT_S)[1] for job in jobs]

@@ -164,8 +164,11 @@ def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple
                 calls[event.text, event.seq, event.op, event.value].append(call)
     numbers = itertools.count(1)
     for came in calls.values():
+        lasts: dict[str, _Call] = {}  # of each host, the last to come
+        for call in sorted(came, key=lambda call: call.begun_ns, reverse=True):
+            lasts.setdefault(call.rank.box.host, call)
         for waiting in came:
-            last = _last_of(came, waiting.rank)
+            last = _last_of(lasts, waiting.rank)
             if waiting.begun_ns < last.begun_ns <= waiting.ended_ns:
                 flow: _TraceEvent = {"name": "waited for", "cat": "wait", "id": next(numbers)}
                 flow["ts"] = _micros(last.begun_ns - begin_ns)
@@ -175,12 +178,11 @@ def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple
                 )
 
 
-def _last_of(came: Sequence[_Call], rank: _Rank) -> _Call:
+def _last_of(lasts: Mapping[str, _Call], rank: _Rank) -> _Call:
     """Return the last call of the rank's host, or one of another host that came later for sure, as clocks are known."""
-    here = [call for call in came if call.rank.box.host == rank.box.host]
-    last = max(here, key=lambda call: call.begun_ns)
-    elsewhere = (call for call in came if call.begun_ns - call.rank.within_ns - rank.within_ns > last.begun_ns)
-    return max(elsewhere, key=lambda call: call.begun_ns, default=last)
+    here = lasts[rank.box.host]
+    later = (call for call in lasts.values() if call.begun_ns - call.rank.within_ns - rank.within_ns > here.begun_ns)
+    return max(later, key=lambda call: call.begun_ns, default=here)
 
 
 def _named(name: str, pid: int, args: _TraceEvent) -> _TraceEvent:

@@ -105,16 +105,12 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
         wanted = str(launch)
     try:
         job = find_job(wanted)
-        if (
-            job.is_elsewhere and wanted and not wanted.isdecimal() and job.script != os.path.realpath(wanted)
-        ):  # it may have the name of a script that ran here
-            own = newest_run(_runs_of(wanted))
-            if own is not None and os.path.realpath(own) != os.path.realpath(job.folder):
-                return examine_run(own)
-        return _examine(job, is_asked_by_other)
+        is_meant = wanted.isdecimal() or job.script == os.path.realpath(wanted)
+        own = None if is_meant else _own_run(wanted, [job])
+        return _examine(job, is_asked_by_other) if own is None else examine_run(own)
     except SeveralJobs as error:
-        own = newest_run(_runs_of(wanted)) if wanted and all(job.is_elsewhere for job in error.jobs) else None
-        if own is None or os.path.realpath(own) in [os.path.realpath(job.folder) for job in error.jobs]:
+        own = _own_run(wanted, error.jobs)
+        if own is None:
             raise
         return examine_run(own)
     except NoJob:
@@ -127,6 +123,15 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
         if (begun := _begins(last, wanted)) is not None:
             return _examine(begun, is_asked_by_other)
         return examine_newest(last)
+
+
+def _own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
+    """Return the last run here of a script that has the name of jobs, if all of them are elsewhere; None: none."""
+    if not wanted or not all(job.is_elsewhere for job in jobs):
+        return None
+    own = newest_run(_runs_of(wanted))
+    is_theirs = own is not None and os.path.realpath(own) in [os.path.realpath(job.folder) for job in jobs]
+    return None if is_theirs else own
 
 
 def _begins(run: Path, wanted: str) -> Job | None:

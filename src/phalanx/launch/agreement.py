@@ -732,10 +732,9 @@ class Agreement:
                 causes.append(_loss(view, number, "it could not reach the others for a while") | {"is_victim": True})
         if gone:  # whoever fell victim did so to those
             causes = [cause for cause in causes if not cause["is_victim"]]
-        if room := [
-            cause for cause in causes if cause.get("made_room")
-        ]:  # asked for: whatever came of it is no failure
-            return room[0]
+        room = next((cause for cause in causes if cause.get("made_room")), None)
+        if room is not None:  # asked for: whatever came of it is no failure
+            return room
         return min(causes, key=lambda cause: (cause["is_victim"], cause["returncode"] > 0), default=None)
 
     def _gone(self, view: View) -> set[str]:
