@@ -51,7 +51,9 @@ def test_a_rank_that_is_missing_on_another_host_is_named_with_its_line_there(tmp
         jobs = [stack.enter_context(start(tmp_path, node_rank, reserved.port)) for node_rank in range(2)]
         deadline = time.monotonic() + 90
         there = f"on host {re.escape(socket.gethostname())}"
-        together = rf"^ranks 0, 1 and 2 \(pids .+\) \(also {there}\): each waits in "  # until all have come to rest
+        together = (
+            rf"^ranks 0, 1 and 2 \(pids .+\) \(also {there}\): each waits in all_reduce "  # until all have come to rest
+        )
         while not re.search(together, said := why(jobs[0].pid), re.MULTILINE):
             assert time.monotonic() < deadline, said
         assert said.startswith("rank 3 has not called all_reduce #4")

@@ -24,6 +24,7 @@ PIECES = st.sampled_from(
         b"Traceback (most recent call last):\n", b"[rank0]: ", b'  File "x.py", line 1\n', b"ValueError: bad\n", b"\n",
         b"torch.distributed.DistBackendError: gone\n", b"\x1b[31m", b"\x1b[", b"\x1b]0;title\x07", b"\xff\xfe", b"\0",
         b"\r", b"terminate called after throwing an instance of 'a'\n  what():  b\n", b"Fatal Python error: x\n",
+        b"frame #x", b"see frame #",
     ]
 )  # fmt: skip
 OUTPUT = st.lists(st.one_of(PIECES, st.binary(max_size=9)), max_size=30)
@@ -76,6 +77,7 @@ def test_an_escape_sequence_without_end_is_given_on():
 
 
 @given(OUTPUT)
+@example([b"\r", b"frame #"])
 def test_what_is_no_victims_traceback_comes_out_as_it_went_in(pieces):
     whole = b"".join(pieces)
     kept, at_once = Kept(), Kept()

@@ -12,7 +12,7 @@ import struct
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import phalanx
@@ -58,6 +58,7 @@ def test_anything_else_is_no_message(told, read):
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([*vars(VIEW)]), JSON)
+@example("places", [["10.0.0.1", float("inf")]])
 def test_a_view_with_one_wrong_thing_in_it_is_none_or_still_one(name, value):
     told = {**json.loads(as_line({"view": VIEW}))["view"], name: value}
     with contextlib.suppress(ValueError, TypeError):

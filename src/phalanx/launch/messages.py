@@ -48,6 +48,13 @@ def _key(told: Any, name: str) -> Key:
     return term, number
 
 
+def _place(told: Any) -> tuple[str, int]:
+    address, port = told
+    if not (type(address) is str and "\0" not in address and type(port) is int and 0 < port < 65536):
+        raise ValueError("no such place")
+    return address, port
+
+
 def read_node(told: Any) -> Node:
     """Return the node that a message tells of.
 
@@ -76,9 +83,7 @@ def read_view(told: Any) -> View:
         Group(_take(base, "leader", str), tuple(str(one) for one in _take(base, "ids", list)))
         for base in _take(told, "bases", list)
     )
-    places = tuple((str(address), int(port)) for address, port in _take(told, "places", list))
-    if not all(0 < port < 65536 and "\0" not in address for address, port in places):
-        raise ValueError("no such place")
+    places = tuple(_place(place) for place in _take(told, "places", list))
     if leader not in {node.id for node in members}:
         raise ValueError("the leader is no member")
     key, cause, job = _key(told, "key"), _cause(told, "cause"), _take(told, "job", str)[:300]
