@@ -20,14 +20,16 @@ from typing import Any
 import phalanx
 from phalanx._env import host_name
 from phalanx._text import named
-from phalanx.launch.agreement import OTHER_SIDE, Agreement, Node, Place, Rules, State
+from phalanx.launch.agreement import Agreement
 from phalanx.launch.clocks import Clocks
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
 from phalanx.launch.holders import told_of
 from phalanx.launch.links import Links, is_local, open_door
-from phalanx.launch.messages import read_cause, read_state, read_view
+from phalanx.launch.messages import read_state, read_view
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.questions import Questions
+from phalanx.launch.shared_causes import OTHER_SIDE, read_cause, with_own_kind
+from phalanx.launch.views import Node, Place, Rules, State
 
 _PROTOCOL = 3
 _BEATS = 4  # in the time after which a silent node is lost
@@ -312,7 +314,7 @@ class Agent:
                 self._agreement.snapshot_is_whole()
             elif packet.get("number") == self._num_starts:
                 self._is_running = False
-                self._agreement.ranks_ended(packet["ended"], _named(packet["cause"]))
+                self._agreement.ranks_ended(packet["ended"], with_own_kind(packet["cause"]))
         if not self._channel.alive:
             os._exit(1)
 
@@ -459,12 +461,6 @@ def _flags_of_nodes(told: Any) -> str:
     least, most, spares = told
     nodes = f"--nnodes {least}" if least == most else f"--nnodes {least}:{most}"
     return f"{nodes} --spares {spares}" if spares else nodes
-
-
-def _named(cause: Any) -> Any:
-    """Return a cause with our own kind where a rank was refused because another side of the job has its folder."""
-    is_ours = cause is not None and cause["kind"].rpartition(".")[2] == OTHER_SIDE
-    return {**cause, "kind": OTHER_SIDE} if is_ours else cause
 
 
 def _rules(job: dict[str, Any]) -> Rules:

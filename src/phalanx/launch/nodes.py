@@ -13,21 +13,19 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from phalanx._env import PREEMPTED_CODE, host_name
-from phalanx._last_words import LastWords
 from phalanx._snapshots import announce_restart, whole_regions
 from phalanx._text import counted, named
 from phalanx.launch.agent import RUN_AGENT
-from phalanx.launch.agreement import NODE_LOST
 from phalanx.launch.attempts import say_failure, words_of_used_restarts
 from phalanx.launch.deadlines import AGENT_S, ANSWERS_S, NODES_S
 from phalanx.launch.environment import Attempt
-from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.job import Job
 from phalanx.launch.local_size import SharedSize, is_ahead, newest_steps
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.replicas import Replicas
+from phalanx.launch.shared_causes import NODE_LOST, cause_of, end_of
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.warden import die_with_parent, hold_signals
 
@@ -110,8 +108,8 @@ def _note_failure(ranks: Supervisor, failure: Mapping[str, Any], sign: Mapping[s
         ranks.say(failure["message"])
         ranks.recovery.lost_node(failure, sign, ranks.ends)
     else:
-        say_failure(ranks, _end_of(failure))
-        ranks.recovery.lost_rank(_end_of(failure), ranks.ends)
+        say_failure(ranks, end_of(failure))
+        ranks.recovery.lost_rank(end_of(failure), ranks.ends)
 
 
 def _finish(
@@ -141,7 +139,7 @@ def _finish(
         ranks.say(f"{host_name()}: {why}: this node leaves the job")
     elif used := words_of_used_restarts(job, num_restarts):
         ranks.say(used)
-    return _end_of(cause)
+    return end_of(cause)
 
 
 def _joined(attempt: Attempt, job: Job) -> str:
@@ -412,38 +410,6 @@ class _Orders:
         if not self._channel.alive:
             self._ranks.events.unwatch(self._channel.fileno())
             self._ranks.kill_attempt()  # to the other nodes this one is dead, and they go on
-
-
-def cause_of(end: Outcome) -> dict[str, Any]:
-    """Return what other nodes need to name `end` as the cause."""
-    return {
-        "rank": end.rank,
-        "pid": end.pid,
-        "returncode": end.exitcode,
-        "is_victim": end.is_victim,
-        "num_ranks": -1,
-        "is_free": False,
-        "made_room": end.made_room,
-        # Short enough for a packet, also where JSON writes twelve bytes for a character.
-        "kind": end.last_words.kind[:200],
-        "message": end.last_words.message[:1000],
-        "lines": [line[:300] for line in fold(end.last_words.lines, ROWS)],
-        "folder": end.folder,
-        "host": end.host or host_name(),
-    }
-
-
-def _end_of(cause: Mapping[str, Any]) -> Outcome:
-    words = LastWords(cause["kind"], cause["message"], tuple(cause["lines"]), is_victim=cause["is_victim"])
-    here = cause["host"] == host_name()
-    return Outcome(
-        rank=cause["rank"],
-        pid=cause["pid"],
-        exitcode=cause["returncode"],
-        last_words=words,
-        folder=cause["folder"],
-        host="" if here else cause["host"],
-    )
 
 
 def _endpoint(job: Job) -> str:

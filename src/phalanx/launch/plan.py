@@ -17,7 +17,8 @@ from phalanx._memory import choose
 from phalanx._text import counted, format_ranges
 from phalanx.launch.cpus import Machine, count_gpus, divide, has_module, read_machine, torch_uses_gpus
 from phalanx.launch.environment import binds_threads, shared_environment
-from phalanx.launch.flags import ELASTIC_CALL, STATIC_CALL, Flag, Setting, read_flags
+from phalanx.launch.flag_parser import read_flags
+from phalanx.launch.flags import ELASTIC_CALL, STATIC_CALL, Flag, Setting
 from phalanx.launch.job import Job
 from phalanx.launch.run_folder import name_of
 from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
