@@ -52,4 +52,4 @@ def descriptor_problem(num_ranks: int) -> str:
     if hard in (resource.RLIM_INFINITY, -1) or hard >= needed:
         return ""
     need = f"{counted(num_ranks, 'rank')} {'needs' if num_ranks == 1 else 'need'} some {needed} open files"
-    return f"{need}, and the limit is {hard}: {'' if num_ranks == 1 else 'start fewer, or '}raise it (ulimit -n)"
+    return f"{need}, the limit is {hard}: {'' if num_ranks == 1 else 'start fewer, or '}raise it (ulimit -n)"
