@@ -334,3 +334,27 @@ def test_without_replicas_a_rank_can_be_lost_and_no_host(tmp_path, new_replica_h
     run_parted(tmp_path, hosts, [1, 2, 3])
     assert run_parted(tmp_path, hosts[:1]) == [None]
     assert [one[:2] for one in run_parted(tmp_path, hosts, has_fetched=True)] == [(3, "memory")] * 2
+
+
+def snapshots_of_two_regions(rank, world_size, folder, sizes, paths):
+    """Take snapshots where there is no memory for a third region; return which one is asked to be copied at the end."""
+    take_place(rank, sizes, paths)
+    _room.host_memory = lambda: Memory(80 << 20, 0)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    weight = dist.tensor.distribute_tensor(torch.zeros(4 << 20), mesh, [dist.tensor.Shard(0)])
+    kept = memory.memory()
+    for step in (1, 2, 3, 4):
+        assert ckpt.snapshot(folder, {"weight": weight}, step) == ""
+        if step == 2:  # the first has been copied, and the second is not asked to be
+            _snapshots.note_copied(kept._fd, _snapshots.Copied(1, 1, 1, 0))
+        dist.barrier()
+    return kept.problem, _snapshots.asked_copy(kept._fd).step, sorted(kept._regions)
+
+
+def test_without_room_for_a_third_region_a_snapshot_is_left_out_and_the_next_one_is_taken(tmp_path, new_host):
+    paths = [new_host(), new_host()]
+    for path in paths:
+        with open(path, "r+b") as file:
+            _snapshots.want_replicas(file.fileno(), 1)
+    found = run_ranks(snapshots_of_two_regions, 2, str(tmp_path), [1, 1], paths, hosts=[1, 1])
+    assert found == [("", 4, [0, 1])] * 2

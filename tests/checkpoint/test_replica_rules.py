@@ -83,11 +83,22 @@ def test_without_memory_for_a_third_there_is_none_until_the_copy_is_done():
     for n in range(2):
         slots.next((1, n), is_to_be_copied=True, is_busy=False)
     assert slots.next((1, 2), is_to_be_copied=True, is_busy=True) == 2
-    slots.skip(has_no_third=True)
+    slots.skip((1, 2))
     assert slots.next((1, 3), is_to_be_copied=True, is_busy=True) == -1
-    slots.skip(has_no_third=True)
+    slots.skip((1, 3))
     assert slots.next((1, 4), is_to_be_copied=True, is_busy=False) == 0
     assert slots.safe == (1, 1)
+
+
+def test_without_memory_for_a_third_the_newest_is_written_over_once_an_older_one_is_safe():
+    slots = Slots()
+    slots.next((1, 0), is_to_be_copied=True, is_busy=False)
+    assert slots.next((1, 1), is_to_be_copied=True, is_busy=True) == 1  # not to be copied, since another is being
+    assert slots.next((1, 2), is_to_be_copied=True, is_busy=False) == 2
+    slots.skip((1, 2))
+    assert (slots.safe, slots.copying) == ((1, 0), None)
+    assert slots.next((1, 3), is_to_be_copied=True, is_busy=False) == 1
+    assert slots.copying == (1, 3)
 
 
 class SimHost:

@@ -98,6 +98,22 @@ def test_of_a_loop_by_hand_the_pieces_that_are_known_are_told(tmp_path, has_mode
     assert line.endswith("; 3 steps repeated" if has_model else ")")
 
 
+def test_a_job_that_finds_nothing_to_load_is_said_to_begin_anew(tmp_path):
+    source = """
+        import torch, torch.distributed as dist, phalanx.checkpoint as ckpt
+        dist.init_process_group("phalanx")
+        ckpt.load("folder", {"step": 0}, missing="ignore")
+        for _ in range(3):
+            dist.all_reduce(torch.zeros(1))
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and RANK:
+            os._exit(9)
+        """
+    done = run_job(tmp_path, source, "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    [line] = lines_of_recovery(done)
+    assert line.startswith("going on from the beginning after ")
+
+
 def test_a_collective_that_fails_is_no_progress(tmp_path):
     source = """
         import torch, torch.distributed as dist

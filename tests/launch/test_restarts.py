@@ -56,3 +56,19 @@ def test_the_end_says_that_the_restarts_are_used_and_which_flag_gives_more(tmp_p
     done = run_job(tmp_path, fails, "--no-preload")
     assert done.returncode == 3, done.stderr
     assert "restarts are used" not in done.stderr
+
+
+def test_logs_that_can_no_longer_be_kept_do_not_keep_the_ranks_from_being_started_again(tmp_path):
+    source = """
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        import shutil, glob
+        [run] = glob.glob("logs/*")
+        shutil.rmtree(run)
+        open(run, "w").close()  # no folder can be made there: as on a full disk, or one that is read-only
+        sys.exit(3)
+    print("again")
+    """
+    done = run_job(tmp_path, source, "--max-restarts", "1", "--no-preload", "--log-dir", "logs", num_ranks=1)
+    assert done.returncode == 0, done.stderr
+    assert "again" in done.stdout
+    assert done.stderr.count("are incomplete: Not a directory") == 1

@@ -58,6 +58,8 @@ def test_what_is_kept_can_not_control_a_terminal(tmp_path):
          "ended 0.10, started 0.14, loaded 0.06, first step 0.06); no step repeated"),
         (dataclasses.replace(NODE, phases_s={"noticed": 12.04, "first collective": 0.5}),
          "going on after 12.5 s (noticed 12.0, first collective 0.50)"),
+        (dataclasses.replace(NODE, phases_s={"noticed": 12.04, "first collective": 0.5}, loaded_step=0),
+         "going on from the beginning after 12.5 s (noticed 12.0, first collective 0.50)"),
         (NODE, "no step is known after it"),
     ],
 )  # fmt: skip
@@ -123,3 +125,15 @@ def test_steps_that_are_done_again_are_counted_by_their_numbers_or_by_what_follo
     assert num_repeated(by_hand, first, 70) == 2
     assert num_repeated(by_hand, first, 60) is None
     assert num_repeated(by_hand, first, None) is None
+
+
+def test_steps_that_a_script_has_taken_back_itself_are_not_counted():
+    numbered = read_before(box_of(*[("step", "", n, 8, 1, 2) for n in (99, 100, 73, 74)]))
+    assert num_repeated(numbered, box_of(("step", "", 73, 8, 1, 2)).events[0], 72) == 2
+    by_hand = read_before(
+        box_of(
+            ("phase", "snapshot", 72, 0, 8, 9), ("step", "", 1, 0, 10, 20), ("step", "", 2, 0, 20, 30),
+            ("note", LOADED, 72, 0, 35, 35), ("step", "", 3, 0, 40, 50), ("step", "", 4, 0, 50, 0),
+        )
+    )  # fmt: skip
+    assert num_repeated(by_hand, box_of(("step", "", 1, 0, 1, 2)).events[0], 72) == 1

@@ -83,3 +83,35 @@ def test_a_trainer_behind_collectives_of_the_script_is_started_anew(tmp_path):
     assert "phalanx run: rank 0 can't be kept: the script has called collectives before Trainer()" in done.stderr
     assert done.stdout.count("process ") == 4
     assert result_of(done)
+
+
+DIES_AT_THE_END = """
+class Kill:
+    def on_evaluation(self, trainer):
+        if DIES and trainer.step == STEPS and RANK == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+MORE["callbacks"] = [Kill()]
+"""
+
+
+@pytest.mark.parametrize("num_steps", [8, 12], ids=["in an epoch", "at its end"])
+def test_a_run_that_fails_behind_its_last_step_is_evaluated_and_saved_after_all(tmp_path, num_steps):
+    results = []
+    for dies in (True, False):
+        folder = tmp_path / str(dies)
+        folder.mkdir()
+        more = DIES_AT_THE_END.replace("DIES", str(dies)).replace("STEPS", str(num_steps))
+        source = SCRIPT.replace("max_epochs=3", "max_epochs=4").replace("callbacks=[Kill()], ", "")
+        source = source.replace("trainer.fit(data, data)", "print(trainer.fit(data, data))")
+        source = source.replace("DIES", "False").replace(
+            "BEFORE", f"MORE = dict(max_steps={num_steps}, folder='run')\n{more}"
+        )
+        done = run_job(folder, source, "--max-restarts", "1")
+        assert ("restart 1 of 1" in done.stderr) == dies
+        assert "already finished" not in done.stdout
+        assert (folder / "run" / "checkpoints" / "latest").read_text().strip() == f"step-{num_steps:08}"
+        evaluated = set(re.findall(r"(\{'loss.*)", done.stdout))
+        results.append((result_of(done), evaluated))
+    assert results[0] == results[1]
+    assert len(results[0][1]) == 1

@@ -156,12 +156,12 @@ class SnapshotMemory:
         most = ranks.largest(_NO_SLOT if slot < 0 else is_short)
         problem = ""
         if most and most != _NO_SLOT:  # at the first snapshot, and at the first with an optimizer's state
-            problem = self._make_room(ranks.rank, head.size_bytes, max(slot + 1, 2))
-            if problem and not is_busy:
+            problem, num_slots = self._make_room(ranks.rank, head.size_bytes, max(slot + 1, 2))
+            if problem and num_slots == 2:
                 self.problem = problem
                 return -1
         if problem or most == _NO_SLOT:
-            self._slots.skip(has_no_third=True)
+            self._slots.skip(moment)
             return -1
         if self._place[0] == 0:
             if self._slots.copying == moment:
@@ -178,8 +178,11 @@ class SnapshotMemory:
             if _snapshots.is_fetched(offset):
                 _snapshots.release_region(self._fd, offset)
 
-    def _make_room(self, rank: int, size_bytes: int, num_slots: int) -> str:
-        """Get memory for some snapshots of every rank; return why not, the same on every rank, or nothing."""
+    def _make_room(self, rank: int, size_bytes: int, num_slots: int) -> tuple[str, int]:
+        """Get memory for some snapshots of every rank; return why not, or nothing, and for how many.
+
+        Both are the same on every rank, and the number is the largest that any of them wants.
+        """
         told = gather("snapshot", (self._host, region_bytes(size_bytes + _SLACK_BYTES), num_slots))
         num_slots = max(most for _, _, most in told)
         sizes = [size for host, size, _ in told if host == self._host]
@@ -192,12 +195,12 @@ class SnapshotMemory:
             problem = f"one of a rank would take {max(sizes) >> 20} MiB, more than {most} MiB"
         problem = next(filter(None, gather("snapshot", problem)), "")  # before any of them takes some
         if problem:
-            return problem
+            return problem, num_slots
         try:
             self._allocate(told[rank][1], num_slots)
         except OSError as error:
             problem = f"{total_bytes >> 20} MiB can't be had on rank {rank}: {error.strerror}"
-        return next(filter(None, gather("snapshot", problem)), "")
+        return next(filter(None, gather("snapshot", problem)), ""), num_slots
 
     def _allocate(self, length: int, num_slots: int) -> None:
         rank, _ = self._own_place(RankGroup())

@@ -45,15 +45,12 @@ class Slots:
         self.safe = self._newest = moment
         self._safe_slot = self._newest_slot = slot
 
-    def skip(self, *, has_no_third: bool) -> None:
-        """Take in that there is no snapshot after all, in the region that `next` has named.
-
-        Args:
-            has_no_third: Whether there is memory for two regions only.
-        """
+    def skip(self, moment: Moment) -> None:
+        """Take in that this snapshot, for which `next` was just called, is not taken: there is no third region."""
+        if self._copying == moment:
+            self._copying, self._copying_slot = None, -1
         self._newest, self._newest_slot = self._copying, self._copying_slot
-        if has_no_third:
-            self.num = 2
+        self.num = 2
 
     def next(self, moment: Moment, *, is_to_be_copied: bool, is_busy: bool) -> int:
         """Return the region for a snapshot; -1: there is none until the copying has ended.

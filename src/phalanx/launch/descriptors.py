@@ -6,6 +6,8 @@ import contextlib
 import os
 import resource
 
+from phalanx._text import counted
+
 _PER_RANK, _OF_OURS = 6, 32
 
 
@@ -49,4 +51,5 @@ def descriptor_problem(num_ranks: int) -> str:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard in (resource.RLIM_INFINITY, -1) or hard >= needed:
         return ""
-    return f"{num_ranks} ranks need some {needed} open files, the limit is {hard}: start fewer, or raise it (ulimit -n)"
+    need = f"{counted(num_ranks, 'rank')} {'needs' if num_ranks == 1 else 'need'} some {needed} open files"
+    return f"{need}, the limit is {hard}: {'' if num_ranks == 1 else 'start fewer, or '}raise it (ulimit -n)"

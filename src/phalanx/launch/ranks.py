@@ -65,7 +65,11 @@ class Output:
             raise
 
     def _open(self, line_prefix: bytes, log_path: str, voice: Callable[[Stream], Stream] | None) -> None:
-        self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115 closed with the stream
+        try:
+            self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115 closed with the stream
+        except OSError as error:
+            self.log_problem = error.strerror or str(error)
+            self._log = open(os.devnull, "ab", buffering=0)  # noqa: SIM115 closed with the stream
         self.tail: bytes = b""
         self._num_lost = 0  # interrupts
         kind = LiveStream if self._live else LineStream

@@ -150,7 +150,7 @@ class Recovery:
         self._loss = dataclasses.replace(
             self._loss,
             step=first.seq if is_first and is_numbered(first) else None,
-            loaded_step=seen.loaded_step,
+            loaded_step=0 if seen.loaded_step is None and seen.loading_ns is not None else seen.loaded_step,
             num_repeated=num_repeated(self._before, first, seen.loaded_step) if is_first else None,
         )
         self._save()

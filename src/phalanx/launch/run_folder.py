@@ -40,9 +40,10 @@ class RunFolder:
             self.note = f"can't write to {base} ({error.strerror})"
 
     def rank_folder(self, attempt: int, rank: int) -> str:
-        """Return the folder of one rank's logs, made now."""
+        """Return the folder of one rank's logs, made now; where the disk is full, it may be missing."""
         path = os.path.join(self.path, "logs", f"attempt_{attempt}", f"rank_{rank}")
-        os.makedirs(path, exist_ok=True)
+        with contextlib.suppress(OSError):  # a job that goes on after a loss is not to end for its logs
+            os.makedirs(path, exist_ok=True)
         return path
 
 

@@ -256,7 +256,7 @@ class Supervisor:
             save_ends(ends, folder)
             save_clocks(self.clocks, folder)
         except OSError as error:
-            self._say_log_problem(str(error))
+            self._say_log_problem(error.strerror or str(error))
 
     def _has_obeyed(self, end: Outcome) -> bool:
         """Whether a rank ended because it was told to, and not by a SIGKILL that is none of ours."""
@@ -268,7 +268,7 @@ class Supervisor:
         try:
             save_reason(f"phalanx run {reason}", Path(self._folder.path, "blackbox"))
         except OSError as error:
-            self._say_log_problem(str(error))
+            self._say_log_problem(error.strerror or str(error))
 
     def _open_ranks(self, attempt: Attempt) -> list[Rank]:
         """Make the ranks of an attempt; return those whose processes are those of the attempt before."""

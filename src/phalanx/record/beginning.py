@@ -15,7 +15,8 @@ class Before(NamedTuple):
     """What a rank did in the attempt before.
 
     Attributes:
-        last_step: Last step that it finished, by its number in the run; 0: none, or it has no such numbers.
+        last_step: Number in the run of the step that it finished last, which may not be the largest: a script may catch
+            an error, and load by itself; 0: none, or it has no such numbers.
         saved: Times at which it had saved or loaded the checkpoint of a step; the newest by step.
         steps: Times at which the steps that it finished began, in order.
         has_steps: Whether it has recorded any step.
@@ -35,10 +36,11 @@ def read_before(box: Box | None) -> Before:
     steps = [event for event in events if event.kind == "step"]
     done = [event for event in steps if event.ended_ns]
     phases = [event for event in events if event.kind == "phase"]
-    saved = {event.seq: event.ended_ns for event in phases if event.text in _SAVING and event.seq and event.ended_ns}
-    saved = {event.seq: event.begun_ns for event in events if _is_loaded(event)} | saved
+    kept = [(event.seq, event.ended_ns) for event in phases if event.text in _SAVING and event.seq and event.ended_ns]
+    kept += [(event.seq, event.begun_ns) for event in events if _is_loaded(event)]
+    saved = dict(sorted(kept))
     return Before(
-        max((event.seq for event in done if is_numbered(event)), default=0),
+        next((event.seq for event in reversed(done) if is_numbered(event)), 0),
         saved,
         tuple(event.begun_ns for event in done),
         bool(steps),

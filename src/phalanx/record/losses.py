@@ -33,7 +33,7 @@ class Loss:
         at_s: Time of day of the first sign, in seconds since 1970.
         phases_s: Seconds of each phase by its name, in their order. What lies between two phases is part of the later.
         step: First step that was done again, by its number in the run; None: the ranks do not record such numbers.
-        loaded_step: Step of the checkpoint that was loaded; None: none was.
+        loaded_step: Step of the checkpoint that was loaded; 0: there was none, so all begins anew; None: unknown.
         num_repeated: Number of steps that were done twice; None: unknown.
     """
 
@@ -90,7 +90,9 @@ def place_of(loss: Loss) -> str:
     """Return where the job went on, in words."""
     if loss.step is not None:
         return f"at step {loss.step}"
-    return f"from step {loss.loaded_step}" if loss.loaded_step is not None else ""
+    if loss.loaded_step is None:
+        return ""
+    return f"from step {loss.loaded_step}" if loss.loaded_step else "from the beginning"
 
 
 def repeated(loss: Loss) -> str:

@@ -273,7 +273,8 @@ class Trainer:
         self._feed.begin_epoch(self.epoch)
         has_ended, is_empty = True, self._feed.is_at_start
         self._run_log.begin_epoch(self.step + 1, is_whole=is_empty)
-        for parts, num_samples in self._in_step(self._feed.steps()):
+        is_at_last = self.step == self.settings.max_steps  # of a snapshot: what follows the steps may be missing
+        for parts, num_samples in self._in_step(iter(()) if is_at_last else self._feed.steps()):
             loss = self._stepper.backward(parts, num_samples, self.step + 1, self.epoch)
             del parts  # the next batch takes its memory, which is in the caches
             if self.step >= self._next_agreement:  # here, where ranks have just met
@@ -284,8 +285,10 @@ class Trainer:
             self._after_step(loss, num_samples)
             is_empty = False
             if self.step == self.settings.max_steps:
-                has_ended = self._feed.is_at_end
                 break
+        if self.step == self.settings.max_steps:
+            has_ended, is_empty = self._feed.is_at_end, False
+        self._lacks_end = False
         if is_empty:
             raise ValueError(
                 "Trainer: the data yields no step: fewer samples than a batch, an empty loader, or a generator "
@@ -384,6 +387,8 @@ class Trainer:
 
     def _is_over(self) -> bool:
         s = self.settings
+        if self._lacks_end:
+            return False
         is_over = self.epoch >= (s.max_epochs or math.inf) or self.step >= (s.max_steps or math.inf)
         return is_over or (s.patience is not None and self._judge.num_worse >= s.patience)
 
@@ -417,6 +422,7 @@ class Trainer:
             if "monitor" in changed:
                 self._judge = Judge(s.monitor)
         self._lock.settle()
+        self._lacks_end = loaded is not None and loaded.source == "memory" and self.step == s.max_steps
         return loaded
 
     def _begin(self, loaded: checkpoint.Loaded | None) -> RunLog:
