@@ -77,6 +77,28 @@ def test_no_time_is_not_told_as_a_time():
     assert "0.0 s" not in clause(begun)
 
 
+@pytest.mark.parametrize(
+    ("how", "system_call", "since_s", "words"),
+    [
+        ("asleep", "nanosleep", 0.02, "is sleeping in load_image at data.py:88"),
+        ("asleep", "nanosleep", 2.0, "has been sleeping in load_image at data.py:88 for at least 2.0 s"),
+        ("runs", "", None, "is running in load_image at data.py:88"),
+    ],
+)
+def test_of_a_rank_that_polls_or_loops_it_is_told_how_long_after_its_last_operation(how, system_call, since_s, words):
+    last = Call("all_reduce", "train.py:6", "default", 6, since_s=41.0)
+    polls = dataclasses.replace(
+        elsewhere(1), how=how, since_s=since_s, since_is_least=True, system_call=system_call, last=last
+    )
+    assert answer(waits(0), polls) == (
+        f"rank 1 has not called all_reduce #7 of group 'default'; it {words}, 41 s after its last recorded operation; "
+        "1 rank has waited 41 s for it"
+    )
+    unknown = dataclasses.replace(polls, last=None)
+    assert "0.0 s" not in clause(unknown)
+    assert "after" not in clause(unknown)
+
+
 def test_several_ranks_that_have_not_called_are_named_together():
     assert answer(waits(0), elsewhere(1), elsewhere(2, "stopped")) == (
         "ranks 1 and 2 have not called all_reduce #7 of group 'default'; rank 1 has been in load_image at data.py:88 "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 
@@ -37,6 +38,7 @@ _SYSTEM_CALLS = {
     "fsync": "waiting for {path} to be written",
     "fdatasync": "waiting for {path} to be written",
 }
+_PERFECT = re.compile("^has been ")
 _NAMES = {"backward": "the backward pass", "wait": "the operation awaited"}
 _SAME_CALLS = "all ranks of a group must make the same calls in the same order"
 
@@ -281,13 +283,25 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
         waits = "waited" if doing.how in _OVER else "waits"
         raised = f", and raised {doing.gave_up}" * bool(doing.gave_up)
         return f"{waits} in {call_text(doing.call, True)}{lasting}{raised}"
-    lasting = _lasting(doing.since_s, doing.since_is_least)
-    return _manner(doing) + lasting + _with_others(doing) + (f" on host {doing.host}" if doing.host else "")
+    on_host = f" on host {doing.host}" if doing.host else ""
+    manner, lasting, after = _manner(doing), _lasting(doing.since_s, doing.since_is_least), _after(doing)
+    if after and (doing.since_s or 0.0) < _MOMENT_S:  # whoever polls has slept for a moment each time
+        manner, lasting = _PERFECT.sub("is ", manner), ""
+    return manner + lasting + _with_others(doing) + on_host + after
+
+
+def _after(doing: Activity) -> str:
+    """Return how long a rank's last operation is over, where it computes or may have slept for longer; else nothing."""
+    after_s = doing.last.since_s if doing.last is not None else None
+    is_told = doing.how == "runs" or doing.since_is_least
+    if after_s is None or after_s < _MOMENT_S or not is_told:
+        return ""
+    return f", {duration(after_s)} after its last recorded operation"
 
 
 def _lasting(seconds: float | None, is_least: bool) -> str:
     """Return for how long something has lasted, in words; nothing if that is unknown or no time at all."""
-    if seconds is None or (seconds < _NO_TIME_S and not is_least):
+    if seconds is None or seconds < _NO_TIME_S:
         return ""
     return f" for {'at least ' * is_least}{duration(seconds)}"
 
