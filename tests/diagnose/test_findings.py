@@ -145,7 +145,7 @@ def test_a_message_is_waited_for_from_its_sender():
     [
         ("backward", "rank 1 has not reached the backward pass at train.py:12; it "),
         ("wait", "rank 1 has not reached the operation awaited at train.py:12; it "),
-        ("recv", "rank 1 has not made the call for recv at train.py:12; it "),
+        ("recv", "rank 1 has not made the call that recv at train.py:12 waits for; it "),
         ("barrier", "rank 1 has not called barrier at train.py:12; it "),
     ],
 )
@@ -220,7 +220,9 @@ def test_ranks_that_wait_for_each_others_messages_are_told_so():
 
 def test_of_a_chain_of_messages_the_last_is_named_with_the_call_that_waits_for_it():
     found = answer(waits(0, "recv", 0, peer=1), waits(1, "recv", 0, peer=2), elsewhere(2))
-    assert found.startswith("rank 2 has not made the call for recv from rank 2 of group 'default'")
+    assert found.startswith(
+        "rank 2 has not sent the message that rank 1 waits for in recv at train.py:0; it has been in"
+    )
 
 
 def test_a_rank_whose_calls_in_a_group_are_too_long_ago_is_named():
@@ -233,4 +235,18 @@ def test_a_rank_whose_calls_in_a_group_are_too_long_ago_is_named():
 def test_a_message_in_a_group_is_awaited_of_its_members_alone():
     member = dataclasses.replace(elsewhere(1), progress={"default": 6, "pair": 1})
     found = answer(waits(0, "recv", 0, "pair", peer=1), member, elsewhere(2))
-    assert found.startswith("rank 1 has not made the call for recv from rank 1 of group 'pair'")
+    assert found.startswith(
+        "rank 1 has not sent the message that rank 0 waits for in recv at train.py:0; it has been in"
+    )
+    found = answer(waits(0, "recv", 0, "pair", peer=1), member, dataclasses.replace(member, rank=2))
+    assert found.startswith(
+        "ranks 1 and 2 have not made the call that recv from rank 1 of group 'pair' at train.py:0 waits for; rank 1 "
+    )
+
+
+def test_a_message_that_is_not_received_is_told_of_its_receiver():
+    assert answer(waits(0, "send", 0, peer=1), elsewhere(1)).startswith(
+        "rank 1 has not received the message that rank 0 waits to send at train.py:0; it has been in load_image"
+    )
+    both = answer(waits(0, "isend", 0, peer=2), waits(1, "isend", 0, peer=2), elsewhere(2))
+    assert both.startswith("rank 2 has not received the messages that ranks 0 and 1 wait to send at train.py:0; it ")

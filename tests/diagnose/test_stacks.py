@@ -156,9 +156,9 @@ def test_below_many_frames_of_a_library_the_line_of_the_script_is_shown():
         "    step_1  library.py:1",
         "    step_2  library.py:2",
         "    step_3  library.py:3",
-        "    ... 27 frames more",
+        "    ... 27 more frames",
         "    main    job.py:3",
-        "    ... 1 frame more",
+        "    ... 1 more frame",
     ]
     assert len(list(thread_lines([thread], 7, 100))) == 32
 
@@ -166,7 +166,7 @@ def test_below_many_frames_of_a_library_the_line_of_the_script_is_shown():
 def test_frames_of_the_operation_that_is_named_above_are_counted_alone():
     ours = [Frame(f"wait_{number}", "backend.py", number, "phalanx") for number in range(5)]
     thread = Thread(7, "MainThread", False, False, (*ours, Frame("main", "job.py", 3, "")))
-    assert list(thread_lines([thread], 7, 4, without=("phalanx",))) == ["    ... 5 frames more", "    main  job.py:3"]
+    assert list(thread_lines([thread], 7, 4, without=("phalanx",))) == ["    ... 5 more frames", "    main  job.py:3"]
     nothing_else = Thread(7, "MainThread", False, False, tuple(ours))
     assert len(list(thread_lines([nothing_else], 7, 8, without=("phalanx",)))) == 5
 

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from phalanx._text import columns, counted, enumerated, shortened
+from phalanx._text import columns, counted, enumerated, plural, shortened
 from phalanx.debugging import AT_BREAKPOINT
 from phalanx.diagnose.activity import Activity, Call, joining_call
 from phalanx.diagnose.findings import Finding
@@ -56,18 +56,31 @@ def sentence(finding: Finding, activities: Sequence[Activity]) -> str:
 
 def _absent(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
     assert finding.call is not None
-    have, call = _have(finding, len(culprits)), call_text(finding.call)
-    done = "reached" if finding.call.op in _NAMES else "made the call for" if finding.call.is_message else "called"
-    done = "left" if finding.call.op == AT_BREAKPOINT else done
-    if finding.is_over and done == "called":  # one that ended at once may have called it for its worker thread to begin
-        done = "begun"
-    return "; ".join(
-        [
-            f"{ranks(finding.culprits)} {have} not {done} {call}",
-            *_each(culprits),
-            _wait(finding, activities),
-        ]
-    )
+    have = _have(finding, len(culprits))
+    not_done = f"{ranks(finding.culprits)} {have} not {_missing(finding, finding.call, activities)}"
+    return "; ".join([not_done, *_each(culprits), _wait(finding, activities)])
+
+
+def _missing(finding: Finding, call: Call, activities: Sequence[Activity]) -> str:
+    """Return what the culprits have not done that others wait for, such as ``called all_reduce #7``."""
+    if call.is_message:
+        return _missing_message(finding, call, activities)
+    if call.op == AT_BREAKPOINT:
+        done = "left"
+    elif call.op in _NAMES:
+        done = "reached"
+    else:  # one that ended at once may have called it for its worker thread to begin
+        done = "begun" if finding.is_over else "called"
+    return f"{done} {call_text(call)}"
+
+
+def _missing_message(finding: Finding, call: Call, activities: Sequence[Activity]) -> str:
+    waiters = [one.rank for one in activities if one.rank in finding.waiters and one.call and one.call.is_same(call)]
+    if call.peer is None or len(finding.culprits) > 1:  # who has to send it is a guess
+        return f"made the call that {call_text(call, True)} {_waits(finding)} for"
+    at = f" at {call.site}" if call.site else ""
+    awaited = f"{plural(len(waiters), 'message')} that {ranks(waiters)} {_waits(finding, len(waiters))}"
+    return f"received the {awaited} to send{at}" if "send" in call.op else f"sent the {awaited} for in {call.op}{at}"
 
 
 def _halted(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
@@ -240,7 +253,7 @@ def thread_lines(
 
 
 def _left_out(num_frames: int) -> str:
-    return f"    ... {counted(num_frames, 'frame')} more"
+    return f"    ... {counted(num_frames, 'more frame')}"
 
 
 # ---- parts of sentences --------------------------------------------------------------------------------------------
@@ -360,6 +373,7 @@ _MANNERS = {
     "starved": "has been waiting for the GIL{where}",
     "lock": "has been waiting for a lock{where}",
     "input": "has been reading its input{where}",
+    "idle": "has been idle{where}",
     "ended": "has ended{where}",
     "returned": "ended with exit code 0{where}",
     "exited": "ended with exit code {detail}{where}",
