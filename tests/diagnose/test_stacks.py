@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -82,13 +83,20 @@ def test_a_process_in_a_container_is_read_from_outside():
         ).stdout.replace("asleep ", "")
 
 
-@needs_py_spy
 def test_what_runs_no_python_says_so():
     with subprocess.Popen(["sleep", "60"]) as process:
-        done = ask("stacks", process.pid)
+        done, why = ask("stacks", process.pid), ask("why", process.pid)
         process.kill()
     assert done.returncode == 1
-    assert "it runs no Python that py-spy can read" in done.stdout
+    for said in (done.stdout, why.stdout):
+        assert said.endswith("\n  it is no Python process of this user\n")
+
+
+def test_of_a_process_that_may_not_be_looked_into_no_black_box_is_missed():
+    assert "box" not in ask("why", 1).stdout
+    traced = ask("trace", 1)
+    assert traced.returncode == 1
+    assert re.match(r"phalanx trace: process 1 \(.+\) is no rank of a job, and records nothing\n", traced.stderr)
 
 
 def test_what_has_ended_and_what_never_was_are_named():
