@@ -183,6 +183,12 @@ def test_ranks_on_other_hosts_are_named_if_all_here_wait():
     )
 
 
+def test_a_rank_that_no_host_has_started_yet_is_told_so():
+    here = [waits(rank) for rank in range(3)]
+    found = dataclasses.replace(find(here, 4), hosts=("hb",))
+    assert sentence(found, here).endswith("; rank 3 has not started yet on host hb")
+
+
 @pytest.mark.parametrize(
     ("hosts", "where"),
     [

@@ -39,6 +39,21 @@ class RankSeen:
 
 
 @dataclasses.dataclass(frozen=True)
+class Heard:
+    """What other hosts of a job have answered.
+
+    Attributes:
+        seen: Their ranks.
+        hosts: Names of those that have answered, also without a rank.
+        are_all: Whether no host is left that has not.
+    """
+
+    seen: tuple[RankSeen, ...] = ()
+    hosts: tuple[str, ...] = ()
+    are_all: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Answer:
     """Why a job does not go on, and what shows it.
 
@@ -58,19 +73,22 @@ class Answer:
     losses: tuple[Loss, ...] = ()
 
 
-def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Iterable[RankSeen]] = tuple) -> Answer:
+def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Heard] = Heard) -> Answer:
     """Return why a running job does not go on.
 
     Args:
-        others: Function that returns the ranks of other hosts, called when those of this host have been looked at.
+        others: Function that returns what other hosts have answered, called when this one has been looked at.
     """
     deadline = time.monotonic() + timeout_s - _RESERVE_S
     seen = look_at(job, min(_STACKS_S, timeout_s - _RESERVE_S))
     here = {one.doing.rank for one in seen}
-    elsewhere = [one for one in others() if one.doing.rank not in here]
+    heard = others()
+    elsewhere = [one for one in heard.seen if one.doing.rank not in here]
     seen = tuple(sorted([*seen, *elsewhere], key=lambda one: one.doing.rank))
     finding = find([one.doing for one in seen], job.world_size)
-    if finding.kind == "elsewhere" and _joins(finding) and job.is_of_this_host:
+    if finding.kind == "elsewhere" and heard.are_all:
+        finding = dataclasses.replace(finding, hosts=tuple(sorted({*heard.hosts})))
+    elif finding.kind == "elsewhere" and _joins(finding) and job.is_of_this_host:
         ages = [rank.process.age_s for rank in job.ranks if rank.process is not None]
         finding = dataclasses.replace(finding, alone_s=max(ages, default=None))
     culprits = [one for one in seen if one.doing.rank in finding.culprits and not one.doing.host]

@@ -174,6 +174,9 @@ def _elsewhere(finding: Finding, culprits: list[Activity], activities: list[Acti
         waits = waiting.removeprefix(ranks(finding.waiters)).strip()
         where = "it, or ask on its host" if one else "them, or ask on their hosts"
         return f"{begun}{waits}; {absent}: start {where}"
+    if finding.hosts:
+        have = "has" if len(finding.missing) == 1 else "have"
+        return f"{waiting}; {ranks(finding.missing)} {have} not started yet on {enumerated('host', finding.hosts)}"
     there = f"{ranks(finding.missing)} {'runs' if len(finding.missing) == 1 else 'run'}"
     return f"{waiting}; {there} on other hosts that have not answered: type phalanx why there"
 
