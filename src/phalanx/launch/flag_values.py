@@ -103,7 +103,7 @@ def port_or_nothing(text: str) -> int:
 
 
 _SECONDS = {"timeout", "join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt"}
-_YES, _NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
+YES, _NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -123,7 +123,7 @@ def rendezvous_settings(text: str) -> dict[str, str]:
             is_right = False
         if not is_right:
             raise ValueError(f"{name} must be a number that is not negative, got {pairs[name]!r}")
-    if pairs.get("is_host", "true").lower() not in (*_YES, *_NO):
+    if pairs.get("is_host", "true").lower() not in (*YES, *_NO):
         raise ValueError(f"is_host must be true or false, got {pairs['is_host']!r}")
     return pairs
 
