@@ -14,7 +14,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import phalanx
@@ -367,7 +367,7 @@ class Agent:
         if greeting.get("job") != ours["job"]:
             return f"{here} runs another job at this place: its --rdzv-id is {ours['job']!r}"
         if any(greeting.get(name) != ours[name] for name in ("phalanx", "protocol")):
-            return f"{here} has phalanx {ours['phalanx']}, and this host {str(greeting.get('phalanx'))[:40]}"
+            return f"{here} has {_version(ours)}, and this host {_version(greeting)}: install the same on all"
         script = greeting.get("script")
         name = str(script.get("name"))[:100] if isinstance(script, dict) else ours["script"]["name"]
         if name != ours["script"]["name"]:
@@ -450,6 +450,12 @@ class Agent:
 def _place(text: str) -> Place:
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _version(greeting: Mapping[str, Any]) -> str:
+    """Return the version in a greeting, with that of the protocol: two builds of one version may differ in it."""
+    version, protocol = (str(greeting.get(name))[:40] for name in ("phalanx", "protocol"))
+    return f"phalanx {version} (protocol {protocol})"
 
 
 def _flags_of_nodes(told: Any) -> str:

@@ -477,11 +477,11 @@ class Agreement:
         is_in_office = self._is_in_office() if self.leads else leader is not None and leader.state.in_office
         if view is not None and not is_in_office:
             return self._why_no_majority(view)
-        if not self.leads:
-            return self._missing(nodes)
         busy = [peer.node.host for peer in self._peers.values() if not peer.state.is_idle]
         if busy and self._ranks == "idle":
             return f"waiting for the ranks on {', '.join(busy)} to end"
+        if not self.leads:
+            return self._missing(nodes)
         cause = (self._cause or self._cause_of_end(view)) if view is not None and self._has_started else None
         loss = f"{cause['message']}; " if cause is not None and cause["kind"] == NODE_LOST else ""
         missing = self._missing(nodes)

@@ -21,7 +21,7 @@ from phalanx._memory import of_rank
 from phalanx._text import counted, named
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.cpus import Share
-from phalanx.launch.deadlines import CAUSE_S, KILL_S, SAME_S, STOP_S
+from phalanx.launch.deadlines import CAUSE_S, IMPORT_S, KILL_S, LATE_S, SAME_S, STOP_S
 from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
@@ -74,6 +74,7 @@ class Supervisor:
         self._late: int | None = None  # one that came when all ranks had ended
         self.began_s = 0.0  # when the ranks of this attempt were started
         self._ending_by: int | None = None  # the signal that ranks are being ended with
+        self._late_at_s: float | None = None  # when it is to be said who has not ended
         self._first_failure_s: float | None = None
         self._may_keep = False  # processes of this attempt for the next one
         self._stopping: list[Rank] = []  # told to leave their groups
@@ -188,9 +189,9 @@ class Supervisor:
         self._wardens.relieve()
         kept = self._open_ranks(attempt)
         self.recovery.begin(self._boxes.places(len(self._ranks)))
-        while self.received is None and not self._wardens.is_ready:
-            self.wait()
-        if self.received is not None:
+        self._await_warden()
+        if self.received is not None or self._ending_by is not None:
+            self._drop_unstarted()
             return False
         self._notes.clear()
         self._note_attempt(attempt.world_size)
@@ -207,6 +208,21 @@ class Supervisor:
                 self._start_rank(rank, local_rank, environ, shares[local_rank])
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
         return True
+
+    def _await_warden(self) -> None:
+        """Return when ranks can be forked, or need not be: another node may have ended the attempt."""
+        said_at_s: float | None = time.monotonic() + IMPORT_S
+        while self.received is None and self._ending_by is None and not self._wardens.is_ready:
+            self.wait(None if said_at_s is None else max(0.0, said_at_s - time.monotonic()))
+            if said_at_s is not None and time.monotonic() >= said_at_s:
+                said_at_s = None
+                self.say(f"no rank can start yet: process {self._wardens.pid} is still importing torch, or is stopped")
+
+    def _drop_unstarted(self) -> None:
+        for rank in self._ranks:
+            if not rank.pid:
+                rank.asked_to_end = True
+                rank.record_end(signal.SIGKILL, is_reported=False)
 
     def _watch_attempt(self, until: Callable[[], bool] | None) -> None:
         """Return when every rank has ended, or waits for the next attempt."""
@@ -346,8 +362,14 @@ class Supervisor:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Take in what has happened, signals too; return after the first news, `timeout_s` or at the deadline."""
+        if self._late_at_s is not None:
+            left_s = max(0.0, self._late_at_s - time.monotonic())
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
         self.events.wait(timeout_s)
         self._obey_signals()
+        if self._late_at_s is not None and time.monotonic() >= self._late_at_s:
+            self._late_at_s = None
+            self._say_who_is_late()
 
     def _say_log_problem(self, problem: str) -> None:
         if not self._said_log_problem:
@@ -464,6 +486,8 @@ class Supervisor:
         living = [rank for rank in self._ranks if rank.end is None] if ranks is None else ranks
         for rank in living:
             rank.asked_to_end, rank.pause = True, None
+        if self._ending_by is None:
+            self._late_at_s = time.monotonic() + LATE_S
         self._ending_by = sig
         self._stopping = []
         wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
@@ -548,6 +572,16 @@ class Supervisor:
     def _say_straggler(self, text: str) -> None:
         self.say(text)
         self._notes.note_straggler(text)
+
+    def _say_who_is_late(self) -> None:
+        late = [rank for rank in self._ranks if rank.is_running]
+        if self._ending_by is None or not late:
+            return
+        who = named("rank", [rank.rank for rank in late]) + (f" (pid {late[0].pid})" if len(late) == 1 else "")
+        left_s = max(0.0, (self.events.deadline or 0.0) - time.monotonic())
+        then = f"; SIGKILL follows in {left_s:.0f} s" if self._ending_by != signal.SIGKILL else ""
+        has = "has" if len(late) == 1 else "have"
+        self.say(f"{who} {has} not ended within {LATE_S:g} s of {signal.Signals(self._ending_by).name}{then}")
 
     def say(self, text: str) -> None:
         self._out.end_line()
