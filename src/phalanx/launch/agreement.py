@@ -353,8 +353,8 @@ class Agreement:
         self._is_leaving = True
 
     def ask_for(self, num_ranks: int) -> None:
-        """Take in that this node would go on with more ranks, from the next snapshot."""
-        if self._ranks == "running" and self._trained_in == self._key:
+        """Take in that this node would go on with more ranks: from the next snapshot, or as the attempt ends anyway."""
+        if self._ranks != "idle" and self._trained_in == self._key:
             self._asked = num_ranks
 
     def reserved(self, port: int) -> None:
