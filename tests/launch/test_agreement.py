@@ -286,3 +286,15 @@ def test_without_any_one_of_the_rules_two_sides_do_train(monkeypatch, owner, rul
         except AssertionError:
             return
     pytest.fail("no accident shows what the rule is for")
+
+
+def test_every_node_says_whose_ranks_it_waits_for():
+    world = World(1, "abc", rules(3))
+    world.run(5)
+    slow = world.nodes["b"]
+    slow.ended = lambda *_: None  # its ranks do not end
+    world.fail("c")
+    world.run(8)
+    for name in "ac":
+        assert world.nodes[name].agreement.waits_for() == "waiting for the ranks on b to end"
+    assert world.nodes["b"].agreement.waits_for() == ""  # its launcher says which rank it is

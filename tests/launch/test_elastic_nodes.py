@@ -113,6 +113,23 @@ def test_a_planned_restart_that_fails_costs_nothing_but_patience(run):
     assert any(line.startswith(back) and line.endswith("; 2 again after 0.4 s") for line in said[1]), said[1]
 
 
+def test_a_failure_on_another_node_is_the_occasion_to_take_the_rank_back_after_progress(run):
+    fails_later = """
+if ATTEMPT == 1 and RANK == 2:
+    time.sleep = lambda _: open("progress", "w").close()  # behind the first snapshot
+if ATTEMPT == 1 and RANK == 0:
+    while not os.path.exists("progress"): time.sleep(0.02)
+    sys.exit(4)
+if ATTEMPT == 1: snapshots()
+"""
+    source = RANK_3_DIES.replace("SIZE == 4", "ATTEMPT == 0") + fails_later
+    ranks, codes, said = run(source, "--max-restarts", "2", "--regrow-after", "0")
+    assert codes == [0, 0], said
+    check(ranks, (2, 2), (2, 1), (2, 2))
+    assert f"{HERE}: going on with 2 ranks, before 1" in said[0]
+    assert "restart 2 of 2" in said[1]
+
+
 def test_without_snapshots_there_is_no_planned_restart(run):
     source = RANK_3_DIES + "time.sleep(1)\n"
     ranks, codes, said = run(source, "--max-restarts", "1", "--regrow-after", "0.1")

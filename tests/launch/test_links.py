@@ -82,7 +82,12 @@ STRANGERS = {  # what they say, and what they are answered beside the greeting
     b"x" * 100_000 + b"\n": "",
     b"[" * 100_000 + b"\n": "",
     greeting(job="theirs"): "runs another job at this place: its --rdzv-id is 'job'",
-    greeting(phalanx="0.0.1"): f"has phalanx {phalanx.__version__}, and this host 0.0.1",
+    greeting(
+        phalanx="0.0.1"
+    ): f"has phalanx {phalanx.__version__} (protocol 3), and this host phalanx 0.0.1 (protocol 3)",
+    greeting(
+        protocol=2
+    ): f"has phalanx {phalanx.__version__} (protocol 3), and this host phalanx {phalanx.__version__} (protocol 2)",
     greeting(nodes=[1, 5, 1]): "was started with --nnodes 2, and this host with --nnodes 1:5 --spares 1",
     greeting(nodes=["1"]): "was started with --nnodes 2, and this host with another --nnodes",
     greeting(backend="etcd"): "was started with --rdzv-backend static, and this host with etcd",

@@ -158,8 +158,8 @@ class Agreement:
         self._is_leaving = True
 
     def ask_for(self, num_ranks: int) -> None:
-        """Take in that this node would go on with more ranks, from the next snapshot."""
-        if self._ranks == "running" and self._trained_in == self._key:
+        """Take in that this node would go on with more ranks: from the next snapshot, or as the attempt ends anyway."""
+        if self._ranks != "idle" and self._trained_in == self._key:
             self._attempt.num_asked = num_ranks
 
     def reserved(self, port: int) -> None:
@@ -273,12 +273,12 @@ class Agreement:
         if view is not None and not is_in_office:
             reached = {node for node in view.ids if self._election.is_with_us(node)}
             return waiting.why_no_majority(view, reached, nodes)
-        missing = waiting.missing(nodes, rules)
-        if not self.leads:
-            return missing
         busy = [peer.node.host for peer in self._peers.values() if not peer.state.is_idle]
         if busy and self._ranks == "idle":
             return f"waiting for the ranks on {', '.join(busy)} to end"
+        missing = waiting.missing(nodes, rules)
+        if not self.leads:
+            return missing
         cause = self._attempt.cause_of_end if self._has_started else None
         loss = f"{cause['message']}; " if cause is not None and cause["kind"] == NODE_LOST else ""
         return missing and f"{loss}{missing}"

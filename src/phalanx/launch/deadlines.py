@@ -33,6 +33,12 @@ STACKS_S = 0.5
 KILL_S = 10.0
 """After SIGKILL, which the kernel alone can delay; and for a process that only has to end its children."""
 
+LATE_S = 5.0
+"""Before it is said which ranks have not ended although they were told to."""
+
+IMPORT_S = 20.0
+"""Before it is said that ranks can't start because torch is still being imported."""
+
 NODES_S = 10.0
 """Before it is said that other nodes are awaited."""
 

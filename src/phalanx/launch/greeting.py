@@ -44,7 +44,7 @@ class Greeting:
         if greeting.get("job") != ours["job"]:
             return f"{here} runs another job at this place: its --rdzv-id is {ours['job']!r}"
         if any(greeting.get(name) != ours[name] for name in ("phalanx", "protocol")):
-            return f"{here} has phalanx {ours['phalanx']}, and this host {str(greeting.get('phalanx'))[:40]}"
+            return f"{here} has {_version(ours)}, and this host {_version(greeting)}: install the same on all"
         script = greeting.get("script")
         name = str(script.get("name"))[:100] if isinstance(script, dict) else ours["script"]["name"]
         if name != ours["script"]["name"]:
@@ -77,6 +77,12 @@ class Greeting:
             return f"{host} runs {ours['name']} with other arguments than this host"
         there, here = str(theirs.get("file"))[:12], ours["file"][:12]
         return f"{host} runs another {ours['name']} than this host: its SHA-256 is {there}, here {here}"
+
+
+def _version(greeting: Mapping[str, Any]) -> str:
+    """Return the version in a greeting, with that of the protocol: two builds of one version may differ in it."""
+    version, protocol = (str(greeting.get(name))[:40] for name in ("phalanx", "protocol"))
+    return f"phalanx {version} (protocol {protocol})"
 
 
 def _flags_of_nodes(told: Any) -> str:

@@ -193,6 +193,17 @@ class SharedSize:
         self._has_asked = True
         return self._most
 
+    def wanted_after(self, culprit: Outcome | None) -> int:
+        """Return MAX where an attempt with fewer made progress and another node has ended it; 0: as many as now.
+
+        All ranks start again anyway, so trying MAX costs nothing.
+
+        Args:
+            culprit: Rank of this node that failed; None: none has.
+        """
+        is_mine = culprit is not None and not culprit.is_victim
+        return 0 if is_mine or self._now.num_ranks == self._most or not self._now.has_progress else self._most
+
 
 def newest_steps(fd: int) -> dict[bytes, int]:
     """Return the newest step of which there is a whole snapshot that counts, for each folder of checkpoints."""

@@ -165,6 +165,8 @@ class Orders:
             lived_s = culprit.when_s - self._ranks.began_s
             what_follows = self._size.after_failure(culprit, lived_s=lived_s, may_leave=self.may_restart)
             cause = cause_of(culprit) | what_follows
+        if self._how != "succeeded" and (num_ranks := self._size.wanted_after(culprit)):
+            self._channel.send({"ask_for": num_ranks})
         self._channel.send({"ended": self._how, "number": number, "cause": cause})
 
     def await_end(self) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from phalanx._text import named
-from phalanx.launch.deadlines import CAUSE_S, KILL_S, SAME_S, STOP_S
+from phalanx.launch.deadlines import CAUSE_S, KILL_S, LATE_S, SAME_S, STOP_S
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
 from phalanx.launch.outcome import find_culprit
@@ -25,6 +25,7 @@ class Shutdown:
 
     Attributes:
         by: Signal that ranks are being ended with; None: they are not.
+        late_at_s: When it is to be said who has not ended; None: never, or it has been said.
         has_failure: Whether a rank of this attempt has failed.
     """
 
@@ -42,6 +43,7 @@ class Shutdown:
         self._job, self._ranks, self._events = job, ranks, events
         self._wardens, self._survivors, self._say, self._on_end = wardens, survivors, say, on_end
         self.by: int | None = None
+        self.late_at_s: float | None = None
         self._first_failure_s: float | None = None
         self._may_keep = False
         self._stopping: list[Rank] = []  # told to leave their groups
@@ -115,6 +117,8 @@ class Shutdown:
         living = [rank for rank in self._ranks if rank.end is None] if ranks is None else ranks
         for rank in living:
             rank.asked_to_end, rank.pause = True, None
+        if self.by is None:
+            self.late_at_s = time.monotonic() + LATE_S
         self.by = sig
         self._stopping = []
         wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
@@ -149,6 +153,20 @@ class Shutdown:
             self.end(signal.SIGKILL)
         else:
             self.end(signal.SIGKILL, running or None)
+
+    def say_who_is_late(self) -> None:
+        """Name the ranks that should have ended by now, once it is time to."""
+        if self.late_at_s is None or time.monotonic() < self.late_at_s:
+            return
+        self.late_at_s = None
+        late = [rank for rank in self._ranks if rank.is_running]
+        if self.by is None or not late:
+            return
+        who = named("rank", [rank.rank for rank in late]) + (f" (pid {late[0].pid})" if len(late) == 1 else "")
+        left_s = max(0.0, (self._events.deadline or 0.0) - time.monotonic())
+        then = f"; SIGKILL follows in {left_s:.0f} s" if self.by != signal.SIGKILL else ""
+        has = "has" if len(late) == 1 else "have"
+        self._say(f"{who} {has} not ended within {LATE_S:g} s of {signal.Signals(self.by).name}{then}")
 
     def repeat_lost_interrupts(self) -> None:
         """Send SIGINT again to ranks that have printed that they ignored its exception: an import may swallow it."""

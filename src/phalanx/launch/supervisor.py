@@ -19,6 +19,7 @@ from phalanx._memory import of_rank
 from phalanx._text import counted, named
 from phalanx.launch.console import Console
 from phalanx.launch.cpus import Share
+from phalanx.launch.deadlines import IMPORT_S
 from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
@@ -179,9 +180,9 @@ class Supervisor:
         self._wardens.relieve()
         kept = self._open_ranks(attempt)
         self.recovery.begin(self._boxes.places(len(self._ranks)))
-        while self.received is None and not self._wardens.is_ready:
-            self.wait()
-        if self.received is not None:
+        self._await_warden()
+        if self.received is not None or self._shutdown.by is not None:
+            self._drop_unstarted()
             return False
         self._notes.clear()
         self._note_attempt(attempt.world_size)
@@ -198,6 +199,21 @@ class Supervisor:
                 self._start_rank(rank, local_rank, environ, shares[local_rank])
             self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
         return True
+
+    def _await_warden(self) -> None:
+        """Return when ranks can be forked, or need not be: another node may have ended the attempt."""
+        said_at_s: float | None = time.monotonic() + IMPORT_S
+        while self.received is None and self._shutdown.by is None and not self._wardens.is_ready:
+            self.wait(None if said_at_s is None else max(0.0, said_at_s - time.monotonic()))
+            if said_at_s is not None and time.monotonic() >= said_at_s:
+                said_at_s = None
+                self.say(f"no rank can start yet: process {self._wardens.pid} is still importing torch, or is stopped")
+
+    def _drop_unstarted(self) -> None:
+        for rank in self._ranks:
+            if not rank.pid:
+                rank.asked_to_end = True
+                rank.record_end(signal.SIGKILL, is_reported=False)
 
     def _watch_attempt(self, until: Callable[[], bool] | None) -> None:
         """Return when every rank has ended, or waits for the next attempt."""
@@ -309,8 +325,13 @@ class Supervisor:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Take in what has happened, signals too; return after the first news, `timeout_s` or at the deadline."""
+        late_s = self._shutdown.late_at_s
+        if late_s is not None:
+            left_s = max(0.0, late_s - time.monotonic())
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
         self.events.wait(timeout_s)
         self._obey_signals()
+        self._shutdown.say_who_is_late()
 
     def _say_log_problem(self, problem: str) -> None:
         if not self._said_log_problem:

@@ -95,11 +95,21 @@ class Warden:
             "argument": argument,
             "descriptors": self._descriptors,
         }
-        self.channel.send(packet, fds)
+        self._send(packet, fds)
 
     def signal(self, sig: int, pids: Sequence[int], *, groups: bool = True) -> None:
         """Send `sig` to ranks, and to what they have started unless `groups` is false; the ended are left out."""
-        self.channel.send({"signal": sig, "pids": list(pids), "groups": groups})
+        self._send({"signal": sig, "pids": list(pids), "groups": groups})
+
+    def _send(self, packet: Mapping[str, object], fds: Sequence[int] = ()) -> None:
+        self.channel.send(packet, fds)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Let it run if somebody has stopped it: it could not obey, nor end."""
+        if self.channel.alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> int:
         """Return its wait status once it has ended, or is about to: its channel has closed."""
@@ -114,6 +124,7 @@ class Warden:
             spared: Children of this process that stay.
         """
         self.channel.close()
+        self.go_on()
         self.status()
         warden.end_children(spared)  # of a warden that was killed
 

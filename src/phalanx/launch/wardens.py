@@ -104,6 +104,7 @@ class Wardens:
         for serving in [one for one in self._relieved if not one.pids]:
             self._relieved.remove(serving)
             self._end(serving)
+        self._current.warden.go_on()
         ready = self._standby.hand_over(self.environ)
         if ready is None:
             return
@@ -122,6 +123,11 @@ class Wardens:
     def is_ready(self) -> bool:
         """Whether the warden in use can fork ranks, or has ended, so that there is nothing to wait for."""
         return self._current.is_ready or not self._current.warden.channel.alive
+
+    @property
+    def pid(self) -> int:
+        """Process id of the warden in use."""
+        return self._current.warden.pid
 
     def start_rank(
         self, rank: int, environ: Mapping[str, str], fds: Sequence[int], cpus: Sequence[int], argument: str
