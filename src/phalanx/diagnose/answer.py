@@ -125,7 +125,7 @@ def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> 
     """Return what the ranks of a job are doing, and the processes below them.
 
     Args:
-        native: Read native frames too.
+        native: Whether to read native frames, too.
     """
     asking = os.getpid()  # below a rank that asks by itself
     pids = [

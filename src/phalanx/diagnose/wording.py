@@ -292,7 +292,7 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
     """Return what a rank is doing, as a predicate: ``has been in load_image at data.py:88 for 41 s``.
 
     Args:
-        is_culprit: Tell what it does, even if it waits for others, too.
+        is_culprit: Whether to say what it does even if it waits for others, too.
     """
     if doing.call is not None and not doing.is_halted and not is_culprit:
         lasting = _lasting(doing.call.since_s, doing.call.since_is_least)

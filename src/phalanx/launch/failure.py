@@ -71,7 +71,7 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, f
 
     Args:
         outcomes: Outcomes of all ranks, at least one of which has failed.
-        timeout_s: The limit, for the line that names ranks that hung.
+        timeout_s: Time limit of the ranks, for the line that names ranks that hung.
         folds: Whether only the user's frames of the traceback are shown; `RankError.traceback` has all.
     """
     culprit = find_culprit(outcomes)

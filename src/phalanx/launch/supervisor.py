@@ -151,7 +151,8 @@ class Supervisor:
         """Start the group once and return the cause of its failure; None if every rank ended with 0 or was told to end.
 
         Args:
-            until: Asked every now and then while all ranks run; true: they are ended although none has failed.
+            until: Function to ask every now and then while all ranks run; once it returns true, they are ended although
+                none has failed.
             may_keep: Whether there may be another attempt, for which processes can be kept.
         """
         if self._late is not None:

@@ -106,7 +106,7 @@ def words_of(loss: Loss, goes_on: str = "going on") -> str:
     """Return how a job has gone on after a loss, or how far it has come.
 
     Args:
-        goes_on: Verb: when this is told, the job may have ended.
+        goes_on: Verb of the sentence, since the job may have ended by then.
     """
     took = ", ".join(f"{name} {_seconds(value)}" for name, value in loss.phases_s.items())
     if not loss.is_over:
