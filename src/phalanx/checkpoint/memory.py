@@ -56,7 +56,7 @@ class SnapshotMemory:
         self.is_kept = is_kept
         self._regions: dict[int, mmap.mmap] = {}
         self._slots = Slots()
-        self._is_forbidden = False
+        self._is_forbidden = self._has_agreed = False
         self._fetch: Fetch | None = None  # of what is being loaded
         self._has_fetched = False  # maybe: what is needed no more when there is a newer one
         self.size_bytes: int = 0
@@ -85,6 +85,14 @@ class SnapshotMemory:
             return "the kernel has killed an earlier attempt because memory ran out"
         return ""
 
+    def agree(self) -> None:
+        """Take no snapshots where a rank on another host can't: the kernel may have killed there. Every rank calls it."""
+        if self._has_agreed or not self.spans_hosts:
+            return
+        self._has_agreed = True
+        if RankGroup().largest(bool(self.problem)) and not self.problem:
+            self.problem = "another host can keep none: see what its launcher says"
+
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, folder: str, state: Mapping[str, Any], step: int) -> None:
@@ -93,7 +101,8 @@ class SnapshotMemory:
         Raises:
             CheckpointError: A value can't be saved on some rank; on every rank.
         """
-        if self.problem:  # the same ranks have it
+        self.agree()
+        if self.problem:  # all ranks have one
             self.let_go()
             return
         ranks = RankGroup()
