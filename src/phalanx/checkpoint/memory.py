@@ -86,7 +86,7 @@ class SnapshotMemory:
         return ""
 
     def agree(self) -> None:
-        """Take no snapshots where a rank on another host can't: the kernel may have killed there. Every rank calls it."""
+        """Take none if a rank of another host can't: the kernel may have killed one there. Every rank calls it."""
         if self._has_agreed or not self.spans_hosts:
             return
         self._has_agreed = True

@@ -82,8 +82,8 @@ def give_up_memory(ranks: Supervisor) -> None:
     forbid(ranks.snapshots_fd)
     ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")
     ranks.say(
-        "the kernel has killed a process because memory ran out: no more snapshots are taken in memory, and freed memory "
-        "is not kept"
+        "the kernel has killed a process because memory ran out: no more snapshots are taken in memory, and "
+        "freed memory is not kept"
     )
 
 
