@@ -118,7 +118,7 @@ class SnapshotMemory:
         low, high = blocks.fingerprint(described)
         has_shards = any(blocks.is_sharded(leaf.tensor) for leaf in leaves)
         wants_copies = self.spans_hosts and _snapshots.wanted_replicas(self._fd) > 0
-        attempt = self._attempt or 1 + self._last_attempt()
+        attempt = self._attempt or 1 + max(0, _snapshots.newest_attempt(self._fd))
         *found, has_failed, any_has_shards, is_to_be_copied, is_busy, self._attempt = ranks.largest_of_each(
             [low, high, -low, -high, cause is not None, has_shards, wants_copies, self._is_copying(), attempt]
         )
@@ -330,9 +330,6 @@ class SnapshotMemory:
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
         """Return this rank's number among those that keep the state between them, and how many these are."""
         return self._place if self.spans_hosts else (ranks.rank, ranks.world_size)
-
-    def _last_attempt(self) -> int:
-        return max((region.head.attempt for region in _snapshots.whole_regions(self._fd)), default=0)
 
     def close(self) -> None:
         """Give up what this process has opened; the snapshots stay."""
