@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         span = f"pairs of turns {costs[0]:+.1%} to {costs[-1]:+.1%}"
         print(verdict_line(reached, f"{rate}: replicas cost {cost:+.1%} ({span}), {goal}"))
         rows.append([rate, mean[0], mean[1], longest_off, longest])
-    columns = [("link", "text"), ("step", "seconds"), ("step with replicas", "seconds")]
+    columns = [("bandwidth", "text"), ("step", "seconds"), ("step with replicas", "seconds")]
     columns += [("longest", "seconds"), ("longest with replicas", "seconds")]
     table = record.Table("steps of two hosts that keep replicas for each other", columns, rows)
     record.write(asked.json, asked.note, machine_facts(""), [table], {})

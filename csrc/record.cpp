@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <system_error>
 
@@ -55,7 +56,11 @@ Recorder::Recorder(int fd, std::uint64_t offset, int rank, int world_size) {
   header_->world_size = world_size;
   header_->start_time = Identity::own().start_time;
   header_->realtime_less_monotonic_ns = static_cast<std::int64_t>(clock_ns(CLOCK_REALTIME) - clock_ns(CLOCK_MONOTONIC));
-  gethostname(header_->host, sizeof(header_->host) - 1);
+  if (const char* const name = std::getenv("PHALANX_HOST"); name != nullptr && *name != '\0') {
+    std::strncpy(header_->host, name, sizeof(header_->host) - 1);
+  } else {
+    gethostname(header_->host, sizeof(header_->host) - 1);
+  }
   header_->version = kBoxVersion;
   std::atomic_thread_fence(std::memory_order_release);
   header_->magic = kBoxMagic;

@@ -1,4 +1,5 @@
-/* Which nodes train together: src/phalanx/launch/agreement.py, rule by rule and with its names.
+/* Which nodes train together: agreement.py, election.py and attempt_watch.py of src/phalanx/launch, rule by rule and with
+ * their names.
  *
  * MEMBERS nodes train in view 0, which node 0 leads. From then on anything may happen in any order: what a node says
  * arrives or does not, answers grow old, silent nodes are lost and come back, DEATHS nodes die. NODES - MEMBERS more
@@ -83,7 +84,7 @@ hidden byte ok, is_late, has_changed, quorum, office, settled, coming;
   || (2 * SIZE(votes) == SIZE(views[v].members) && HAS(votes, views[v].leader)))
 #endif
 
-/* Agreement._has_quorum() of the group of view v -> quorum */
+/* Election.has_quorum() of the group of view v -> quorum */
 inline has_quorum() {
   votes = 0; set = 0; before = true;
   for (j : 0 .. NODES - 1) {
@@ -159,6 +160,7 @@ inline check_settled() {
   fi
 }
 
+/* Election._vote() */
 inline vote(other) {
   if
 #ifdef VOTE_TWICE
@@ -171,7 +173,7 @@ inline vote(other) {
   fi
 }
 
-/* Agreement._holder() -> holder, holder_term; and the newest term of those who follow others -> newest */
+/* Election._holder() -> holder, holder_term; and the newest term of those who follow others -> newest */
 inline look_around() {
   holder = NOBODY; holder_term = 0; newest = 0;
   for (j : 0 .. NODES - 1) {
@@ -188,7 +190,7 @@ inline look_around() {
   }
 }
 
-/* Agreement._preferred() -> preferred */
+/* Election._preferred() -> preferred */
 inline prefer() {
   preferred = holder;
   if
@@ -212,6 +214,7 @@ inline prefer() {
   fi
 }
 
+/* Election.choose() */
 inline choose_leader() {
   look_around();
   check_office();
@@ -291,7 +294,7 @@ inline take_view(newer_view, is_started) {
 
 inline lead() {
   if
-  :: node[i].running ->  /* _watch() */
+  :: node[i].running ->  /* AttemptWatch.is_to_end() */
     ok = true;
     for (j : 0 .. NODES - 1) {
       if

@@ -10,12 +10,17 @@ import time
 from multiprocessing import forkserver
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and need not each import it
 
 import phalanx.testing
 from phalanx.record.box import MEMORY_NAME
 from tests import namespaces, shm
+
+# The same examples in every run; pytest --hypothesis-profile=default draws others.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.load_profile("same")
 
 _SETTLE_S = 20.0  # what was told to end needs a moment, more so beside another file's tests; a leak stays
 

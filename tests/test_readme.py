@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.flags import read_flags
+from phalanx.launch.flag_parser import read_flags
 from tools.book import Page
 
 _REPOSITORY = Path(__file__).parents[1]

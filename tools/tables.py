@@ -56,6 +56,7 @@ VIEWS = {
     "hosts_10gbit": View("hosts_10gbit", ("size", "phalanx", "ratio")),
     "hosts_1gbit": View("hosts_1gbit", ("size", "phalanx", "ratio")),
     "recovery": View("recovery"),
+    "replicas": View("replicas"),
     "launch": View("launch"),
     "step": View("step", ("model", *_STEP_COLUMNS)),
     "step_memory": View("step", table=1),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from phalanx.check.calls import Record, circle, first_difference
+from phalanx.check.verdict import End, judge
 from phalanx.record.box import Box, Event
 
 
@@ -68,3 +71,13 @@ def test_ranks_in_two_groups_wait_for_each_other():
 def test_whoever_waits_for_a_rank_that_computes_is_in_no_circle():
     record = Record.of([box(0, did(is_open=True)), box(1, did("join", 0, 0))])
     assert circle(record) == []
+
+
+@pytest.mark.parametrize(("why", "kind"), [("stalled", "stalled"), ("late", "unknown")])
+def test_a_verdict_on_ranks_that_wait_has_the_answer_of_why(why, kind):
+    record = Record.of([box(0, did(is_open=True)), box(1, did("join", 0, 0))])
+    answer = "rank 1 has not called all_reduce #1"
+    told = judge(record, End(why, answer=answer), 2, 2)
+    assert told.kind == kind
+    assert answer in "\n".join([told.words, *told.evidence])
+    assert "rank 1" not in judge(record, End("late"), 2, 2).words

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from phalanx.diagnose.stacks import find_py_spy
+
 CHECK = [sys.executable, "-m", "phalanx", "check"]
 SCRIPT = """
     import sys, time, torch, torch.distributed as dist
@@ -109,9 +111,18 @@ def test_a_circle_of_messages_is_named(check):
 def test_a_rank_that_sleeps_is_stalled(check):
     done = check("if rank == 1: time.sleep(3600)\n" + AVERAGE, "--stall-after", "2")
     assert done.returncode == 1
-    assert "phalanx check: stalled: 1 rank waiting for rank 1" in done.stdout
+    assert "phalanx check: stalled: rank 1 has not called all_reduce #1 of group 'default'; it " in done.stdout
+    assert "in <module> at train.py:10" in done.stdout or not find_py_spy()
     assert "rank 0 waits in all_reduce" in done.stdout
     assert "rank 1 has not come" in done.stdout
+
+
+@pytest.mark.slow
+def test_whom_a_rank_that_loops_keeps_waiting_is_told_when_the_time_is_up(check):
+    done = check("while rank == 1: pass\n" + AVERAGE, "--seconds", "20")
+    assert done.returncode == 3
+    assert "phalanx check: the time was up before every rank had taken its steps" in done.stdout
+    assert "\n  when it was up: rank 1 has not called all_reduce #1 of group 'default'; it is running" in done.stdout
 
 
 def test_a_script_that_fails_shows_its_error(check):

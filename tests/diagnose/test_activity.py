@@ -126,6 +126,19 @@ def test_a_rank_that_waits_for_the_one_with_the_debugger_waits_at_the_breakpoint
     assert (call.op, call.site, call.since_s) == ("phalanx.breakpoint", "train.py:31", None)
 
 
+LOOP = of_torch("_worker_loop", "torch/utils/data/_utils/worker.py")
+FETCH = of_torch("fetch", "torch/utils/data/_utils/fetch.py")
+QUEUE = Frame("Queue.get", "multiprocessing/queues.py", 113, "Python")
+
+
+def test_of_the_workers_of_a_loader_the_one_that_has_something_to_do_is_named():
+    loading = seen(Frame("load", "data.py", 8, ""), FETCH, LOOP)  # below the loop lies the rank that was forked
+    rank = seen(of_torch("_next_data", "torch/utils/data/dataloader.py"))
+    found = activity_of(0, rank, [seen(QUEUE, LOOP), loading, seen(FETCH, LOOP)])
+    assert (found.how, found.other) == ("loader", Frame("load", "data.py", 8, ""))
+    assert activity_of(0, rank, [seen(QUEUE, LOOP)]).other is None
+
+
 @pytest.mark.parametrize(
     ("look", "how"),
     [
@@ -135,6 +148,8 @@ def test_a_rank_that_waits_for_the_one_with_the_debugger_waits_at_the_breakpoint
         (seen(state="D"), "disk"),
         (seen(Frame("Pdb.interaction", "pdb.py", 1, "Python")), "breakpoint"),
         (seen(of_torch("_next_data", "torch/utils/data/dataloader.py")), "loader"),
+        (seen(QUEUE, LOOP), "idle"),
+        (seen(FETCH, LOOP), "asleep"),
         (seen(call="nanosleep"), "asleep"),
         (seen(process=None), "ended"),
         (seen(process=dataclasses.replace(PROCESS, state="Z")), "ended"),

@@ -77,6 +77,28 @@ def test_no_time_is_not_told_as_a_time():
     assert "0.0 s" not in clause(begun)
 
 
+@pytest.mark.parametrize(
+    ("how", "system_call", "since_s", "words"),
+    [
+        ("asleep", "nanosleep", 0.02, "is sleeping in load_image at data.py:88"),
+        ("asleep", "nanosleep", 2.0, "has been sleeping in load_image at data.py:88 for at least 2.0 s"),
+        ("runs", "", None, "is running in load_image at data.py:88"),
+    ],
+)
+def test_of_a_rank_that_polls_or_loops_it_is_told_how_long_after_its_last_operation(how, system_call, since_s, words):
+    last = Call("all_reduce", "train.py:6", "default", 6, since_s=41.0)
+    polls = dataclasses.replace(
+        elsewhere(1), how=how, since_s=since_s, since_is_least=True, system_call=system_call, last=last
+    )
+    assert answer(waits(0), polls) == (
+        f"rank 1 has not called all_reduce #7 of group 'default'; it {words}, 41 s after its last recorded operation; "
+        "1 rank has waited 41 s for it"
+    )
+    unknown = dataclasses.replace(polls, last=None)
+    assert "0.0 s" not in clause(unknown)
+    assert "after" not in clause(unknown)
+
+
 def test_several_ranks_that_have_not_called_are_named_together():
     assert answer(waits(0), elsewhere(1), elsewhere(2, "stopped")) == (
         "ranks 1 and 2 have not called all_reduce #7 of group 'default'; rank 1 has been in load_image at data.py:88 "
@@ -123,7 +145,7 @@ def test_a_message_is_waited_for_from_its_sender():
     [
         ("backward", "rank 1 has not reached the backward pass at train.py:12; it "),
         ("wait", "rank 1 has not reached the operation awaited at train.py:12; it "),
-        ("recv", "rank 1 has not made the call for recv at train.py:12; it "),
+        ("recv", "rank 1 has not made the call that recv at train.py:12 waits for; it "),
         ("barrier", "rank 1 has not called barrier at train.py:12; it "),
     ],
 )
@@ -159,6 +181,12 @@ def test_ranks_on_other_hosts_are_named_if_all_here_wait():
     assert answer(waits(0), waits(1), world_size=4).endswith(
         "; ranks 2 and 3 run on other hosts that have not answered: type phalanx why there"
     )
+
+
+def test_a_rank_that_no_host_has_started_yet_is_told_so():
+    here = [waits(rank) for rank in range(3)]
+    found = dataclasses.replace(find(here, 4), hosts=("hb",))
+    assert sentence(found, here).endswith("; rank 3 has not started yet on host hb")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +226,9 @@ def test_ranks_that_wait_for_each_others_messages_are_told_so():
 
 def test_of_a_chain_of_messages_the_last_is_named_with_the_call_that_waits_for_it():
     found = answer(waits(0, "recv", 0, peer=1), waits(1, "recv", 0, peer=2), elsewhere(2))
-    assert found.startswith("rank 2 has not made the call for recv from rank 2 of group 'default'")
+    assert found.startswith(
+        "rank 2 has not sent the message that rank 1 waits for in recv at train.py:0; it has been in"
+    )
 
 
 def test_a_rank_whose_calls_in_a_group_are_too_long_ago_is_named():
@@ -211,4 +241,18 @@ def test_a_rank_whose_calls_in_a_group_are_too_long_ago_is_named():
 def test_a_message_in_a_group_is_awaited_of_its_members_alone():
     member = dataclasses.replace(elsewhere(1), progress={"default": 6, "pair": 1})
     found = answer(waits(0, "recv", 0, "pair", peer=1), member, elsewhere(2))
-    assert found.startswith("rank 1 has not made the call for recv from rank 1 of group 'pair'")
+    assert found.startswith(
+        "rank 1 has not sent the message that rank 0 waits for in recv at train.py:0; it has been in"
+    )
+    found = answer(waits(0, "recv", 0, "pair", peer=1), member, dataclasses.replace(member, rank=2))
+    assert found.startswith(
+        "ranks 1 and 2 have not made the call that recv from rank 1 of group 'pair' at train.py:0 waits for; rank 1 "
+    )
+
+
+def test_a_message_that_is_not_received_is_told_of_its_receiver():
+    assert answer(waits(0, "send", 0, peer=1), elsewhere(1)).startswith(
+        "rank 1 has not received the message that rank 0 waits to send at train.py:0; it has been in load_image"
+    )
+    both = answer(waits(0, "isend", 0, peer=2), waits(1, "isend", 0, peer=2), elsewhere(2))
+    assert both.startswith("rank 2 has not received the messages that ranks 0 and 1 wait to send at train.py:0; it ")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.diagnose.jobs import Job
+from phalanx.diagnose.answer import Heard
+from phalanx.diagnose.jobs import Job, find_job
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.launch.ports import ReservedPort
@@ -51,7 +52,9 @@ def test_a_rank_that_is_missing_on_another_host_is_named_with_its_line_there(tmp
         jobs = [stack.enter_context(start(tmp_path, node_rank, reserved.port)) for node_rank in range(2)]
         deadline = time.monotonic() + 90
         there = f"on host {re.escape(socket.gethostname())}"
-        together = rf"^ranks 0, 1 and 2 \(pids .+\) \(also {there}\): each waits in "  # until all have come to rest
+        together = (
+            rf"^ranks 0, 1 and 2 \(pids .+\) \(also {there}\): each waits in all_reduce "  # until all have come to rest
+        )
         while not re.search(together, said := why(jobs[0].pid), re.MULTILINE):
             assert time.monotonic() < deadline, said
         assert said.startswith("rank 3 has not called all_reduce #4")
@@ -59,6 +62,8 @@ def test_a_rank_that_is_missing_on_another_host_is_named_with_its_line_there(tmp
         assert re.search(f"{pattern}{there}; 3 ranks have waited up to ", said), said
         assert re.search(rf"^rank 3 \({there}\): has been in <module> at stuck\.py:6", said, re.MULTILINE), said
         assert " on host " not in why(jobs[1].pid).splitlines()[0]
+        heard = OtherHosts(find_job(str(jobs[0].pid))).answers()
+        assert ([one.doing.rank for one in heard.seen], heard.are_all) == ([2, 3], True)
         for job in jobs:
             job.terminate()
         for job in jobs:
@@ -67,6 +72,17 @@ def test_a_rank_that_is_missing_on_another_host_is_named_with_its_line_there(tmp
 
 @pytest.mark.parametrize("said", [b"", b"\xff\n[]\n{}\n", b'{"host": 3, "seen": [{"rank": "x"}]}\n', b"[" * 100_000])
 def test_what_no_agent_would_answer_is_left_out(said):
+    assert answers_to(said) == Heard()
+
+
+@pytest.mark.parametrize("num_silent", [0, 1])
+def test_it_is_known_which_hosts_have_answered_also_without_a_rank_and_whether_all_have(num_silent):
+    said = b'{"host": "hb", "seen": []}\n{"num_silent": %d}\n' % num_silent
+    assert answers_to(said) == Heard(hosts=("hb",), are_all=num_silent == 0)
+
+
+def answers_to(said: bytes) -> Heard:
+    """Return what is heard of other hosts if their agent says this."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(socket_of(os.getpid()))
         listener.listen()
@@ -80,8 +96,8 @@ def test_what_no_agent_would_answer_is_left_out(said):
         thread.start()
         asked = OtherHosts(Job("train.py", "phalanx run", os.getpid(), 4, ()))
         thread.join()
-        assert list(asked.answers()) == []
+        return asked.answers()
 
 
 def test_without_an_agent_there_are_no_other_answers():
-    assert list(OtherHosts(Job("train.py", "phalanx run", os.getpid(), 4, ())).answers()) == []
+    assert OtherHosts(Job("train.py", "phalanx run", os.getpid(), 4, ())).answers() == Heard()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -82,13 +83,20 @@ def test_a_process_in_a_container_is_read_from_outside():
         ).stdout.replace("asleep ", "")
 
 
-@needs_py_spy
 def test_what_runs_no_python_says_so():
     with subprocess.Popen(["sleep", "60"]) as process:
-        done = ask("stacks", process.pid)
+        done, why = ask("stacks", process.pid), ask("why", process.pid)
         process.kill()
     assert done.returncode == 1
-    assert "it runs no Python that py-spy can read" in done.stdout
+    for said in (done.stdout, why.stdout):
+        assert said.endswith("\n  it is no Python process of this user\n")
+
+
+def test_of_a_process_that_may_not_be_looked_into_no_black_box_is_missed():
+    assert "box" not in ask("why", 1).stdout
+    traced = ask("trace", 1)
+    assert traced.returncode == 1
+    assert re.match(r"phalanx trace: process 1 \(.+\) is no rank of a job, and records nothing\n", traced.stderr)
 
 
 def test_what_has_ended_and_what_never_was_are_named():
@@ -156,9 +164,9 @@ def test_below_many_frames_of_a_library_the_line_of_the_script_is_shown():
         "    step_1  library.py:1",
         "    step_2  library.py:2",
         "    step_3  library.py:3",
-        "    ... 27 frames more",
+        "    ... 27 more frames",
         "    main    job.py:3",
-        "    ... 1 frame more",
+        "    ... 1 more frame",
     ]
     assert len(list(thread_lines([thread], 7, 100))) == 32
 
@@ -166,7 +174,7 @@ def test_below_many_frames_of_a_library_the_line_of_the_script_is_shown():
 def test_frames_of_the_operation_that_is_named_above_are_counted_alone():
     ours = [Frame(f"wait_{number}", "backend.py", number, "phalanx") for number in range(5)]
     thread = Thread(7, "MainThread", False, False, (*ours, Frame("main", "job.py", 3, "")))
-    assert list(thread_lines([thread], 7, 4, without=("phalanx",))) == ["    ... 5 frames more", "    main  job.py:3"]
+    assert list(thread_lines([thread], 7, 4, without=("phalanx",))) == ["    ... 5 more frames", "    main  job.py:3"]
     nothing_else = Thread(7, "MainThread", False, False, tuple(ours))
     assert len(list(thread_lines([nothing_else], 7, 8, without=("phalanx",)))) == 5
 

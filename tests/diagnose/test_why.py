@@ -288,6 +288,7 @@ def receives():
     dist.all_reduce(torch.ones(1))  # waits
 globals()[sys.argv[2]]()
 dist.barrier()
+dist.destroy_process_group()  # else a thread of Gloo may free a tensor when Python has ended, which aborts
 """
 RESTING = [("ddp", "phalanx"), ("ddp", "gloo"), ("thread", "phalanx"), ("thread", "gloo"), ("receives", "phalanx")]
 

@@ -10,7 +10,9 @@ import heapq
 import itertools
 import random
 
-from phalanx.launch.agreement import OTHER_SIDE, Agreement, Node, Rules
+from phalanx.launch.agreement import Agreement
+from phalanx.launch.shared_causes import OTHER_SIDE
+from phalanx.launch.views import Node, Rules
 
 BEAT_S = 0.5
 TICK_S = 0.25
@@ -56,7 +58,7 @@ class Link:
 class SimNode:
     """An agent, its connections and its ranks."""
 
-    def __init__(self, world, name, number, is_root, agreement):
+    def __init__(self, world, name, number, is_root):
         self.world, self.name, self.number = world, name, number
         self.clock_s = world.clocks.get(name, 0.0)  # what it shows when the simulation begins
         self.is_alive, self.paused_until_s = True, 0.0
@@ -64,7 +66,7 @@ class SimNode:
         self.links = {}  # by the peer's id
         num_ranks = world.num_ranks.get(name, 1)
         self.node = Node(f"{name}{number}", name, name, 1, num_ranks, world.positions.get(name, -1))
-        self.agreement = agreement(self.node, world.rules, self, is_root=is_root, now_s=self.now_s)
+        self.agreement = Agreement(self.node, world.rules, self, is_root=is_root, now_s=self.now_s)
         self.training = self.started = None  # the view in which its ranks train; in which they have not ended
         self.told = None
         self.orders = []
@@ -211,14 +213,13 @@ class World:
     """All nodes, the cables between them and the time.
 
     Args:
-        agreement: The class of agreements, or a broken one that the checks have to find.
         clocks: What the clocks of nodes show when the simulation begins.
         num_ranks: Largest number of ranks of nodes; 1 by default.
     """
 
-    def __init__(self, seed, names, rules, agreement=Agreement, positions=(), clocks=(), num_ranks=()):
+    def __init__(self, seed, names, rules, positions=(), clocks=(), num_ranks=()):
         self.random = random.Random(seed)
-        self.rules, self._agreement, self.positions = rules, agreement, dict(positions)
+        self.rules, self.positions = rules, dict(positions)
         self.clocks, self.num_ranks = dict(clocks), dict(num_ranks)
         self.now_s = 0.0
         self._queue, self._order, self._numbers = [], itertools.count(), itertools.count()
@@ -234,7 +235,7 @@ class World:
 
     def start(self, name, *, joins=False):
         is_root = name == self.root and not joins
-        self.nodes[name] = SimNode(self, name, next(self._numbers), is_root, self._agreement)
+        self.nodes[name] = SimNode(self, name, next(self._numbers), is_root)
 
     def at(self, when_s, function, *arguments):
         heapq.heappush(self._queue, (when_s, next(self._order), function, arguments))

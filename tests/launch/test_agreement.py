@@ -8,7 +8,9 @@ import random
 
 import pytest
 
-from phalanx.launch.agreement import NO_VIEW, Agreement
+from phalanx.launch.agreement import Agreement
+from phalanx.launch.election import Election
+from phalanx.launch.views import NO_VIEW
 from tests.launch.simulated_nodes import World, rules
 
 
@@ -104,9 +106,9 @@ def test_over_a_new_link_a_node_counts_once_it_has_answered(four):
     here.unlinked(other.node.id, has_ended=False, now_s=5.0)
     here.linked(other.node, 5.0)
     here.heard(other.node.id, other.agreement.state, 0.0)  # said before it heard from us
-    assert not here._is_with_us(other.node.id)
+    assert not here._election.is_with_us(other.node.id)
     here.heard(other.node.id, other.agreement.state, 5.0)
-    assert here._is_with_us(other.node.id)
+    assert here._election.is_with_us(other.node.id)
 
 
 # ---------------------------------------------------------------- accidents
@@ -114,12 +116,12 @@ def test_over_a_new_link_a_node_counts_once_it_has_answered(four):
 NAMES = "abcde"
 
 
-def play(seed, accidents, agreement=Agreement, *, num_accidents=8, begins_whole=True):
+def play(seed, accidents, *, num_accidents=8, begins_whole=True):
     """Let accidents of these kinds happen to two to five nodes, mend, and return the world."""
     drawn = random.Random(seed)
     names = NAMES[: drawn.randint(2, 5)]
     clocks = {name: random.Random(name).uniform(0, 1e9) for name in names}  # each host's own
-    world = World(seed, names, rules(len(names)), agreement, clocks=clocks)
+    world = World(seed, names, rules(len(names)), clocks=clocks)
     world.slowness_s = drawn.choice((0.002, 0.05, 0.4))
     while begins_whole and not any(node.agreement.state.running != NO_VIEW for node in world.living()):
         world.run(world.now_s + 0.1)
@@ -215,63 +217,72 @@ def test_two_sides_never_train(seeds):
 # ---------------------------------------------------------------- what each rule is for
 
 
-class SilentOnesAreDead(Agreement):
-    def unlinked(self, peer, *, has_ended, now_s):
-        super().unlinked(peer, has_ended=has_ended, now_s=now_s)
-        self._dead.add(peer)
+def _silent_ones_are_dead(self, peer, *, has_ended, now_s):
+    self.peers.pop(peer)
+    self.dead.add(peer)
 
 
-class EveryEndIsADeath(Agreement):
-    def unlinked(self, peer, *, has_ended, now_s):
-        super().unlinked(peer, has_ended=has_ended, now_s=now_s)
-        self._dead |= {peer} if has_ended else set()
+def _every_end_is_a_death(self, peer, *, has_ended, now_s):
+    self.peers.pop(peer)
+    self.dead |= {peer} if has_ended else set()
 
 
-class AllCountTheDead(Agreement):
-    def _has_quorum(self, group):
-        votes = {node for node in group.ids if self._follows(node) or node in self._dead}
-        return 2 * len(votes) > len(group.ids) or (2 * len(votes) == len(group.ids) and group.leader in votes)
+def _all_count_the_dead(self, group):
+    votes = {node for node in group.ids if self.follows(node) or node in self.dead}
+    return 2 * len(votes) > len(group.ids) or (2 * len(votes) == len(group.ids) and group.leader in votes)
 
 
-class NoVotes(Agreement):
-    def _has_quorum(self, group):
-        return True
+def _no_votes(self, group):
+    return True
 
 
-class HalfIsEnough(Agreement):
-    def _has_quorum(self, group):
-        return 2 * sum(map(self._follows, group.ids)) >= len(group.ids)
+def _half_is_enough(self, group):
+    return 2 * sum(map(self.follows, group.ids)) >= len(group.ids)
 
 
-class OldVotesCount(Agreement):
-    def _is_fresh(self, peer, now_s):
-        return True
+def _old_votes_count(self, peer, now_s):
+    return True
 
 
-class OnlyTheNewestViewVotes(Agreement):
-    def _bases(self):
-        return super()._bases() if self.view is None else (self.view.group,)
+BASES = Agreement._bases
 
 
-class OnlyTheOldViewVotes(Agreement):
-    def _bases(self):
-        return super()._bases() if self.view is None or self._has_started else self.view.bases
+def _only_the_newest_view_votes(self):
+    return BASES(self) if self.view is None else (self.view.group,)
 
 
-class NotShownToOthers(Agreement):
-    def _is_settled(self):
-        return self.view is not None and (self.view.ids[0] != self.me.id or self._port > 0)
+def _only_the_old_view_votes(self):
+    return BASES(self) if self.view is None or self._has_started else self.view.bases
 
 
-QUICKLY_FOUND = [SilentOnesAreDead, NoVotes, HalfIsEnough, OldVotesCount, EveryEndIsADeath, NotShownToOthers]
-RARE = [AllCountTheDead, OnlyTheNewestViewVotes, OnlyTheOldViewVotes]
+def _not_shown_to_others(self):
+    return self.view is not None and (self.view.ids[0] != self.me.id or self._attempt.port > 0)
 
 
-@pytest.mark.parametrize("broken", [*QUICKLY_FOUND, *(pytest.param(it, marks=pytest.mark.slow) for it in RARE)])
-def test_without_any_one_of_the_rules_two_sides_do_train(broken):
+QUICKLY_FOUND = [
+    (Election, "unlinked", _silent_ones_are_dead),
+    (Election, "has_quorum", _no_votes),
+    (Election, "has_quorum", _half_is_enough),
+    (Election, "_is_fresh", _old_votes_count),
+    (Election, "unlinked", _every_end_is_a_death),
+    (Agreement, "_is_settled", _not_shown_to_others),
+]
+RARE = [
+    (Election, "has_quorum", _all_count_the_dead),
+    (Agreement, "_bases", _only_the_newest_view_votes),
+    (Agreement, "_bases", _only_the_old_view_votes),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "rule", "broken"),
+    [*QUICKLY_FOUND, *(pytest.param(*it, marks=pytest.mark.slow) for it in RARE)],
+)
+def test_without_any_one_of_the_rules_two_sides_do_train(monkeypatch, owner, rule, broken):
+    monkeypatch.setattr(owner, rule, broken)
     for seed in range(1000):
         try:
-            play(seed, ALL_ACCIDENTS, broken, num_accidents=14, begins_whole=False)
+            play(seed, ALL_ACCIDENTS, num_accidents=14, begins_whole=False)
         except AssertionError:
             return
     pytest.fail("no accident shows what the rule is for")

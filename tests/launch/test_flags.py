@@ -8,7 +8,8 @@ from torch.distributed.elastic.multiprocessing import Std
 
 from phalanx import _env, _settings
 from phalanx._command_line import UsageError
-from phalanx.launch.flags import FLAGS, run_parser
+from phalanx.launch.flag_parser import run_parser
+from phalanx.launch.flags import FLAGS
 from phalanx.launch.plan import make_plan
 
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from phalanx.launch.failure import report
 from phalanx.launch.folding import COLUMNS, ROWS
 from phalanx.launch.hints import hint_for
-from phalanx.launch.messages import read_cause
-from phalanx.launch.nodes import _end_of, cause_of
 from phalanx.launch.outcome import Outcome, read_stderr
 from phalanx.launch.output import LiveStream, Screen, printable
+from phalanx.launch.shared_causes import cause_of, end_of, read_cause
 from phalanx.launch.tracebacks import HeldTracebacks
 from tests.launch.streams import Kept
 
@@ -24,6 +23,7 @@ PIECES = st.sampled_from(
         b"Traceback (most recent call last):\n", b"[rank0]: ", b'  File "x.py", line 1\n', b"ValueError: bad\n", b"\n",
         b"torch.distributed.DistBackendError: gone\n", b"\x1b[31m", b"\x1b[", b"\x1b]0;title\x07", b"\xff\xfe", b"\0",
         b"\r", b"terminate called after throwing an instance of 'a'\n  what():  b\n", b"Fatal Python error: x\n",
+        b"frame #x", b"see frame #",
     ]
 )  # fmt: skip
 OUTPUT = st.lists(st.one_of(PIECES, st.binary(max_size=9)), max_size=30)
@@ -76,6 +76,7 @@ def test_an_escape_sequence_without_end_is_given_on():
 
 
 @given(OUTPUT)
+@example([b"\r", b"frame #"])
 def test_what_is_no_victims_traceback_comes_out_as_it_went_in(pieces):
     whole = b"".join(pieces)
     kept, at_once = Kept(), Kept()
@@ -97,7 +98,7 @@ def test_any_last_words_make_a_report_that_moves_no_cursor(pieces):
     shown = printable(report(end, [end], hint=""))
     assert not set(shown) & {0x1B, 0x07, 0x0D, 0x00}
     assert sum(max(1, -(-len(line) // COLUMNS)) for line in shown.decode().splitlines()) < ROWS
-    there = _end_of(read_cause(json.loads(json.dumps(cause_of(end)))))
+    there = end_of(read_cause(json.loads(json.dumps(cause_of(end)))))
     assert there.describe() == end.describe()
     assert len(json.dumps(cause_of(end))) < 200_000  # of a packet
 
@@ -108,6 +109,6 @@ def test_any_last_words_make_a_report_that_moves_no_cursor(pieces):
 @example({"returncode": 0})
 @example({"returncode": -128})
 def test_whatever_a_node_tells_makes_a_cause(told):
-    end = _end_of(read_cause(told))
+    end = end_of(read_cause(told))
     assert end.exit_code % 256 != 0
     printable(report(end, [end], hint=hint_for(end)))

@@ -12,13 +12,13 @@ import struct
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import phalanx
-from phalanx.launch.agreement import Group, Node, State, View
 from phalanx.launch.links import Links, open_door
 from phalanx.launch.messages import as_line, read_line, read_node, read_state, read_view
+from phalanx.launch.views import Group, Node, State, View
 from tests.launch.jobs import LIMIT_S, write_script
 from tests.launch.test_nodes import LEAVE, MEET, nodes
 
@@ -58,6 +58,7 @@ def test_anything_else_is_no_message(told, read):
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([*vars(VIEW)]), JSON)
+@example("places", [["10.0.0.1", float("inf")]])
 def test_a_view_with_one_wrong_thing_in_it_is_none_or_still_one(name, value):
     told = {**json.loads(as_line({"view": VIEW}))["view"], name: value}
     with contextlib.suppress(ValueError, TypeError):

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from phalanx.launch import notices
-from phalanx.launch.flags import PROVIDERS
+from phalanx.launch.flag_values import PROVIDERS
 from phalanx.launch.notices import SERVICES, Notices, Service, asks_to_go
 
 

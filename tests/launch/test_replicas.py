@@ -17,11 +17,11 @@ import pytest
 
 from phalanx import _snapshots
 from phalanx._snapshots import Copied, region_of_others, region_offset
-from phalanx.launch.agreement import Node
 from phalanx.launch.events import EventLoop
 from phalanx.launch.holders import holders_of
 from phalanx.launch.receiver import Receiver
 from phalanx.launch.replicas import Replicas
+from phalanx.launch.views import Node
 from phalanx.launch.wire import PIECE, Wire
 from tests.replicas import FOLDER, ReplicaHost, write_snapshot
 

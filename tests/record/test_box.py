@@ -44,6 +44,11 @@ def run_script(folder: Path, *arguments: str, script: str = SCRIPT) -> list[Box]
     return load_boxes(saved)
 
 
+def test_a_box_names_its_host_as_it_was_called(tmp_path, monkeypatch):
+    monkeypatch.setenv("PHALANX_HOST", "left")
+    assert {box.host for box in run_script(tmp_path)} == {"left"}
+
+
 @pytest.mark.parametrize("arguments", [(), ("die",)])
 def test_a_job_leaves_what_each_rank_did_last_with_its_line(tmp_path, arguments):
     boxes = run_script(tmp_path, *arguments)

@@ -33,6 +33,7 @@ dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2))
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 model(torch.ones(1, 2)).sum().backward()
 dist.barrier()
+del model, pair, alone  # Gloo's threads end with the last reference; one that frees a tensor later would abort
 dist.destroy_process_group()
 """
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -274,6 +275,25 @@ def nest(rank, world_size):
 
 def test_blocks_nest_and_a_group_that_was_ended_is_made_anew(run_ranks):
     run_ranks(nest, 2, init=False)
+
+
+def leave_late(rank, world_size):
+    """Rank 0 closes the store of its first session once the others have come to it for the second one."""
+    with phalanx.init():
+        if rank == 0:
+            first = dist.distributed_c10d._get_default_store()  # keeps it open
+    if rank == 0:
+        place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        roll = dist.PrefixStore("phalanx-roll", dist.TCPStore(*place, is_master=False, wait_for_workers=False))
+        while any(roll.get(f"rank/{other}") == b"null" for other in range(1, world_size)):
+            time.sleep(0.01)
+        del first, roll
+    with phalanx.init(timeout=20):
+        dist.barrier()
+
+
+def test_ranks_that_come_too_early_to_the_next_session_wait_for_its_store(run_ranks):
+    run_ranks(leave_late, 3, init=False)
 
 
 def tell_why_not_met(rank, world_size, calls):

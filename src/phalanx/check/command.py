@@ -15,7 +15,9 @@ from phalanx._command_line import Parser, UsageError
 from phalanx.check.verdict import FOUND, Verdict, as_json, judge, sequences
 from phalanx.check.watch import Watch
 from phalanx.launch.cpus import read_machine
-from phalanx.launch.flags import Flag, add_flags, number, without_flags
+from phalanx.launch.flag_parser import add_flags, without_flags
+from phalanx.launch.flag_values import number
+from phalanx.launch.flags import Flag
 from phalanx.launch.plan import count_local_ranks, make_plan, read_command
 from phalanx.launch.trial_folder import folder_of_jobs
 

@@ -22,11 +22,13 @@ class End:
             ``stalled``, nothing moved any more; ``late``, the time was up.
         code: Exit code of a job that ended.
         in_step: Ranks that have taken all their steps.
+        answer: What ``phalanx why`` said of a job that stalled or was late; empty if it could not be asked.
     """
 
     why: str
     code: int = 0
     in_step: Sequence[int] = ()
+    answer: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +58,12 @@ def judge(record: Record, end: End, num_ranks: int, num_steps: int) -> Verdict:
         words = f"the ranks differ in collective #{found.seq}{where}"
         return Verdict("differ", FOUND, words, found.lines)
     if end.why == "stalled":
-        return _stalled(record)
+        return _stalled(record, end.answer)
     if end.why == "ended" and end.code:
         return Verdict("failed", FOUND, f"the script failed with exit code {end.code}")
     if end.why == "late":
-        return Verdict("unknown", NOTHING_FOUND, "the time was up before every rank had taken its steps; see --seconds")
+        words = "the time was up before every rank had taken its steps; see --seconds"
+        return Verdict("unknown", NOTHING_FOUND, words, [f"when it was up: {end.answer}"] if end.answer else [])
     if not record.num_calls:
         words = "no rank made a collective on the CPU, so there is nothing to compare"
         return Verdict("unknown", NOTHING_FOUND, words)
@@ -74,7 +77,7 @@ def judge(record: Record, end: End, num_ranks: int, num_steps: int) -> Verdict:
     return Verdict("same", SAME, f"{num_ranks} ranks made the same {counted(most, 'call')} {until}")
 
 
-def _stalled(record: Record) -> Verdict:
+def _stalled(record: Record, answer: str) -> Verdict:
     if found := circle(record):
         lines = [
             f"rank {call.rank} waits for rank {other.rank} in {call}"
@@ -89,7 +92,8 @@ def _stalled(record: Record) -> Verdict:
         last = f"its last call was {calls[-1]}" if calls else "it has made no call yet"
         lines.append(f"rank {rank} has not come; {last}")
     who = named("rank", missing) if missing else "a message that nobody sends or takes"
-    return Verdict("stalled", FOUND, f"stalled: {counted(len(waits), 'rank')} waiting for {who}", lines)
+    words = answer or f"{counted(len(waits), 'rank')} waiting for {who}"
+    return Verdict("stalled", FOUND, f"stalled: {words}", lines)
 
 
 def sequences(record: Record) -> list[str]:

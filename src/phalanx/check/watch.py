@@ -10,7 +10,10 @@ from pathlib import Path
 from phalanx import _env, _trial
 from phalanx.check.calls import Record
 from phalanx.check.verdict import End
+from phalanx.diagnose.answer import examine
+from phalanx.diagnose.jobs import find_ranks
 from phalanx.diagnose.processes import process_of
+from phalanx.diagnose.wording import sentence
 from phalanx.launch.trial_job import TrialJob
 from phalanx.record.box import Box, boxes_held_by, load_boxes
 
@@ -61,10 +64,17 @@ class Watch:
             if self._num_calls and self._least_calls(record) >= self._num_calls:
                 return record, End("calls")
             if self._has_stalled(boxes, record, in_step):
-                return record, End("stalled", in_step=in_step)
+                return record, End("stalled", in_step=in_step, answer=self._ask())
             if time.monotonic() >= deadline:
-                return record, End("late")
+                return record, End("late", answer=self._ask())
             time.sleep(_LOOK_S)
+
+    def _ask(self) -> str:
+        """Return what ``phalanx why`` says of the job now; empty if no rank runs."""
+        with contextlib.suppress(LookupError, OSError):
+            found = examine(find_ranks(str(self._job.pid)))
+            return sentence(found.finding, [one.doing for one in found.seen])
+        return ""
 
     def _least_calls(self, record: Record) -> int:
         return min((len(record.calls.get(rank, ())) for rank in range(self._num_ranks)), default=0)

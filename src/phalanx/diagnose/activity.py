@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from phalanx.debugging import AT_BREAKPOINT
+from phalanx.diagnose import workers
 from phalanx.diagnose.kernel import Stand, stand_of
 from phalanx.diagnose.processes import Process
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
@@ -19,7 +20,6 @@ _C10D = "torch/distributed/distributed_c10d.py"
 _DISTRIBUTED = re.compile(r"torch/(?:distributed/|nn/parallel/distributed\.py)")
 _DEBUGGERS = {"pdb.py", "bdb.py", "pudb.py"}
 _LOADERS = re.compile(r"torch/utils/data/dataloader\.py|phalanx/data/")
-_WORKERS = re.compile(r"torch/utils/data/_utils/worker\.py|phalanx/data/.*worker")
 _SLEEPING = "SDI"
 _SOON_S = 1.0  # after its last operation
 _JOINS = {"join": ("threading.py",), "result": ("_base.py",), "wait": ("_base.py",)}
@@ -98,7 +98,8 @@ class Activity:
         call: Operation in which it waits for other ranks; None if it does not.
         how: ``runs``, ``asleep``, ``stopped`` by a signal, ``traced`` by a debugger, in the ``disk``, at a
             ``breakpoint``, waiting for its ``loader``, holding the ``gil`` while asleep, waiting for it while another
-            thread does (``starved``), waiting for a ``lock``, reading its ``input``, ``ended``, or ``unknown``. Of a
+            thread does (``starved``), waiting for a ``lock``, reading its ``input``, ``idle`` as a loader's worker
+            without a batch to prepare, ``ended``, or ``unknown``. Of a
             rank that has ended, where more is known: ``returned``, ``exited``, ``raised``, ``killed``, ``interrupted``
             by Ctrl-C, or ``silent``.
         frame: Innermost frame of the user's code; None if it is unknown.
@@ -152,6 +153,8 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
     Args:
         helpers: Processes below it, such as the workers of its data loader.
     """
+    if workers.is_worker(look.stacks):
+        look = dataclasses.replace(look, stacks=workers.own_part(look.stacks))
     look = _at_the_training(look)
     main = look.stacks.threads[0] if look.stacks.threads else None
     progress = {} if look.box is None else _progress(look.box)
@@ -372,6 +375,8 @@ def _placed(doing: Activity, look: Look, helpers: Sequence[Look]) -> Activity:
     if not look.stacks.threads:
         how = "runs" if look.stand.state == "R" else "asleep" if look.stand.state else "unknown"
         return dataclasses.replace(doing, how=how)
+    if workers.is_idle(look.stacks.threads[0]):
+        return dataclasses.replace(doing, how="idle")
     library, _ = _split(look.stacks.threads[0])
     if any(os.path.basename(frame.file) in _DEBUGGERS for frame in library):
         return dataclasses.replace(doing, how="breakpoint")
@@ -399,16 +404,11 @@ def _locked(doing: Activity, look: Look) -> Activity:
     return dataclasses.replace(doing, how="lock")
 
 
-def is_loader_worker(look: Look) -> bool:
-    """Whether a process is the worker of a data loader."""
-    return any(_WORKERS.search(frame.file) for thread in look.stacks.threads for frame in thread.frames)
-
-
 def _starved_by_loader(doing: Activity, helpers: Sequence[Look]) -> Activity:
     """Return what it is doing, with the worker of the loader that is in code of the user, or does not run."""
-    workers = [look for look in helpers if is_loader_worker(look)]
-    for worker in workers:
+    of_loader = [look for look in helpers if workers.is_worker(look.stacks)]
+    for worker in of_loader:
         theirs = activity_of(doing.rank, worker)
         if theirs.is_halted or theirs.frame is not None:
             return dataclasses.replace(doing, how="loader", other=theirs.frame, other_pid=worker.pid, detail=theirs.how)
-    return dataclasses.replace(doing, how="loader", detail="" if workers else "no worker")
+    return dataclasses.replace(doing, how="loader", detail="" if of_loader else "no worker")

@@ -11,9 +11,9 @@ from pathlib import Path
 from phalanx.diagnose import flight
 from phalanx.diagnose.activity import HAS_ENDED, Activity, Call, Look, activity_of
 from phalanx.diagnose.findings import Finding, find
-from phalanx.diagnose.jobs import Job
+from phalanx.diagnose.jobs import NO_RANK, Job
 from phalanx.diagnose.kernel import call_ended_by_a_halt, stand_of
-from phalanx.diagnose.processes import Process, process_of
+from phalanx.diagnose.processes import Process, is_python, process_of
 from phalanx.diagnose.stacks import Stacks, Thread, read_stacks
 from phalanx.record.box import Box, box_of_process
 from phalanx.record.losses import Loss, load_losses
@@ -39,6 +39,21 @@ class RankSeen:
 
 
 @dataclasses.dataclass(frozen=True)
+class Heard:
+    """What other hosts of a job have answered.
+
+    Attributes:
+        seen: Their ranks.
+        hosts: Names of those that have answered, also without a rank.
+        are_all: Whether no host is left that has not.
+    """
+
+    seen: tuple[RankSeen, ...] = ()
+    hosts: tuple[str, ...] = ()
+    are_all: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Answer:
     """Why a job does not go on, and what shows it.
 
@@ -58,19 +73,22 @@ class Answer:
     losses: tuple[Loss, ...] = ()
 
 
-def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Iterable[RankSeen]] = tuple) -> Answer:
+def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Heard] = Heard) -> Answer:
     """Return why a running job does not go on.
 
     Args:
-        others: Function that returns the ranks of other hosts, called when those of this host have been looked at.
+        others: Function that returns what other hosts have answered, called when this one has been looked at.
     """
     deadline = time.monotonic() + timeout_s - _RESERVE_S
     seen = look_at(job, min(_STACKS_S, timeout_s - _RESERVE_S))
     here = {one.doing.rank for one in seen}
-    elsewhere = [one for one in others() if one.doing.rank not in here]
+    heard = others()
+    elsewhere = [one for one in heard.seen if one.doing.rank not in here]
     seen = tuple(sorted([*seen, *elsewhere], key=lambda one: one.doing.rank))
     finding = find([one.doing for one in seen], job.world_size)
-    if finding.kind == "elsewhere" and _joins(finding) and job.is_of_this_host:
+    if finding.kind == "elsewhere" and heard.are_all:
+        finding = dataclasses.replace(finding, hosts=tuple(sorted({*heard.hosts})))
+    elif finding.kind == "elsewhere" and _joins(finding) and job.is_of_this_host:
         ages = [rank.process.age_s for rank in job.ranks if rank.process is not None]
         finding = dataclasses.replace(finding, alone_s=max(ages, default=None))
     culprits = [one for one in seen if one.doing.rank in finding.culprits and not one.doing.host]
@@ -122,6 +140,9 @@ def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> 
     seen = []
     for rank in job.ranks:
         look = _look(rank.pid, rank.process, stacks)
+        if rank.rank == NO_RANK and not look.stacks.threads and not is_python(rank.pid):
+            stacks_of_none = Stacks(problem="it is no Python process of this user")
+            look = dataclasses.replace(look, stacks=stacks_of_none, box_problem="")
         if (question := asked.get(rank.pid)) and not _has_collectives(look.box) and (box := question.answer(ends_s)):
             look = dataclasses.replace(look, box=box, box_problem="")
         living = [helper for helper in rank.helpers if helper.pid in stacks and process_of(helper.pid) is not None]

@@ -28,7 +28,8 @@ class Finding:
         missing: Ranks that are not on this host, if the finding is ``elsewhere``.
         alone_s: Seconds since a rank here was started, if the missing have not come to ``init_process_group`` and
             nothing tells of another host; else None.
-        hosts: The other hosts of a job that has ended, as far as they are known.
+        hosts: The other hosts, of a job that has ended as far as they are known; of one that runs all of them, if they
+            have answered and none of the missing runs there.
         since_s: Seconds for which the longest of the waits has lasted; None if that is unknown.
         since_is_least: Whether it may have lasted longer.
         is_over: Whether the job has ended, so that all this was so when it did.

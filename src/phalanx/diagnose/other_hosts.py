@@ -6,11 +6,10 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from phalanx.diagnose.activity import Activity, Call, Look
-from phalanx.diagnose.answer import RankSeen
+from phalanx.diagnose.answer import Heard, RankSeen
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
 from phalanx.launch.questions import ANSWER_S, is_trusted, socket_of
@@ -38,10 +37,10 @@ class OtherHosts:
                 if self._asked is None:
                     asked.close()
 
-    def answers(self) -> Iterator[RankSeen]:
-        """Yield the ranks that other hosts tell of, until the time is up; what can't be understood is left out."""
+    def answers(self) -> Heard:
+        """Return what other hosts tell until the time is up; what can't be understood is left out."""
         if self._asked is None:
-            return
+            return Heard()
         said = b""
         with self._asked, contextlib.suppress(OSError):
             while len(said) < _MOST_BYTES:
@@ -49,10 +48,19 @@ class OtherHosts:
                 if not (more := self._asked.recv(1 << 16)):
                     break
                 said += more
+        seen: list[RankSeen] = []
+        hosts: list[str] = []
+        are_all = False
         for line in said.splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 told = json.loads(line)
-                yield from [_read(str(told["host"])[:80], one) for one in told["seen"]]
+                if "num_silent" in told:  # the last word of whoever has passed the question on
+                    are_all = told["num_silent"] == 0
+                    continue
+                host = str(told["host"])[:80]
+                seen += [_read(host, one) for one in told["seen"]]
+                hosts.append(host)
+        return Heard(tuple(seen), tuple(hosts), are_all)
 
 
 def _read(host: str, facts: dict[str, Any]) -> RankSeen:

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import counted, in_units
-from phalanx.diagnose.jobs import NO_JOB, NoRank, find_ranks, runs_in, told_where
+from phalanx.diagnose.jobs import NO_JOB, NO_RANK, NoRank, find_ranks, runs_in, told_where
 from phalanx.diagnose.past import newest_run
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
@@ -164,7 +164,7 @@ def _running(wanted: str, seconds: float) -> list[Box]:
     with contextlib.ExitStack() as stack:
         tails = []
         for rank in job.ranks:
-            place = open_box(rank.pid) if rank.process is not None else None
+            place = open_box(rank.pid) if rank.process is not None and rank.rank != NO_RANK else None
             if place is not None:
                 stack.callback(os.close, place[0])
                 tails.append(Tail(*place))

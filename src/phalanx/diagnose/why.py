@@ -15,7 +15,8 @@ from pathlib import Path
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
-from phalanx._text import broken, listed, plural
+from phalanx._text import broken, enumerated, listed, plural
+from phalanx.diagnose import workers
 from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
 from phalanx.diagnose.findings import Finding
@@ -226,13 +227,24 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     if is_puzzling and first.doing.rank in culprits and not first.doing.host and not first.native:
         early = f", which would end its {call} early" if (call := halt_ends(first)) else ""
         yield f"  native frames: phalanx stacks --native {first.doing.pid}{early}"
-    for helper in first.helpers:
-        if any(thread.own_frames for thread in helper.stacks.threads) or not helper.stacks.threads:
-            name = f" ({helper.process.name})" if helper.process else ""
-            yield f"  process {helper.pid}{name}: {clause(activity_of(first.doing.rank, helper))}"
-            yield from thread_lines(helper.stacks.threads, helper.pid, _MOST_FRAMES)
+    yield from _helpers(first)
     for problem in dict.fromkeys(filter(None, (first.look.stacks.problem, first.look.box_problem))):
         yield f"  {problem}"
+
+
+def _helpers(one: RankSeen) -> Iterator[str]:
+    """Yield what the processes below a rank do; those that have nothing to do together."""
+    idle = []
+    for helper in one.helpers:
+        doing = activity_of(one.doing.rank, helper)
+        if doing.how == "idle":
+            idle.append(helper.pid)
+        elif any(thread.own_frames for thread in helper.stacks.threads) or not helper.stacks.threads:
+            name = f" ({helper.process.name})" if helper.process else ""
+            yield f"  process {helper.pid}{name}: {clause(doing)}"
+            yield from thread_lines(workers.own_part(helper.stacks).threads, helper.pid, _MOST_FRAMES)
+    if idle:
+        yield f"  {enumerated('process', idle, 6)}: idle, with no batch of the data loader to prepare"
 
 
 def cropped(lines: Sequence[str]) -> Sequence[str]:

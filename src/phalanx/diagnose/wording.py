@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from phalanx._text import columns, counted, enumerated, shortened
+from phalanx._text import columns, counted, enumerated, plural, shortened
 from phalanx.debugging import AT_BREAKPOINT
 from phalanx.diagnose.activity import Activity, Call, joining_call
 from phalanx.diagnose.findings import Finding
@@ -37,6 +38,7 @@ _SYSTEM_CALLS = {
     "fsync": "waiting for {path} to be written",
     "fdatasync": "waiting for {path} to be written",
 }
+_PERFECT = re.compile("^has been ")
 _NAMES = {"backward": "the backward pass", "wait": "the operation awaited"}
 _SAME_CALLS = "all ranks of a group must make the same calls in the same order"
 
@@ -54,18 +56,31 @@ def sentence(finding: Finding, activities: Sequence[Activity]) -> str:
 
 def _absent(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
     assert finding.call is not None
-    have, call = _have(finding, len(culprits)), call_text(finding.call)
-    done = "reached" if finding.call.op in _NAMES else "made the call for" if finding.call.is_message else "called"
-    done = "left" if finding.call.op == AT_BREAKPOINT else done
-    if finding.is_over and done == "called":  # one that ended at once may have called it for its worker thread to begin
-        done = "begun"
-    return "; ".join(
-        [
-            f"{ranks(finding.culprits)} {have} not {done} {call}",
-            *_each(culprits),
-            _wait(finding, activities),
-        ]
-    )
+    have = _have(finding, len(culprits))
+    not_done = f"{ranks(finding.culprits)} {have} not {_missing(finding, finding.call, activities)}"
+    return "; ".join([not_done, *_each(culprits), _wait(finding, activities)])
+
+
+def _missing(finding: Finding, call: Call, activities: Sequence[Activity]) -> str:
+    """Return what the culprits have not done that others wait for, such as ``called all_reduce #7``."""
+    if call.is_message:
+        return _missing_message(finding, call, activities)
+    if call.op == AT_BREAKPOINT:
+        done = "left"
+    elif call.op in _NAMES:
+        done = "reached"
+    else:  # one that ended at once may have called it for its worker thread to begin
+        done = "begun" if finding.is_over else "called"
+    return f"{done} {call_text(call)}"
+
+
+def _missing_message(finding: Finding, call: Call, activities: Sequence[Activity]) -> str:
+    waiters = [one.rank for one in activities if one.rank in finding.waiters and one.call and one.call.is_same(call)]
+    if call.peer is None or len(finding.culprits) > 1:  # who has to send it is a guess
+        return f"made the call that {call_text(call, True)} {_waits(finding)} for"
+    at = f" at {call.site}" if call.site else ""
+    awaited = f"{plural(len(waiters), 'message')} that {ranks(waiters)} {_waits(finding, len(waiters))}"
+    return f"received the {awaited} to send{at}" if "send" in call.op else f"sent the {awaited} for in {call.op}{at}"
 
 
 def _halted(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
@@ -159,6 +174,9 @@ def _elsewhere(finding: Finding, culprits: list[Activity], activities: list[Acti
         waits = waiting.removeprefix(ranks(finding.waiters)).strip()
         where = "it, or ask on its host" if one else "them, or ask on their hosts"
         return f"{begun}{waits}; {absent}: start {where}"
+    if finding.hosts:
+        have = "has" if len(finding.missing) == 1 else "have"
+        return f"{waiting}; {ranks(finding.missing)} {have} not started yet on {enumerated('host', finding.hosts)}"
     there = f"{ranks(finding.missing)} {'runs' if len(finding.missing) == 1 else 'run'}"
     return f"{waiting}; {there} on other hosts that have not answered: type phalanx why there"
 
@@ -238,7 +256,7 @@ def thread_lines(
 
 
 def _left_out(num_frames: int) -> str:
-    return f"    ... {counted(num_frames, 'frame')} more"
+    return f"    ... {counted(num_frames, 'more frame')}"
 
 
 # ---- parts of sentences --------------------------------------------------------------------------------------------
@@ -281,13 +299,25 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
         waits = "waited" if doing.how in _OVER else "waits"
         raised = f", and raised {doing.gave_up}" * bool(doing.gave_up)
         return f"{waits} in {call_text(doing.call, True)}{lasting}{raised}"
-    lasting = _lasting(doing.since_s, doing.since_is_least)
-    return _manner(doing) + lasting + _with_others(doing) + (f" on host {doing.host}" if doing.host else "")
+    on_host = f" on host {doing.host}" if doing.host else ""
+    manner, lasting, after = _manner(doing), _lasting(doing.since_s, doing.since_is_least), _after(doing)
+    if after and (doing.since_s or 0.0) < _MOMENT_S:  # whoever polls has slept for a moment each time
+        manner, lasting = _PERFECT.sub("is ", manner), ""
+    return manner + lasting + _with_others(doing) + on_host + after
+
+
+def _after(doing: Activity) -> str:
+    """Return how long a rank's last operation is over, where it computes or may have slept for longer; else nothing."""
+    after_s = doing.last.since_s if doing.last is not None else None
+    is_told = doing.how == "runs" or doing.since_is_least
+    if after_s is None or after_s < _MOMENT_S or not is_told:
+        return ""
+    return f", {duration(after_s)} after its last recorded operation"
 
 
 def _lasting(seconds: float | None, is_least: bool) -> str:
     """Return for how long something has lasted, in words; nothing if that is unknown or no time at all."""
-    if seconds is None or (seconds < _NO_TIME_S and not is_least):
+    if seconds is None or seconds < _NO_TIME_S:
         return ""
     return f" for {'at least ' * is_least}{duration(seconds)}"
 
@@ -346,6 +376,7 @@ _MANNERS = {
     "starved": "has been waiting for the GIL{where}",
     "lock": "has been waiting for a lock{where}",
     "input": "has been reading its input{where}",
+    "idle": "has been idle{where}",
     "ended": "has ended{where}",
     "returned": "ended with exit code 0{where}",
     "exited": "ended with exit code {detail}{where}",

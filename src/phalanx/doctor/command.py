@@ -15,8 +15,10 @@ from phalanx._network import interfaces
 from phalanx.doctor.examination import HostRole, examine
 from phalanx.doctor.report import as_json, exit_code, print_report
 from phalanx.launch.cpus import read_machine
-from phalanx.launch.flags import GROUPS, Flag, Setting, add_flags
-from phalanx.launch.plan import check_nodes, count_local_ranks, read_command, rendezvous
+from phalanx.launch.flag_parser import add_flags
+from phalanx.launch.flags import GROUPS, Flag, Setting
+from phalanx.launch.node_flags import check_nodes, rendezvous
+from phalanx.launch.plan import count_local_ranks, read_command
 
 
 def _switch(text: str) -> bool:

@@ -14,22 +14,24 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import phalanx
 from phalanx._env import host_name
 from phalanx._text import named
-from phalanx.launch.agreement import OTHER_SIDE, Agreement, Node, Place, Rules, State
+from phalanx.launch.agreement import Agreement
 from phalanx.launch.clocks import Clocks
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
+from phalanx.launch.flag_values import YES
+from phalanx.launch.greeting import Greeting
 from phalanx.launch.holders import told_of
 from phalanx.launch.links import Links, is_local, open_door
-from phalanx.launch.messages import read_cause, read_state, read_view
+from phalanx.launch.messages import read_state, read_view
 from phalanx.launch.packets import PacketSocket
 from phalanx.launch.questions import Questions
+from phalanx.launch.shared_causes import OTHER_SIDE, read_cause, with_own_kind
+from phalanx.launch.views import Node, Place, Rules, State
 
-_PROTOCOL = 3
 _BEATS = 4  # in the time after which a silent node is lost
 _LAST_CALL_S = 3.0
 _SILENCE_S = 2.0
@@ -53,7 +55,7 @@ class Agent:
 
     Args:
         channel: To the supervisor.
-        job: What `nodes` knows of the job.
+        job: What `orders` tells of the job.
     """
 
     def __init__(self, channel: PacketSocket, job: dict[str, Any]) -> None:
@@ -64,15 +66,10 @@ class Agent:
         self._join_s = float(config.get("timeout", NAME_S) if self._is_static else config.get("join_timeout", JOIN_S))
         self._meeting_places = [_place(text) for text in job["rdzv_endpoint"].split(",")]
         self._rules = _rules(job)
-        nodes = [self._rules.min_nodes, self._rules.max_nodes, self._rules.spares]
-        self._greeting = {
-            "phalanx": phalanx.__version__, "protocol": _PROTOCOL, "job": job["run_id"], "nodes": nodes,
-            "backend": job["rdzv_backend"], "silence_s": self._rules.silence_s, "script": job["script"],
-        }  # fmt: skip
+        self._greeting = Greeting(job, self._rules)
         self._selector = selectors.DefaultSelector()
         self._links = Links(self._selector, self, self._rules.silence_s)
         self._questions = Questions(os.getppid(), self._selector, self._links)
-        self._differ: set[str] = set()  # hosts that run another script
         self._told: State | None = None
         self._told_s = self._dialed_s = 0.0
         self._joining_s = time.monotonic()
@@ -111,7 +108,7 @@ class Agent:
         is_here, may_lead = here is not None, self._turn == 0
         asked = str(self._job["rdzv_conf"].get("is_host", "")).lower()
         if asked:
-            may_lead = asked in ("true", "1", "t", "yes", "y")
+            may_lead = asked in YES
         has_port = may_lead or not is_here or (self._turn is not None and not asked)
         may_lead = may_lead and not self._job.get("joins")
         port = self._endpoint[1]
@@ -143,7 +140,7 @@ class Agent:
 
     def _introduce(self, address: str) -> None:
         self._me = self._agreement.me = dataclasses.replace(self._me, address=address)
-        self._links.introduce(self._me, self._greeting)
+        self._links.introduce(self._me, self._greeting.told)
 
     def _await_name(self) -> int | None:
         """Return which of the meeting places is on this host, once one of their names has an address.
@@ -312,7 +309,7 @@ class Agent:
                 self._agreement.snapshot_is_whole()
             elif packet.get("number") == self._num_starts:
                 self._is_running = False
-                self._agreement.ranks_ended(packet["ended"], _named(packet["cause"]))
+                self._agreement.ranks_ended(packet["ended"], with_own_kind(packet["cause"]))
         if not self._channel.alive:
             os._exit(1)
 
@@ -363,46 +360,10 @@ class Agent:
             raise _Refused(why)
 
     def problem_with(self, greeting: dict[str, Any]) -> str:
-        here, rules, ours = host_name(), self._rules, self._greeting
-        if greeting.get("job") != ours["job"]:
-            return f"{here} runs another job at this place: its --rdzv-id is {ours['job']!r}"
-        if any(greeting.get(name) != ours[name] for name in ("phalanx", "protocol")):
-            return f"{here} has {_version(ours)}, and this host {_version(greeting)}: install the same on all"
-        script = greeting.get("script")
-        name = str(script.get("name"))[:100] if isinstance(script, dict) else ours["script"]["name"]
-        if name != ours["script"]["name"]:
-            return (
-                f"{here} runs {ours['script']['name']} at this place, and this is {name}: give it an --rdzv-id or a "
-                "port of its own"
-            )
-        if greeting.get("nodes") != ours["nodes"]:
-            there, asked = _flags_of_nodes(greeting.get("nodes")), _flags_of_nodes(ours["nodes"])
-            return f"{here} was started with {asked}, and this host with {there}"
-        if greeting.get("backend") != ours["backend"]:
-            there = str(greeting.get("backend"))[:40]
-            return f"{here} was started with --rdzv-backend {ours['backend']}, and this host with {there}"
-        if greeting.get("silence_s") != ours["silence_s"]:
-            there = str(greeting.get("silence_s"))[:40]
-            return (
-                f"{here} was started with keep_alive settings in --rdzv-conf that allow {rules.silence_s:g} s of "
-                f"silence, and this host with {there} s: they must be the same on all"
-            )
-        self._compare_script(greeting)
-        return ""
-
-    def _compare_script(self, greeting: dict[str, Any]) -> None:
-        """Say it if another node's script of the same name differs, or has other arguments: that may be meant."""
-        theirs, ours, node = greeting.get("script"), self._job["script"], greeting.get("node")
-        host = str(node.get("host", ""))[:300] if isinstance(node, dict) else ""
-        if not isinstance(theirs, dict) or theirs == ours or host in self._differ:
-            return
-        self._differ.add(host)
-        if theirs.get("file") == ours["file"]:
-            what = f"{host} runs {ours['name']} with other arguments than this host"
-        else:
-            there, here = str(theirs.get("file"))[:12], ours["file"][:12]
-            what = f"{host} runs another {ours['name']} than this host: its SHA-256 is {there}, here {here}"
-        self._channel.send({"waiting": what})
+        why = self._greeting.problem_with(greeting)
+        if not why and (what := self._greeting.difference(greeting)):
+            self._channel.send({"waiting": what})
+        return why
 
     # ------------------------------------------------------------ what the agreement orders
 
@@ -450,27 +411,6 @@ class Agent:
 def _place(text: str) -> Place:
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-def _version(greeting: Mapping[str, Any]) -> str:
-    """Return the version in a greeting, with that of the protocol: two builds of one version may differ in it."""
-    version, protocol = (str(greeting.get(name))[:40] for name in ("phalanx", "protocol"))
-    return f"phalanx {version} (protocol {protocol})"
-
-
-def _flags_of_nodes(told: Any) -> str:
-    """Return the flags with which a node was started that sends these numbers in its greeting."""
-    if not (isinstance(told, list) and len(told) == 3 and all(type(number) is int for number in told)):
-        return "another --nnodes"
-    least, most, spares = told
-    nodes = f"--nnodes {least}" if least == most else f"--nnodes {least}:{most}"
-    return f"{nodes} --spares {spares}" if spares else nodes
-
-
-def _named(cause: Any) -> Any:
-    """Return a cause with our own kind where a rank was refused because another side of the job has its folder."""
-    is_ours = cause is not None and cause["kind"].rpartition(".")[2] == OTHER_SIDE
-    return {**cause, "kind": OTHER_SIDE} if is_ours else cause
 
 
 def _rules(job: dict[str, Any]) -> Rules:

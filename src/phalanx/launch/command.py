@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from phalanx import _env
 from phalanx._command_line import UsageError
-from phalanx.launch.flags import run_parser
+from phalanx.launch.flag_parser import run_parser
 from phalanx.launch.plan import Plan, make_plan
 from phalanx.launch.run import run
 

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterator, Sequence
 
 from phalanx._errors import address, addressed
-from phalanx.launch.flags import split_off_flags
+from phalanx.launch.flag_parser import split_off_flags
 from phalanx.launch.outcome import Outcome
 
 _BY_SIGNAL = {

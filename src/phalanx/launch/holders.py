@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.launch.agreement import Node
+from phalanx.launch.views import Node
 
 _MORE = 4  # nodes to ask when the first can't take it
 

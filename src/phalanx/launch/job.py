@@ -32,8 +32,8 @@ class Job:
         max_nodes: Largest number of nodes.
         node_rank: Number of this node, for the static rendezvous.
         rdzv_backend: Rendezvous of several nodes, "static" or "c10d".
-        rdzv_endpoint: Address of the rendezvous, "host:port", or several with commas between them; empty: the master's
-            address and port.
+        rdzv_endpoint: Address of the rendezvous, "host:port", or several with commas between them; empty: the job has
+            one node.
         rdzv_conf: Further settings of the rendezvous, named as torch's.
         run_id: Name of the job, TORCHELASTIC_RUN_ID.
         role: Role of the ranks, ROLE_NAME.

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from phalanx.launch.agreement import Node, Place
 from phalanx.launch.messages import as_line, read_line, read_node
+from phalanx.launch.views import Node, Place
 
 _INTERACTIVE = 6  # priority of packets that do not wait behind the bulk of others
 _MOST_BYTES = 1 << 22  # of one line, or waiting to be sent

@@ -7,12 +7,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from phalanx.launch.agreement import Group, Key, Node, State, View
+from phalanx.launch.shared_causes import read_cause
+from phalanx.launch.views import MOST_RANKS, Group, Key, Node, State, View
 
 _T = TypeVar("_T")
 _MOST_NODES = 10_000
-_MOST_LINES = 42
-_MOST_RANKS = 1 << 20  # on one node
 
 
 def as_line(message: Mapping[str, Any]) -> bytes:
@@ -48,6 +47,13 @@ def _key(told: Any, name: str) -> Key:
     return term, number
 
 
+def _place(told: Any) -> tuple[str, int]:
+    address, port = told
+    if not (type(address) is str and "\0" not in address and type(port) is int and 0 < port < 65536):
+        raise ValueError("no such place")
+    return address, port
+
+
 def read_node(told: Any) -> Node:
     """Return the node that a message tells of.
 
@@ -59,7 +65,7 @@ def read_node(told: Any) -> Node:
         _take(told, field, int) for field in ("port", "num_ranks", "position", "replica_port")
     )
     are_ports = 0 <= port < 65536 and 0 <= replica_port < 65536
-    if not (name and "\0" not in address and are_ports and 0 < num_ranks < _MOST_RANKS):
+    if not (name and "\0" not in address and are_ports and 0 < num_ranks < MOST_RANKS):
         raise ValueError("no such node")
     return Node(name, host, address, port, num_ranks, position, label, replica_port)
 
@@ -76,9 +82,7 @@ def read_view(told: Any) -> View:
         Group(_take(base, "leader", str), tuple(str(one) for one in _take(base, "ids", list)))
         for base in _take(told, "bases", list)
     )
-    places = tuple((str(address), int(port)) for address, port in _take(told, "places", list))
-    if not all(0 < port < 65536 and "\0" not in address for address, port in places):
-        raise ValueError("no such place")
+    places = tuple(_place(place) for place in _take(told, "places", list))
     if leader not in {node.id for node in members}:
         raise ValueError("the leader is no member")
     key, cause, job = _key(told, "key"), _cause(told, "cause"), _take(told, "job", str)[:300]
@@ -93,7 +97,7 @@ def read_state(told: Any) -> State:
     """
     result = told.get("result") if isinstance(told, dict) else None
     num_ranks = _take(told, "num_ranks", int)
-    if not 0 < num_ranks < _MOST_RANKS:
+    if not 0 < num_ranks < MOST_RANKS:
         raise ValueError("no such number of ranks")
     return State(
         term=_take(told, "term", int),
@@ -116,26 +120,3 @@ def read_state(told: Any) -> State:
 def _cause(told: Any, name: str) -> dict[str, Any] | None:
     value = told.get(name) if isinstance(told, dict) else None
     return None if value is None else read_cause(value)
-
-
-def read_cause(told: Any) -> dict[str, Any]:
-    """Return what `nodes.cause_of` wrote on some node, well-formed whatever has come."""
-    told = told if isinstance(told, dict) else {}
-    limits = (("rank", -1, 1 << 31), ("pid", -1, 1 << 31), ("returncode", -64, 256), ("num_ranks", -1, _MOST_RANKS))
-    rank, pid, returncode, num_ranks = (
-        number if type(number := told.get(name)) is int and least <= number < limit else -1
-        for name, least, limit in limits
-    )
-    words = {name: str(told.get(name, ""))[:1000] for name in ("kind", "message", "folder", "host")}
-    lines = told.get("lines")
-    return {
-        "rank": rank,
-        "pid": pid,
-        "returncode": returncode or 1,  # it has failed
-        **words,
-        "is_victim": told.get("is_victim") is True,
-        "num_ranks": num_ranks,
-        "is_free": told.get("is_free") is True,
-        "made_room": told.get("made_room") is True,
-        "lines": [str(line)[:300] for line in (lines if isinstance(lines, list) else [])[:_MOST_LINES]],
-    }

@@ -137,4 +137,6 @@ class Questions:
         for look in [look for look in self._looks if now_s > look.ends_s]:
             self._end(look)
         for number in [it for it, (_, ends_s, silent) in self._asking.items() if not silent or now_s > ends_s]:
-            self._asking.pop(number)[0].close()
+            asking, _, silent = self._asking.pop(number)
+            with asking, contextlib.suppress(OSError):
+                asking.sendall(json.dumps({"num_silent": len(silent)}).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Start the ranks, carry their output, and end them all when one fails.
+"""Start the ranks, watch them and obey signals; `console` shows what they print, `shutdown` ends them.
 
 The loop (see `events`) wakes for output, for a signal, for news of a rank from the warden, or for the end of a grace
 period.
@@ -6,12 +6,10 @@ period.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +17,9 @@ from phalanx import _env
 from phalanx._launched import Notes
 from phalanx._memory import of_rank
 from phalanx._text import counted, named
-from phalanx.launch.chorus import Chorus, Voice
+from phalanx.launch.console import Console
 from phalanx.launch.cpus import Share
-from phalanx.launch.deadlines import CAUSE_S, IMPORT_S, KILL_S, LATE_S, SAME_S, STOP_S
+from phalanx.launch.deadlines import IMPORT_S
 from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
@@ -29,13 +27,13 @@ from phalanx.launch.job import Job
 from phalanx.launch.keyboard import Keyboard
 from phalanx.launch.notes import has_made_room, words_of_checkpoints
 from phalanx.launch.outcome import Outcome, find_culprit, read_stderr
-from phalanx.launch.output import Screen, prefix, printable
-from phalanx.launch.ranks import Output, Rank
+from phalanx.launch.output import Screen
+from phalanx.launch.ranks import Rank
 from phalanx.launch.recovery import Recovery
-from phalanx.launch.run_folder import LAUNCH_LOG, RunFolder
+from phalanx.launch.run_folder import RunFolder
+from phalanx.launch.shutdown import Shutdown
 from phalanx.launch.stragglers import StragglerWatch
 from phalanx.launch.survivors import Survivors
-from phalanx.launch.tracebacks import Stream
 from phalanx.launch.warden import adopt_orphans
 from phalanx.launch.wardens import Serving, Wardens
 from phalanx.record.clocks import save_clocks
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
 
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
-_STDOUT, _STDERR = 1, 2
-_STREAMS = ("stdout", "stderr")
 _LOOK_S = 0.2  # between questions whether the attempt is to end
 
 
@@ -61,10 +57,8 @@ class Supervisor:
         self._embryo = embryo
         self._terminal_pid = embryo.client_pid if embryo is not None else os.getpid()  # whom a shell has started
         self.memory = job.memory  # what the ranks of the next attempt do about freed memory
-        self._out, self._err = (Screen(fd, self._is_ending, self._lose_reader) for fd in (_STDOUT, _STDERR))
-        if self._out.is_terminal and self._err.is_terminal:
-            self._err = self._out  # one cursor, so one account of where it stands
         self.events = EventLoop(self._say_log_problem)
+        self._console = Console(job, folder, self.events, self._is_ending, self._lose_reader)
         self._ranks: list[Rank] = []
         self._num_attempts = 0
         self.received: int | None = None  # the one that ends the job
@@ -73,11 +67,6 @@ class Supervisor:
         self.clocks: Mapping[str, Sequence[float]] = {}  # of other hosts, as `clocks.Clocks.told` has them
         self._late: int | None = None  # one that came when all ranks had ended
         self.began_s = 0.0  # when the ranks of this attempt were started
-        self._ending_by: int | None = None  # the signal that ranks are being ended with
-        self._late_at_s: float | None = None  # when it is to be said who has not ended
-        self._first_failure_s: float | None = None
-        self._may_keep = False  # processes of this attempt for the next one
-        self._stopping: list[Rank] = []  # told to leave their groups
         self._refusals: set[str] = set()  # said in this attempt
         self._said_log_problem = False
         self.recovery = Recovery(Path(folder.path), self.say, agrees=job.max_nodes > 1)
@@ -90,13 +79,17 @@ class Supervisor:
         self._boxes = BoxMemory(self._job.num_local_ranks)  # in which ranks record what they do
         self._notes = Notes()
         self._note_attempt(self._job.num_local_ranks if self._job.max_nodes == 1 else 0)
-        shown = next((screen for screen in (self._out, self._err) if screen.is_terminal), Screen(0))
+        shown = next((screen for screen in (self._console.out, self._console.err) if screen.is_terminal), Screen(0))
         self._keyboard = Keyboard(self.events, shown, self._terminal_pid)
         is_on = self._job.keeps and self._job.max_restarts > 0
         self._survivors = Survivors(self.events, self._rank_waits, self._rank_refuses, is_on=is_on)
         self._wardens = Wardens(
-            self._job, self._folder, self.events, self._err, self._descriptors,
+            self._job, self._folder, self.events, self._console.err, self._descriptors,
             on_start=self._rank_started, on_end=self._rank_ended, on_loss=self._lose_ranks,
+        )  # fmt: skip
+        self._shutdown = Shutdown(
+            self._job, self._ranks, self.events, self._wardens, self._survivors,
+            say=self.say, on_end=self.recovery.told_to_end,
         )  # fmt: skip
         self._wardens.start(self._shared_environment(self._job.num_local_ranks), self._embryo)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see Keyboard
@@ -125,15 +118,14 @@ class Supervisor:
         return self._wardens.spared
 
     def _wants_standby(self) -> bool:
-        return self._ending_by is None and self._wardens.prepare_standby(self._ranks[0].folder)
+        return self._shutdown.by is None and self._wardens.prepare_standby(self._ranks[0].folder)
 
     def __exit__(self, *_: object) -> None:
         self.events.hold_signals()  # until this process has ended, none may change its exit code
         self._wardens.close()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
-        with contextlib.suppress(BrokenPipeError):
-            self._out.show_cursor()
+        self._console.close()
         self._keyboard.close()
         self._survivors.close()
         os.close(self.snapshots_fd)
@@ -151,7 +143,7 @@ class Supervisor:
     @property
     def is_killing(self) -> bool:
         """Whether the ranks are being killed: a second signal asked for it, or a deadline has passed."""
-        return self._ending_by == signal.SIGKILL
+        return self._shutdown.by == signal.SIGKILL
 
     def run_attempt(
         self, attempt: Attempt, until: Callable[[], bool] | None = None, *, may_keep: bool = False
@@ -168,18 +160,17 @@ class Supervisor:
         if self.received is not None:
             return None
         self._await_ends()
-        self._ending_by = self._first_failure_s = None
+        self._shutdown.begin(may_keep=may_keep)
         self.began_s = time.monotonic()
         self._warden_failure: Outcome | None = None
-        self._may_keep = may_keep
         self._refusals.clear()
-        if not self._start_attempt(attempt):
+        if not self._start_attempt(attempt, may_keep=may_keep):
             return None
         self.began_s = time.monotonic()
         self._watch_attempt(until)
         return self._warden_failure or find_culprit(self.ends)
 
-    def _start_attempt(self, attempt: Attempt) -> bool:
+    def _start_attempt(self, attempt: Attempt, *, may_keep: bool) -> bool:
         """Give kept processes their new places, and fork the other ranks; return whether we were not told to end."""
         environ = self._shared_environment(attempt.num_local_ranks)
         if not self._wardens.serves(environ) or attempt.num_local_ranks != len(self._ranks):
@@ -190,7 +181,7 @@ class Supervisor:
         kept = self._open_ranks(attempt)
         self.recovery.begin(self._boxes.places(len(self._ranks)))
         self._await_warden()
-        if self.received is not None or self._ending_by is not None:
+        if self.received is not None or self._shutdown.by is not None:
             self._drop_unstarted()
             return False
         self._notes.clear()
@@ -200,7 +191,7 @@ class Supervisor:
             error_file = os.path.abspath(os.path.join(rank.folder, "error.json"))
             environ = rank_environment(attempt, local_rank, error_file)
             environ |= attempt.launch("phalanx run", self._notes.path, local_rank) | of_rank(self.memory)
-            environ[_env.SURVIVORS_VARIABLE] = self._survivors.path if self._may_keep else ""
+            environ[_env.SURVIVORS_VARIABLE] = self._survivors.path if may_keep else ""
             if rank in kept:
                 self._notes.note_start(rank.rank, rank.pid)
                 self._survivors.place(rank.pid, environ)
@@ -212,7 +203,7 @@ class Supervisor:
     def _await_warden(self) -> None:
         """Return when ranks can be forked, or need not be: another node may have ended the attempt."""
         said_at_s: float | None = time.monotonic() + IMPORT_S
-        while self.received is None and self._ending_by is None and not self._wardens.is_ready:
+        while self.received is None and self._shutdown.by is None and not self._wardens.is_ready:
             self.wait(None if said_at_s is None else max(0.0, said_at_s - time.monotonic()))
             if said_at_s is not None and time.monotonic() >= said_at_s:
                 said_at_s = None
@@ -228,36 +219,34 @@ class Supervisor:
         """Return when every rank has ended, or waits for the next attempt."""
         stragglers = StragglerWatch(self._boxes.places(len(self._ranks)), self._say_straggler)
         while any(rank.is_running for rank in self._ranks):
-            holds = self._chorus.is_waiting or any(rank.stderr.is_holding for rank in self._ranks)
-            timeout_s = _LOOK_S if until or holds or self._wants_standby() else stragglers.timeout_s
+            looks = until or self._console.is_holding(self._ranks) or self._wants_standby()
+            timeout_s = _LOOK_S if looks else stragglers.timeout_s
             self.wait(self.recovery.within(timeout_s))
             stragglers.look()
             self.recovery.look()
-            for rank in self._ranks:
-                rank.stderr.release_late()
-            self._chorus.flush(late_only=True)
-            self._judge()
-            self._repeat_lost_interrupts()
-            if until and self._ending_by is None and all(rank.is_running for rank in self._ranks) and until():
+            self._console.release_late(self._ranks)
+            self._shutdown.judge()
+            self._shutdown.repeat_lost_interrupts()
+            if until and self._shutdown.by is None and all(rank.is_running for rank in self._ranks) and until():
                 self.stop_attempt()
-            self._keep_deadline()
+            self._shutdown.keep_deadline()
         self.events.deadline = None
-        self._chorus.flush()
+        self._console.end_attempt()
         self.recovery.look(ends=self.ends)
         self._save_boxes()
 
     def dismiss_survivors(self) -> None:
         """End the processes that wait for the next attempt: it can't have them."""
         if any(rank.is_kept for rank in self._ranks):
-            self._end_ranks(signal.SIGTERM)
+            self._shutdown.end(signal.SIGTERM)
             self._await_ends()
 
     def _await_ends(self) -> None:
         """Return when every process has ended that was told to end between two attempts."""
         while any(rank.is_running for rank in self._ranks):
             self.wait()
-            self._keep_deadline()
-        self._ending_by = self.events.deadline = None
+            self._shutdown.keep_deadline()
+        self._shutdown.has_ended()
 
     @property
     def ends(self) -> list[Outcome]:
@@ -287,7 +276,7 @@ class Supervisor:
 
     def _has_obeyed(self, end: Outcome) -> bool:
         """Whether a rank ended because it was told to, and not by a SIGKILL that is none of ours."""
-        by_another = end.exitcode == -signal.SIGKILL and self._ending_by != signal.SIGKILL
+        by_another = end.exitcode == -signal.SIGKILL and self._shutdown.by != signal.SIGKILL
         return end.ended_by_us and (not by_another or self._warden_failure is not None)
 
     def keep_reason(self, reason: str) -> None:
@@ -299,50 +288,24 @@ class Supervisor:
 
     def _open_ranks(self, attempt: Attempt) -> list[Rank]:
         """Make the ranks of an attempt; return those whose processes are those of the attempt before."""
-        job = self._job
-        before, self._ranks = self._ranks, []
+        before = [*self._ranks]
+        self._ranks.clear()
         for output in (output for rank in before if not rank.is_kept for output in rank.outputs):
             self.events.close_output(output)
-        self._num_shown = len(job.shown_ranks) if job.shown_ranks else attempt.num_local_ranks
-        self._chorus = Chorus(self._err.write_lines, self._num_shown)
+        self._console.begin_attempt(attempt.num_local_ranks)
         for local_rank in range(attempt.num_local_ranks):
             number = attempt.first_rank + local_rank
             folder = self._folder.rank_folder(self._num_attempts, number)
             if local_rank < len(before) and before[local_rank].is_kept:
-                old = before[local_rank]
-                for output, name in zip(old.outputs, _STREAMS, strict=True):
-                    output.go_on(*self._way_of(name, number, folder))
-                self._ranks.append(Rank(number, folder, *old.outputs, pid=old.pid))
+                self._ranks.append(self._console.keep_rank(before[local_rank], number, folder))
             else:
-                self._ranks.append(Rank(number, folder, *self._open_outputs(local_rank, number, folder)))
+                self._ranks.append(self._console.open_rank(number, local_rank, folder))
         self._num_attempts += 1
         kept = [rank for rank in self._ranks if rank.pid]
         if kept:
             words = named("rank", [rank.rank for rank in kept])
             self.say(f"{words} {'goes' if len(kept) == 1 else 'go'} on in the same process")
         return kept
-
-    def _open_outputs(self, local_rank: int, number: int, folder: str) -> tuple[Output, Output]:
-        job = self._job
-        outputs: list[Output] = []
-        live_rank = job.shown_ranks[0] if job.shown_ranks else 0
-        for stream, screen, name in zip((_STDOUT, _STDERR), (self._out, self._err), _STREAMS, strict=True):
-            shown = job.shown_ranks is None or local_rank in job.shown_ranks
-            kept_off = _bits(job.redirects, local_rank) & ~_bits(job.tees, local_rank) & stream
-            line_prefix, log_path, voice = self._way_of(name, number, folder)
-            output = Output(
-                screen, line_prefix, log_path,
-                live=screen.is_terminal and local_rank == live_rank, shown=shown and not kept_off, voice=voice,
-            )  # fmt: skip
-            self.events.watch_output(output)
-            outputs.append(output)
-        return outputs[0], outputs[1]
-
-    def _way_of(self, name: str, number: int, folder: str) -> tuple[bytes, str, Callable[[Stream], Stream] | None]:
-        """Return the prefix, the log and the voice of a rank's stream."""
-        screen = self._out if name == "stdout" else self._err
-        voice = partial(Voice, self._chorus, number) if name == "stderr" and self._num_shown > 1 else None
-        return prefix(number, colour=screen.is_terminal), os.path.join(folder, f"{name}.log"), voice
 
     def _start_rank(self, rank: Rank, local_rank: int, environ: dict[str, str], share: Share) -> None:
         job = self._job
@@ -362,14 +325,9 @@ class Supervisor:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Take in what has happened, signals too; return after the first news, `timeout_s` or at the deadline."""
-        if self._late_at_s is not None:
-            left_s = max(0.0, self._late_at_s - time.monotonic())
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        self.events.wait(timeout_s)
+        self.events.wait(self._shutdown.within(timeout_s))
         self._obey_signals()
-        if self._late_at_s is not None and time.monotonic() >= self._late_at_s:
-            self._late_at_s = None
-            self._say_who_is_late()
+        self._shutdown.say_who_is_late()
 
     def _say_log_problem(self, problem: str) -> None:
         if not self._said_log_problem:
@@ -380,16 +338,15 @@ class Supervisor:
         rank = next(rank for rank in self._ranks if rank.rank == number)
         rank.pid = pid
         self._notes.note_start(number, pid)
-        if self._ending_by is not None:
-            self._wardens.signal(self._ending_by, [pid])
+        self._shutdown.catch_up(pid)
 
     def _rank_ended(self, pid: int, status: int) -> None:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
-        has_failure = self._first_failure_s is not None or not rank.asked_to_end
+        has_failure = self._shutdown.has_failure or not rank.asked_to_end
         end = rank.record_end(status, is_reported=self.received is None and has_failure)
         self._notes.note_end(end.rank, end.pid, end.exitcode or 0, end.last_words.summary if end.raised else "")
-        if end.failed and self._first_failure_s is None:
-            self._first_failure_s = end.when_s
+        if end.failed:
+            self._shutdown.note_failure(end.when_s)
 
     def _rank_waits(self, pid: int) -> None:
         """A process has left its groups because another rank has failed, and can be kept."""
@@ -397,8 +354,8 @@ class Supervisor:
         if rank is None:
             return
         pause = rank.record_pause()
-        if pause.failed and self._first_failure_s is None:
-            self._first_failure_s = pause.when_s
+        if pause.failed:
+            self._shutdown.note_failure(pause.when_s)
 
     def _rank_refuses(self, pid: int, why: str) -> None:
         rank = next((rank for rank in self._ranks if rank.pid == pid and rank.is_running), None)
@@ -407,9 +364,7 @@ class Supervisor:
         if why and why not in self._refusals:
             self._refusals.add(why)
             self.say(f"rank {rank.rank} can't be kept: {why}")
-        if rank in self._stopping:
-            self._stopping.remove(rank)
-            self._wardens.signal(signal.SIGTERM, [pid])
+        self._shutdown.refuse(rank)
 
     def _lose_ranks(self, serving: Serving) -> None:
         """A warden has gone, and its ranks with it."""
@@ -433,83 +388,19 @@ class Supervisor:
                 when_s=time.monotonic(),
             )
 
-    # ------------------------------------------------------------ decisions
-
-    def _judge(self) -> None:
-        """End the others once the cause of a failure is known, or has had time enough to show."""
-        if self._first_failure_s is None or self._ending_by is not None:
-            return
-        culprit = find_culprit(self.ends)
-        assert culprit is not None
-        running = [rank for rank in self._ranks if rank.is_running]
-        if culprit.is_victim:
-            awaited = bool(running)
-        else:  # it names no reason, and another is just dying of one
-            silent = not culprit.signal and not culprit.last_words.kind
-            awaited = silent and any(rank.said_why for rank in running)
-        give_up_s = self._first_failure_s + CAUSE_S
-        if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
-            awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
-        if culprit.made_room or culprit.ended_for_restart:  # and so will the others
-            awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
-        if awaited and time.monotonic() < give_up_s:
-            self.events.deadline = give_up_s
-        else:
-            self.stop_attempt(keeps=True)
-
     def stop_attempt(self, *, keeps: bool = False) -> None:
         """End the ranks although none of them failed.
 
         Args:
             keeps: Whether processes are kept for the next attempt, if they can be.
         """
-        if self._ending_by is not None:
-            return
-        running = [rank for rank in self._ranks if rank.is_running]
-        stopping = [rank for rank in running if keeps and self._may_keep and self._survivors.has(rank.pid)]
-        self._end_ranks(signal.SIGTERM, [rank for rank in running if rank not in stopping])
-        for rank in stopping:
-            rank.asked_to_end = True
-            self._survivors.stop(rank.pid)
-        if stopping:
-            self._stopping = stopping
-            self.events.deadline = time.monotonic() + min(STOP_S, self._job.grace_s)
+        self._shutdown.stop(keeps=keeps)
 
     def kill_attempt(self) -> None:
         """End the ranks at once: they may not do another step."""
-        if any(rank.end is None for rank in self._ranks) and self._ending_by != signal.SIGKILL:
-            self._end_ranks(signal.SIGKILL)
+        self._shutdown.kill()
 
-    def _end_ranks(self, sig: int, ranks: Sequence[Rank] | None = None) -> None:
-        """Tell ranks, by default all that live, to end; SIGKILL follows after the grace period."""
-        self.recovery.told_to_end()
-        living = [rank for rank in self._ranks if rank.end is None] if ranks is None else ranks
-        for rank in living:
-            rank.asked_to_end, rank.pause = True, None
-        if self._ending_by is None:
-            self._late_at_s = time.monotonic() + LATE_S
-        self._ending_by = sig
-        self._stopping = []
-        wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
-        self.events.deadline = time.monotonic() + wait_s
-        self._wardens.signal(sig, [rank.pid for rank in living if rank.pid])
-
-    def _keep_deadline(self) -> None:
-        if self._ending_by is None or not self.events.is_late:
-            return
-        running = [rank for rank in self._ranks if rank.is_running]
-        if late := [rank.rank for rank in self._stopping if rank.is_running]:
-            they = "it is" if len(late) == 1 else "they are"
-            why = f"no collective or snapshot within {STOP_S:g} s, so {they} started anew"
-            self.say(f"{named('rank', late)} can't be kept: {why} (phalanx explain rank-not-kept)")
-            self._end_ranks(signal.SIGTERM, running)
-        elif self._stopping:  # those that were only told to end have their time
-            self._stopping, self.events.deadline = [], time.monotonic() + self._job.grace_s
-        elif self._ending_by == signal.SIGKILL:
-            self._wardens.kill()
-            self._end_ranks(signal.SIGKILL)
-        else:
-            self._end_ranks(signal.SIGKILL, running or None)
+    # ------------------------------------------------------------ signals
 
     def _obey_signals(self) -> None:
         while self.events.signals:
@@ -525,7 +416,7 @@ class Supervisor:
                 drain()
             elif self.received not in (None, signal.SIGPIPE):  # asked a second time: at once
                 self._say_kill(sig)
-                self._end_ranks(signal.SIGKILL)
+                self._shutdown.end(signal.SIGKILL)
             elif self._job.max_nodes == 1 and self._ranks and all(rank.has_ended() for rank in self._ranks):
                 self._late = sig  # the outcome is decided, unless ranks are to be started again
             else:
@@ -540,23 +431,16 @@ class Supervisor:
                 if sig == signal.SIGINT:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()
-                self._end_ranks(signal.SIGTERM if sig == signal.SIGPIPE else sig)
+                self._shutdown.end(signal.SIGTERM if sig == signal.SIGPIPE else sig)
 
     def _say_kill(self, sig: int) -> None:
         living = [rank for rank in self._ranks if rank.end is None]
-        if living and self._ending_by != signal.SIGKILL:
+        if living and self._shutdown.by != signal.SIGKILL:
             has_saved = any(has_made_room(rank.folder) for rank in self._ranks)
             saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
             saved = next(filter(None, (words_of_checkpoints(rank.folder) for rank in self._ranks)), saved)
             again = " again" if sig == self.received else ""
             self.say(f"{signal.Signals(sig).name}{again}: killing {counted(len(living), 'rank')} at once; {saved}")
-
-    def _repeat_lost_interrupts(self) -> None:
-        """Send SIGINT again to ranks that have printed that they ignored its exception: an import may swallow it."""
-        if self._ending_by == signal.SIGINT:
-            lost = [rank.pid for rank in self._ranks if rank.end is None and rank.stderr.lost_interrupt()]
-            if lost:
-                self._wardens.signal(signal.SIGINT, lost)
 
     def _lose_reader(self) -> None:
         """End as on a signal, so that ranks can save. Where one has come, it has ended our reader, too: Ctrl-C does."""
@@ -573,36 +457,10 @@ class Supervisor:
         self.say(text)
         self._notes.note_straggler(text)
 
-    def _say_who_is_late(self) -> None:
-        late = [rank for rank in self._ranks if rank.is_running]
-        if self._ending_by is None or not late:
-            return
-        who = named("rank", [rank.rank for rank in late]) + (f" (pid {late[0].pid})" if len(late) == 1 else "")
-        left_s = max(0.0, (self.events.deadline or 0.0) - time.monotonic())
-        then = f"; SIGKILL follows in {left_s:.0f} s" if self._ending_by != signal.SIGKILL else ""
-        has = "has" if len(late) == 1 else "have"
-        self.say(f"{who} {has} not ended within {LATE_S:g} s of {signal.Signals(self._ending_by).name}{then}")
-
     def say(self, text: str) -> None:
-        self._out.end_line()
-        self._err.end_line()
-        line = printable(f"phalanx run: {text}\n")
-        self._err.write_lines(line)
-        self._log(line)
+        """Write a line of the launcher's, on the screen and in its log."""
+        self._console.say(text)
 
     def say_last(self, text: str) -> None:
         """Write the last words of the job, as they are."""
-        self._out.end_line()
-        self._err.end_line()
-        words = printable(text)
-        self._err.write(words)
-        self._log(words)
-
-    def _log(self, words: bytes) -> None:
-        """Keep what is said beside the logs of the ranks; a full disk is told of where those are written."""
-        with contextlib.suppress(OSError), open(os.path.join(self._folder.path, LAUNCH_LOG), "ab") as file:
-            file.write(words)
-
-
-def _bits(streams: tuple[int, ...], local_rank: int) -> int:
-    return streams[local_rank] if streams else 0
+        self._console.say_last(text)

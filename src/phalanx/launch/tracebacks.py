@@ -200,7 +200,7 @@ class HeldTracebacks:
 
     def _without_cpp_frames(self, data: bytes) -> bytes:
         kept = []
-        for line in data.splitlines(keepends=True):
+        for line in re.findall(rb"[^\n]*\n|[^\n]+", data):  # a \r ends no line: more may follow it
             if not line.endswith(b"\n") and len(line) < _MAX_HELD_BYTES:
                 self._pending = line + self._pending
                 self._at_line_start = True

@@ -97,15 +97,17 @@ def meet(url: str, rank: int, world_size: int, timeout: timedelta | None = None,
 
 def _meet(asked: Asked) -> Any:
     with Patience(asked) as patience:
-        try:
-            store = open_store(asked, patience)
-        except dist.DistNetworkError as error:
-            if asked.rank == 0 and is_taken(error) and (rivals := store_of_another(asked)) is not None:
-                RollCall(rivals, asked, patience).raise_rival()
-            raise
-        if asked.world_size == 1:
-            return store
-        return dist.PrefixStore(RollCall(store, asked, patience).answer(), store)
+        while True:
+            try:
+                store = open_store(asked, patience)
+            except dist.DistNetworkError as error:
+                if asked.rank == 0 and is_taken(error) and (rivals := store_of_another(asked)) is not None:
+                    RollCall(rivals, asked, patience).raise_rival()
+                raise
+            if asked.world_size == 1:
+                return store
+            if (prefix := RollCall(store, asked, patience).answer()) is not None:
+                return dist.PrefixStore(prefix, store)
 
 
 def _check_backend(backend: str, where: str, *, is_launched: bool) -> None:

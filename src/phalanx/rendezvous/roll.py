@@ -37,7 +37,7 @@ from phalanx._text import enumerated
 from phalanx.rendezvous.asked import Asked, cpu_backend
 from phalanx.rendezvous.deadlines import NOTE_S, PART_S
 from phalanx.rendezvous.patience import Patience
-from phalanx.rendezvous.server import who_left
+from phalanx.rendezvous.server import is_listening, who_left
 
 _PAUSE_S = 0.005  # between questions to the store
 _MOST_NAMED = 8  # missing ranks
@@ -90,13 +90,16 @@ class RollCall:
         ]  # used if this is rank 0
         self._answered = ""  # token of the rank 0 that this rank answered
         self._rank_0 = ""  # token of a rank 0 known to be alive
+        self._server: Record | None = None  # of the process that serves this store, if ranks have met in it before
         self._beat: dict[str, Any] = {}  # rank 0's last report of missing ranks
         self._num_looks = 0
         self._missing: list[int] = []
         self._doubts = False  # the last look saw a rank end, which may have written something before
 
-    def answer(self) -> str:
-        """Return the prefix of the group's keys, once all ranks have come.
+    def answer(self) -> str | None:
+        """Return the prefix of the group's keys, once all ranks have come; None if a living rank 0 closed the store.
+
+        That store was of an earlier group, whose end rank 0 had yet to reach: it serves another one next.
 
         Raises:
             CollectiveTimeout: Ranks did not come within the timeout.
@@ -114,12 +117,15 @@ class RollCall:
                 self._look()
             raise self._timed_out()
         except StoreGoneError as error:
+            if self._is_served_again():
+                return None
             raise self._lost_store(error) from error
         finally:
             self._store.close()
 
     def _arrive(self) -> None:
         rank, here = self._asked.rank, self._mine["process"][0]
+        self._server = self._read("server", _RECORD)
         before = self._record(rank)
         if rank == 0:
             self._set("server", self._mine)
@@ -339,13 +345,22 @@ class RollCall:
             if others and self._asked.rank == 0:
                 time.sleep(PART_S)
 
+    def _is_served_again(self) -> bool:
+        """Whether rank 0 has only closed the store that is gone: it listens again, or its process lives."""
+        asked, deadline = self._asked, time.monotonic() + NOTE_S
+        is_rank_0s = not (asked.is_served or asked.path)
+        while who_left(asked) is None and time.monotonic() < deadline:
+            if is_rank_0s and is_listening(asked):
+                return True
+            time.sleep(_PAUSE_S)
+        if not is_rank_0s or who_left(asked) is not None or self._patience.deadline < deadline:
+            return False
+        return self._server is not None and _is_here(self._server) and not _has_ended(self._server)
+
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error for a store that is gone, and with it rank 0 if that served it."""
-        deadline = time.monotonic() + NOTE_S
-        while time.monotonic() < deadline:
-            if (left := who_left(self._asked)) is not None:
-                return RankFailed(f"{self._asked.name}: {left[0]}", op="join", entry="rank-failed-early", **left[1])
-            time.sleep(_PAUSE_S)
+        if (left := who_left(self._asked)) is not None:
+            return RankFailed(f"{self._asked.name}: {left[0]}", op="join", entry="rank-failed-early", **left[1])
         server = "the launcher's agent" if self._asked.is_served else "rank 0"
         return RankFailed(
             f"{self._asked.name}: the store at {self._asked.point} is gone, and so is {server}, which served it "

@@ -141,7 +141,7 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
     began_s, said, pause_s = time.monotonic(), False, _FIRST_PAUSE_S
     while True:
         try:
-            socket.create_connection((asked.host, asked.port), min(CONNECT_S, patience.left_s)).close()
+            _connect(asked, min(CONNECT_S, patience.left_s))
             return
         except OSError as error:
             # The error of the last address that was tried, often an IPv6 one.
@@ -159,6 +159,19 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
             _require_rank_0(asked, asked.own_launch)
         _pause(asked, patience, pause_s)
         pause_s = min(2 * pause_s, _PAUSE_S)
+
+
+def _connect(asked: Asked, timeout_s: float) -> None:
+    """Raise OSError if nothing listens where the store should be."""
+    socket.create_connection((asked.host, asked.port), timeout_s).close()
+
+
+def is_listening(asked: Asked) -> bool:
+    """Whether something listens where the store should be."""
+    with contextlib.suppress(OSError):
+        _connect(asked, CONNECT_S)
+        return True
+    return False
 
 
 def _require_rank_0(asked: Asked, launch: Launch) -> None:

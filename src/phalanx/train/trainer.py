@@ -19,11 +19,11 @@ from phalanx.checkpoint.loading import why_not_loadable
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_end_for_restart, note_modules
-from phalanx.parallel.sentinel import LEAST_OF_A_CYCLE
 from phalanx.record import writer
 from phalanx.session.survival import Survivor
 from phalanx.train import determinism, restarts
 from phalanx.train.arguments import check_arguments, check_fit
+from phalanx.train.consensus import Consensus
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part
 from phalanx.train.folder_lock import FolderLock
@@ -44,9 +44,6 @@ from phalanx.train.settings import Settings
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.stepper import Stepper
 from phalanx.train.wrapper import leave_wrapper, wrap
-
-_AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
-_NOT_FINITE = 1 << 10  # above every signal's number, in what ranks agree on
 
 
 class Trainer:
@@ -169,8 +166,6 @@ class Trainer:
         self._hyperparameters = Hyperparameters(optimizer)
         self._judge = Judge(s.monitor)
         self._first_world_size = self.session.world_size
-        self._agreed_signal = 0
-        self._agree_every, self._next_agreement = 1, 0  # steps between two; number of steps done
 
     def _join(self) -> None:
         """Join the job, and make what belongs to its process group; again if the group is another one now."""
@@ -219,7 +214,6 @@ class Trainer:
         def run() -> dict[str, float]:
             if self._place.is_lost:
                 self._join()
-                self._agreed_signal, self._agree_every, self._next_agreement = 0, 1, 0
             with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
                 return self._fit(data, validation_data, batch_sampler)
 
@@ -241,7 +235,7 @@ class Trainer:
         self._place.is_lost = True
         leave_wrapper(self.model)
         self.model = self.module
-        for name in ("_stepper", "_evaluator", "_sentinel", "_guard", "_snapshots", "_saver", "_run_log", "_feed"):
+        for name in ("_stepper", "_evaluator", "_guard", "_consensus", "_snapshots", "_saver", "_run_log", "_feed"):
             self.__dict__.pop(name, None)
 
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
@@ -277,8 +271,8 @@ class Trainer:
         for parts, num_samples in self._in_step(iter(()) if is_at_last else self._feed.steps()):
             loss = self._stepper.backward(parts, num_samples, self.step + 1, self.epoch)
             del parts  # the next batch takes its memory, which is in the caches
-            if self.step >= self._next_agreement:  # here, where ranks have just met
-                self._agree()
+            if self._consensus.is_due(self.step):  # here, where ranks have just met
+                self._consensus.agree(self.step)
             self._stepper.optimize(self.step + 1, self.epoch)
             self.step += 1
             self._feed.advance()
@@ -305,8 +299,8 @@ class Trainer:
         """Yield steps while every rank has one; let all obey a signal that any has got."""
         clock = self._run_log.clock
         while True:
-            if self._agreed_signal:
-                self._make_room(self._agreed_signal)
+            if self._consensus.signal:
+                self._make_room(self._consensus.signal)
             clock.restart()
             clock.step = self.step + 1
             clock.begin("data")
@@ -321,21 +315,6 @@ class Trainer:
             finally:
                 writer.end(event)
             del step
-
-    def _agree(self) -> None:
-        self._next_agreement = self.step + self._agree_every
-        urgent = _NOT_FINITE if self._guard.has_finding else self._preemption.signal
-        agreed, *largest = self._ranks.largest_of_each([urgent, *self._sentinel.look(self.step)])
-        if agreed == _NOT_FINITE:
-            self._guard.settle()
-        else:
-            self._agreed_signal = agreed
-        try:
-            self._sentinel.hear(largest)
-        except ReplicaMismatch as error:
-            facts = {"step": error.step, "ranks": error.ranks, "tensors": error.tensors}
-            self._run_log.record("replicas_differ", **facts, message=str(error))
-            raise
 
     def _after_step(self, loss: Tensor, num_samples: int) -> None:
         s, run_log = self.settings, self._run_log
@@ -353,13 +332,9 @@ class Trainer:
             self._save()
 
     def _log(self) -> None:
-        s, lr = self.settings, self.optimizer.param_groups[0]["lr"]
+        lr = self.optimizer.param_groups[0]["lr"]
         by_rank = self._run_log.log(self.step, self.epoch, lr, self._stepper.grad_norm, self._stepper.named)
-        self._sentinel.adapt(self.step, min(map(sum, by_rank)))
-        self._agree_every = max(1, int(_AGREE_S / max(map(sum, by_rank))))  # the same on every rank
-        if isinstance(s.compare_every, int) and s.compare_every:
-            self._agree_every = min(self._agree_every, max(1, s.compare_every // LEAST_OF_A_CYCLE))
-        self._next_agreement = min(self._next_agreement, self.step + self._agree_every)
+        self._consensus.adapt(self.step, min(map(sum, by_rank)))
         if news := self._snapshots.adapt(by_rank):
             self._run_log.say(news)
         self._guard.look_at_scale(self._stepper.scaler, self.step, self.epoch)
@@ -383,7 +358,7 @@ class Trainer:
         if is_best or self._is_over() or (self.settings.save_every is None and self._saver.is_due(self.step)):
             self._save()
         self._saver.say_left_out(self.step)
-        self._agree()  # the steps of an epoch may be few, and all this has taken time
+        self._consensus.agree(self.step)  # the steps of an epoch may be few, and all this has taken time
 
     def _is_over(self) -> bool:
         s = self.settings
@@ -432,7 +407,8 @@ class Trainer:
         num_steps, of_schedule = foresee(self.scheduler, s, self._feed, self._ranks, self.step, self.epoch)
         run_log = RunLog(self.folder, num_steps, self._ranks, self._loggers)
         self._guard = self._stepper.begin(run_log, self.step)
-        self._sentinel, of_sentinel = self._stepper.sentinel(self.step)
+        sentinel, of_sentinel = self._stepper.sentinel(self.step)
+        self._consensus = Consensus(self._ranks, self._preemption, self._guard, sentinel, run_log, s.compare_every)
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._saver = RunSaver(
             self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded, self._ranks

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
-from phalanx.launch.flags import add_flags
+from phalanx.launch.flag_parser import add_flags
 from phalanx.launch.plan import make_plan
 
 

@@ -19,7 +19,9 @@ from phalanx._command_line import Parser, UsageError
 from phalanx._memory import MemoryPolicy, choose
 from phalanx._text import columns
 from phalanx.launch.cpus import read_machine
-from phalanx.launch.flags import Flag, Setting, add_flags, number, split_off_flags, without_flags
+from phalanx.launch.flag_parser import add_flags, split_off_flags, without_flags
+from phalanx.launch.flag_values import number
+from phalanx.launch.flags import Flag, Setting
 from phalanx.launch.job import Job
 from phalanx.launch.plan import count_local_ranks, make_plan, read_command
 from phalanx.launch.trial_folder import PREFIX, folder_of_jobs

@@ -1,0 +1,61 @@
+"""What ranks run: a script, a module or a program. It is looked at once, before every rank would refuse it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from phalanx._command_line import UsageError
+from phalanx._env import did_you_mean
+from phalanx.launch.cpus import has_module
+
+
+def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple[str, ...]:
+    """Return the command of every rank.
+
+    Raises:
+        UsageError: There is no such script, module or program, or it can't be run.
+    """
+    if not target:
+        raise UsageError("no script given")
+    if no_python:
+        _check_program(target)
+        return tuple(target)
+    if module:
+        package = target[0].split(".")[0]
+        if target[0].endswith(".py") or os.sep in target[0]:
+            raise UsageError(f"-m takes a module, got the file {target[0]!r}", f"phalanx run {target[0]}")
+        if not has_module(package, os.getcwd()):
+            raise UsageError(f"no module named {package!r}")
+        return (sys.executable, "-m", *target)
+    _check_script(target)
+    return (sys.executable, *target)
+
+
+def _check_program(target: Sequence[str]) -> None:
+    program = target[0]
+    folders = [""] if os.sep in program else os.get_exec_path()
+    paths = [os.path.join(folder, program) for folder in folders]
+    if any(os.access(path, os.X_OK) for path in paths):
+        return
+    there = [path for path in paths if os.path.exists(path)]
+    if there:
+        raise UsageError(f"{there[0]!r} may not be executed", f"chmod +x {there[0]}")
+    raise UsageError(f"no program {program!r}", "phalanx run --no-python ./program [args]")
+
+
+def _check_script(target: Sequence[str]) -> None:
+    """Refuse here, once, what every rank would refuse."""
+    script = target[0]
+    if not os.path.exists(script):
+        if os.path.basename(script).startswith("python") and len(target) > 1:
+            raise UsageError(f"the script is named alone, without {script}", f"phalanx run {' '.join(target[1:])}")
+        folder = os.path.dirname(script) or "."
+        scripts = [name for name in os.listdir(folder) if name.endswith(".py")] if os.path.isdir(folder) else []
+        near = did_you_mean(os.path.basename(script), scripts)
+        raise UsageError(f"no script {script!r} in {os.getcwd()}{near}")
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UsageError(f"the folder {script!r} has no __main__.py; name a script in it")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"the script {script!r} may not be read", f"chmod +r {script}")

@@ -1,0 +1,200 @@
+"""What nodes tell each other: who they are, who takes part in an attempt, and how far each of them is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Key = tuple[int, int]
+"""Term of the leader that chose a view, and the view's number; a greater one is newer."""
+Place = tuple[str, int]
+"""Address and port of an agent."""
+Cause = Mapping[str, Any]
+"""Why an attempt failed, as `shared_causes` writes it."""
+NO_VIEW: Key = (0, 0)
+MOST_RANKS = 1 << 20
+"""More than a node may have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A node as the others know it. Two are the same node if their ids are: what else is known of it may change.
+
+    Attributes:
+        id: Of this agent's process; a node that is started again has another.
+        host: Its hostname, for people.
+        address: Address at which the other nodes reach it.
+        port: Port on which its agent listens.
+        num_ranks: Largest number of its ranks; in a view, that of its attempt.
+        position: Its number, where nodes have fixed ones; else -1.
+        label: What it shares with nodes that may be lost together with it; empty: nothing.
+        replica_port: Port on which it takes replicas of snapshots; 0: it takes none.
+    """
+
+    id: str
+    host: str
+    address: str
+    port: int
+    num_ranks: int
+    position: int = -1
+    label: str = ""
+    replica_port: int = 0
+
+    @property
+    def domain(self) -> str:
+        """What it is lost together with: nodes of the same label, or else of the same host."""
+        return self.label or self.host
+
+    @property
+    def place(self) -> Place:
+        return self.address, self.port
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Nodes whose votes count together, and who led them."""
+
+    leader: str
+    ids: tuple[str, ...]
+
+    @property
+    def succession(self) -> Iterator[str]:
+        yield self.leader
+        yield from (one for one in self.ids if one != self.leader)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Who takes part in one attempt.
+
+    Attributes:
+        members: In the order of their ranks.
+        attempt: Attempts before it, for whatever reason they ended.
+        restarts: Failures so far.
+        cause: Why the attempt before it failed; None: it did not.
+        bases: Groups of the views that may have started last.
+        places: Addresses and ports of all nodes that have taken part: there one that is started again is looked for.
+        job: Id of the node that proposed the first view of this job.
+    """
+
+    key: Key
+    leader: str
+    members: tuple[Node, ...]
+    attempt: int = 0
+    restarts: int = 0
+    cause: Cause | None = None
+    bases: tuple[Group, ...] = ()
+    places: tuple[Place, ...] = ()
+    job: str = ""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(node.id for node in self.members)
+
+    @property
+    def group(self) -> Group:
+        return Group(self.leader, self.ids)
+
+    def first_rank(self, node_rank: int) -> int:
+        return sum(node.num_ranks for node in self.members[:node_rank])
+
+    def place_of(self, member: str) -> dict[str, Any]:
+        """Return what a member's ranks are told of the attempt, as `environment.Attempt` takes it."""
+        number = self.ids.index(member)
+        return {
+            "world_size": self.first_rank(len(self.members)),
+            "num_local_ranks": self.members[number].num_ranks,
+            "first_rank": self.first_rank(number),
+            "node_rank": number,
+            "num_nodes": len(self.members),
+            "master_addr": self.members[0].address,
+            "restart_count": self.attempt,
+            "epoch": {"job": self.job, "attempt": list(self.key)},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a node tells the others, again and again; what comes last counts.
+
+    Attributes:
+        term: The term in which it has voted.
+        leader: Whom it follows; itself: it would lead.
+        in_office: Whether it leads with enough votes.
+        key: The view that it has accepted.
+        is_settled: Whether it is linked to all nodes of it, and all that it is linked to know it.
+        is_idle: Whether none of its ranks run.
+        has_left: Whether it has stopped its ranks in this view, because it could not reach all others.
+        is_leaving: Whether it will be gone soon, and nothing is wrong with that.
+        is_done: Whether its ranks have come to their end in this view.
+        failure: How one of its ranks has failed in this view.
+        running: As leader, the view that its nodes are to train in.
+        port: Port that the first node of this view holds for rank 0; 0: not yet.
+        result: How the job ended, {"cause": ...}; None: it has not.
+        job: That of its view.
+        num_ranks: Number of its ranks in the next attempt, unless a failure of its own says another.
+        cause: As leader, why it has ended this view's attempt.
+    """
+
+    term: int = -1
+    leader: str = ""
+    in_office: bool = False
+    key: Key = NO_VIEW
+    is_settled: bool = False
+    is_idle: bool = True
+    has_left: bool = False
+    is_leaving: bool = False
+    is_done: bool = False
+    failure: Cause | None = None
+    running: Key = NO_VIEW
+    port: int = 0
+    result: Mapping[str, Any] | None = None
+    job: str = ""
+    num_ranks: int = 1
+    cause: Cause | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the job's flags ask for.
+
+    Attributes:
+        silence_s: Seconds of silence after which a node is lost.
+        last_call_s: Seconds to wait for more nodes when the fewest are there, at the job's start.
+        join_s: Seconds that new nodes wait for the ranks to take a snapshot, before all start again without.
+        has_positions: Whether nodes have fixed numbers.
+        spares: Number of nodes beyond the largest that are to wait.
+        room_s: Seconds for all ranks to end, once some have made room.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+    silence_s: float = 2.0
+    last_call_s: float = 3.0
+    join_s: float = 10.0
+    has_positions: bool = False
+    spares: int = 0
+    room_s: float = 30.0
+
+
+def seat(old: Sequence[str], present: Sequence[Node], rules: Rules) -> list[Node]:
+    """Return the nodes of the next view in order: who was there keeps its place, newcomers fill the gaps.
+
+    Args:
+        old: Ids of the nodes of the last view.
+        present: Nodes that can take part.
+    """
+    if rules.has_positions:
+        placed = {node.position: node for node in reversed(present)}
+        return [placed[position] for position in sorted(placed)]
+    stayed = {node.id: node for node in present if node.id in old}
+    new = [node for node in present if node.id not in old][: rules.max_nodes - len(stayed)]
+    members: list[Node] = []
+    for node in old:
+        if node in stayed:
+            members.append(stayed[node])
+        elif new:
+            members.append(new.pop(0))
+    return [*members, *new]

@@ -1,0 +1,71 @@
+"""What ranks tell each other every few steps, and then obey together: a signal, a bad value, copies that differ."""
+
+from __future__ import annotations
+
+from phalanx._errors import ReplicaMismatch
+from phalanx._rank_group import RankGroup
+from phalanx.parallel.sentinel import LEAST_OF_A_CYCLE, Sentinel
+from phalanx.train.finite import FiniteGuard
+from phalanx.train.preemption import Preemption
+from phalanx.train.run_log import RunLog
+
+_AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
+_NOT_FINITE = 1 << 10  # above every signal's number, in what ranks agree on
+
+
+class Consensus:
+    """The questions that ranks ask each other while they train.
+
+    Args:
+        compare_every: `Settings.compare_every`.
+
+    Attributes:
+        signal: Number of the signal that every rank obeys before its next step; 0: none.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        preemption: Preemption,
+        guard: FiniteGuard,
+        sentinel: Sentinel,
+        run_log: RunLog,
+        compare_every: int | str,
+    ) -> None:
+        self._ranks, self._preemption, self._guard = ranks, preemption, guard
+        self._sentinel, self._run_log, self._compare_every = sentinel, run_log, compare_every
+        self.signal: int = 0
+        self._every, self._next = 1, 0  # steps between two agreements; number of steps done at the next
+
+    def is_due(self, step: int) -> bool:
+        """Return whether all ranks agree now that `step` steps are done; the same on all of them."""
+        return step >= self._next
+
+    def agree(self, step: int) -> None:
+        """Ask every rank, and take in what any of them has noticed.
+
+        Raises:
+            NonFinite: A value is not finite on some rank.
+            ReplicaMismatch: The ranks' copies of the model differ.
+        """
+        self._next = step + self._every
+        urgent = _NOT_FINITE if self._guard.has_finding else self._preemption.signal
+        agreed, *largest = self._ranks.largest_of_each([urgent, *self._sentinel.look(step)])
+        if agreed == _NOT_FINITE:
+            self._guard.settle()
+        else:
+            self.signal = agreed
+        try:
+            self._sentinel.hear(largest)
+        except ReplicaMismatch as error:
+            facts = {"step": error.step, "ranks": error.ranks, "tensors": error.tensors}
+            self._run_log.record("replicas_differ", **facts, message=str(error))
+            raise
+
+    def adapt(self, step: int, fastest_s: float) -> None:
+        """Ask as often as steps of the fastest rank's length allow; the same on every rank."""
+        self._sentinel.adapt(step, fastest_s)
+        self._every = max(1, int(_AGREE_S / fastest_s))
+        if isinstance(self._compare_every, int) and self._compare_every:
+            self._every = min(self._every, max(1, self._compare_every // LEAST_OF_A_CYCLE))
+        self._next = min(self._next, step + self._every)
