@@ -170,6 +170,14 @@ def tell_when_ended(note: Callable[[str], None]) -> None:
     sys.excepthook = hook
 
 
+def forget_rank() -> None:
+    """Take off the hook by which torch puts a group's rank before a traceback: the next group puts on its own."""
+    hook: Any = sys.excepthook
+    while getattr(hook, "__name__", "") == "_distributed_excepthook" and "old_hook" in hook.__code__.co_freevars:
+        hook = hook.__closure__[hook.__code__.co_freevars.index("old_hook")].cell_contents
+    sys.excepthook = hook
+
+
 def tell(error: BaseException) -> None:
     """Write the facts of an exception for the launcher as if it had ended this process, which goes on."""
     with contextlib.suppress(Exception):  # as in the hook

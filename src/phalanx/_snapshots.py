@@ -274,6 +274,15 @@ def is_restart_announced(fd: int, attempt: int) -> bool:
     return len(data) == _PLAN.size and _PLAN.unpack(data)[0] == attempt + 1
 
 
+def newest_attempt(fd: int, *, own: bool = False) -> int:
+    """Return the newest attempt of which there is any whole image; -1 if there is none.
+
+    Args:
+        own: Whether only images of this host's ranks count.
+    """
+    return max((region.head.attempt for region in whole_regions(fd) if region.is_own or not own), default=-1)
+
+
 def forbid(fd: int) -> None:
     """Forbid snapshots in all attempts to come; existing ones may be loaded once more."""
     os.pwrite(fd, b"1", _BAN_OFFSET)

@@ -358,3 +358,21 @@ def test_without_room_for_a_third_region_a_snapshot_is_left_out_and_the_next_one
             _snapshots.want_replicas(file.fileno(), 1)
     found = run_ranks(snapshots_of_two_regions, 2, str(tmp_path), [1, 1], paths, hosts=[1, 1])
     assert found == [("", 4, [0, 1])] * 2
+
+
+def test_where_one_host_may_keep_no_snapshots_none_does_and_nobody_waits(tmp_path, new_host):
+    hosts = [new_host(), new_host()]
+    run(tmp_path, [1, 1], hosts, 2)
+    with open(hosts[1], "r+b") as file:
+        _snapshots.forbid(file.fileno())
+    found = run_ranks(snapshot_problem, 2, str(tmp_path), [1, 1], hosts, hosts=[1, 1])
+    assert found == [
+        (2, "another host can keep none: see what its launcher says"),
+        (2, "the kernel has killed an earlier attempt because memory ran out"),
+    ]
+
+
+def snapshot_problem(rank, world_size, folder, sizes, hosts):
+    take_place(rank, sizes, hosts)
+    found = ckpt.load(folder, state_at(0, rank))
+    return found.step, {ckpt.snapshot(folder, state_at(step, rank), step) for step in (3, 4)}.pop()

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import phalanx
 from tests.launch.jobs import LIMIT_S, run_job
 from tests.launch.test_nodes import nodes  # noqa: F401 a fixture
 
@@ -215,3 +216,25 @@ def test_a_rank_that_is_alone_keeps_its_process_when_a_host_joins(nodes):  # noq
     assert "rank 0 goes on in the same process" in err
     assert "can't be kept" not in err
     assert "began" not in out
+
+
+def test_a_process_that_was_kept_puts_only_its_present_rank_before_a_traceback(tmp_path):
+    fails = "if attempt() == 1 and state['step'] == 18: raise ValueError('of its own')\n            " + SNAPSHOT
+    done = run_job(tmp_path, script(snapshot=fails), "--max-restarts", "1")
+    assert "rank 0 goes on in the same process" in done.stderr
+    [log] = tmp_path.glob("runs/train/*/logs/attempt_1/rank_0/stderr.log")
+    assert "[rank0]: ValueError: of its own" in log.read_text().splitlines()
+
+
+def generate():
+    yield 1
+
+
+async def await_nothing():
+    return 1
+
+
+@pytest.mark.parametrize("train", [generate, await_nothing])
+def test_a_function_that_runs_later_is_refused(train):
+    with pytest.raises(TypeError, match="a generator or a coroutine function, so calling it trains nothing"):
+        phalanx.resilient(train)

@@ -306,7 +306,7 @@ def tell_why_not_met(rank, world_size, calls):
     [
         ("pass", ""),
         ("phalanx.init('phalanx', timeout=50)", ""),
-        ("phalanx.init(); dist.barrier()", "the script has called collectives before"),
+        ("phalanx.init(); dist.barrier()", "the script has used its process group before"),
         ("phalanx.init(); dist.new_group()", "more than one process group was made before"),
         ("dist.init_process_group('phalanx'); phalanx.init()", "a process group was made before"),
         ("phalanx.init('gloo')", "a process group that does not count its collectives was made before"),
@@ -314,6 +314,17 @@ def tell_why_not_met(rank, world_size, calls):
 )
 def test_a_process_that_only_calls_init_meets_those_that_have_done_no_more(run_ranks, calls, why):
     assert run_ranks(tell_why_not_met, 1, calls, init=False) == [why]
+
+
+def send_one(rank, world_size):
+    phalanx.init()
+    before = session_module.why_not_met()
+    dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1))
+    return before, session_module.why_not_met()
+
+
+def test_a_message_counts_as_use_of_the_group(run_ranks):
+    assert run_ranks(send_one, 2, init=False) == [("", "the script has used its process group before")] * 2
 
 
 def test_a_group_that_the_script_made_is_adopted_and_left_alone(run_ranks):

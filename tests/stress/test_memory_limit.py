@@ -50,3 +50,17 @@ def test_a_job_that_its_cgroup_kills_goes_on_without_snapshots(tmp_path):
     held = {line[1]: int(line[3]) for line in lines if line[0] == "held"}
     assert held["0"] >= 64
     assert "1" in held
+
+
+def test_a_job_on_several_nodes_that_a_cgroup_kills_goes_on_without_snapshots(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    command = f"{sys.executable} -m phalanx run --nproc-per-node 1 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint "
+    command += "localhost:29533 --max-restarts 3 train.py"
+    done = run_limited(["sh", "-c", f"{command} & {command} && wait $!"], LIMIT_BYTES, tmp_path, LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no more snapshots are taken in memory") >= 1  # the nodes share the cgroup here
+    assert "restart 1 of 3" in done.stderr
+    assert "restart 2 of 3" not in done.stderr
+    lines = [line.split("] ", 1)[1].split(maxsplit=3) for line in done.stdout.splitlines()]
+    found = {tuple(line[1:]) for line in lines if line[0] == "loaded"}
+    assert {one for one in found if one[0] == "1"} == {("1", "0", "3 memory"), ("1", "1", "3 memory")}

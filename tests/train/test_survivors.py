@@ -80,7 +80,7 @@ def test_a_trainer_behind_init_goes_on_in_its_process_and_the_scripts_session_is
 @pytest.mark.slow
 def test_a_trainer_behind_collectives_of_the_script_is_started_anew(tmp_path):
     done = run_job(tmp_path, script(True, before="phalanx.init().barrier()"), "--max-restarts", "1")
-    assert "phalanx run: rank 0 can't be kept: the script has called collectives before Trainer()" in done.stderr
+    assert "phalanx run: rank 0 can't be kept: the script has used its process group before Trainer()" in done.stderr
     assert done.stdout.count("process ") == 4
     assert result_of(done)
 

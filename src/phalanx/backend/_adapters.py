@@ -49,6 +49,11 @@ class _Common:
         """Number of collectives that this rank has begun in the group."""
         return self._operations._core.seq
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether this rank has sent or received a message in the group."""
+        return self._operations.has_messages
+
     def _get_sequence_number_for_group(self) -> int:
         return self.num_collectives
 

@@ -46,6 +46,7 @@ class Operations(Collectives):
         super().__init__(core, ranks)
         self._segment: _core.Segment | None = segment
         self._name = name
+        self.has_messages: bool = False  # whether this rank has sent or received any
         self.start_coalescing = self._flight.start_coalescing
         self.end_coalescing = self._flight.end_coalescing
 
@@ -189,6 +190,7 @@ class Operations(Collectives):
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> PhalanxWork:
+        self.has_messages = True
         request = None if is_profiling() else self._core.send_plain(tensors, dst, tag)
         if request is not None:
             return self._started(request, tensors)
@@ -196,6 +198,7 @@ class Operations(Collectives):
         return self._message(given, tensors, given.root(dst), tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> PhalanxWork:
+        self.has_messages = True
         request = None if is_profiling() else self._core.recv_plain(tensors, src, tag)
         if request is not None:
             return self._started(request, tensors)
@@ -203,6 +206,7 @@ class Operations(Collectives):
         return self._message(given, tensors, given.root(src), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> PhalanxWork:
+        self.has_messages = True
         return self._message(self.arguments("recv"), tensors, -1, tag)
 
     def _message(self, given: Arguments, tensors: Tensors, peer: int, tag: int) -> PhalanxWork:

@@ -56,7 +56,7 @@ class SnapshotMemory:
         self.is_kept = is_kept
         self._regions: dict[int, mmap.mmap] = {}
         self._slots = Slots()
-        self._is_forbidden = False
+        self._is_forbidden = self._has_agreed = False
         self._fetch: Fetch | None = None  # of what is being loaded
         self._has_fetched = False  # maybe: what is needed no more when there is a newer one
         self.size_bytes: int = 0
@@ -85,6 +85,14 @@ class SnapshotMemory:
             return "the kernel has killed an earlier attempt because memory ran out"
         return ""
 
+    def agree(self) -> None:
+        """Take none if a rank of another host can't: the kernel may have killed one there. Every rank calls it."""
+        if self._has_agreed or not self.spans_hosts:
+            return
+        self._has_agreed = True
+        if RankGroup().largest(bool(self.problem)) and not self.problem:
+            self.problem = "another host can keep none: see what its launcher says"
+
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, folder: str, state: Mapping[str, Any], step: int) -> None:
@@ -93,7 +101,8 @@ class SnapshotMemory:
         Raises:
             CheckpointError: A value can't be saved on some rank; on every rank.
         """
-        if self.problem:  # the same ranks have it
+        self.agree()
+        if self.problem:  # all ranks have one
             self.let_go()
             return
         ranks = RankGroup()
@@ -109,7 +118,7 @@ class SnapshotMemory:
         low, high = blocks.fingerprint(described)
         has_shards = any(blocks.is_sharded(leaf.tensor) for leaf in leaves)
         wants_copies = self.spans_hosts and _snapshots.wanted_replicas(self._fd) > 0
-        attempt = self._attempt or 1 + self._last_attempt()
+        attempt = self._attempt or 1 + max(0, _snapshots.newest_attempt(self._fd))
         *found, has_failed, any_has_shards, is_to_be_copied, is_busy, self._attempt = ranks.largest_of_each(
             [low, high, -low, -high, cause is not None, has_shards, wants_copies, self._is_copying(), attempt]
         )
@@ -321,9 +330,6 @@ class SnapshotMemory:
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
         """Return this rank's number among those that keep the state between them, and how many these are."""
         return self._place if self.spans_hosts else (ranks.rank, ranks.world_size)
-
-    def _last_attempt(self) -> int:
-        return max((region.head.attempt for region in _snapshots.whole_regions(self._fd)), default=0)
 
     def close(self) -> None:
         """Give up what this process has opened; the snapshots stay."""

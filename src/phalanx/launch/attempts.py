@@ -64,13 +64,7 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
         say_failure(ranks, culprit)
         ranks.recovery.lost_rank(culprit, ranks.ends)
         if count_oom_kills() > num_oom_kills:
-            ranks.dismiss_survivors()
-            forbid(ranks.snapshots_fd)
-            ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")
-            ranks.say(
-                "the kernel has killed a process because memory ran out: no more snapshots are taken in memory, and "
-                "freed memory is not kept"
-            )
+            give_up_memory(ranks)
         for step in steps:
             ranks.say(step)
 
@@ -80,6 +74,17 @@ def words_of_used_restarts(job: Job, num_restarts: int) -> str:
     if not job.max_restarts or num_restarts < job.max_restarts:
         return ""
     return f"{num_restarts} of {job.max_restarts} restarts are used; raise --max-restarts"
+
+
+def give_up_memory(ranks: Supervisor) -> None:
+    """Have the next attempt take no snapshots and keep no freed memory: the kernel has killed for want of it."""
+    ranks.dismiss_survivors()
+    forbid(ranks.snapshots_fd)
+    ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")
+    ranks.say(
+        "the kernel has killed a process because memory ran out: no more snapshots are taken in memory, and "
+        "freed memory is not kept"
+    )
 
 
 def say_failure(ranks: Supervisor, culprit: Outcome) -> None:

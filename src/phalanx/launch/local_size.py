@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx._snapshots import Head, common_heads, last_copied, wanted_replicas, whole_regions
+from phalanx._snapshots import Head, common_heads, last_copied, newest_attempt, wanted_replicas
 from phalanx._text import counted
 from phalanx.launch.deadlines import AT_ONCE_S
 from phalanx.launch.job import Job
@@ -36,7 +36,7 @@ class LocalSize:
         self._proven = 0  # ranks that made progress before we went back to MAX; 0: we did not
         self._is_trial = False  # of MAX ranks, by our own choice
         self._wait_s = job.regrow_after_s
-        self._attempt_before = _newest_attempt(self._fd)
+        self._attempt_before = newest_attempt(self._fd)  # also of others: what is copied only now is no progress
         self._steps_seen: dict[bytes, int] | None = None  # since the wait was over
 
     @property
@@ -115,7 +115,7 @@ class LocalSize:
         self.num_ranks = num_ranks
         self.num_ended += 1
         self._is_trial, self._proven = is_trial, proven
-        self._attempt_before, self._steps_seen = _newest_attempt(self._fd), None
+        self._attempt_before, self._steps_seen = newest_attempt(self._fd), None
 
 
 class SharedSize:
@@ -225,11 +225,6 @@ def _heads_that_count(fd: int) -> list[Head]:
         for head in common_heads(fd)
         if not (head.is_parted and wants_copies) or (head.attempt, head.step) <= newest_copied
     ]
-
-
-def _newest_attempt(fd: int) -> int:
-    """Return the newest attempt of which there is any image: what is copied only now is no progress of a later one."""
-    return max((region.head.attempt for region in whole_regions(fd)), default=-1)
 
 
 def is_ahead(steps: dict[bytes, int], before: dict[bytes, int]) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from phalanx._cgroups import count_oom_kills
 from phalanx._env import PREEMPTED_CODE, host_name
 from phalanx._text import counted, named
-from phalanx.launch.attempts import say_failure, words_of_used_restarts
+from phalanx.launch.attempts import give_up_memory, say_failure, words_of_used_restarts
 from phalanx.launch.environment import Attempt
 from phalanx.launch.job import Job
 from phalanx.launch.local_size import SharedSize
@@ -46,7 +47,11 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 orders.may_restart = num_restarts < job.max_restarts
                 orders.replicate(order["replicas"])
                 may_keep = orders.may_restart or size.is_trial
-                orders.report(order["number"], ranks.run_attempt(attempt, until=orders.look, may_keep=may_keep))
+                num_oom_kills = count_oom_kills()
+                culprit = ranks.run_attempt(attempt, until=orders.look, may_keep=may_keep)
+                if culprit is not None and orders.may_restart and count_oom_kills() > num_oom_kills:
+                    give_up_memory(ranks)
+                orders.report(order["number"], culprit)
             elif "restart" in order:
                 failure = order["restart"]
                 _note_failure(ranks, failure, order["sign"])

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from phalanx._env import PREEMPTED_CODE
-from phalanx._snapshots import announce_restart, whole_regions
+from phalanx._snapshots import announce_restart, newest_attempt
 from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.deadlines import AGENT_S, ANSWERS_S, NODES_S
 from phalanx.launch.greeting import script_of
@@ -132,7 +132,7 @@ class Orders:
         self._steps = None
         if self._leaves_at_s:
             self._steps = newest_steps(self._ranks.snapshots_fd)
-            self._old_attempt = self._newest_attempt()
+            self._old_attempt = newest_attempt(self._ranks.snapshots_fd, own=True)
         self._attempt = order["start"]["restart_count"] if self._running else 0
         return order
 
@@ -147,12 +147,9 @@ class Orders:
 
     def _may_go(self, now_s: float) -> bool:
         """Whether it is this node's turn to leave, and its ranks have loaded what others may lack."""
-        has_loaded = not self._old_attempt or self._newest_attempt() > self._old_attempt
+        newest = newest_attempt(self._ranks.snapshots_fd, own=True)
+        has_loaded = self._old_attempt <= 0 or newest > self._old_attempt
         return now_s >= self._leaves_from_s and self._is_next and has_loaded
-
-    def _newest_attempt(self) -> int:
-        own = (region.head.attempt for region in whole_regions(self._ranks.snapshots_fd) if region.is_own)
-        return max(own, default=0)
 
     def report(self, number: int, culprit: Outcome | None) -> None:
         """Tell the agent how this node's ranks ended, of which start."""

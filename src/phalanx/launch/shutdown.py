@@ -21,11 +21,10 @@ class Shutdown:
 
     Args:
         ranks: Ranks of the present attempt; the list is its owner's, who changes it.
-        on_end: Function to call before ranks are told to end.
+        on_end: Called before ranks are told to end.
 
     Attributes:
         by: Signal that ranks are being ended with; None: they are not.
-        late_at_s: When it is to be said who has not ended; None: never, or it has been said.
         has_failure: Whether a rank of this attempt has failed.
     """
 
@@ -43,10 +42,10 @@ class Shutdown:
         self._job, self._ranks, self._events = job, ranks, events
         self._wardens, self._survivors, self._say, self._on_end = wardens, survivors, say, on_end
         self.by: int | None = None
-        self.late_at_s: float | None = None
         self._first_failure_s: float | None = None
         self._may_keep = False
         self._stopping: list[Rank] = []  # told to leave their groups
+        self._late_at_s: float | None = None  # when it is to be said who has not ended
 
     def begin(self, *, may_keep: bool) -> None:
         """Begin another attempt.
@@ -118,7 +117,7 @@ class Shutdown:
         for rank in living:
             rank.asked_to_end, rank.pause = True, None
         if self.by is None:
-            self.late_at_s = time.monotonic() + LATE_S
+            self._late_at_s = time.monotonic() + LATE_S
         self.by = sig
         self._stopping = []
         wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
@@ -154,11 +153,18 @@ class Shutdown:
         else:
             self.end(signal.SIGKILL, running or None)
 
+    def within(self, timeout_s: float | None) -> float | None:
+        """Return how long the supervisor may wait if nothing else ends its wait before `timeout_s`."""
+        if self._late_at_s is None:
+            return timeout_s
+        left_s = max(0.0, self._late_at_s - time.monotonic())
+        return left_s if timeout_s is None else min(timeout_s, left_s)
+
     def say_who_is_late(self) -> None:
-        """Name the ranks that should have ended by now, once it is time to."""
-        if self.late_at_s is None or time.monotonic() < self.late_at_s:
+        """Say once which ranks have not ended although they have had some time."""
+        if self._late_at_s is None or time.monotonic() < self._late_at_s:
             return
-        self.late_at_s = None
+        self._late_at_s = None
         late = [rank for rank in self._ranks if rank.is_running]
         if self.by is None or not late:
             return

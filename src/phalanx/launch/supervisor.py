@@ -151,8 +151,7 @@ class Supervisor:
         """Start the group once and return the cause of its failure; None if every rank ended with 0 or was told to end.
 
         Args:
-            until: Function to ask every now and then while all ranks run; once it returns true, they are ended although
-                none has failed.
+            until: Asked every now and then while all ranks run; true: they are ended although none has failed.
             may_keep: Whether there may be another attempt, for which processes can be kept.
         """
         if self._late is not None:
@@ -326,11 +325,7 @@ class Supervisor:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Take in what has happened, signals too; return after the first news, `timeout_s` or at the deadline."""
-        late_s = self._shutdown.late_at_s
-        if late_s is not None:
-            left_s = max(0.0, late_s - time.monotonic())
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        self.events.wait(timeout_s)
+        self.events.wait(self._shutdown.within(timeout_s))
         self._obey_signals()
         self._shutdown.say_who_is_late()
 

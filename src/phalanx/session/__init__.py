@@ -92,14 +92,14 @@ class Made:
     Attributes:
         arguments: Arguments of `init`.
         exported: Variables set for the group that it owns; None: the script owns the group.
-        num_collectives: Number of collectives that the group had seen then; None: it does not tell.
+        use: Use of the group until then, as `use_of_group` returns it.
         num_blocks: Open ``with`` blocks.
     """
 
     session: Session
     arguments: tuple[Any, ...]
     exported: tuple[str, ...] | None
-    num_collectives: int | None
+    use: tuple[int, bool] | None
     num_blocks: int = 0
 
 
@@ -179,7 +179,7 @@ def init(
         session = _adopt_group(device)
     else:
         session, exported = _create_group(find_place(rank, world_size), backend, device, limit, init_method)
-    _current = Made(session, arguments, exported, num_collectives())
+    _current = Made(session, arguments, exported, use_of_group())
     writer.begin(session.rank, session.world_size)
     if session.reason and session.is_main:
         print(f"phalanx.init: backend {session.backend}: {session.reason}", file=sys.stderr)
@@ -191,9 +191,10 @@ def made() -> Made | None:
     return _current
 
 
-def num_collectives() -> int | None:
-    """Return how many collectives the default group has seen; None if it does not tell, or there is none."""
-    return getattr(dist.group.WORLD, "num_collectives", None)
+def use_of_group() -> tuple[int, bool] | None:
+    """Return how many collectives the default group has seen, and whether messages; None if it does not tell."""
+    group: Any = dist.group.WORLD
+    return (group.num_collectives, group.has_messages) if hasattr(group, "num_collectives") else None
 
 
 def why_not_met() -> str:
@@ -202,10 +203,10 @@ def why_not_met() -> str:
         return ""
     if _current is None or _current.exported is None or any(one is not None for one in _current.arguments[3:]):
         return "a process group was made before"
-    if _current.num_collectives is None:
+    if _current.use is None:
         return "a process group that does not count its collectives was made before"
-    if _current.num_collectives != num_collectives():
-        return "the script has called collectives before"
+    if _current.use != use_of_group():
+        return "the script has used its process group before"
     if len(_torch.world.pg_names) > 1:
         return "more than one process group was made before"
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import queue
 import socket
@@ -27,6 +28,7 @@ from phalanx.session import leave_session
 
 _T = TypeVar("_T")
 _CONNECT_S = 2.0
+_RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 _num_begun = 0  # in this process
 _is_open = False  # one of them, at present
 
@@ -148,6 +150,7 @@ class Survivor:
             traceback.clear_frames(one.__traceback__)
             one.__traceback__ = None
         leave_session(error)
+        _last_words.forget_rank()
         gc.collect()  # hooks of a wrapper end with it
         writer.stop()
 
@@ -203,6 +206,9 @@ def resilient(train: Callable[[], _T]) -> _T:
     Args:
         train: Function without arguments that trains to the end.
 
+    Raises:
+        TypeError: `train` is a generator or a coroutine function, whose body would run behind this call.
+
     Example:
         >>> model = nn.Linear(2, 1)
         >>> def train():
@@ -214,6 +220,8 @@ def resilient(train: Callable[[], _T]) -> _T:
         >>> phalanx.resilient(train)
         0
     """
+    if any(is_one(train) for is_one in _RUN_LATER):
+        raise TypeError("phalanx.resilient: train is a generator or a coroutine function, so calling it trains nothing")
     had_group = dist.is_available() and dist.is_initialized()
 
     def why_not() -> str:

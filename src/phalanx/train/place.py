@@ -29,7 +29,7 @@ class Place:
         self.is_lost: bool = False
         self._why_not_met = session.why_not_met()
         self._made: session.Made | None = None
-        self._num_collectives: int | None = None
+        self._use: tuple[int, bool] | None = None
 
     def join(self) -> session.Session:
         """Join the job, for the first time or again."""
@@ -42,14 +42,14 @@ class Place:
     def note_joined(self) -> None:
         """Note that the trainer has done all that it does when it joins the job."""
         self.is_lost = False
-        self._num_collectives = session.num_collectives()
+        self._use = session.use_of_group()
 
     def why_not_kept(self, model: nn.Module, optimizer: torch.optim.Optimizer, loggers: Loggers, data: Any) -> str:
         """Return why the trainer can't join another group, when `fit` begins; empty if it can."""
         if self._why_not_met:
             return f"{self._why_not_met} Trainer()"
-        if self._num_collectives != session.num_collectives():
-            return "the script has called collectives between Trainer() and fit()"
+        if self._use != session.use_of_group():
+            return "the script has used its process group between Trainer() and fit()"
         if not can_wrap(model):
             return "the script has wrapped the model itself"
         if hasattr(optimizer, "process_group"):

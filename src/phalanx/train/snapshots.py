@@ -29,6 +29,7 @@ class Snapshots:
         self._adapts = every == "auto"
         self._state = state
         self._may_keep = may_keep
+        memory().agree()
         self.every: int = 1 if every == "auto" else every
         self._num_taken = self._num_steps = 0  # since `adapt` was called
         self._num_adapted = 0
