@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._files import open_regular
-from phalanx._text import broken
+from phalanx._text import broken, complain
 from phalanx.diagnose.activity import Look
 from phalanx.diagnose.answer import RankSeen, look_at
 from phalanx.diagnose.jobs import NoRank, find_ranks, told_where
@@ -42,7 +41,7 @@ def main(args: Sequence[str]) -> int:
         given = parser.parse_args(args)
         job = find_ranks(given.job)
         if where := told_where(job, given.job):
-            print(f"phalanx stacks: {where}", file=sys.stderr)
+            complain(f"phalanx stacks: {where}")
         seen = look_at(job, _TIME_S, native=given.native)
         text = as_json(seen) if given.json else "\n".join(map(printable, lines_of(seen)))
         if given.save:
@@ -52,7 +51,7 @@ def main(args: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     except (LookupError, OSError) as error:
-        print(f"phalanx stacks: {error}", file=sys.stderr)
+        complain(f"phalanx stacks: {error}")
         return 1 if isinstance(error, NoRank) else 2
     print(text if given.json or given.save else "\n".join(broken(text.splitlines())))
     return 0 if any(one.look.stacks.threads for one in seen) else 1
