@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from phalanx._command_line import Parser, UsageError
@@ -30,7 +30,7 @@ RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8
 _BEGINS_S = 1.0
 _LONG_AGO_S = 60.0  # another job of that name may have run since
-_PASSED_OVER = ("phalanx", "torch")  # who waits in an operation of these is told in the line above its frames
+_PASSED_OVER = ("phalanx", "torch")  # who waits in an operation of these is told so
 
 
 def main(args: Sequence[str]) -> int:
@@ -209,8 +209,9 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     if doing.how == "raised" and doing.rank in culprits[:3]:  # its message stands in the sentence
         doing = dataclasses.replace(doing, detail=doing.detail.partition(":")[0])
     yield f"{named}{there}: {'each ' * (len(group) > 1)}{clause(doing)}"
-    without = _PASSED_OVER if first.doing.call is not None else ()
-    yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES, without=without)
+    yield from thread_lines(
+        first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES, without=_passed_over(first)
+    )
     is_puzzling = needs_native(first) or (first.doing.how == "asleep" and not first.doing.within)
     if is_puzzling and first.doing.rank in culprits and not first.doing.host and not first.native:
         early = f", which would end its {call} early" if (call := halt_ends(first)) else ""
@@ -218,6 +219,13 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     yield from _helpers(first)
     for problem in dict.fromkeys(filter(None, (first.look.stacks.problem, first.look.box_problem))):
         yield f"  {problem}"
+
+
+def _passed_over(one: RankSeen) -> Collection[str]:
+    """Return the owners of the innermost frames that say no more than the line above them."""
+    if one.doing.how == "breakpoint":
+        return {frame.owner for thread in one.look.stacks.threads for frame in thread.frames if frame.owner}
+    return _PASSED_OVER if one.doing.call is not None else ()
 
 
 def _helpers(one: RankSeen) -> Iterator[str]:
