@@ -13,8 +13,9 @@ from phalanx._files import open_regular
 from phalanx._text import broken, complain
 from phalanx.diagnose.activity import Look
 from phalanx.diagnose.answer import RankSeen, look_at
+from phalanx.diagnose.clauses import clause, ranks
 from phalanx.diagnose.jobs import NoRank, find_ranks, told_where
-from phalanx.diagnose.wording import clause, ranks, thread_lines
+from phalanx.diagnose.wording import thread_lines
 
 RIGHT_CALL = "phalanx stacks [JOB | PID]"
 _TIME_S = 5.0  # native frames are read from the symbols of large libraries

@@ -19,12 +19,13 @@ from phalanx._text import broken, complain, enumerated, listed, plural
 from phalanx.diagnose import workers
 from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
+from phalanx.diagnose.clauses import clause, duration, ranks
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import ended_ago_s, examine_newest, examine_run, is_run, last_run_of, launch_of_run, own_run
 from phalanx.diagnose.processes import command_of
-from phalanx.diagnose.wording import caution, clause, duration, ranks, sentence, thread_lines, words_of_loss
+from phalanx.diagnose.wording import caution, sentence, thread_lines, words_of_loss
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8
