@@ -60,7 +60,7 @@ def _in_brief(outcome: Outcome, culprit: Outcome) -> str:
         return f"ended because of it; before: {said}" if outcome.ended_by_us and outcome.exitcode != 1 else said
     if outcome.ended_by_us:
         return "ended because of it"
-    return f"was killed by {signal_name(outcome.signal)}" if outcome.signal else f"exit code {outcome.exitcode}"
+    return f"killed by {signal_name(outcome.signal)}" if outcome.signal else f"exit code {outcome.exitcode}"
 
 
 # ---------------------------------------------------------------- as an exception
