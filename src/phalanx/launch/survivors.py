@@ -72,6 +72,8 @@ class Survivors:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         pid, user = peer_of(connection)
+        if pid in self._connections:  # it may have left that one, of which we are only about to hear
+            self._hear(pid)
         if user != os.geteuid() or pid in self._connections:
             connection.close()
             return
