@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 
-from phalanx._text import named
+from phalanx._text import complain, ending_of, named
 
 
 @pytest.mark.parametrize(
@@ -19,3 +22,27 @@ from phalanx._text import named
 )
 def test_ranks_are_named_in_runs(ranks, said):
     assert named("rank", ranks) == said
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [("/home/me", "/home/me"), ("/home/me/project/a", ".../project/a"), ("/" + "x" * 20, "..." + "x" * 11)],
+)
+def test_of_a_path_that_is_too_long_the_end_is_shown(path, shown):
+    assert ending_of(path, 14) == shown
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_message_is_broken_between_words_where_a_terminal_shows_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    for screen, said in (
+        (Screen(), "no job of this user\n  is running\n"),
+        (io.StringIO(), "no job of this user is running\n"),
+    ):
+        monkeypatch.setattr(sys, "stderr", screen)
+        complain("no job of this user is running")
+        assert screen.getvalue() == said

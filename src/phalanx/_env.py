@@ -141,14 +141,13 @@ def withdraw(names: Iterable[str]) -> None:
         os.environ.pop(name, None)
 
 
-def wants_torchs_records(environ: Mapping[str, str] | None = None) -> bool:
+def wants_torchs_records() -> bool:
     """Whether the user asked torch to record every operation, or to check its values.
 
     The Flight Recorder counts only if its size is set: torch's default of 2,000 entries is not worth 8 us per call.
     """
-    environ = os.environ if environ is None else environ
-    sizes = [environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
-    return next((int(size) > 0 for size in sizes if size), False) or environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
+    sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
+    return next((int(size) > 0 for size in sizes if size), False) or os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
 
 
 def is_service_link(name: str, environ: Mapping[str, str]) -> bool:

@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 
 def plural(number: int, noun: str) -> str:
@@ -64,6 +65,14 @@ def shortened(text: str, max_chars: int = 60) -> str:
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
+def ending_of(path: str, max_chars: int) -> str:
+    """Return the end of a path that is too long, from a slash on if there is one."""
+    if len(path) <= max_chars:
+        return path
+    end = path[len(path) - max(max_chars - 3, 1) :]
+    return f"...{end[max(end.find('/'), 0) :]}"
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's class and words, for the middle of a line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -86,9 +95,19 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def broken(lines: Iterable[str]) -> list[str]:
-    """Return lines with those that are longer than the terminal broken between words; as they are if there is none."""
-    if sys.stdout is None or not sys.stdout.isatty():
+def complain(words: str) -> None:
+    """Print a message to standard error, broken between words if that is a terminal."""
+    print("\n".join(broken(words.splitlines(), sys.stderr)), file=sys.stderr)
+
+
+def broken(lines: Iterable[str], screen: TextIO | None = None) -> list[str]:
+    """Return lines with those that are longer than the terminal broken between words; as they are if there is none.
+
+    Args:
+        screen: Stream to which they are printed; None: standard output.
+    """
+    screen = screen or sys.stdout
+    if screen is None or not screen.isatty():
         return list(lines)
     width = max(shutil.get_terminal_size().columns, 20)
     shown: list[str] = []

@@ -132,7 +132,7 @@ def test_a_stopped_rank_is_said_to_be_stopped(job):
     done = attach(running, "c\n")
     os.kill(pid, signal.SIGCONT)
     assert done.returncode == 1
-    assert f"rank 1 (pid {pid}) is stopped: kill -CONT {pid}" in done.stderr
+    assert f"rank 1 (pid {pid}) is stopped; kill -CONT {pid} lets it go on" in done.stderr
 
 
 def test_the_signal_of_a_script_stays_its_own(job):
@@ -153,7 +153,7 @@ def test_the_signal_of_a_script_stays_its_own(job):
 def test_a_rank_that_is_not_there(job):
     done = attach(job(), "", rank=7)
     assert done.returncode == 1
-    assert "has no rank 7; its ranks are 0, 1" in done.stderr
+    assert "has no rank 7; ranks 0, 1 run here" in done.stderr
 
 
 def test_a_job_that_is_not_there():
@@ -161,7 +161,8 @@ def test_a_job_that_is_not_there():
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert re.fullmatch(
-        r"phalanx attach: \S+ was not started by phalanx run, and only its ranks can be .*\n", done.stderr
+        r"phalanx attach: process 1 \(.+\) is no rank of a job that phalanx run has started, and a debugger .*\n",
+        done.stderr,
     )
 
 

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from phalanx.diagnose.activity import Activity, Call
+from phalanx.diagnose.clauses import clause, duration
 from phalanx.diagnose.findings import find
 from phalanx.diagnose.stacks import Frame
-from phalanx.diagnose.wording import caution, clause, duration, sentence
+from phalanx.diagnose.wording import caution, sentence
 
 LOADING = Frame("load_image", "data.py", 88, "")
 

@@ -15,7 +15,7 @@ import pytest
 from phalanx import cli
 from phalanx._launched import Launch, Notes, read_started
 from phalanx.attach.command import main as attach
-from phalanx.diagnose import jobs
+from phalanx.diagnose import commands
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, find_job, find_jobs
 from phalanx.diagnose.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
@@ -129,8 +129,8 @@ def test_torchrun_that_has_no_ranks_yet_is_a_job_that_starts(tmp_path, capsys):
     ],
 )
 def test_a_launcher_is_known_by_its_program_and_not_by_another_word(monkeypatch, words, launcher):
-    monkeypatch.setattr(jobs, "command_of", lambda _: list(words))
-    assert jobs._launcher(1) == launcher
+    monkeypatch.setattr(commands, "command_of", lambda _: list(words))
+    assert commands.launcher_of(1) == launcher
 
 
 @pytest.mark.parametrize("wanted", ["0", str(2**31), str(2**70), "9" * 5000])
@@ -274,8 +274,11 @@ def test_several_jobs_are_listed_with_what_tells_them_apart(twins, tmp_path):
     right = rf"several jobs 'twin\.py' of this user are running on this host; name one by its pid, such as ({pids}):"
     assert re.fullmatch(right, head)
     assert titles.split() == ["pid", "script", "folder", "started", "by", "since"]
-    wanted = [[str(one.pid), "twin.py", str(tmp_path / f"run_{n}"), "by", "hand"] for n, one in enumerate(twins, 1)]
-    assert sorted(row.split()[:5] for row in rows) == sorted(wanted)
+    wanted = [[str(one.pid), "twin.py", f"run_{n}", "by", "hand"] for n, one in enumerate(twins, 1)]
+    told = [row.split()[:5] for row in rows]
+    assert sorted([pid, name, os.path.basename(folder), *by] for pid, name, folder, *by in told) == sorted(wanted)
+    assert all(str(tmp_path).endswith(os.path.dirname(folder).removeprefix("...")) for _, _, folder, *_ in told)
+    assert max(map(len, rows)) <= 80
 
 
 def test_of_several_jobs_that_of_the_current_folder_is_meant(twins, tmp_path, monkeypatch):

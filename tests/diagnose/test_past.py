@@ -287,12 +287,15 @@ def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tm
 def test_a_run_is_found_by_its_script_and_nothing_is_claimed_of_ranks_that_left_no_record(tmp_path):
     run(tmp_path, RAISES.replace("BACKEND", "'phalanx'"))
     (folder,) = tmp_path.glob("runs/job/*")
-    for name in ("job.py", folder.parent):
+    for name in ("job.py", folder.parent, folder.parent.parent):
         assert why(tmp_path, name)[1].startswith("rank 1 raised ValueError: a bad batch")
     shutil.rmtree(folder / "blackbox")
     for path in folder.glob("logs/attempt_0/*/*"):
         path.unlink()
-    assert why(tmp_path, folder)[1].startswith("it ended without a record: phalanx run itself was probably killed")
+    (line,) = why(tmp_path, tmp_path / "runs")
+    assert line == (
+        f"{folder} has ended without a record: phalanx run itself was probably killed. Its logs are in {folder}/logs."
+    )
 
 
 def test_a_name_that_would_control_a_terminal_is_escaped_wherever_it_is_shown(tmp_path):
@@ -386,7 +389,7 @@ def test_of_a_script_whose_last_run_left_no_record_the_one_beside_it_is_told(tmp
     (folder,) = tmp_path.glob("runs/job/*")
     killed = folder.with_name("99991231-235959-1")  # of a launcher that was killed with its host
     (killed / "logs" / "attempt_0" / "rank_3").mkdir(parents=True)
-    assert why(tmp_path, "job.py")[0] == f"{killed.relative_to(tmp_path)} has ended. When it did:"
+    assert why(tmp_path, "job.py")[0].startswith(f"{killed.relative_to(tmp_path)} has ended without a record: ")
     (folder / "blackbox" / "attempt_0" / "ends.json").touch()
     os.utime(folder / "blackbox" / "attempt_0")  # what it saved lies behind the other's beginning
     head, answer, *_ = why(tmp_path, "job.py")

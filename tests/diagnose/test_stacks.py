@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,24 @@ def test_a_process_in_a_container_is_read_from_outside():
         assert f"process {pid} (python) is no rank of a job; it has been in sleep_there at <string>:5" in ask(
             "why", pid
         ).stdout.replace("asleep ", "")
+
+
+HOLDS = "import os, pdb, sys; os.dup2(os.pipe()[0], 0); sys.stdin = os.fdopen(0); pdb.set_trace()\nprint()"
+
+
+@needs_py_spy
+def test_the_frames_of_a_debugger_are_counted_and_not_shown(tmp_path):
+    (tmp_path / "held.py").write_text(HOLDS)
+    with subprocess.Popen([sys.executable, "held.py"], cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        assert process.stdout.read(1) == b">", "its prompt"
+        said = ""
+        until_s = time.monotonic() + 60
+        while "has been at a breakpoint" not in said and time.monotonic() < until_s:
+            said = ask("why", process.pid).stdout
+        process.kill()
+    *_, more, own = said.splitlines()
+    assert re.fullmatch(r"    \.\.\. \d+ more frames", more), said
+    assert own.split() == ["<module>", "held.py:2"]
 
 
 def test_what_runs_no_python_says_so():

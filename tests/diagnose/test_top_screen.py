@@ -90,6 +90,13 @@ def test_a_straggler_that_is_told_at_length_takes_two_lines_of_80_columns():
     assert f"{first} {second}" == words
 
 
+def test_of_several_jobs_it_is_said_how_to_see_one():
+    other = dataclasses.replace(JOB, launcher_pid=4711)
+    assert [line.plain for line in draw([JOB, other], 80)][-1] == "phalanx top 4711 shows this last job alone"
+    by_hand = dataclasses.replace(JOB, launcher_pid=0)
+    assert f"phalanx top {by_hand.ranks[0].pid} shows" in draw([JOB, by_hand], 80)[-1].plain
+
+
 def test_without_jobs_the_picture_says_so():
     assert [line.plain for line in draw([], 80)] == ["no job of this user on this host"]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import gzip
 import json
 import random
@@ -15,10 +17,13 @@ from pathlib import Path
 import pytest
 
 from phalanx import cli
+from phalanx.diagnose.jobs import find_jobs
 from phalanx.diagnose.trace import make_trace, merged, write_trace
 from phalanx.diagnose.trace_clocks import align
+from phalanx.launch.ports import ReservedPort
 from phalanx.record.box import MEMORY, Box, Event
 from tests.browser import needs_browser, run_page
+from tests.diagnose.puppets import until
 from tests.diagnose.trace_format import check_format
 from tests.record.made import MS, Job, looks, save
 
@@ -221,7 +226,7 @@ def test_a_run_that_is_over_is_traced_from_any_of_its_folders(script):
     subprocess.run(command, cwd=script, capture_output=True, timeout=120, check=True)
     (run,) = script.glob("runs/train/*")
     (attempt,) = run.glob("blackbox/*")
-    for folder in ("runs/train", str(run), str(attempt)):
+    for folder in ("runs", "runs/train", str(run), str(attempt), "train.py"):
         said, trace = traced(script, folder)
         assert said.startswith("out.json: 2 ranks, ")
         assert {event["args"].get("line") for event in slices(trace, "collective")[1:]} >= {"train.py:9"}
@@ -252,6 +257,33 @@ def test_a_running_job_is_traced_with_what_came_before_and_for_some_seconds(scri
     assert found[0]["name"] == "join", "what came before the command is there"
     lasted_s = (max(event["ts"] for event in found) - found[0]["ts"]) / 1e6
     assert lasted_s > 1, "and so is what came after it"
+
+
+def test_of_a_job_that_records_nothing_yet_an_earlier_attempt_is_taken_and_named(script, monkeypatch, capsys):
+    monkeypatch.chdir(script)
+    command = [*PHALANX, "run", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "train.py", "9"]
+    with contextlib.closing(ReservedPort()) as port:
+        job = subprocess.Popen(
+            [*command[:-2], "--master-port", str(port.port), *command[-2:]], stderr=subprocess.DEVNULL
+        )
+        with job:
+            try:
+                found = until(functools.partial(jobs_of, job.pid), bool)
+                save(Job(2, seed=1).boxes(5), Path(found[0].folder) / "blackbox/attempt_0")
+                assert cli.main(["trace", str(job.pid)]) == 0
+                said = capsys.readouterr()
+                assert said.err.startswith(
+                    f"phalanx trace: no rank of train.py runs here yet (phalanx run, pid {job.pid}): "
+                )
+                assert said.err.endswith(f"; so this is {found[0].folder}/blackbox/attempt_0\n")
+                assert cli.main(["trace", str(job.pid), "--seconds", "1"]) == 1
+            finally:
+                job.terminate()
+
+
+def jobs_of(pid: int) -> list:
+    """Return the job of a launcher, once it has told its folder."""
+    return [job for job in find_jobs() if job.launcher_pid == pid and job.folder]
 
 
 def test_of_runs_without_a_record_an_older_one_is_taken_and_named(tmp_path, monkeypatch, capsys):

@@ -61,6 +61,8 @@ def test_what_is_kept_can_not_control_a_terminal(tmp_path):
         (dataclasses.replace(NODE, phases_s={"noticed": 12.04, "first collective": 0.5}, loaded_step=0),
          "going on from the beginning after 12.5 s (noticed 12.0, first collective 0.50)"),
         (NODE, "no step is known after it"),
+        (dataclasses.replace(NODE, phases_s={"noticed": 0.0, "ended": 1.5}, step=None),
+         "no step is known after it (noticed 0.00 s, ended 1.50 s)"),
     ],
 )  # fmt: skip
 def test_a_recovery_in_words(loss, words):

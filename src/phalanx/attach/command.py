@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from phalanx._command_line import Parser, UsageError, whole_number
 from phalanx._launched import note_lender, read_started, start_time
 from phalanx._peer import peer_of
+from phalanx._text import complain, enumerated
 from phalanx.debugging.attached import SIGNAL
 from phalanx.debugging.terminal import listen_at
-from phalanx.diagnose.jobs import Job, NoRank, find_ranks
+from phalanx.diagnose.jobs import NO_JOB, Job, NoRank, find_ranks
 from phalanx.launch.warm.places import make_path
 from phalanx.record.box import box_of_process, number_inside
 
@@ -51,14 +52,14 @@ def main(argv: Sequence[str]) -> int:
         pid = _process_of(job, given.rank)
         connection = _ask(job, given.rank, pid)
     except (_Refused, LookupError, OSError) as error:
-        print(f"phalanx attach: {error}", file=sys.stderr)
+        complain(f"phalanx attach: {error}")
         return _NO_JOB if isinstance(error, LookupError) and not isinstance(error, NoRank) else _FAILED
     started = start_time(pid)
-    print(f"phalanx attach: rank {given.rank} (pid {pid}) is held; quit or Ctrl-D lets it go on", file=sys.stderr)
+    complain(f"phalanx attach: rank {given.rank} (pid {pid}) is held; quit or Ctrl-D lets it go on")
     with connection, contextlib.suppress(KeyboardInterrupt):
         _talk(connection)
     has_ended = start_time(pid) != started
-    print(f"phalanx attach: rank {given.rank} {'has ended' if has_ended else 'goes on'}", file=sys.stderr)
+    complain(f"phalanx attach: rank {given.rank} {'has ended' if has_ended else 'goes on'}")
     return 0
 
 
@@ -69,14 +70,19 @@ def _process_of(job: Job, number: int) -> int:
         NoRank: There is none.
     """
     if not job.notes:
-        raise NoRank(f"{job.name} was not started by phalanx run, and only its ranks can be attached to")
+        is_none = job.launcher == NO_JOB
+        what = f"process {job.launcher_pid} ({job.name}) is no rank of" if is_none else f"{job.name} is not"
+        raise NoRank(f"{what} a job that phalanx run has started, and a debugger opens only in ranks of such a job")
     living = {rank.rank: rank.pid for rank in job.ranks if rank.process is not None and rank.process.state != "Z"}
-    if number not in living:
-        started = read_started(job.notes)
-        ended = started.ended.get(number) if started is not None else None
-        there = f"its ranks are {', '.join(map(str, sorted(living)))}"
-        raise NoRank(f"job {job.launcher_pid} has no rank {number}; {f'it {ended.how}; ' if ended else ''}{there}")
-    return living[number]
+    if number in living:
+        return living[number]
+    started = read_started(job.notes)
+    there = f"{enumerated('rank', sorted(living))} {'runs' if len(living) == 1 else 'run'} here"
+    if started is not None and (ended := started.ended.get(number)):
+        raise NoRank(f"rank {number} {ended.how}; {there}")
+    if number < job.world_size:
+        raise NoRank(f"rank {number} does not run on this host: type phalanx attach {number} on its host; {there}")
+    raise NoRank(f"{job.name} (pid {job.launcher_pid}) has no rank {number}; {there}")
 
 
 def _ask(job: Job, rank: int, pid: int) -> socket.socket:
@@ -118,10 +124,15 @@ def _refuse_if_deaf(who: str, pid: int) -> None:
         facts = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     state = facts["State"].strip()[0]
     if state in "Tt":
-        raise _Refused(f"{who} is {'stopped: kill -CONT' if state == 'T' else 'traced by another debugger, see'} {pid}")
+        if state == "T" and facts["TracerPid"].strip() == "0":
+            raise _Refused(f"{who} is stopped; kill -CONT {pid} lets it go on")
+        raise _Refused(f"{who} is held by another debugger (pid {facts['TracerPid'].strip()}); end that first")
     if not int(facts["SigCgt"], 16) >> (SIGNAL - 1) & 1:
         name = f"SIGRTMIN+{SIGNAL - signal.SIGRTMIN}"
-        raise _Refused(f"{who} does not take {name}, which opens a debugger: it has only just begun, or is no Python")
+        raise _Refused(
+            f"{who} does not take {name}, which opens a debugger: it has only just begun, its script has taken the "
+            "signal, or it runs no Python"
+        )
 
 
 def _where(pid: int) -> str:

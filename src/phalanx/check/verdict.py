@@ -22,7 +22,7 @@ class End:
             ``stalled``, nothing moved any more; ``late``, the time was up.
         code: Exit code of a job that ended.
         in_step: Ranks that have taken all their steps.
-        answer: What ``phalanx why`` said of a job that stalled or was late; empty if it could not be asked.
+        answer: Sentence of ``phalanx why`` about a job that stalled or was late; empty if it could not be asked.
     """
 
     why: str

@@ -158,7 +158,7 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
     look = _at_the_training(look)
     main = look.stacks.threads[0] if look.stacks.threads else None
     progress = {} if look.box is None else _progress(look.box)
-    has_recorded = bool(progress)  # on other backends a box has no collectives
+    has_recorded = has_collectives(look.box)
     doing = Activity(
         rank=rank,
         pid=look.pid,
@@ -282,6 +282,11 @@ def call_of(event: Event, now_ns: int) -> Call:
         peer=event.seq - 1 if is_message and event.seq else None,
         since_s=max(now_ns - event.begun_ns, 0) / 1e9,
     )
+
+
+def has_collectives(box: Box | None) -> bool:
+    """Whether a box tells of collectives, which on other backends it does not."""
+    return box is not None and bool(_progress(box))
 
 
 def _progress(box: Box) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from phalanx.diagnose import flight
-from phalanx.diagnose.activity import HAS_ENDED, Activity, Call, Look, activity_of
+from phalanx.diagnose.activity import HAS_ENDED, Activity, Call, Look, activity_of, has_collectives
 from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import NO_RANK, Job
 from phalanx.diagnose.kernel import call_ended_by_a_halt, stand_of
@@ -125,7 +125,7 @@ def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> 
     """Return what the ranks of a job are doing, and the processes below them.
 
     Args:
-        native: Read native frames too.
+        native: Whether to read native frames, too.
     """
     asking = os.getpid()  # below a rank that asks by itself
     pids = [
@@ -143,7 +143,7 @@ def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> 
         if rank.rank == NO_RANK and not look.stacks.threads and not is_python(rank.pid):
             stacks_of_none = Stacks(problem="it is no Python process of this user")
             look = dataclasses.replace(look, stacks=stacks_of_none, box_problem="")
-        if (question := asked.get(rank.pid)) and not _has_collectives(look.box) and (box := question.answer(ends_s)):
+        if (question := asked.get(rank.pid)) and not has_collectives(look.box) and (box := question.answer(ends_s)):
             look = dataclasses.replace(look, box=box, box_problem="")
         living = [helper for helper in rank.helpers if helper.pid in stacks and process_of(helper.pid) is not None]
         helpers = tuple(_look(helper.pid, helper, stacks) for helper in living)
@@ -163,10 +163,6 @@ def _look(pid: int, process: Process | None, stacks: dict[int, Stacks]) -> Look:
         box=box,
         box_problem=problem,
     )
-
-
-def _has_collectives(box: Box | None) -> bool:
-    return box is not None and any(event.kind in ("collective", "call") for event in box.events)
 
 
 def _box(pid: int) -> tuple[Box | None, str]:

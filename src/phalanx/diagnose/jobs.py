@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from phalanx import _env
 from phalanx._errors import printable
 from phalanx._launched import MEMORY_NAME, read_started
-from phalanx._text import columns
+from phalanx._text import columns, ending_of, shortened
+from phalanx.diagnose.commands import BY_HAND, launcher_of, program_of, script_name, script_path
 from phalanx.diagnose.processes import (
     Process,
     command_of,
@@ -35,21 +36,11 @@ NO_JOB = "no job"
 NO_RANK = -1
 """Number of such a process in the place of a rank's."""
 
-_BY_HAND = "by hand"
 _STARTING = "starting"
+_TABLE_WIDTH = 80
+_SCRIPT_WIDTH = 24
+_FOLDER = 2  # its column
 _MOST_DIGITS = 20  # of a pid: Python converts no more than 4,300, and the kernel gives out no number of 8
-_STARTERS = {
-    "torchrun": "torchrun",
-    "torch.distributed.run": "torchrun",
-    "torch.distributed.launch": "torchrun",
-    "mpirun": "mpirun",
-    "mpiexec": "mpirun",
-    "prterun": "mpirun",
-    "orted": "mpirun",
-    "prted": "mpirun",
-    "hydra_pmi_proxy": "mpirun",
-    "slurmstepd": "srun",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +111,7 @@ class Job:
     @property
     def is_of_this_host(self) -> bool:
         """Whether a person has started it, so that the ranks meet on this host: nothing tells of another."""
-        if self.launcher != _BY_HAND or not self.ranks:
+        if self.launcher != BY_HAND or not self.ranks:
             return False
         address = environment_of(self.ranks[0].pid).get("MASTER_ADDR", "")
         return address in ("localhost", "::1", _env.host_name()) or address.startswith("127.")
@@ -194,12 +185,13 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
     if len(here) == 1:
         return here[0]
     name = f" {wanted!r}" * bool(wanted)
+    whose = "that phalanx has started for this user" if has_notes else "of this user"
     if found:
-        several = f"several jobs{name} of this user are running on this host"
+        several = f"several jobs{name} {whose} are running on this host"
         example = found[-1].launcher_pid or found[-1].ranks[0].pid
         raise SeveralJobs(f"{several}; name one by its pid, such as {example}:{_table(found)}", found)
     others = f"; these are:{_table(jobs)}" if jobs else ""
-    raise NoJob(f"no job{name} of this user is running on this host{others}")
+    raise NoJob(f"no job{name} {whose} is running on this host{others}")
 
 
 def _is_named(job: Job, wanted: str) -> bool:
@@ -222,16 +214,16 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Job:
     process = process_of(pid)
     if process is None or process.is_kernel:
         raise NoJob(f"{pid} is a thread of the kernel" if process else f"there is no process {wanted}")
-    launcher, name = _launcher(pid), _name(command_of(pid)) or process.name
-    if launcher != _BY_HAND:  # mpirun starts ranks through a daemon
+    launcher, name = launcher_of(pid), script_name(command_of(pid)) or process.name
+    if launcher != BY_HAND:  # mpirun starts ranks through a daemon
         processes = processes_of(os.geteuid())
         below = (job for job in jobs if any(_is_below(one, {pid}, processes) for one in job.pids))
-        return next(below, Job(_name(_program(pid)[1:]) or name, launcher, pid, 0, (), state=_STARTING))
+        return next(below, Job(script_name(program_of(pid)[1:]) or name, launcher, pid, 0, (), state=_STARTING))
     number, world_size = _place_of(pid)
     is_rank = number != NO_RANK
     rank = _rank(number, pid, {pid: process})
     if is_rank:
-        return Job(name, _BY_HAND, 0, world_size, (rank,))
+        return Job(name, BY_HAND, 0, world_size, (rank,))
     return Job(name if is_python(pid) and name != "-c" else process.name, NO_JOB, pid, 0, (rank,))
 
 
@@ -254,15 +246,22 @@ def _folder_of(pid: int) -> str:
 
 
 def _table(jobs: Sequence[Job]) -> str:
-    """Return a line for each job, by which a user knows which to name, below a line of titles."""
-    rows = [("pid", "script", "folder", "started by", "since")]
+    """Return a line for each job, by which a user knows which to name, below a line of titles.
+
+    Of a folder that is too long for 80 columns, the end is shown: that is where jobs differ.
+    """
+    rows = []
     for job in jobs:
         pid = job.launcher_pid or job.ranks[0].pid
         process = process_of(pid)
         begun = time.localtime(time.time() - process.age_s) if process is not None else None
         since = time.strftime("%b %d %H:%M", begun) if begun is not None else ""
-        rows.append((str(pid), job.name, job.cwd, job.launcher, since))
-    return "".join(f"\n  {line}" for line in columns(rows))
+        rows.append((str(pid), shortened(job.name, _SCRIPT_WIDTH), job.cwd, job.launcher, since))
+    titles = ("pid", "script", "folder", "started by", "since")
+    taken = sum(max(map(len, column)) for at, column in enumerate(zip(titles, *rows, strict=True)) if at != _FOLDER)
+    room = _TABLE_WIDTH - taken - 2 * len(titles)  # two blanks before each column
+    shown = [(*row[:_FOLDER], ending_of(row[_FOLDER], room), *row[_FOLDER + 1 :]) for row in rows]
+    return "".join(f"\n  {line}" for line in columns([titles, *shown]))
 
 
 def told_where(job: Job, wanted: str) -> str:
@@ -296,10 +295,10 @@ def runs_in(folder: str) -> str:
 
 
 def _is_in(folder: str, wanted: str) -> bool:
-    """Whether a run's folder is the one that is wanted, or one of the runs in it."""
-    return bool(folder) and os.path.realpath(wanted) in (
-        os.path.realpath(folder),
-        os.path.realpath(os.path.dirname(folder)),
+    """Whether a run's folder is the one that is wanted, or one of the runs of a script or of several in it."""
+    of_script = os.path.dirname(folder)
+    return bool(folder) and os.path.realpath(wanted) in map(
+        os.path.realpath, (folder, of_script, os.path.dirname(of_script))
     )
 
 
@@ -320,9 +319,9 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
                     ranks = []  # those of the attempt before
                 words = shlex.split(started.command)[2:] if started.command else command_of(pid)[1:]
                 yield Job(
-                    _name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path,
+                    script_name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path,
                     state="" if ranks else started.state or _STARTING, straggler=started.straggler,
-                    script=_script(words, pid),
+                    script=script_path(words, pid),
                 )  # fmt: skip
 
 
@@ -390,65 +389,23 @@ def _is_below(pid: int, ancestors: set[int], processes: Mapping[int, Process]) -
 def _starting(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
     """Yield the jobs of torchrun of which no rank runs yet. A child that it has just forked has its command line."""
     for pid in pythons:
-        if _launcher(pid) == "torchrun" and _launcher(processes[pid].parent) != "torchrun":
-            words = _program(pid)[1:]
-            yield Job(_name(words), "torchrun", pid, 0, (), state=_STARTING, script=_script(words, pid))
+        if launcher_of(pid) == "torchrun" and launcher_of(processes[pid].parent) != "torchrun":
+            words = program_of(pid)[1:]
+            yield Job(script_name(words), "torchrun", pid, 0, (), state=_STARTING, script=script_path(words, pid))
 
 
 def _job(parent: int, ranks: Sequence[tuple[int, int, int]], processes: Mapping[int, Process]) -> Job:
     _, first, world_size = min(ranks)
-    launcher = _launcher(parent)
+    launcher = launcher_of(parent)
     return Job(
-        name=_name(command_of(first)),
+        name=script_name(command_of(first)),
         launcher=launcher,
-        launcher_pid=0 if launcher == _BY_HAND else parent,  # a shell, which may have started several
+        launcher_pid=0 if launcher == BY_HAND else parent,  # a shell, which may have started several
         world_size=world_size,
         ranks=tuple(_rank(rank, pid, processes) for rank, pid, _ in sorted(ranks)),
-        script=_script(command_of(first), first),
+        script=script_path(command_of(first), first),
     )
 
 
 def _rank(rank: int, pid: int, processes: Mapping[int, Process]) -> Rank:
     return Rank(rank, pid, processes.get(pid), tuple(descendants(pid, processes)) if pid in processes else ())
-
-
-def _launcher(pid: int) -> str:
-    """Return which launcher a process is; ``by hand`` if it is none, such as a shell."""
-    words = _program(pid)
-    name = os.path.basename(words[0]).partition(":")[0] if words else ""  # "slurmstepd: [4711.0]"
-    if name == "phalanx":
-        return "phalanx run" if words[1:2] == ["run"] else _BY_HAND
-    return _STARTERS.get(name, _BY_HAND)
-
-
-def _program(pid: int) -> list[str]:
-    """Return the command line of a process without the interpreter and its options: a script or a module first."""
-    words = command_of(pid)
-    if words and os.path.basename(words[0]).startswith(("python", "pypy")):
-        del words[0]
-        while words and words[0].startswith("-") and words[0] != "-m":
-            del words[: 2 if words[0] in ("-X", "-W") else 1]
-        words = words[1:] if words[:1] == ["-m"] else words
-    return words
-
-
-def _name(words: Sequence[str]) -> str:
-    """Return the script or the module in a command line of Python or of a launcher; empty if there is none."""
-    words = [printable(word) for word in words]
-    for number, word in enumerate(words):
-        if word.endswith(".py"):
-            return os.path.basename(word)
-        if word == "-m" and number + 1 < len(words):
-            return words[number + 1]
-        if word == "-c":
-            return "-c"
-    return os.path.basename(words[0]) if words else ""
-
-
-def _script(words: Sequence[str], pid: int) -> str:
-    """Return the path of the script in a command line of a process; empty if there is none, or it can't be found."""
-    named = next((word for word in words if word.endswith(".py")), "")
-    with contextlib.suppress(OSError):
-        path = os.path.realpath(os.path.join(os.readlink(f"/proc/{pid}/cwd"), named))
-        return path if named and os.path.isfile(path) else ""
-    return ""

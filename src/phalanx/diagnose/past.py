@@ -21,6 +21,7 @@ from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Frame, Stacks
 from phalanx.launch.causes import is_victim
 from phalanx.launch.outcome import last_words_in, signal_name
+from phalanx.launch.run_folder import name_of
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_box
 from phalanx.record.clocks import load_clocks
 from phalanx.record.ends import End, load_ends, load_reason
@@ -40,12 +41,33 @@ def newest_run(of_script: Path | None = None) -> Path | None:
     """Return the folder of the youngest run; None if there is none.
 
     Args:
-        of_script: Folder of the runs of one script; None: of any.
+        of_script: Folder of the runs of one script, or of several scripts, such as ``runs``; None: that one.
     """
-    if of_script is not None and not os.path.isdir(of_script):  # also where the name is too long for a path
+    above = Path("runs") if of_script is None else of_script
+    if not os.path.isdir(above):  # also where the name is too long for a path
         return None
-    folders = Path("runs").glob("*/*") if of_script is None else of_script.glob("*")
-    return max(filter(is_run, folders), key=lambda path: path.name, default=None)
+    return max(filter(is_run, [*above.glob("*"), *above.glob("*/*")]), key=lambda path: path.name, default=None)
+
+
+def last_run_of(wanted: str) -> Path | None:
+    """Return the youngest run of what a user means, which is a script, or a folder with runs; None if there is none.
+
+    Args:
+        wanted: Script or folder as the user has typed it; empty: any script.
+    """
+    if not wanted or os.path.isdir(wanted):
+        return newest_run(Path(wanted) if wanted else None)
+    here, beside = (Path(folder, "runs", name_of([wanted])) for folder in ("", os.path.dirname(wanted)))
+    return newest_run(beside if os.path.isdir(beside) else here)
+
+
+def own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
+    """Return the last run here of a script that has the name of jobs, if all of them are elsewhere; None: none."""
+    if not wanted or not all(job.is_elsewhere for job in jobs):
+        return None
+    own = last_run_of(wanted)
+    is_theirs = own is not None and os.path.realpath(own) in [os.path.realpath(job.folder) for job in jobs]
+    return None if is_theirs else own
 
 
 def is_run(path: Path) -> bool:

@@ -101,7 +101,7 @@ def read_stacks(pids: Sequence[int], timeout_s: float = 1.0, *, native: bool = F
 
     Args:
         timeout_s: Time for all of them; what takes longer is given up.
-        native: Read native frames too, which halts the process meanwhile and takes ten times as long.
+        native: Whether to read native frames, too, which halts the process meanwhile and takes ten times as long.
     """
     if not pids:
         return {}

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._files import open_regular
-from phalanx._text import broken
+from phalanx._text import broken, complain
 from phalanx.diagnose.activity import Look
 from phalanx.diagnose.answer import RankSeen, look_at
+from phalanx.diagnose.clauses import clause, ranks
 from phalanx.diagnose.jobs import NoRank, find_ranks, told_where
-from phalanx.diagnose.wording import clause, ranks, thread_lines
+from phalanx.diagnose.wording import thread_lines
 
 RIGHT_CALL = "phalanx stacks [JOB | PID]"
 _TIME_S = 5.0  # native frames are read from the symbols of large libraries
@@ -42,7 +42,7 @@ def main(args: Sequence[str]) -> int:
         given = parser.parse_args(args)
         job = find_ranks(given.job)
         if where := told_where(job, given.job):
-            print(f"phalanx stacks: {where}", file=sys.stderr)
+            complain(f"phalanx stacks: {where}")
         seen = look_at(job, _TIME_S, native=given.native)
         text = as_json(seen) if given.json else "\n".join(map(printable, lines_of(seen)))
         if given.save:
@@ -52,7 +52,7 @@ def main(args: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     except (LookupError, OSError) as error:
-        print(f"phalanx stacks: {error}", file=sys.stderr)
+        complain(f"phalanx stacks: {error}")
         return 1 if isinstance(error, NoRank) else 2
     print(text if given.json or given.save else "\n".join(broken(text.splitlines())))
     return 0 if any(one.look.stacks.threads for one in seen) else 1

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import phalanx
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
+from phalanx._text import complain
 from phalanx.diagnose.top_watch import FIRST_S, JobView, Watch
 
 RIGHT_CALL = "phalanx top [JOB|PID]"
@@ -31,10 +31,10 @@ def main(args: Sequence[str]) -> int:
     try:
         watch = Watch(given.job or "", given.interval)
     except LookupError as error:
-        print(f"phalanx top: {error}", file=sys.stderr)
+        complain(f"phalanx top: {error}")
         return 2
     if watch.where:
-        print(f"phalanx top: {watch.where}", file=sys.stderr)
+        complain(f"phalanx top: {watch.where}")
     with contextlib.closing(watch):
         if given.json:
             jobs = _look_twice(watch)

@@ -62,8 +62,8 @@ class Seldom:
     """When something expensive is due.
 
     Args:
-        every_s: Least seconds between two times.
-        share: Most of a CPU that it may take.
+        every_s: Shortest time between two looks.
+        share: Largest share of a CPU that the looks may take.
     """
 
     def __init__(self, every_s: float, share: float) -> None:
@@ -91,7 +91,7 @@ class WatchedRank:
     """One rank, of which the last look is remembered, since rates are differences.
 
     Args:
-        rank: The rank.
+        rank: Rank to watch.
         bar_s: Seconds that a bar of the step times stands for.
 
     Attributes:

@@ -51,6 +51,9 @@ def draw(jobs: Sequence[JobView], width: int, is_ascii: bool = False) -> list[Te
         lines += _table(job.ranks, width, is_ascii) if job.ranks else []
         notes = dict.fromkeys(rank.note for rank in job.ranks if rank.note)
         lines += [Text(note, "red") for note in notes]
+    if len(jobs) > 1:
+        pid = jobs[-1].launcher_pid or jobs[-1].ranks[0].pid
+        lines += [Text(), Text(f"phalanx top {pid} shows this last job alone", "dim")]
     for line in lines:
         line.rstrip()
         line.truncate(width, overflow="ellipsis" if not is_ascii else "crop")

@@ -45,7 +45,7 @@ class _Stragglers:
     """The ranks of a job, compared by what they record.
 
     Args:
-        pids: Their processes; nothing is compared unless all record.
+        pids: Processes of the ranks; nothing is compared unless all of them record.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:

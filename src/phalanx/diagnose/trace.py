@@ -32,7 +32,7 @@ def write_trace(
     """Write the trace of these ranks, compressed if the path ends in ``.gz``; return its `otherData`.
 
     Args:
-        boxes: One for each rank.
+        boxes: Boxes of the ranks, one each.
         path: File to write.
         measured: Clocks of other hosts, by the host whose launcher has measured them.
     """

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx._command_line import Parser, UsageError
-from phalanx._text import counted, in_units
-from phalanx.diagnose.jobs import NO_JOB, NO_RANK, NoRank, find_ranks, runs_in, told_where
-from phalanx.diagnose.past import newest_run
+from phalanx._text import broken, complain, counted, in_units
+from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, NoRank, SeveralJobs, find_job, runs_in, told_where
+from phalanx.diagnose.past import last_run_of, newest_run, own_run
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 from phalanx.record.clocks import Ahead, load_clocks
@@ -41,7 +40,7 @@ def main(args: Sequence[str]) -> int:
         nargs="*",
         metavar="RUN | JOB | PID",
         help="folder of a run, or several, one from each host; a job's name or any of its process ids (default: the "
-        "job that runs on this host)",
+        "job that runs on this host, or the last run)",
     )
     parser.add_argument(
         "--seconds",
@@ -80,20 +79,23 @@ def _free_path() -> Path:
 
 
 def _say(words: str, code: int = 2) -> int:
-    print(words, file=sys.stderr)
+    complain(words)
     return code
 
 
 def _show(path: Path, about: dict[str, Any]) -> None:
     size = in_units(path.stat().st_size)
     found = f"{counted(about['ranks'], 'rank')}, {counted(about['slices'], 'slice')}, {counted(about['flows'], 'flow')}"
-    print(f"{path}: {found}, {size}; open it at https://ui.perfetto.dev")
+    lines = [f"{path}: {found}, {size}; open it at https://ui.perfetto.dev"]
     for clock in about["clocks"][1:]:
         if clock["within_us"] is None:
-            print(f"host {clock['host']}: its times are shifted by the time of day; no collective bounds the error")
+            lines.append(
+                f"host {clock['host']}: its times are shifted by the time of day; no collective bounds the error"
+            )
         else:
             within = f"{clock['within_us']:,.0f} us"
-            print(f"host {clock['host']}: its times are right to within {within}, by {_BY[clock['by']]}")
+            lines.append(f"host {clock['host']}: its times are right to within {within}, by {_BY[clock['by']]}")
+    print("\n".join(broken(lines)))
 
 
 def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
@@ -104,11 +106,48 @@ def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[
     if not folders:
         if len(what) > 1:
             raise UsageError(f"{what[0]} is no folder of a run; only folders may be several")
-        return _running("".join(what), 5.0 if seconds is None else seconds), {}
+        return _named("".join(what), seconds)
     if len(folders) < len(what):
         raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is no folder of a run")
     if len(what) == 1 and (running := runs_in(what[0])):
-        return _running(running, 5.0 if seconds is None else seconds), {}
+        return _of_job(find_job(running), seconds)
+    return _saved(folders, seconds)
+
+
+def _named(wanted: str, seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
+    """Return the boxes of a running job that a user names, else of the last run of that script in this folder."""
+    try:
+        job = find_job(wanted)
+        is_meant = wanted.isdecimal() or job.script == os.path.realpath(wanted)
+        own = None if is_meant else own_run(wanted, [job])
+    except (NoJob, SeveralJobs) as error:
+        own = last_run_of(wanted) if isinstance(error, NoJob) else own_run(wanted, error.jobs)
+        if own is None:
+            raise
+    if own is None:
+        if where := told_where(job, wanted):
+            complain(f"phalanx trace: {where}")
+        return _of_job(job, seconds)
+    saved = _saved([own], seconds)
+    complain(f"phalanx trace: no {wanted or 'job'} is running; this is the last run here, {own}")
+    return saved
+
+
+def _of_job(job: Job, seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
+    """Return the boxes of a job that runs; if none of its ranks records anything yet, those of an earlier attempt."""
+    try:
+        return _running(job, 5.0 if seconds is None else seconds), {}
+    except NoRank as error:
+        if seconds is None and job.folder:
+            with contextlib.suppress(LookupError):
+                attempt = _newest_attempt(Path(job.folder))
+                complain(f"phalanx trace: {error}; so this is {attempt}")
+                return _saved([attempt], seconds)
+        raise
+
+
+def _saved(folders: Sequence[Path], seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
+    """Return the boxes that lie in the folders of runs."""
     if seconds is not None:
         raise UsageError("--seconds is for running jobs; of this folder none runs, and it holds what has been saved")
     boxes: dict[int, Box] = {}
@@ -127,13 +166,13 @@ def _newest_attempt(folder: Path) -> Path:
     """Return the folder with the boxes of a run's newest attempt.
 
     Args:
-        folder: Folder with the boxes of one attempt, of a run, or of all runs of a script; then the newest run counts
-            that has left boxes. If a newer one has not, a line on stderr says so.
+        folder: Folder with the boxes of one attempt, of a run, or of all runs of a script or of several; then the
+            newest run counts that has left boxes. If a newer one has not, a line on stderr says so.
 
     Raises:
         LookupError: There are none.
     """
-    for pattern in ("", "attempt_*", "blackbox/attempt_*", "*/blackbox/attempt_*"):
+    for pattern in ("", "attempt_*", "blackbox/attempt_*", "*/blackbox/attempt_*", "*/*/blackbox/attempt_*"):
         found = [path for path in (folder.glob(pattern) if pattern else [folder]) if any(path.glob(f"*{SUFFIX}"))]
         if found:
             newest = max(found, key=_age)
@@ -147,7 +186,7 @@ def _tell_of_newer(taken: Path, folder: Path) -> None:
     """Say which run is taken if a newer one of the script has no record: it runs yet, or its launcher was killed."""
     newest = newest_run(folder)
     if newest is not None and newest.name > taken.name:
-        print(f"phalanx trace: {newest} has no record, so this is {taken}", file=sys.stderr)
+        complain(f"phalanx trace: {newest} has no record, so this is {taken}")
 
 
 def _age(attempt: Path) -> tuple[float, int]:
@@ -156,11 +195,14 @@ def _age(attempt: Path) -> tuple[float, int]:
     return newest, int(number) if number.isdecimal() else 0
 
 
-def _running(wanted: str, seconds: float) -> list[Box]:
-    """Return what the ranks of a running job have recorded last, and what they record within the next seconds."""
-    job = find_ranks(wanted)
-    if where := told_where(job, wanted):
-        _say(f"phalanx trace: {where}")
+def _running(job: Job, seconds: float) -> list[Box]:
+    """Return what the ranks of a running job have recorded last, and what they record within the next seconds.
+
+    Raises:
+        NoRank: None runs, or none records anything.
+    """
+    if not job.ranks:
+        raise NoRank(job.waits)
     with contextlib.ExitStack() as stack:
         tails = []
         for rank in job.ranks:

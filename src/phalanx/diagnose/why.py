@@ -10,28 +10,28 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
-from phalanx._text import broken, enumerated, listed, plural
+from phalanx._text import broken, complain, enumerated, listed, plural
 from phalanx.diagnose import workers
 from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
+from phalanx.diagnose.clauses import clause, duration, ranks
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
-from phalanx.diagnose.past import ended_ago_s, examine_newest, examine_run, is_run, launch_of_run, newest_run
+from phalanx.diagnose.past import ended_ago_s, examine_newest, examine_run, is_run, last_run_of, launch_of_run, own_run
 from phalanx.diagnose.processes import command_of
-from phalanx.diagnose.wording import caution, clause, duration, ranks, sentence, thread_lines, words_of_loss
-from phalanx.launch.run_folder import name_of
+from phalanx.diagnose.wording import caution, sentence, thread_lines, words_of_loss
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8
 _BEGINS_S = 1.0
 _LONG_AGO_S = 60.0  # another job of that name may have run since
-_PASSED_OVER = ("phalanx", "torch")  # who waits in an operation of these is told in the line above its frames
+_PASSED_OVER = ("phalanx", "torch")  # who waits in an operation of these is told so
 
 
 def main(args: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def main(args: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     except (LookupError, OSError) as error:
-        print(f"phalanx why: {error.args[0] if isinstance(error, LookupError) else error}", file=sys.stderr)
+        complain(f"phalanx why: {error.args[0] if isinstance(error, LookupError) else error}")
         return 2
     if given.brief:
         return _brief(answer)
@@ -107,10 +107,10 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
     try:
         job = find_job(wanted)
         is_meant = wanted.isdecimal() or job.script == os.path.realpath(wanted)
-        own = None if is_meant else _own_run(wanted, [job])
+        own = None if is_meant else own_run(wanted, [job])
         return _examine(job, is_asked_by_other) if own is None else examine_run(own)
     except SeveralJobs as error:
-        own = _own_run(wanted, error.jobs)
+        own = own_run(wanted, error.jobs)
         if own is None:
             raise
         return examine_run(own)
@@ -118,21 +118,12 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
         folder = Path(wanted)
         if wanted and is_run(folder):
             return examine_run(folder)
-        last = newest_run(_runs_of(wanted))
+        last = last_run_of(wanted)
         if last is None or (not wanted and find_jobs()):
             raise
         if (begun := _begins(last, wanted)) is not None:
             return _examine(begun, is_asked_by_other)
         return examine_newest(last)
-
-
-def _own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
-    """Return the last run here of a script that has the name of jobs, if all of them are elsewhere; None: none."""
-    if not wanted or not all(job.is_elsewhere for job in jobs):
-        return None
-    own = newest_run(_runs_of(wanted))
-    is_theirs = own is not None and os.path.realpath(own) in [os.path.realpath(job.folder) for job in jobs]
-    return None if is_theirs else own
 
 
 def _begins(run: Path, wanted: str) -> Job | None:
@@ -144,14 +135,6 @@ def _begins(run: Path, wanted: str) -> Job | None:
             return find_job(wanted)
         time.sleep(0.02)
     return None
-
-
-def _runs_of(wanted: str) -> Path | None:
-    """Return the folder of the runs that a user means; None: of any script."""
-    if not wanted or os.path.isdir(wanted):
-        return Path(wanted) if wanted else None
-    here, beside = (Path(folder, "runs", name_of([wanted])) for folder in ("", os.path.dirname(wanted)))
-    return beside if os.path.isdir(beside) else here
 
 
 def _examine(job: Job, is_asked_by_other: bool) -> Answer:
@@ -189,11 +172,17 @@ def lines_of(answer: Answer, is_by_name: bool = False) -> Iterator[str]:
     Args:
         is_by_name: Whether no folder of a run was asked about, so that another job of that name may be meant.
     """
+    has_record = not answer.job.has_ended or any(one.doing.how != "unrecorded" for one in answer.seen)
     if answer.job.has_ended:
         ago_s = ended_ago_s(Path(answer.job.folder))
         ago = f", {duration(ago_s)} ago" * (ago_s >= _LONG_AGO_S)
-        yield f"{answer.job.folder} has ended{ago}{answer.ended_by and f': {answer.ended_by}'}. When it did:"
-        yield _sentence(answer)
+        if has_record:
+            yield f"{answer.job.folder} has ended{ago}{answer.ended_by and f': {answer.ended_by}'}. When it did:"
+            yield _sentence(answer)
+        else:
+            reason = answer.ended_by or "phalanx run itself was probably killed"
+            head = f"{answer.job.folder} has ended{ago}{',' * bool(ago)} without a record: {reason}"
+            yield f"{head}. Its logs are in {answer.job.folder}/logs."
         if ago and is_by_name:
             yield "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
     else:
@@ -205,7 +194,7 @@ def lines_of(answer: Answer, is_by_name: bool = False) -> Iterator[str]:
     yield from map(words_of_loss, answer.losses)
     if not answer.job.has_ended and (words := caution(answer.finding)):
         yield words
-    for group in group_alike(answer.seen, answer.finding.culprits):
+    for group in group_alike(answer.seen, answer.finding.culprits) if has_record else ():
         yield ""
         yield from _group(group, answer.finding.culprits)
 
@@ -221,8 +210,9 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     if doing.how == "raised" and doing.rank in culprits[:3]:  # its message stands in the sentence
         doing = dataclasses.replace(doing, detail=doing.detail.partition(":")[0])
     yield f"{named}{there}: {'each ' * (len(group) > 1)}{clause(doing)}"
-    without = _PASSED_OVER if first.doing.call is not None else ()
-    yield from thread_lines(first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES, without=without)
+    yield from thread_lines(
+        first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES, without=_passed_over(first)
+    )
     is_puzzling = needs_native(first) or (first.doing.how == "asleep" and not first.doing.within)
     if is_puzzling and first.doing.rank in culprits and not first.doing.host and not first.native:
         early = f", which would end its {call} early" if (call := halt_ends(first)) else ""
@@ -230,6 +220,13 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     yield from _helpers(first)
     for problem in dict.fromkeys(filter(None, (first.look.stacks.problem, first.look.box_problem))):
         yield f"  {problem}"
+
+
+def _passed_over(one: RankSeen) -> Collection[str]:
+    """Return the owners of the innermost frames that say no more than the line above them."""
+    if one.doing.how == "breakpoint":
+        return {frame.owner for thread in one.look.stacks.threads for frame in thread.frames if frame.owner}
+    return _PASSED_OVER if one.doing.call is not None else ()
 
 
 def _helpers(one: RankSeen) -> Iterator[str]:

@@ -1,45 +1,19 @@
-"""Puts findings into words: one sentence for the answer, and a clause for what a rank is doing."""
+"""Puts findings into words: one sentence for the answer."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 
 from phalanx._text import columns, counted, enumerated, plural, shortened
 from phalanx.debugging import AT_BREAKPOINT
-from phalanx.diagnose.activity import Activity, Call, joining_call
+from phalanx.diagnose.activity import Activity, Call
+from phalanx.diagnose.clauses import MOMENT_S, NAMES, NO_TIME_S, call_text, clause, duration, ranks
 from phalanx.diagnose.findings import Finding
-from phalanx.diagnose.jobs import NO_RANK
 from phalanx.diagnose.stacks import Thread
 from phalanx.record.losses import Loss, sign_of, who_of, words_of
 
-_MANY_FRAMES = 100
-_NO_TIME_S = 0.05  # would be told as 0.0 s
-_MOMENT_S = 0.5  # ranks of a healthy job wait for each other, too
-_SYSTEM_CALLS = {
-    "read": "reading {path}",
-    "recvfrom": "receiving from {path}",
-    "recvmsg": "receiving from {path}",
-    "write": "writing to {path}",
-    "sendto": "sending to {path}",
-    "open": "opening a file",
-    "poll": "waiting for data",
-    "select": "waiting for data",
-    "epoll_wait": "waiting for data",
-    "nanosleep": "sleeping",
-    "connect": "connecting",
-    "accept": "waiting for a connection",
-    "wait4": "waiting for a child process",
-    "waitid": "waiting for a child process",
-    "fcntl": "waiting for the lock of {path}",
-    "flock": "waiting for the lock of {path}",
-    "fsync": "waiting for {path} to be written",
-    "fdatasync": "waiting for {path} to be written",
-}
-_PERFECT = re.compile("^has been ")
-_NAMES = {"backward": "the backward pass", "wait": "the operation awaited"}
 _SAME_CALLS = "all ranks of a group must make the same calls in the same order"
 
 
@@ -67,7 +41,7 @@ def _missing(finding: Finding, call: Call, activities: Sequence[Activity]) -> st
         return _missing_message(finding, call, activities)
     if call.op == AT_BREAKPOINT:
         done = "left"
-    elif call.op in _NAMES:
+    elif call.op in NAMES:
         done = "reached"
     else:  # one that ended at once may have called it for its worker thread to begin
         done = "begun" if finding.is_over else "called"
@@ -221,7 +195,7 @@ def caution(finding: Finding) -> str:
     is_joining = finding.kind == "together" and finding.call is not None and finding.call.op == "init_process_group"
     if finding.since_s is None and is_joining:
         return "The job may well be running. Ask again to be sure."
-    if finding.since_s is None or finding.since_s >= _MOMENT_S or finding.alone_s is not None:
+    if finding.since_s is None or finding.since_s >= MOMENT_S or finding.alone_s is not None:
         return ""
     lasted = f"{'at least ' * finding.since_is_least}{duration(finding.since_s)}"
     return f"The longest wait has lasted {lasted}: the job may well be running. Ask again to be sure."
@@ -262,145 +236,6 @@ def _left_out(num_frames: int) -> str:
 # ---- parts of sentences --------------------------------------------------------------------------------------------
 
 
-def ranks(numbers: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 2 and 3``; of many, the first and how many more; ``process`` of what is none."""
-    if tuple(numbers) == (NO_RANK,):
-        return "process"
-    shown = [str(number) for number in numbers]
-    if len(shown) > 6:
-        shown = [*shown[:4], f"{len(shown) - 4} more"]
-    text = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
-    return f"rank{'s' if len(numbers) > 1 else ''} {text}"
-
-
-def call_text(call: Call, with_site: bool = False) -> str:
-    """Return a call as its message would name it: by its number, else by its line."""
-    if call.is_message:
-        peer = "" if call.peer is None else f" {'to' if 'send' in call.op else 'from'} rank {call.peer}"
-        text = f"{call.op}{peer}"
-    elif call.op == "join":
-        text = joining_call(call.group)
-    else:
-        name = _NAMES.get(call.op, call.op)
-        text = f"{name} #{call.seq}" if call.seq else name
-    if call.group and text != "init_process_group":
-        text += f" of group '{call.group}'"
-    return f"{text} at {call.site}" if call.site and (with_site or not call.group) else text
-
-
-def clause(doing: Activity, *, is_culprit: bool = False) -> str:
-    """Return what a rank is doing, as a predicate: ``has been in load_image at data.py:88 for 41 s``.
-
-    Args:
-        is_culprit: Tell what it does, even if it waits for others, too.
-    """
-    if doing.call is not None and not doing.is_halted and not is_culprit:
-        lasting = _lasting(doing.call.since_s, doing.call.since_is_least)
-        waits = "waited" if doing.how in _OVER else "waits"
-        raised = f", and raised {doing.gave_up}" * bool(doing.gave_up)
-        return f"{waits} in {call_text(doing.call, True)}{lasting}{raised}"
-    on_host = f" on host {doing.host}" if doing.host else ""
-    manner, lasting, after = _manner(doing), _lasting(doing.since_s, doing.since_is_least), _after(doing)
-    if after and (doing.since_s or 0.0) < _MOMENT_S:  # whoever polls has slept for a moment each time
-        manner, lasting = _PERFECT.sub("is ", manner), ""
-    return manner + lasting + _with_others(doing) + on_host + after
-
-
-def _after(doing: Activity) -> str:
-    """Return how long a rank's last operation is over, where it computes or may have slept for longer; else nothing."""
-    after_s = doing.last.since_s if doing.last is not None else None
-    is_told = doing.how == "runs" or doing.since_is_least
-    if after_s is None or after_s < _MOMENT_S or not is_told:
-        return ""
-    return f", {duration(after_s)} after its last recorded operation"
-
-
-def _lasting(seconds: float | None, is_least: bool) -> str:
-    """Return for how long something has lasted, in words; nothing if that is unknown or no time at all."""
-    if seconds is None or seconds < _NO_TIME_S:
-        return ""
-    return f" for {'at least ' * is_least}{duration(seconds)}"
-
-
-def _manner(doing: Activity) -> str:
-    where = _where(doing)
-    if doing.how == "asleep":
-        return f"has been {_asleep(doing)}{where}" if _asleep(doing) else f"has been{where}"
-    if doing.how == "silent" and doing.last is not None:
-        return f"last called {call_text(doing.last, True)}"
-    return _MANNERS[doing.how].format(where=where, detail=doing.detail, other=doing.other_pid)
-
-
-def _asleep(doing: Activity) -> str:
-    if doing.within:  # a function of a library says it better
-        return ""
-    words = _SYSTEM_CALLS.get(doing.system_call, "")
-    return words.format(path=doing.path or "a file") if words else "" if doing.frame else "asleep"
-
-
-def _where(doing: Activity) -> str:
-    if doing.frame is None and doing.was_in is not None:
-        return f" in {call_text(doing.was_in, True)}"
-    if doing.frame is None:
-        return "" if doing.last is None else f" after {call_text(doing.last, True)}"
-    if not doing.frame.function:
-        return "" if f" at {doing.frame.site}" in doing.detail else f" at {doing.frame.site}"
-    deep = f", {counted(doing.depth, 'call')} deep" if doing.depth >= _MANY_FRAMES else ""
-    within = f" (in {doing.within})" if doing.within and doing.how == "asleep" else ""
-    return f" in {doing.frame.name} at {doing.frame.site}{within}{deep}"
-
-
-def _with_others(doing: Activity) -> str:
-    there = f" in {doing.other.name} at {doing.other.site}" if doing.other else ""
-    if doing.how == "loader" and doing.other_pid:
-        state = {"stopped": "has been stopped", "ended": "has ended", "disk": "waits for a disk"}.get(
-            doing.detail, "is"
-        )
-        return f", whose worker (pid {doing.other_pid}) {state}{there}"
-    if doing.how == "starved":
-        return f", which thread {doing.detail or doing.other_pid} holds while it sleeps{there}"
-    if doing.how == "lock" and there:
-        return f", and thread {doing.detail or doing.other_pid} waits for one{there}"
-    return ""
-
-
-_OVER = ("silent", "interrupted", "unrecorded")
-_MANNERS = {
-    "runs": "is running{where}",
-    "stopped": "has been stopped (SIGSTOP or Ctrl-Z){where}",
-    "traced": "is held by {detail} (pid {other}){where}",
-    "disk": "has been waiting for a disk ({detail}){where}",
-    "breakpoint": "has been at a breakpoint{where}",
-    "loader": "has been waiting for its data loader{where}",
-    "gil": "has been in native code that holds the GIL{where}",
-    "starved": "has been waiting for the GIL{where}",
-    "lock": "has been waiting for a lock{where}",
-    "input": "has been reading its input{where}",
-    "idle": "has been idle{where}",
-    "ended": "has ended{where}",
-    "returned": "ended with exit code 0{where}",
-    "exited": "ended with exit code {detail}{where}",
-    "raised": "raised {detail}{where}",
-    "killed": "was killed by {detail}{where}",
-    "interrupted": "was interrupted{where}",
-    "silent": "made no call",
-    "unrecorded": "left no record of what it did",
-    "unreadable": "left a record that can't be read",
-    "unknown": "can't be looked into{where}",
-}
-
-
-def duration(seconds: float) -> str:
-    """Return a time such as ``0.4 s``, ``41 s``, ``3 min 20 s`` or ``2 h 5 min``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
-
-
 def _each(culprits: Sequence[Activity]) -> list[str]:
     if len(culprits) == 1:
         return [f"it {clause(culprits[0], is_culprit=True)}"]
@@ -419,7 +254,7 @@ def _wait(finding: Finding, activities: Sequence[Activity]) -> str:
     gave_up = [doing.gave_up for doing in activities if doing.rank in finding.waiters]
     raised = f", and raised {gave_up[0]}" if gave_up and gave_up[0] and len({*gave_up}) == 1 else ""
     who = counted(number, "rank")
-    if finding.since_s is not None and finding.since_s >= _NO_TIME_S:
+    if finding.since_s is not None and finding.since_s >= NO_TIME_S:
         have = "" if finding.is_over else f"{_have(finding, number)} "
         if finding.since_is_least and number > 1:
             return f"{who} {have}waited for {them}, the longest for at least {duration(finding.since_s)}{raised}"

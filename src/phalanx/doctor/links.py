@@ -21,6 +21,7 @@ _TOKEN_BYTES = 16
 _PING, _STREAM = b"p", b"s"
 _STAMP = struct.Struct("!d")
 _COUNTED = struct.Struct("!Qd")
+_NUM_TRIPS = 20
 _BLOCK_BYTES = 1 << 18
 _FEWEST_BLOCKS = 4  # however slow the sender
 _SLOW_START = 0.25  # of the stream, not counted
@@ -89,23 +90,23 @@ def _count(caller: socket.socket) -> tuple[int, float]:
     return total - skipped, last_s - began_s
 
 
-def connect(address: str, port: int, token: str, timeout_s: float = TIMEOUT_S) -> socket.socket:
+def connect(address: str, port: int, token: str) -> socket.socket:
     """Return a connection to the listener there.
 
     Raises:
         OSError: The connection failed; see `why_not`.
     """
-    connection = socket.create_connection((address, port), timeout=timeout_s)
+    connection = socket.create_connection((address, port), timeout=TIMEOUT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(bytes.fromhex(token))
     return connection
 
 
-def measure_trip(connection: socket.socket, num: int = 20) -> Trip:
+def measure_trip(connection: socket.socket) -> Trip:
     """Send small messages back and forth, one at a time."""
     connection.sendall(_PING)
     trips, best = [], (float("inf"), 0.0)
-    for _ in range(num):
+    for _ in range(_NUM_TRIPS):
         sent_wall_s, sent_s = time.time(), time.perf_counter()
         connection.sendall(b"?")
         (there_s,) = _STAMP.unpack(_receive(connection, _STAMP.size))
@@ -115,7 +116,7 @@ def measure_trip(connection: socket.socket, num: int = 20) -> Trip:
         trips.append(took_s)
         # Cristian 1989: the other clock is assumed read halfway through the trip; the shortest trip errs least.
         best = min(best, (took_s, there_s - (sent_wall_s + took_s / 2)))
-    return Trip(sorted(trips)[num // 2], best[1])
+    return Trip(sorted(trips)[_NUM_TRIPS // 2], best[1])
 
 
 def measure_stream(connection: socket.socket, duration_s: float = 0.3) -> float:

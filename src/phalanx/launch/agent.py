@@ -54,8 +54,8 @@ class Agent:
     """Links, agreement and supervisor, tied together.
 
     Args:
-        channel: To the supervisor.
-        job: What `orders` tells of the job.
+        channel: Channel to the supervisor.
+        job: Settings of the job, as `orders` passes them.
     """
 
     def __init__(self, channel: PacketSocket, job: dict[str, Any]) -> None:

@@ -49,10 +49,10 @@ class Agreement:
 
     Args:
         me: This node.
-        rules: The same on all nodes.
-        acts: Told what to do.
+        rules: Rules of the job, the same on all nodes.
+        acts: Receiver of views to send and of orders.
         is_root: Whether this node is where the others look for the job; it leads first.
-        now_s: The time, on any clock that only grows.
+        now_s: Time on any clock that only grows.
 
     Attributes:
         view: The newest view that this node knows.
@@ -101,7 +101,7 @@ class Agreement:
         """Take in what a node says of itself.
 
         Args:
-            echo_s: When we sent what it had heard last from us.
+            echo_s: Time at which we sent what it had heard last from us.
             age_s: Time for which its job has lasted.
         """
         if self.view is not None and state.job not in ("", self.view.job):

@@ -17,7 +17,7 @@ class AttemptWatch:
     Args:
         view: View of the attempt; None: there is none yet, so that nothing is known.
         me: Id of this node.
-        order: Called with ``{"watch": True}`` when news of the ranks' next snapshot are wanted.
+        order: Function to call with ``{"watch": True}`` once news of the ranks' next snapshot are wanted.
 
     Attributes:
         known: What each other node said last in this view, also if it has been lost since.

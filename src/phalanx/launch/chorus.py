@@ -27,7 +27,7 @@ class Chorus:
     """Gathers the warnings of the ranks of an attempt and shows each once.
 
     Args:
-        show: Writes whole lines above the one that is being written.
+        show: Function that writes whole lines above the one that is being written.
         num_ranks: Ranks whose output is shown here.
     """
 

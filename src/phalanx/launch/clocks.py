@@ -32,10 +32,10 @@ class Clocks:
         """Take in an answer.
 
         Args:
-            sent_s: When this host sent what is answered, by its own clock.
-            came_s: When that came, by the other's.
-            answered_s: When the answer was sent, by the other's.
-            now_s: When it came, by this one's.
+            sent_s: Time at which this host sent what is answered, by its own clock.
+            came_s: Time at which that came, by the other's.
+            answered_s: Time at which the answer was sent, by the other's.
+            now_s: Time at which it came, by this one's.
         """
         within_s = ((now_s - sent_s) - (answered_s - came_s)) / 2
         if not (0 <= within_s < math.inf):  # nobody's clock goes backwards

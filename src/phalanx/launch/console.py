@@ -23,7 +23,7 @@ class Console:
 
     Args:
         is_ending: Function that says whether to drop what nobody reads.
-        on_closed: Function that is called once, when whoever read our output has gone.
+        on_closed: Function to call once, when whoever read our output has gone.
 
     Attributes:
         out: Screen behind our stdout.

@@ -42,7 +42,7 @@ class Election:
         me: Id of this node.
         silence_s: Seconds of silence after which a node is lost.
         is_root: Whether this node is where the others look for the job; it leads first.
-        now_s: The time, on any clock that only grows.
+        now_s: Time on any clock that only grows.
 
     Attributes:
         peers: Linked nodes of this job by id, in the order in which they came.
@@ -155,7 +155,7 @@ class Election:
         """Lead, follow or go on as before; return whether the view that is to be trained in has to be said anew.
 
         Args:
-            view: The newest view that this node knows.
+            view: Newest view that this node knows.
             is_root: Whether this node may lead when there is none.
             is_in_office: Whether it leads with enough votes.
         """

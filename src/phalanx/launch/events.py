@@ -18,7 +18,7 @@ class EventLoop:
     """Calls back for what can be read, and keeps signals until somebody obeys them.
 
     Args:
-        tell: Called with what is wrong when the log of a watched output can't be written.
+        tell: Function to call with what is wrong when the log of a watched output can't be written.
 
     Attributes:
         signals: Those that have come and that nobody has obeyed yet, oldest first.

@@ -60,7 +60,7 @@ def _in_brief(outcome: Outcome, culprit: Outcome) -> str:
         return f"ended because of it; before: {said}" if outcome.ended_by_us and outcome.exitcode != 1 else said
     if outcome.ended_by_us:
         return "ended because of it"
-    return f"was killed by {signal_name(outcome.signal)}" if outcome.signal else f"exit code {outcome.exitcode}"
+    return f"killed by {signal_name(outcome.signal)}" if outcome.signal else f"exit code {outcome.exitcode}"
 
 
 # ---------------------------------------------------------------- as an exception
@@ -71,7 +71,7 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, f
 
     Args:
         outcomes: Outcomes of all ranks, at least one of which has failed.
-        timeout_s: The limit, for the line that names ranks that hung.
+        timeout_s: Time limit of the ranks, for the line that names ranks that hung.
         folds: Whether only the user's frames of the traceback are shown; `RankError.traceback` has all.
     """
     culprit = find_culprit(outcomes)

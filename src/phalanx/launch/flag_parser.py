@@ -159,7 +159,7 @@ def without_flags(
     """Return a command line that ends in `target`, without the flags of these names and their values.
 
     Args:
-        switches: Those of the names that have no value.
+        switches: Names of those that have no value.
     """
     flags = list(argv[: len(argv) - len(target)])
     kept: list[str] = []

@@ -18,9 +18,9 @@ _CARETS = re.compile(r"^\s*[\^~]+\s*$")
 _COMMAND = "<string>"  # of python -c, or generated
 
 
-def num_rows(line: str, columns: int = COLUMNS) -> int:
+def num_rows(line: str) -> int:
     """Return how many rows of a terminal `line` takes."""
-    return max(1, -(-len(line) // columns))
+    return max(1, -(-len(line) // COLUMNS))
 
 
 def fold(lines: Sequence[str], max_rows: int) -> list[str]:

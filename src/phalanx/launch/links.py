@@ -87,7 +87,7 @@ class Links:
     """All connections of one agent.
 
     Args:
-        selector: On which this waits; others may, too, with a function as data.
+        selector: Selector of the loop; others may register with it, too, with a function as data.
         silence_s: Seconds after which a silent node is lost.
 
     Attributes:

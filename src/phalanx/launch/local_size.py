@@ -155,7 +155,7 @@ class SharedSize:
         """Take in the number of ranks for the next attempt; return why it is another one, nothing if it is not.
 
         Args:
-            cause: Why the attempt before failed; None: it did not.
+            cause: Cause of the failure of the attempt before; None: it did not fail.
         """
         blamed, self._blamed = self._blamed if self._is_blamed_for(cause) else None, None
         has_begun, self._has_begun, self._has_asked = self._has_begun, True, False

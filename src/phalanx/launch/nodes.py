@@ -149,8 +149,8 @@ def _changes(
 
     Args:
         num_before: Number of nodes before; 0: this is the first attempt.
-        why: Why this node has another number of ranks; empty: it has not.
-        failure: Why the attempt before failed; None: it did not.
+        why: Reason that this node has another number of ranks; empty: it has not.
+        failure: Cause of the failure of the attempt before; None: it did not fail.
         was_away: Whether the others have made an attempt without this node.
     """
     num_nodes, resized, lines = order["start"]["num_nodes"], order["resized"], []

@@ -46,8 +46,8 @@ class Screen:
     """One of our own outputs, shared by all ranks; the only place that writes to it.
 
     Args:
-        is_ending: Asked while nobody reads: whether to drop the rest.
-        on_closed: Called once, when whoever read this output has gone.
+        is_ending: Function that says, while nobody reads, whether to drop the rest.
+        on_closed: Function to call once, when whoever read this output has gone.
     """
 
     def __init__(

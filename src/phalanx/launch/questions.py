@@ -66,8 +66,8 @@ class Questions:
 
     Args:
         supervisor_pid: Process whose ranks are asked about.
-        selector: The loop's.
-        wire: To the other nodes.
+        selector: Selector of the agent's loop.
+        wire: Links to the other nodes.
     """
 
     def __init__(self, supervisor_pid: int, selector: selectors.BaseSelector, wire: Wire) -> None:

@@ -29,7 +29,7 @@ class Output:
 
     Args:
         live: Whether the stream has a terminal of its own and is shown character by character.
-        voice: Stands before what shows it.
+        voice: Function that puts a filter before the stream that shows it; None: there is none.
 
     Attributes:
         fd: Our end, to be read without blocking.
@@ -104,7 +104,8 @@ class Output:
         """Give on all that has come, the unfinished line too: the rank has ended.
 
         Args:
-            drops_last_words: But for the traceback that it ended with, if that is still held: a report has it.
+            drops_last_words: Whether to leave out the traceback that it ended with, if that is still held: a report
+                has it.
         """
         for _ in range(_MAX_READS):  # what has escaped from it may write for ever
             if not self.carry():

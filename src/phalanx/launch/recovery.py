@@ -31,7 +31,7 @@ class Recovery:
 
     Args:
         run: Folder of the run.
-        say: Told once how the job has gone on after a loss.
+        say: Function to call once with how the job has gone on after a loss.
         agrees: Whether nodes have to agree before ranks are started.
     """
 
@@ -114,7 +114,7 @@ class Recovery:
         """Take in what the first rank has recorded; say how the job went on once its first step is done.
 
         Args:
-            ends: How the ranks of this attempt have ended; None: they run.
+            ends: Ends of the ranks of this attempt; None: they run.
         """
         now_s = time.monotonic()
         if self._tail is None or (now_s < self._next_s and ends is None):

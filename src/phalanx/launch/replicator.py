@@ -54,7 +54,7 @@ class Replicator:
     """Sends what the ranks want to have copied to the holders of this node.
 
     Args:
-        channel: To the supervisor.
+        channel: Channel to the supervisor.
         door: Socket on which other nodes come.
         snapshots_fd: Memory of the snapshots.
         run_id: Name of the job.

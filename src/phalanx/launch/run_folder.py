@@ -16,7 +16,7 @@ class RunFolder:
     """The folder of one run.
 
     Args:
-        log_dir: Holds the folder; empty: ``runs/<name>``, named after the script.
+        log_dir: Folder that holds it; empty: ``runs/<name>``, named after the script.
         command: Command of a rank, from which the name comes.
 
     Attributes:

@@ -106,7 +106,7 @@ def cause_of_end(
     """Return why an attempt failed, of all that nodes tell; None if it did not.
 
     Args:
-        known: What each node of the view said last.
+        known: Last state that each node of the view told.
         gone: Ids of the nodes that have left as they had said.
         why_lost: Function that says how the node of an id was lost; empty: it was not.
     """

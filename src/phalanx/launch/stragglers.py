@@ -26,7 +26,7 @@ class StragglerWatch:
 
     Args:
         places: Open file and offset of each rank's box; the files stay the caller's.
-        say: Told once of a rank that has cost too much for a minute.
+        say: Function to call once with the words about a rank that has cost too much for a minute.
         now_s: Clock.
 
     Attributes:

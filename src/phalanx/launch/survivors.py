@@ -19,8 +19,9 @@ class Survivors:
 
     Args:
         is_on: Whether any may be kept.
-        on_wait: Called with the pid of a process that has left its groups, and waits.
-        on_refusal: Called with the pid of a process that can't be kept after all, and the reason; empty: it is done.
+        on_wait: Function to call with the pid of a process that has left its groups, and waits.
+        on_refusal: Function to call with the pid of a process that can't be kept after all, and with the reason; empty:
+            it is done.
 
     Attributes:
         path: Where ranks ask; empty: none is kept, or there is no place for a socket.

@@ -38,6 +38,7 @@ FD_VARIABLE = "PHALANX_WARDEN_FD"
 MODULES_VARIABLE = "PHALANX_WARDEN_MODULES"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_CHILDREN_S = 5.0  # for killed children to end
 _libc = ctypes.CDLL(None)  # loaded before any fork
 _SUPERVISORS_SIGNALS = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
@@ -69,13 +70,13 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_children(spared: Collection[int] = (), limit_s: float = 5.0) -> None:
+def end_children(spared: Collection[int] = ()) -> None:
     """Kill every child of this process, and theirs, and theirs; return when none is left, or at the limit.
 
     Args:
         spared: Children that stay.
     """
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + _CHILDREN_S
     while (pids := set(children_of(os.getpid())).difference(spared)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):

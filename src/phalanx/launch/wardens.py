@@ -36,9 +36,9 @@ class Wardens:
     Args:
         screen: Screen for what a warden prints.
         descriptors: Limits that ranks keep.
-        on_start: Called with the rank and the pid of a process that was forked.
-        on_end: Called with the pid and the wait status of one that has ended.
-        on_loss: Called with a warden that has ended, and its processes with it.
+        on_start: Function to call with the rank and the pid of a process that was forked.
+        on_end: Function to call with the pid and the wait status of one that has ended.
+        on_loss: Function to call with a warden that has ended, and its processes with it.
 
     Attributes:
         environ: Environment of the warden in use, which is what its ranks have in common.

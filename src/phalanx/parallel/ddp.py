@@ -252,7 +252,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         of one host.
 
         Args:
-            division: Which elements each rank needs, and whether any rank needs all; None: all ranks need all.
+            division: Elements that each rank needs, and whether any rank needs all; None: all ranks need all.
         """
         self._reducer.divide(division)
 

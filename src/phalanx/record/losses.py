@@ -106,11 +106,13 @@ def words_of(loss: Loss, goes_on: str = "going on") -> str:
     """Return how a job has gone on after a loss, or how far it has come.
 
     Args:
-        goes_on: Verb: when this is told, the job may have ended.
+        goes_on: Verb of the sentence, since the job may have ended by then.
     """
-    took = ", ".join(f"{name} {_seconds(value)}" for name, value in loss.phases_s.items())
+    phases = [f"{name} {_seconds(value)}" for name, value in loss.phases_s.items()]
     if not loss.is_over:
-        return f"no step is known after it{f' ({took})' * bool(took)}"
+        lasted = ", ".join(f"{phase} s" for phase in phases)
+        return f"no step is known after it{f' ({lasted})' * bool(lasted)}"
+    took = ", ".join(phases)
     where, again = place_of(loss), repeated(loss)
     return (
         f"{goes_on} {where}{' ' * bool(where)}after {_seconds(loss.total_s)} s ({took}){f'; {again}' if again else ''}"

@@ -90,7 +90,7 @@ def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
 
     Args:
         before: Folder of the logs of the launch of the attempt, relative to `folder`; empty: unknown.
-        after: That of the next one.
+        after: Folder of the logs of the launch of the next one; empty: unknown.
         between: Begin of the attempt, and of the next one.
     """
     run = Path(folder, before).parent

@@ -91,7 +91,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], whole: str = "a step")
     """Return one bar for each row, made of its parts in seconds, with a legend; equal lengths are equal times.
 
     Args:
-        whole: What a bar is the time of.
+        whole: Name of what a bar is the time of.
     """
     names = list(rows[0][1])
     colours = {name: f"part{number % 7}" for number, name in enumerate(names)}

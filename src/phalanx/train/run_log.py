@@ -83,7 +83,7 @@ class RunLog:
 
     Args:
         folder: Folder of the run.
-        num_steps: See the attribute.
+        num_steps: Largest number of steps that the run can have.
         ranks: All ranks of the job.
         loggers: Loggers that get what metrics.jsonl gets, once `begin` was called.
 

@@ -38,7 +38,7 @@ def guard(connection: socket, client_pid: int, request: Mapping[str, Any], fds: 
     """Fork what the client asks for and watch over it; return in ranks only.
 
     Args:
-        request: What `client.hand_over` has sent, with the descriptors `fds`.
+        request: Request that `client.hand_over` has sent, with the descriptors `fds`.
     """
     os.setsid()
     guard_pid = os.getpid()
@@ -92,8 +92,8 @@ class _Place:
     """The place of the client, taken by this process as far as a process can; its open files once the client agrees.
 
     Args:
-        fds: The client's folder.
-        tell: See `Loaded`.
+        fds: Descriptors that came with the request: the client's folder.
+        tell: Pipe `Loaded.tell`.
         beginning: Pipe on which the guard is told that the job begins.
     """
 

@@ -42,16 +42,13 @@ def make_folder() -> str:
     return _in_first_folder(lambda folder: folder)
 
 
-def make_path(kind: str, name: str = "") -> str:
+def make_path(kind: str) -> str:
     """Return a path for a socket that is no warm process's, in a folder that only this user can enter.
-
-    Args:
-        name: Name that others can guess; default: a new one.
 
     Raises:
         OSError: There is no such folder.
     """
-    return os.path.join(make_folder(), f"{kind}-{name or f'{os.getpid()}-{os.urandom(4).hex()}'}")
+    return os.path.join(make_folder(), f"{kind}-{os.getpid()}-{os.urandom(4).hex()}")
 
 
 def make_socket() -> tuple[str, _socket.socket]:

@@ -37,7 +37,7 @@ class WarmServer:
         environ: Environment with which this process was started.
         before: Modules that Python itself had loaded at start.
         shared: Modules that ranks are to find imported.
-        trouble: Why the imports failed; empty if they did not.
+        trouble: Reason that the imports failed; empty if they did not.
     """
 
     def __init__(

@@ -31,10 +31,10 @@ def run_warm(kind: str, words: Sequence[str], environ: Mapping[str, str], *, pas
     """Have a warm process do what this one was started for, and end as that ends; return why none does it.
 
     Args:
-        kind: See `client.hand_over`.
-        words: See `client.hand_over`.
+        kind: Argument of `client.hand_over`.
+        words: Argument of `client.hand_over`.
         environ: Environment with which torch is to be imported, if a process has to be started.
-        passes_signals: See `client.hand_over`.
+        passes_signals: Argument of `client.hand_over`.
     """
     if problem := _problem(kind, words, environ):
         return f"{NOT_WARM}: {problem}"

@@ -1,0 +1,67 @@
+"""What the command line of a process tells of a job: whether it is a launcher, and which script is run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from phalanx._errors import printable
+from phalanx.diagnose.processes import command_of
+
+BY_HAND = "by hand"
+"""Launcher of a job that a person has started, from a shell or the like."""
+_STARTERS = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "mpirun": "mpirun",
+    "mpiexec": "mpirun",
+    "prterun": "mpirun",
+    "orted": "mpirun",
+    "prted": "mpirun",
+    "hydra_pmi_proxy": "mpirun",
+    "slurmstepd": "srun",
+}
+
+
+def launcher_of(pid: int) -> str:
+    """Return which launcher a process is; ``by hand`` if it is none, such as a shell."""
+    words = program_of(pid)
+    name = os.path.basename(words[0]).partition(":")[0] if words else ""  # "slurmstepd: [4711.0]"
+    if name == "phalanx":
+        return "phalanx run" if words[1:2] == ["run"] else BY_HAND
+    return _STARTERS.get(name, BY_HAND)
+
+
+def program_of(pid: int) -> list[str]:
+    """Return the command line of a process without the interpreter and its options: a script or a module first."""
+    words = command_of(pid)
+    if words and os.path.basename(words[0]).startswith(("python", "pypy")):
+        del words[0]
+        while words and words[0].startswith("-") and words[0] != "-m":
+            del words[: 2 if words[0] in ("-X", "-W") else 1]
+        words = words[1:] if words[:1] == ["-m"] else words
+    return words
+
+
+def script_name(words: Sequence[str]) -> str:
+    """Return the script or the module in a command line of Python or of a launcher; empty if there is none."""
+    words = [printable(word) for word in words]
+    for number, word in enumerate(words):
+        if word.endswith(".py"):
+            return os.path.basename(word)
+        if word == "-m" and number + 1 < len(words):
+            return words[number + 1]
+        if word == "-c":
+            return "-c"
+    return os.path.basename(words[0]) if words else ""
+
+
+def script_path(words: Sequence[str], pid: int) -> str:
+    """Return the path of the script in a command line of a process; empty if there is none, or it can't be found."""
+    named = next((word for word in words if word.endswith(".py")), "")
+    with contextlib.suppress(OSError):
+        path = os.path.realpath(os.path.join(os.readlink(f"/proc/{pid}/cwd"), named))
+        return path if named and os.path.isfile(path) else ""
+    return ""
