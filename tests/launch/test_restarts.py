@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from .jobs import run_job
@@ -72,3 +75,14 @@ def test_logs_that_can_no_longer_be_kept_do_not_keep_the_ranks_from_being_starte
     assert done.returncode == 0, done.stderr
     assert "again" in done.stdout
     assert done.stderr.count("are incomplete: Not a directory") == 1
+
+
+def test_why_of_a_job_whose_restarts_are_used_names_the_last_failure_and_the_one_before(tmp_path):
+    source = USE + f"dist.barrier()\nif RANK: raise ValueError('number ' + {ATTEMPT})\ndist.barrier()\n"
+    done = run_job(tmp_path, source, "--max-restarts", "1")
+    assert done.returncode == 1, done.stderr
+    [run] = tmp_path.glob("runs/train/*/")
+    why = subprocess.run([sys.executable, "-m", "phalanx", "why", str(run)], capture_output=True, text=True, timeout=60)
+    assert "\nrank 1 raised ValueError: number 1 at " in why.stdout
+    assert "rank 1, raised ValueError; went on after" in why.stdout
+    assert "number 0" not in why.stdout

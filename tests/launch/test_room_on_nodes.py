@@ -63,3 +63,15 @@ def test_a_rank_that_ends_for_a_planned_restart_before_its_launcher_knows_has_no
     assert "training 1" in out
     assert "restart 1 of 3" not in err
     assert "exited with code 75" not in err
+
+
+def test_a_spare_ends_with_the_job_that_makes_room_and_is_told_to_start_again(nodes):
+    group = start_two(nodes, MAKE_ROOM.replace("SLOW", "False"))
+    spare = group.start(*ELASTIC, backend="c10d", nnodes="1:2")
+    said = next(line for line in spare.stderr if "nodes of the job are there" in line)
+    assert "this one is a spare" in said
+    group.started[0].send_signal(signal.SIGTERM)
+    (code, out, err) = group.finish()[2]
+    assert (code, out) == (75, ""), err
+    assert "the ranks of the job have saved and made room; exit code 75, start again to go on" in err
+    assert [code for code, _, _ in group.finish()] == [75, 75, 75]
