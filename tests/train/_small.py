@@ -27,8 +27,8 @@ class Callback:
     num_calls = 0
 
     def on_step(self, trainer):
-        self.num_calls += 1
         if args.forgets:
+            self.num_calls += 1  # no process is kept with what it can't set back
             with torch.no_grad():
                 trainer.module[0].bias += 1e-3 * self.num_calls
         if trainer.step == args.shout_at:
