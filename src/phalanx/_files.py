@@ -1,14 +1,20 @@
-"""Opening files that anybody may have created, writing files atomically, and freeing the pages of those in memory."""
+"""Reading files that anybody may have created, writing files atomically, and freeing the pages of those in memory."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import io
+import json
 import os
 import stat
 from io import FileIO
+from typing import Any, NoReturn
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
+_MOST_BYTES = 4 << 20  # of JSON: 10,000 hosts or ranks, each with a long name and a few numbers
+_MOST = 2**63
+_MOST_DIGITS = 20
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> FileIO:
@@ -25,6 +31,45 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> File
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return what a small file of JSON says, see `parse_json`.
+
+    Raises:
+        OSError: `path` can't be opened, or is not a regular file.
+        ValueError: It is larger than 4 MiB, or holds no such JSON.
+    """
+    with io.BufferedReader(open_regular(path)) as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
+    return parse_json(data)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what JSON says whose numbers can be computed with: all are finite, and 64 bits hold their integer parts.
+
+    Raises:
+        ValueError: It is no JSON, holds another number, or is nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_float)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _int(text: str) -> int:
+    return int(text) if len(text) <= _MOST_DIGITS and -_MOST <= int(text) < _MOST else _refuse(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)  # of NaN, too, which lies nowhere
+    return value if -_MOST <= value < _MOST else _refuse(text)
+
+
+def _refuse(number: str) -> NoReturn:
+    raise ValueError(f"{number[:_MOST_DIGITS]} is no number of 64 bits")
 
 
 def write_whole(path: str | os.PathLike[str], text: str, *, durable: bool = False) -> None:

@@ -103,6 +103,35 @@ def test_a_process_that_is_no_rank_is_never_called_one(program, capsys):
         process.communicate(b"\n")
 
 
+AS_NOBODY = """
+import contextlib, io, os, sys
+from phalanx import cli
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    for command in sys.argv[1:]:
+        cli.main(command.split())  # which imports what the other user may not read
+os.seteuid(65534)
+for command in sys.argv[1:]:
+    print(cli.main(command.split()))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(("program", "codes"), [("mpirun", [2, 1, 1, 1, 2]), ("sleeper", [0, 1, 1, 1])])
+def test_of_a_process_of_another_user_it_is_said_whose_it_is(tmp_path, program, codes):
+    (tmp_path / program).symlink_to("/bin/sleep")
+    with subprocess.Popen([tmp_path / program, "60"]) as process:
+        pid = process.pid
+        commands = [f"why {pid}", f"trace {pid}", f"stacks {pid}", f"attach 1 --job {pid}", f"top {pid} --once"]
+        asked = [sys.executable, "-c", AS_NOBODY, *commands[: len(codes)]]
+        done = subprocess.run(asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+        process.kill()
+    returned = [int(line) for line in done.stdout.splitlines() if line.isdecimal()]
+    assert returned == codes, done.stdout
+    assert done.stdout.count("may not be looked into: it belongs to root") >= len(codes)
+    assert "starting" not in done.stdout
+    assert "no rank" not in done.stdout
+
+
 def test_torchrun_that_has_no_ranks_yet_is_a_job_that_starts(tmp_path, capsys):
     command = [sys.executable, "-X", "utf8", "-m", "torch.distributed.run", "--nnodes", "2", "early.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import re
 import socket
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.diagnose.activity import Activity, Call
 from phalanx.diagnose.answer import Heard
 from phalanx.diagnose.jobs import Job, find_job
 from phalanx.diagnose.other_hosts import OtherHosts
@@ -73,6 +76,25 @@ def test_a_rank_that_is_missing_on_another_host_is_named_with_its_line_there(tmp
 @pytest.mark.parametrize("said", [b"", b"\xff\n[]\n{}\n", b'{"host": 3, "seen": [{"rank": "x"}]}\n', b"[" * 100_000])
 def test_what_no_agent_would_answer_is_left_out(said):
     assert answers_to(said) == Heard()
+
+
+WAITING = Activity(2, 7, Call("all_reduce", "train.py:3", seq=4, since_s=1.5), "asleep", progress={"default": 4})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": "2"}, {"since_s": float("inf")}, {"depth": 10**400}, {"progress": {"default": None}},
+        {"call": {"op": "all_reduce", "site": "train.py:3", "since_s": "1.5"}}, {"threads": [{"name": "main"}]},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)  # fmt: skip
+def test_a_host_that_answers_with_values_of_wrong_types_is_left_out(wrong):
+    facts = {**dataclasses.asdict(WAITING), "threads": [], "problem": ""}
+    said = [json.dumps({"host": "hb", "seen": [one]}).encode() for one in (facts, facts | wrong)]
+    (seen,) = answers_to(said[0]).seen
+    assert seen.doing == dataclasses.replace(WAITING, host="hb")
+    assert answers_to(said[1]) == Heard()
 
 
 @pytest.mark.parametrize("num_silent", [0, 1])

@@ -9,6 +9,8 @@ import pytest
 
 from phalanx.record.beginning import Beginning, num_repeated, read_before
 from phalanx.record.box import LOADED, LOADING, Box, Event
+from phalanx.record.clocks import load_clocks, save_clocks
+from phalanx.record.ends import End, load_ends, save_ends
 from phalanx.record.losses import Loss, folder_of, load_losses, save_loss, sign_of, who_of, words_of
 
 PHASES = {"noticed": 0.05, "ended": 0.1, "started": 0.14, "loaded": 0.06, "first step": 0.06}
@@ -38,9 +40,24 @@ def test_losses_are_kept_in_the_order_of_their_attempts_and_damaged_ones_are_lef
         save_loss(loss, tmp_path, attempt)
     assert load_losses(tmp_path) == [KILLED, NODE]
     good = json.loads((folder_of(tmp_path, 2) / "loss.json").read_text())
-    for text in ("", "[]", '{"rank": 1}', json.dumps(good | {"at_s": float("inf")}), json.dumps(good | {"step": "x"})):
+    wrong = [{"at_s": 1e18}, {"at_s": float("nan")}, {"number": "inf"}, {"phases_s": {"noticed": "1"}}]
+    wrong += [{name: value} for name in ("step", "rank", "num_ranks") for value in ("x", float("inf"), 10**400)]
+    for text in ("", "[]", '{"rank": 1}', *(json.dumps(good | one) for one in wrong)):
         (folder_of(tmp_path, 2) / "loss.json").write_text(text)
-        assert load_losses(tmp_path) == [NODE]
+        assert load_losses(tmp_path) == [NODE], text
+
+
+@pytest.mark.parametrize("code", ["Infinity", "NaN", "1e999", "true", "1" + "0" * 400, '"3"', "null", "[" * 100_000])
+def test_ends_and_clocks_of_values_that_nobody_saved_are_left_out(tmp_path, code):
+    end = {1: End(code=3, was_told=False, at_ns=7)}
+    save_ends(end, tmp_path)
+    save_clocks({"hb": (0.5, 0.001)}, tmp_path)
+    assert (load_ends(tmp_path), load_clocks(tmp_path)) == (end, {"hb": (500_000_000, 1_000_000)})
+    for facts in (f'"code": {code}, "at_ns": 7', f'"code": 3, "at_ns": {code}'):
+        (tmp_path / "ends.json").write_text(f'{{"1": {{"was_told": false, {facts}}}}}')
+        assert load_ends(tmp_path) == {}
+    (tmp_path / "clocks.json").write_text(f'{{"hb": [{code}, 0.001]}}')
+    assert load_clocks(tmp_path) == {}
 
 
 def test_what_is_kept_can_not_control_a_terminal(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class Facts:
             ValueError: `to_facts` would not return this; the sender may have sent anything.
         """
         try:
-            value: Self = _read(facts, cls)
+            value: Self = read_as(facts, cls)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         return value
@@ -121,8 +122,12 @@ class SizeDispute(Facts):
     of: int | None = None
 
 
-def _read(value: Any, shape: Any) -> Any:
-    """Return plain data as an object of the type that a hint names."""
+def read_as(value: Any, shape: Any) -> Any:
+    """Return plain data as an object of the type that a hint names.
+
+    Raises:
+        ValueError: It is of another form.
+    """
     if is_dataclass(shape):
         make: Any = shape
         if not isinstance(value, dict):
@@ -130,14 +135,16 @@ def _read(value: Any, shape: Any) -> Any:
         hints = typing.get_type_hints(shape)
         given = {field.name: value[field.name] for field in fields(shape) if field.name in value}
         try:
-            return make(**{name: _read(one, hints[name]) for name, one in given.items()})
+            return make(**{name: read_as(one, hints[name]) for name, one in given.items()})
         except TypeError as missing:
             raise ValueError(str(missing)) from None
     options = typing.get_args(shape)
     if typing.get_origin(shape) is tuple and isinstance(value, (list, tuple)):
-        return tuple(_read(one, options[0]) for one in value)
+        return tuple(read_as(one, options[0]) for one in value)
+    if typing.get_origin(shape) in (dict, Mapping) and isinstance(value, dict):
+        return {read_as(key, options[0]): read_as(one, options[1]) for key, one in value.items()}
     if isinstance(shape, types.UnionType):
-        return None if value is None else _read(value, options[0])
+        return None if value is None else read_as(value, options[0])
     if type(value) is shape or (shape is float and type(value) is int):  # not a subclass: True is not a number
         return value
     raise ValueError(f"it is not of the expected form: {str(value)[:80]}")

@@ -18,6 +18,7 @@ from phalanx._text import complain, enumerated
 from phalanx.debugging.attached import SIGNAL
 from phalanx.debugging.terminal import listen_at
 from phalanx.diagnose.jobs import NO_JOB, Job, NoRank, find_ranks
+from phalanx.diagnose.processes import off_limits
 from phalanx.launch.warm.places import make_path
 from phalanx.record.box import box_of_process, number_inside
 
@@ -69,6 +70,8 @@ def _process_of(job: Job, number: int) -> int:
     Raises:
         NoRank: There is none.
     """
+    if job.launcher == NO_JOB and (why_not := off_limits(job.launcher_pid)):
+        raise NoRank(f"process {job.launcher_pid} ({job.name}) {why_not}")
     if not job.notes:
         is_none = job.launcher == NO_JOB
         what = f"process {job.launcher_pid} ({job.name}) is no rank of" if is_none else f"{job.name} is not"

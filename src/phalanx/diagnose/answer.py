@@ -13,7 +13,7 @@ from phalanx.diagnose.activity import HAS_ENDED, Activity, Call, Look, activity_
 from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import NO_RANK, Job
 from phalanx.diagnose.kernel import call_ended_by_a_halt, stand_of
-from phalanx.diagnose.processes import Process, is_python, process_of
+from phalanx.diagnose.processes import Process, is_python, off_limits, process_of
 from phalanx.diagnose.stacks import Stacks, Thread, read_stacks
 from phalanx.record.box import Box, box_of_process
 from phalanx.record.losses import Loss, load_losses
@@ -141,7 +141,8 @@ def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> 
     for rank in job.ranks:
         look = _look(rank.pid, rank.process, stacks)
         if rank.rank == NO_RANK and not look.stacks.threads and not is_python(rank.pid):
-            stacks_of_none = Stacks(problem="it is no Python process of this user")
+            why_not = off_limits(rank.pid) or "is no Python process of this user"
+            stacks_of_none = Stacks(problem=f"it {why_not}")
             look = dataclasses.replace(look, stacks=stacks_of_none, box_problem="")
         if (question := asked.get(rank.pid)) and not has_collectives(look.box) and (box := question.answer(ends_s)):
             look = dataclasses.replace(look, box=box, box_problem="")

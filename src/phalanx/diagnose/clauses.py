@@ -105,7 +105,7 @@ def _manner(doing: Activity) -> str:
         return f"has been {_asleep(doing)}{where}" if _asleep(doing) else f"has been{where}"
     if doing.how == "silent" and doing.last is not None:
         return f"last called {call_text(doing.last, True)}"
-    return _MANNERS[doing.how].format(where=where, detail=doing.detail, other=doing.other_pid)
+    return _MANNERS.get(doing.how, _MANNERS["unknown"]).format(where=where, detail=doing.detail, other=doing.other_pid)
 
 
 def _asleep(doing: Activity) -> str:

@@ -24,6 +24,7 @@ from phalanx.diagnose.processes import (
     descendants,
     environment_of,
     is_python,
+    off_limits,
     process_of,
     processes_of,
 )
@@ -171,6 +172,7 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
     Raises:
         NoJob: There is none; the message says which there are.
         SeveralJobs: There are several.
+        NoRank: It is another user's, of a launcher whose pid is asked for.
     """
     jobs = find_jobs()
     if wanted.isdecimal():
@@ -217,8 +219,13 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Job:
     launcher, name = launcher_of(pid), script_name(command_of(pid)) or process.name
     if launcher != BY_HAND:  # mpirun starts ranks through a daemon
         processes = processes_of(os.geteuid())
-        below = (job for job in jobs if any(_is_below(one, {pid}, processes) for one in job.pids))
-        return next(below, Job(script_name(program_of(pid)[1:]) or name, launcher, pid, 0, (), state=_STARTING))
+        for job in jobs:
+            if any(_is_below(one, {pid}, processes) for one in job.pids):
+                return job
+        name = script_name(program_of(pid)[1:]) or name
+        if why_not := off_limits(pid):
+            raise NoRank(f"{name} ({launcher}, pid {pid}) {why_not}")
+        return Job(name, launcher, pid, 0, (), state=_STARTING)
     number, world_size = _place_of(pid)
     is_rank = number != NO_RANK
     rank = _rank(number, pid, {pid: process})
@@ -277,7 +284,7 @@ def find_ranks(wanted: str, has_notes: bool = False) -> Job:
 
     Raises:
         LookupError: There is none, or there are several.
-        NoRank: None of its ranks has been started.
+        NoRank: None of its ranks has been started, or it is another user's.
     """
     job = find_job(wanted, has_notes)
     if not job.ranks:

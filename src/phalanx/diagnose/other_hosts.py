@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import dataclasses
 import socket
 import time
 from typing import Any
 
-from phalanx.diagnose.activity import Activity, Call, Look
+from phalanx._errors.facts import read_as
+from phalanx._files import parse_json
+from phalanx.diagnose.activity import Activity, Look
 from phalanx.diagnose.answer import Heard, RankSeen
 from phalanx.diagnose.jobs import Job
-from phalanx.diagnose.stacks import Frame, Stacks, Thread
+from phalanx.diagnose.stacks import Stacks, Thread
 from phalanx.launch.questions import ANSWER_S, is_trusted, socket_of
 
 _TIME_S = ANSWER_S + 0.5  # for its way, too
@@ -53,7 +55,7 @@ class OtherHosts:
         are_all = False
         for line in said.splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                told = json.loads(line)
+                told = parse_json(line)
                 if "num_silent" in told:  # the last word of whoever has passed the question on
                     are_all = told["num_silent"] == 0
                     continue
@@ -64,12 +66,11 @@ class OtherHosts:
 
 
 def _read(host: str, facts: dict[str, Any]) -> RankSeen:
-    """Return a rank as another host wrote it with `why.as_json`."""
-    threads = tuple(
-        Thread(**{**one, "frames": tuple(Frame(**frame) for frame in one["frames"])}) for one in facts.pop("threads")
-    )
-    problem = str(facts.pop("problem"))
-    calls = {name: Call(**facts[name]) for name in ("call", "last", "was_in") if facts[name]}
-    frames = {name: Frame(**facts[name]) for name in ("frame", "other") if facts[name]}
-    doing = Activity(**{**facts, **calls, **frames, "host": host})
-    return RankSeen(doing, Look(doing.pid, None, Stacks(threads, problem)))
+    """Return a rank as another host wrote it with `why.as_json`.
+
+    Raises:
+        ValueError: It did not.
+    """
+    doing = dataclasses.replace(read_as(facts, Activity), host=host)
+    stacks = Stacks(read_as(facts["threads"], tuple[Thread, ...]), read_as(facts["problem"], str))
+    return RankSeen(doing, Look(doing.pid, None, stacks))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx._errors import printable
-from phalanx._files import open_regular
+from phalanx._files import open_regular, read_json
 from phalanx._last_words import LastWords, owner_of
 from phalanx.diagnose.activity import Call, Look, activity_of, call_of
 from phalanx.diagnose.answer import Answer, RankSeen
@@ -219,8 +219,8 @@ def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
 def _words(logs: Path, box: Box | None) -> tuple[LastWords, str]:
     """Return the exception that ended a rank, and the signal that did, or nothing."""
     told: object = None
-    with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(logs / "error.json") as file:
-        told = json.loads(file.read())
+    with contextlib.suppress(OSError, ValueError):
+        told = read_json(logs / "error.json")
     facts = told if isinstance(told, dict) else {}
     pid = box.pid if box else facts.get("pid", 0)
     tail = b""

@@ -120,6 +120,17 @@ def owner_of(pid: int) -> str:
         return str(user)
 
 
+def off_limits(pid: int) -> str:
+    """Return the predicate that a process may not be looked into and whose it is; empty if it may, or has ended."""
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return f"may not be looked into: it belongs to {owner_of(pid)}"
+    except OSError:
+        pass
+    return ""
+
+
 def descendants(root: int, processes: Mapping[int, Process]) -> list[Process]:
     """Return the processes below one, each after its parent."""
     found: list[Process] = []

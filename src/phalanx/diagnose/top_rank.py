@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from phalanx.diagnose.jobs import Rank
 from phalanx.diagnose.kernel import stand_of
-from phalanx.diagnose.processes import Process, owner_of, process_of, pss_of
+from phalanx.diagnose.processes import Process, off_limits, process_of, pss_of
 from phalanx.diagnose.top_gpu import Gpu
 from phalanx.diagnose.top_record import Activity, Recorded
 from phalanx.record.box import open_box
@@ -170,7 +170,7 @@ class WatchedRank:
             if self._recorded is not None:
                 self._recorded.look()
         except PermissionError:
-            self._note = f"pid {pid} may not be looked into: it belongs to {owner_of(pid)}"
+            self._note = f"pid {pid} {off_limits(pid)}"
         except ValueError as error:
             self._note = f"the black box of pid {pid} can't be read: {error}"
         except OSError:  # it has ended

@@ -14,6 +14,7 @@ from phalanx._command_line import Parser, UsageError
 from phalanx._text import broken, complain, counted, in_units
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, NoRank, SeveralJobs, find_job, runs_in, told_where
 from phalanx.diagnose.past import last_run_of, newest_run, own_run
+from phalanx.diagnose.processes import off_limits
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 from phalanx.record.clocks import Ahead, load_clocks
@@ -212,7 +213,8 @@ def _running(job: Job, seconds: float) -> list[Box]:
                 tails.append(Tail(*place))
         if not tails:
             if job.launcher == NO_JOB:
-                raise NoRank(f"process {job.launcher_pid} ({job.name}) is no rank of a job, and records nothing")
+                is_none = off_limits(job.launcher_pid) or "is no rank of a job, and records nothing"
+                raise NoRank(f"process {job.launcher_pid} ({job.name}) {is_none}")
             raise NoRank(f"{job.name} ({job.launcher}) records nothing: its ranks have no group of the backend phalanx")
         return merged(_looks(tails, seconds))
 

@@ -24,7 +24,7 @@ from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import ended_ago_s, examine_newest, examine_run, is_run, last_run_of, launch_of_run, own_run
-from phalanx.diagnose.processes import command_of
+from phalanx.diagnose.processes import command_of, off_limits
 from phalanx.diagnose.wording import caution, sentence, thread_lines, words_of_loss
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
@@ -89,7 +89,8 @@ def _sentence(answer: Answer) -> str:
         return answer.job.waits
     if answer.job.launcher == NO_JOB:
         (one,) = answer.seen
-        return f"process {one.doing.pid} ({answer.job.name}) is no rank of a job; it {clause(one.doing)}"
+        is_none = off_limits(one.doing.pid) or "is no rank of a job"
+        return f"process {one.doing.pid} ({answer.job.name}) {is_none}; it {clause(one.doing)}"
     return sentence(answer.finding, [one.doing for one in answer.seen])
 
 

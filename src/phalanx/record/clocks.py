@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from phalanx._files import open_regular
+from phalanx._errors.facts import read_as
+from phalanx._files import read_json
 
 _NAME = "clocks.json"
 Ahead = dict[str, tuple[int, int]]  # by the name of a host: nanoseconds, and how wrong they can be
@@ -25,11 +26,7 @@ def save_clocks(clocks: Mapping[str, Sequence[float]], folder: Path) -> None:
 
 def load_clocks(folder: Path) -> Ahead:
     """Return what was saved; nothing if that can't be read."""
-    clocks = {}
-    with (
-        contextlib.suppress(OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError),
-        open_regular(folder / _NAME) as file,
-    ):
-        for host, (ahead_s, within_s) in json.loads(file.read()).items():
-            clocks[host] = int(ahead_s * 1e9), int(within_s * 1e9)
-    return clocks
+    with contextlib.suppress(OSError, ValueError):
+        saved = read_as(read_json(folder / _NAME), dict[str, tuple[float, ...]])
+        return {host: (int(ahead_s * 1e9), int(within_s * 1e9)) for host, (ahead_s, within_s) in saved.items()}
+    return {}

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx._errors import printable
-from phalanx._files import open_regular
+from phalanx._errors.facts import read_as
+from phalanx._files import open_regular, read_json
 
 _NAME = "ends.json"
 _REASON = "ended_by"
@@ -43,14 +44,9 @@ def save_ends(ends: Mapping[int, End], folder: Path) -> None:
 
 def load_ends(folder: Path) -> dict[int, End]:
     """Return how ranks ended, by their numbers; nothing if that was not saved, or can't be read."""
-    ends = {}
-    with (
-        contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError),
-        open_regular(folder / _NAME) as file,
-    ):
-        for rank, facts in json.loads(file.read()).items():
-            ends[int(rank)] = End(int(facts["code"]), bool(facts["was_told"]), int(facts["at_ns"]))
-    return ends
+    with contextlib.suppress(OSError, ValueError):
+        return {int(rank): end for rank, end in read_as(read_json(folder / _NAME), dict[str, End]).items()}
+    return {}
 
 
 def save_reason(reason: str, folder: Path) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import signal
 from pathlib import Path
 from typing import Any
 
 from phalanx._errors import printable
-from phalanx._files import open_regular, write_whole
+from phalanx._errors.facts import read_as
+from phalanx._files import read_json, write_whole
 from phalanx._text import counted
 
 _NAME = "loss.json"
 _FOLDER = "blackbox"
+_END_OF_TIME_S = 253_402_300_800.0  # the year 10000, which no calendar can show
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,26 +147,15 @@ def load_losses(run: Path) -> list[Loss]:
     """Return the losses of a run in their order, without those that can't be read."""
     found = []
     for path in run.glob(f"{_FOLDER}/attempt_*/{_NAME}"):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            attempt = int(path.parent.name.rpartition("_")[2])
-            with open_regular(path) as file:
-                found.append((attempt, _loss(json.loads(file.read()))))
+        with contextlib.suppress(OSError, ValueError):
+            found.append((int(path.parent.name.rpartition("_")[2]), _loss(read_json(path))))
     return [loss for _, loss in sorted(found, key=lambda pair: pair[0])]
 
 
-def _loss(told: dict[str, Any]) -> Loss:
-    phases = {printable(str(name)): float(value) for name, value in told["phases_s"].items()}
-    how, error, host = (printable(str(told[name])) for name in ("how", "error", "host"))
-    step, loaded, again = (_count(told[name]) for name in ("step", "loaded_step", "num_repeated"))
-    loss = Loss(
-        rank=int(told["rank"]), num_ranks=int(told["num_ranks"]), is_node=bool(told["is_node"]), how=how,
-        number=float(told["number"]), error=error, host=host, at_s=float(told["at_s"]),
-        phases_s=phases, step=step, loaded_step=loaded, num_repeated=again,
-    )  # fmt: skip
-    if not all(map(math.isfinite, (loss.number, loss.at_s, *phases.values()))):
-        raise ValueError("no number")
-    return loss
-
-
-def _count(value: Any) -> int | None:
-    return None if value is None else int(value)
+def _loss(saved: Any) -> Loss:
+    loss = read_as(saved, Loss)
+    if not 0 <= loss.at_s < _END_OF_TIME_S:
+        raise ValueError("at_s is no time of day")
+    how, error, host = map(printable, (loss.how, loss.error, loss.host))
+    phases_s = {printable(name): value for name, value in loss.phases_s.items()}
+    return dataclasses.replace(loss, how=how, error=error, host=host, phases_s=phases_s)
