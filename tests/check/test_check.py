@@ -132,6 +132,13 @@ def test_a_script_that_fails_shows_its_error(check):
     assert "no such data" in done.stderr
 
 
+def test_of_a_script_that_prints_much_only_the_end_is_read(check):
+    done = check("print('x' * 10**6, flush=True)\nif step == 5: raise RuntimeError('the cause')", "--steps", "9")
+    assert done.returncode == 1
+    assert "RuntimeError: the cause" in done.stderr
+    assert len(done.stderr) < 80_000
+
+
 def test_without_a_collective_there_is_no_verdict(check):
     done = check("pass")
     assert done.returncode == 3

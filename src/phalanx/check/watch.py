@@ -44,6 +44,7 @@ class Watch:
 
     @property
     def printed(self) -> str:
+        """The end of what the job has printed."""
         return self._job.printed
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from phalanx import _env, _trial
 from phalanx.launch.warden import die_with_parent
 
+_TAIL_BYTES = 64 << 10  # scripts print hundreds of megabytes, which take seconds to read
+
 
 class Ended(Exception):
     """A job has ended before every rank has told what it was asked."""
@@ -59,9 +61,10 @@ class TrialJob:
 
     @property
     def printed(self) -> str:
-        """What the job has printed."""
-        with open(self._output, errors="replace") as output:
-            return output.read()
+        """The last 64 KiB that the job has printed, which end with the cause of a failure."""
+        with open(self._output, "rb") as output:
+            output.seek(max(0, os.stat(output.fileno()).st_size - _TAIL_BYTES))
+            return output.read().decode(errors="replace")
 
     @property
     def code(self) -> int:

@@ -34,6 +34,12 @@ class Origin(NamedTuple):
 
 
 UNKNOWN = Origin("Where it began is not known")
+FINITE_BEFORE = Origin("The batch and the parameters are finite")
+_LOSS_ALONE = Origin("The batch, the parameters and all modules' outputs are finite: the loss is not")
+_REPEATED_FINITE = Origin(
+    "The batch and the parameters are finite, and so was a second forward pass of the same batch: the pass does not "
+    "repeat itself; look at its counters, buffers and random numbers"
+)
 
 
 class Replay:
@@ -56,9 +62,16 @@ class Replay:
         meets = is_sharded(self._module) or any("SyncBatchNorm" in type(m).__name__ for m in self._module.modules())
         return not meets
 
-    def first_bad_output(self, batch: Any) -> Origin | None:
-        """Return the first module whose output is not finite; None if all outputs are."""
+    def origin_of_loss(self, batch: Any) -> Origin:
+        """Return the first module whose output is not finite, or what a second pass says where all outputs are finite.
+
+        The second pass starts from the state that the first one left: a counter, a buffer or the random numbers may
+        have moved on. So a second loss that is finite acquits nobody.
+        """
+        if not self.is_possible:
+            return FINITE_BEFORE
         found: list[Origin] = []
+        loss: Tensor | None = None
 
         def look(module: nn.Module, _: Any, output: Any) -> None:
             path = None if found else first_bad_tensor(output, "its output")
@@ -71,11 +84,15 @@ class Replay:
         hooks = [module.register_forward_hook(look) for module in names]
         try:
             with _as_before(self._module), torch.no_grad(), self._autocast, contextlib.suppress(Exception):
-                self._objective.loss_of(self._module, batch)
+                loss, _ = self._objective.loss_of(self._module, batch)
         finally:
             for hook in hooks:
                 hook.remove()
-        return found[0] if found else None
+        if found:
+            return found[0]
+        if loss is None:  # the model can't be called alone
+            return FINITE_BEFORE
+        return _REPEATED_FINITE if is_finite(loss) else _LOSS_ALONE
 
     def first_bad_gradient(self, batch: Any) -> Origin | None:
         """Return the module that first made a gradient which is not finite; None if this rank's gradients are finite.

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from phalanx._errors import NonFinite
 from phalanx._rank_group import RankGroup
 from phalanx._text import named
-from phalanx.train.blame import UNKNOWN, Origin, Replay, first_bad_tensor, is_finite, local
+from phalanx.train.blame import FINITE_BEFORE, UNKNOWN, Origin, Replay, first_bad_tensor, is_finite, local
 from phalanx.train.objective import Objective
 from phalanx.train.run_log import RunLog
 
@@ -243,10 +243,7 @@ class FiniteGuard:
                 return Origin(f"Where it began is not known; {bad} is not finite either", bad)
             when = f"{self._until(step - 1)}: {bad} was not finite any more when step {step} began"
             return Origin(f"It began before, {when}", bad)
-        if batch is None or not self._replay.is_possible:
-            return Origin("The batch and the parameters are finite")
-        finite = Origin("The batch, the parameters and all modules' outputs are finite: the loss is not")
-        return self._replay.first_bad_output(batch) or finite
+        return FINITE_BEFORE if batch is None else self._replay.origin_of_loss(batch)
 
     def _note_gradient(self, what: str, step: int, epoch: int, batches: Sequence[Any]) -> None:
         """Remember an averaged gradient that is not finite; the ranks whose own gradient made it so count first."""
