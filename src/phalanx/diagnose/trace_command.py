@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._command_line import Parser, UsageError
+from phalanx._errors import printable
 from phalanx._text import broken, complain, counted, in_units
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, NoRank, SeveralJobs, find_job, runs_in, told_where
 from phalanx.diagnose.past import last_run_of, newest_run, own_run
@@ -61,14 +62,14 @@ def main(args: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     except NoRank as error:
-        return _say(f"phalanx trace: {error}", 1)
+        return _refuse(str(error), 1)
     except (LookupError, ValueError, OSError) as error:
-        return _say(f"phalanx trace: {error.args[0] if isinstance(error, LookupError) else error}")
+        return _refuse(str(error.args[0] if isinstance(error, LookupError) else error))
     path = Path(given.out) if given.out else _free_path()
     try:
         about = write_trace(boxes, path, measured)
     except OSError as error:
-        return _say(f"phalanx trace: can't write {path}: {error.strerror}; name another file with --out")
+        return _refuse(f"can't write {path}: {error.strerror}; name another file with --out")
     _show(path, about)
     return 0
 
@@ -79,15 +80,19 @@ def _free_path() -> Path:
     return next(path for path in map(Path, names) if not os.path.lexists(path))
 
 
-def _say(words: str, code: int = 2) -> int:
-    complain(words)
+def _say(words: str) -> None:
+    complain(printable(f"phalanx trace: {words}", keep="\n"))
+
+
+def _refuse(words: str, code: int = 2) -> int:
+    _say(words)
     return code
 
 
 def _show(path: Path, about: dict[str, Any]) -> None:
     size = in_units(path.stat().st_size)
     found = f"{counted(about['ranks'], 'rank')}, {counted(about['slices'], 'slice')}, {counted(about['flows'], 'flow')}"
-    lines = [f"{path}: {found}, {size}; open it at https://ui.perfetto.dev"]
+    lines = [f"{printable(str(path))}: {found}, {size}; open it at https://ui.perfetto.dev"]
     for clock in about["clocks"][1:]:
         if clock["within_us"] is None:
             lines.append(
@@ -127,10 +132,10 @@ def _named(wanted: str, seconds: float | None) -> tuple[list[Box], dict[str, Ahe
             raise
     if own is None:
         if where := told_where(job, wanted):
-            complain(f"phalanx trace: {where}")
+            _say(where)
         return _of_job(job, seconds)
     saved = _saved([own], seconds)
-    complain(f"phalanx trace: no {wanted or 'job'} is running; this is the last run here, {own}")
+    _say(f"no {wanted or 'job'} is running; this is the last run here, {own}")
     return saved
 
 
@@ -142,7 +147,7 @@ def _of_job(job: Job, seconds: float | None) -> tuple[list[Box], dict[str, Ahead
         if seconds is None and job.folder:
             with contextlib.suppress(LookupError):
                 attempt = _newest_attempt(Path(job.folder))
-                complain(f"phalanx trace: {error}; so this is {attempt}")
+                _say(f"{error}; so this is {attempt}")
                 return _saved([attempt], seconds)
         raise
 
@@ -187,7 +192,7 @@ def _tell_of_newer(taken: Path, folder: Path) -> None:
     """Say which run is taken if a newer one of the script has no record: it runs yet, or its launcher was killed."""
     newest = newest_run(folder)
     if newest is not None and newest.name > taken.name:
-        complain(f"phalanx trace: {newest} has no record, so this is {taken}")
+        _say(f"{newest} has no record, so this is {taken}")
 
 
 def _age(attempt: Path) -> tuple[float, int]:
