@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from phalanx._env import nearest
+from phalanx._errors import printable
 
 _WIDTH = 80
 
@@ -97,7 +98,7 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, error: UsageError) -> int:
         """Print the usage, the mistake and a correct call; return the exit code."""
-        said = f"{self.prog}: {error}"
+        said = printable(f"{self.prog}: {error}", keep="\n")
         if error.right is not None:
             is_anothers = error.right.startswith("phalanx run ") and self.prog not in ("phalanx", "phalanx run")
             right = self.right if is_anothers else error.right or self.right

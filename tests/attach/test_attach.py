@@ -111,6 +111,16 @@ def test_a_terminal_that_hangs_up_lets_the_rank_go(job, tmp_path):
     finish(running, tmp_path)
 
 
+@pytest.mark.parametrize(("redirection", "typed"), [("<&-", ""), ("0>/dev/null", ""), (">&-", "q\n"), ("<&- >&-", "")])
+def test_a_stream_that_is_closed_lets_the_rank_go(job, tmp_path, redirection, typed):
+    running = job()
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *ATTACH, "1", "--job", str(running.pid)]
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=60, check=False)
+    held, goes_on = done.stderr.splitlines()
+    assert (done.returncode, " is held; " in held, goes_on) == (0, True, "phalanx attach: rank 1 goes on")
+    finish(running, tmp_path)
+
+
 def test_a_rank_in_native_code_is_said_to_be_there_within_seconds(job):
     running = job(
         """

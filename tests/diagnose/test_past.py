@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import cli
 from phalanx.diagnose.past import examine_run
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.diagnose.why import main
@@ -342,6 +343,38 @@ def test_a_run_in_which_every_file_is_damaged_is_told_without_them(tmp_path):
     answer = sentence_of(examine_run(folder))
     assert "rank 0 last called all_reduce #60 of group 'world' at train.py:31" in answer
     assert "rank 1 left a record that can't be read" in answer
+
+
+def damaged_run(folder):
+    """A run of three ranks; the third box and a note go on behind their ends, for 30 GB that no disk holds."""
+    boxes = folder / "blackbox/attempt_0"
+    save(Job(3).boxes(60), boxes)
+    for rank in range(3):
+        (folder / f"logs/attempt_0/rank_{rank}").mkdir(parents=True)
+    (boxes / "ends.json").write_text("{}")
+    for long in ("rank_2.box", "ends.json"):
+        os.truncate(boxes / long, 30 << 30)
+    return boxes
+
+
+def test_of_files_that_are_too_large_to_be_ours_the_beginning_alone_is_read(tmp_path, monkeypatch, capsys):
+    boxes = damaged_run(tmp_path / "runs/job/20260101-000000-1")
+    answer = examine_run(boxes.parents[1])
+    assert [one.look.box is not None for one in answer.seen] == [True, True, False]
+    assert answer.seen[2].look.box_problem == f"{boxes / 'rank_2.box'} can't be read: it is larger than a black box"
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["trace", str(boxes)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("trace.json.gz: 2 ranks, ")
+    assert said.err == f"phalanx trace: {answer.seen[2].look.box_problem}; the trace lacks it\n"
+
+
+def test_a_box_tells_its_rank_and_not_the_name_of_its_file(tmp_path):
+    boxes = damaged_run(tmp_path / "runs/job/20260101-000000-1")
+    before = examine_run(boxes.parents[1])
+    (boxes / "rank_0.box").rename(boxes / "rank_7.box")
+    (boxes / "rank_1.box").rename(boxes / "rank_0.box")
+    assert [one.look.box for one in examine_run(boxes.parents[1]).seen] == [one.look.box for one in before.seen]
 
 
 def sentence_of(answer):

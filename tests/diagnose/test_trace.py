@@ -337,6 +337,18 @@ def test_an_earlier_trace_is_not_overwritten_unless_it_is_named(tmp_path, monkey
     assert names == ["trace.json.gz", "trace-2.json.gz", "trace.json.gz", "trace-3.json.gz"]
 
 
+def test_a_name_that_would_control_a_terminal_is_escaped(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save(Job(2, seed=1).boxes(5), tmp_path / "attempt_0")
+    name, shown = "o\n\x1b[31m", "o\\n\\x1b[31m"
+    assert cli.main(["trace", "attempt_0", "--out", f"{name}.json"]) == 0
+    assert capsys.readouterr().out.startswith(f"{shown}.json: 2 ranks, ")
+    (tmp_path / name).mkdir()
+    for refused in (["attempt_0", "--out", f"no{name}/trace.json"], [name], ["attempt_0", f"no{name}"]):
+        assert cli.main(["trace", *refused]) == 2
+        assert "\x1b" not in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_named_with_the_reason(tmp_path, capsys):
     save(Job(2, seed=1).boxes(5), tmp_path / "attempt_0")
     out = tmp_path / "no" / "trace.json"

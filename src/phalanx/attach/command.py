@@ -152,17 +152,14 @@ def _talk(connection: socket.socket) -> None:
     """Carry what is typed to the rank, and what it says to the screen, until it hangs up."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    poll.register(0, select.POLLIN)
+    if sys.stdin is not None:
+        poll.register(0, select.POLLIN)
+    else:  # closed, which is Ctrl-D; another file may have its number by now
+        connection.shutdown(socket.SHUT_WR)
     while True:
         for fd, _ in poll.poll():
-            if fd == 0:
-                typed = os.read(0, 4096)
-                with contextlib.suppress(BrokenPipeError):
-                    if typed:
-                        connection.sendall(typed)
-                    else:
-                        connection.shutdown(socket.SHUT_WR)
-                if not typed:
+            if fd == 0 and sys.stdin is not None:
+                if not _pass_on(connection):
                     poll.unregister(0)
                 continue
             try:
@@ -171,5 +168,19 @@ def _talk(connection: socket.socket) -> None:
                 said = b""
             if not said:
                 return
-            sys.stdout.buffer.write(said)
-            sys.stdout.buffer.flush()
+            if sys.stdout is not None:
+                sys.stdout.buffer.write(said)
+                sys.stdout.buffer.flush()
+
+
+def _pass_on(connection: socket.socket) -> bool:
+    """Carry what is typed to the rank; return whether more can follow."""
+    typed = b""
+    with contextlib.suppress(OSError):  # a file that can't be read has ended
+        typed = os.read(0, 4096)
+    with contextlib.suppress(BrokenPipeError):
+        if typed:
+            connection.sendall(typed)
+        else:
+            connection.shutdown(socket.SHUT_WR)
+    return bool(typed)

@@ -31,6 +31,7 @@ _INTERRUPT = KeyboardInterrupt.__name__
 _FRAME = re.compile(r'^\s*(?:\| )?File "(.+)", line \d+, in (\S+)')
 _C10D = "torch/distributed/distributed_c10d.py"
 _TAIL_BYTES = 256 << 10
+_MOST_DIGITS = 18  # of a rank in the name of a file
 _FALLEN = ("raised", "killed", "exited")  # by themselves
 _ENDED_BY_OTHERS = ("silent", "interrupted")
 # Operations of which nobody has the result before all have come.
@@ -160,7 +161,32 @@ def _ranks(logs: Path, boxes: Path) -> tuple[RankSeen, ...]:
     """Return the ranks of this host in an attempt."""
     ends = load_ends(boxes)
     folders = {int(path.name.rpartition("_")[2]): path for path in _numbered(logs, "rank_*")}
-    return tuple(_rank(rank, path, boxes, ends.get(rank)) for rank, path in folders.items())
+    saved = _saved(boxes)
+    return tuple(_rank(rank, path, saved.get(rank), ends.get(rank)) for rank, path in folders.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """A box that was saved, when that was, and why it can't be read if it can't."""
+
+    box: Box | None
+    written_ns: int = 0
+    problem: str = ""
+
+
+def _saved(folder: Path) -> dict[int, _Saved]:
+    """Return what was saved of each rank: a box tells its rank, and the name of its file only if it can't be read."""
+    found: dict[int, _Saved] = {}
+    problems: dict[int, _Saved] = {}
+    for path in sorted(folder.glob(f"rank_*{SUFFIX}")):
+        try:
+            box = load_box(path)
+            found.setdefault(box.rank, _Saved(box, path.stat().st_mtime_ns))
+        except (ValueError, OSError) as error:
+            number = path.name.removeprefix("rank_").removesuffix(SUFFIX)
+            if number.isdecimal() and len(number) <= _MOST_DIGITS:
+                problems[int(number)] = _Saved(None, problem=str(error))
+    return problems | found
 
 
 def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
@@ -179,16 +205,12 @@ def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
     return tuple(map(waited, seen))
 
 
-def _rank(rank: int, logs: Path, boxes: Path, end: End | None) -> RankSeen:
+def _rank(rank: int, logs: Path, saved: _Saved | None, end: End | None) -> RankSeen:
     """Return what a rank was doing when it ended, or was ended; no `end`: nobody saw how."""
-    path = boxes / f"rank_{rank}{SUFFIX}"
-    box, problem, seen_ns = None, "", 0
-    if path.exists():
-        try:
-            box = load_box(path)
-            seen_ns = end.at_ns if end else path.stat().st_mtime_ns - box.realtime_less_monotonic_ns
-        except ValueError as error:
-            problem = str(error)
+    box, problem = (saved.box, saved.problem) if saved else (None, "")
+    seen_ns = 0
+    if saved and box:
+        seen_ns = end.at_ns if end else saved.written_ns - box.realtime_less_monotonic_ns
     words, how = _words(logs, box)
     if end is not None and end.code < 0 and not end.was_told:  # the cause alone is told of in its folder
         how = signal_name(-end.code)

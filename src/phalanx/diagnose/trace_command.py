@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._command_line import Parser, UsageError
+from phalanx._errors import printable
 from phalanx._text import broken, complain, counted, in_units
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, NoRank, SeveralJobs, find_job, runs_in, told_where
 from phalanx.diagnose.past import last_run_of, newest_run, own_run
 from phalanx.diagnose.processes import off_limits
 from phalanx.diagnose.trace import merged, write_trace
-from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
+from phalanx.record.box import SUFFIX, Box, Tail, load_box, open_box
 from phalanx.record.clocks import Ahead, load_clocks
 
 RIGHT_CALL = "phalanx trace [RUN | JOB | PID]"
@@ -61,14 +62,14 @@ def main(args: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     except NoRank as error:
-        return _say(f"phalanx trace: {error}", 1)
+        return _refuse(str(error), 1)
     except (LookupError, ValueError, OSError) as error:
-        return _say(f"phalanx trace: {error.args[0] if isinstance(error, LookupError) else error}")
+        return _refuse(str(error.args[0] if isinstance(error, LookupError) else error))
     path = Path(given.out) if given.out else _free_path()
     try:
         about = write_trace(boxes, path, measured)
     except OSError as error:
-        return _say(f"phalanx trace: can't write {path}: {error.strerror}; name another file with --out")
+        return _refuse(f"can't write {path}: {error.strerror}; name another file with --out")
     _show(path, about)
     return 0
 
@@ -79,15 +80,19 @@ def _free_path() -> Path:
     return next(path for path in map(Path, names) if not os.path.lexists(path))
 
 
-def _say(words: str, code: int = 2) -> int:
-    complain(words)
+def _say(words: str) -> None:
+    complain(printable(f"phalanx trace: {words}", keep="\n"))
+
+
+def _refuse(words: str, code: int = 2) -> int:
+    _say(words)
     return code
 
 
 def _show(path: Path, about: dict[str, Any]) -> None:
     size = in_units(path.stat().st_size)
     found = f"{counted(about['ranks'], 'rank')}, {counted(about['slices'], 'slice')}, {counted(about['flows'], 'flow')}"
-    lines = [f"{path}: {found}, {size}; open it at https://ui.perfetto.dev"]
+    lines = [f"{printable(str(path))}: {found}, {size}; open it at https://ui.perfetto.dev"]
     for clock in about["clocks"][1:]:
         if clock["within_us"] is None:
             lines.append(
@@ -127,10 +132,10 @@ def _named(wanted: str, seconds: float | None) -> tuple[list[Box], dict[str, Ahe
             raise
     if own is None:
         if where := told_where(job, wanted):
-            complain(f"phalanx trace: {where}")
+            _say(where)
         return _of_job(job, seconds)
     saved = _saved([own], seconds)
-    complain(f"phalanx trace: no {wanted or 'job'} is running; this is the last run here, {own}")
+    _say(f"no {wanted or 'job'} is running; this is the last run here, {own}")
     return saved
 
 
@@ -142,7 +147,7 @@ def _of_job(job: Job, seconds: float | None) -> tuple[list[Box], dict[str, Ahead
         if seconds is None and job.folder:
             with contextlib.suppress(LookupError):
                 attempt = _newest_attempt(Path(job.folder))
-                complain(f"phalanx trace: {error}; so this is {attempt}")
+                _say(f"{error}; so this is {attempt}")
                 return _saved([attempt], seconds)
         raise
 
@@ -155,12 +160,31 @@ def _saved(folders: Sequence[Path], seconds: float | None) -> tuple[list[Box], d
     measured = {}
     for folder in folders:
         attempt = _newest_attempt(folder)
-        for box in load_boxes(attempt):
+        for box in _readable(attempt):
             if box.rank in boxes:
                 raise UsageError(f"rank {box.rank} is in two of the folders; give those of one job's hosts", None)
             boxes[box.rank] = box
             measured[box.host] = load_clocks(attempt)
     return [boxes[rank] for rank in sorted(boxes)], measured
+
+
+def _readable(attempt: Path) -> list[Box]:
+    """Return the boxes of an attempt; those that can't be read are named and left out.
+
+    Raises:
+        ValueError: None can be read.
+    """
+    boxes, problems = [], []
+    for path in sorted(attempt.glob(f"rank_*{SUFFIX}")):
+        try:
+            boxes.append(load_box(path))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems and not boxes:
+        raise ValueError(problems[0])
+    for problem in problems:
+        _say(f"{problem}; the trace lacks it")
+    return boxes
 
 
 def _newest_attempt(folder: Path) -> Path:
@@ -187,7 +211,7 @@ def _tell_of_newer(taken: Path, folder: Path) -> None:
     """Say which run is taken if a newer one of the script has no record: it runs yet, or its launcher was killed."""
     newest = newest_run(folder)
     if newest is not None and newest.name > taken.name:
-        complain(f"phalanx trace: {newest} has no record, so this is {taken}")
+        _say(f"{newest} has no record, so this is {taken}")
 
 
 def _age(attempt: Path) -> tuple[float, int]:

@@ -64,7 +64,8 @@ def main(args: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     except (LookupError, OSError) as error:
-        complain(f"phalanx why: {error.args[0] if isinstance(error, LookupError) else error}")
+        words = error.args[0] if isinstance(error, LookupError) else error
+        complain(printable(f"phalanx why: {words}", keep="\n"))
         return 2
     if given.brief:
         return _brief(answer)

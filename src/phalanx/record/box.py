@@ -42,6 +42,7 @@ _EVENT = struct.Struct("<QQQHHIIIQQ8x")
 _TEXT_BYTES = 124 * 1024
 BOX_BYTES = _PAGE + 8192 * _EVENT.size + _TEXT_BYTES
 """Of a box that this phalanx writes."""
+_MOST_SAVED_BYTES = 2 * BOX_BYTES
 _KINDS = ("", "collective", "message", "step", "phase", "note", "call")
 OPS = (
     "", "join", "barrier", "broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter",
@@ -388,6 +389,8 @@ def load_box(path: Path) -> Box:
     """
     try:
         with open_regular(path) as file, gzip.GzipFile(fileobj=file) as unpacked:
+            if os.fstat(file.fileno()).st_size > _MOST_SAVED_BYTES:  # GzipFile reads zeros to their end
+                raise ValueError("it is larger than a black box")
             data = unpacked.read(BOX_BYTES + 1)  # to its end, where the checksum is, but no more
             box = read_box(data)
             if len(data) > BOX_BYTES:
