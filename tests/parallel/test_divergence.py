@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import phalanx
 
@@ -160,6 +163,107 @@ def shards(rank, world_size):
 
 def test_shards_are_refused_by_name(run_ranks):
     run_ranks(shards, 2, backend="gloo")
+
+
+def with_buffer(tensor):
+    model = nn.Linear(2, 1)
+    torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+    model.register_buffer("odd", tensor)
+    return model
+
+
+def lbfgs(change):
+    model = with_buffer(torch.ones(1))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+    optimizer.step(lambda: closure(model, optimizer))
+    optimizer.state[model.weight]["old_dirs"][0] += change
+    return model, optimizer
+
+
+def closure(model, optimizer):
+    optimizer.zero_grad()
+    loss = (model(torch.ones(3, 2)) - 1).square().sum()
+    loss.backward()
+    return loss
+
+
+def of_a_loss(change):
+    model, margin = with_buffer(torch.ones(1)), nn.Parameter(torch.ones(2) + change)
+    return model, torch.optim.SGD([*model.parameters(), margin], lr=0.1)
+
+
+def differ_in_odd_places(rank, world_size):
+    bits = torch.tensor([1, 2 + (rank == 1)], dtype=torch.uint8)
+    found = []
+    for given in (
+        (with_buffer(bits.view(torch.float4_e2m1fn_x2)),),
+        lbfgs(float(rank == 1)),
+        of_a_loss(float(rank == 1)),
+    ):
+        with pytest.raises(phalanx.ReplicaMismatch) as caught:
+            phalanx.check_replicas(*given)
+        found.append((caught.value.tensors[0], caught.value.ranks, str(caught.value)))
+    for given in (lbfgs(0.0), of_a_loss(0.0)):
+        phalanx.check_replicas(*given)
+    return found
+
+
+def test_dtypes_without_numbers_nested_state_and_parameters_of_a_loss_are_compared(run_ranks):
+    every = run_ranks(differ_in_odd_places, 3)
+    assert every == [every[0]] * 3
+    (odd, odd_ranks, words), (state, state_ranks, _), (margin, margin_ranks, _) = every[0]
+    assert "buffer 'odd' at [1] is bits 0x02 on ranks 0 and 2, and bits 0x03 on rank 1" in words
+    assert (odd, state, margin) == ("buffer 'odd'", "old_dirs[0] of parameter 'weight'", "the optimizer's parameter 2")
+    assert odd_ranks == state_ranks == margin_ranks == (1,)
+
+
+def freed():
+    tensor = torch.ones(30)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+def mistakes():
+    """What rank 1 gives alone, and what all ranks then raise."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = distribute_tensor(torch.ones(1), mesh, [Replicate()])
+    good = with_buffer(torch.ones(1))
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(good.parameters(), lr=0.1), 1)
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    unread = "rank 1: can't read buffer 'odd' to compare it: "
+    yield (with_buffer(whole),), ValueError, "rank 1: check_replicas: buffer 'odd' is a DTensor, of which each rank"
+    yield (None,), TypeError, "rank 1: check_replicas: model must be a torch.nn.Module, got NoneType"
+    yield ({},), TypeError, "rank 1: check_replicas: model must be a torch.nn.Module, got dict"
+    yield (good, schedule), TypeError, "rank 1: check_replicas: optimizer must be a torch.optim.Optimizer, got StepLR"
+    for tensor in (torch.nested.nested_tensor([torch.ones(1)]), ragged, fake(), freed()):
+        yield (with_buffer(tensor),), RuntimeError, unread
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def mistakes_of_one_rank(rank, world_size):
+    wrong = []
+    for number, (given, kind, words) in enumerate(mistakes()):
+        model = with_buffer(torch.ones(1))
+        try:
+            phalanx.check_replicas(*(given if rank == 1 else (model,)))
+        except Exception as error:
+            if type(error) is not kind or words not in str(error):
+                wrong.append(repr(error))
+        else:
+            wrong.append(words)
+        next_one = torch.full((1,), float(number))
+        dist.all_reduce(next_one)  # is paired with that of the other ranks
+        assert next_one.item() == number * world_size
+    return wrong, number
+
+
+def test_what_one_rank_cannot_compare_all_ranks_raise_and_name(run_ranks):
+    assert run_ranks(mistakes_of_one_rank, 3) == [([], 7)] * 3
 
 
 def test_without_a_group_it_says_so():

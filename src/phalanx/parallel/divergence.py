@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,13 @@ from phalanx._digest import bytes_of, digests
 from phalanx._errors import ReplicaMismatch
 from phalanx._rank_group import RankGroup, group_with_this_rank
 from phalanx._text import listed, named
-from phalanx.parallel.replicated import Entry, buffers, is_shard, optimizer_state, parameters
+from phalanx.parallel.replicated import Entry, buffers, is_shard, optimizer_state, other_parameters, parameters
 
 _COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # of a tensor: what has a digest, and what ranks show each other
 _MOST_NAMED = 3
+_MOST_WORDS = 200  # characters of torch's reason; some fill pages
+_SHARED = (TypeError, ValueError)
+_SHARED_BY_NAME: dict[str, type[Exception]] = {kind.__name__: kind for kind in _SHARED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +46,10 @@ def check_replicas(
 ) -> None:
     """Raise an error on every rank if any rank's copy of the model or of the optimizer's state differs by a bit.
 
-    Every rank calls it between two steps, on any backend. Parameters are compared, the buffers of the ``state_dict``,
-    learning rates and the optimizer's state. Ranks may differ in the running statistics of a batch norm that is not
-    synchronized, in what the model wants DistributedDataParallel to ignore, and in the state of a
-    ZeroRedundancyOptimizer, which is divided.
+    Every rank calls it between two steps, on any backend. Parameters are compared, also those that only the optimizer
+    has, the buffers of the ``state_dict``, learning rates, and the tensors and numbers of the optimizer's state. Ranks
+    may differ in the running statistics of a batch norm that is not synchronized, in what the model wants
+    DistributedDataParallel to ignore, and in the state of a ZeroRedundancyOptimizer, which is divided.
 
     Args:
         model: Model, in its wrapper or not.
@@ -54,8 +58,10 @@ def check_replicas(
 
     Raises:
         ReplicaMismatch: A tensor differs: names the first one, the ranks that differ from the majority, and how.
-        ValueError: There is no process group yet, this rank is not in it, or a parameter is a DTensor, of which each
-            rank has a part.
+        ValueError: There is no process group yet, this rank is not in it, or a parameter of any rank is a DTensor, of
+            which each rank has a part.
+        TypeError: Any rank's model or optimizer is something else.
+        RuntimeError: Any rank has a tensor that can't be read, such as a nested or a fake one; it is named.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -63,16 +69,7 @@ def check_replicas(
         >>> phalanx.check_replicas(model, optimizer)
     """
     group = group_with_this_rank(group, "check_replicas")
-    entries = [*parameters(model), *buffers(model)]
-    if optimizer is not None:
-        entries += optimizer_state(model, optimizer, lambda _: False)
-    for entry in entries:
-        if (tensor := entry.fetch()) is not None and is_shard(tensor):
-            raise ValueError(
-                f"check_replicas: {entry.name} is a DTensor, of which each rank has a part: pass a model whose "
-                "parameters all ranks hold whole"
-            )
-    difference = first_difference(entries, group)
+    difference = first_difference(_entries(model, optimizer), group)
     if difference is not None:
         ranks = tuple(dist.get_global_rank(group, rank) for rank in difference.ranks)
         raise ReplicaMismatch(
@@ -81,24 +78,54 @@ def check_replicas(
         )  # fmt: skip
 
 
+def _entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Entry]:
+    """Yield what all ranks must hold alike, and refuse what they can't hold whole."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"check_replicas: model must be a torch.nn.Module, got {type(model).__name__}")
+    entries = [parameters(model), buffers(model)]
+    if optimizer is not None:
+        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+            raise TypeError(
+                f"check_replicas: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}: call "
+                "check_replicas(model, optimizer)"
+            )
+        entries += [other_parameters(model, optimizer), optimizer_state(model, optimizer, lambda _: False)]
+    for entry in itertools.chain(*entries):
+        if (tensor := entry.fetch()) is not None and is_shard(tensor):
+            raise ValueError(
+                f"check_replicas: {entry.name} is a DTensor, of which each rank has a part: pass a model whose "
+                "parameters all ranks hold whole"
+            )
+        yield entry
+
+
 def first_difference(entries: Iterable[Entry], group: dist.ProcessGroup) -> Difference | None:
     """Compare every bit of the entries. Every rank of the group calls it, and gets the same.
 
+    Whatever a rank raises while it goes through its entries, all ranks raise: a rank that left alone would have its
+    next collective paired with one of these.
+
     Raises:
-        RuntimeError: A rank could not read a tensor; on every rank.
+        RuntimeError: A rank could not read a tensor.
+        TypeError, ValueError: The entries of a rank have raised it.
     """
     ranks = RankGroup(group)
     own: dict[str, Tensor] = {}
     described: dict[str, tuple[str, str, bytes]] = {}
-    problem = ""
+    problem: tuple[str, str] | None = None
     try:
-        own = {e.name: tensor for e in entries if (tensor := e.fetch()) is not None and not tensor.is_meta}
-        described = {name: _description(tensor) for name, tensor in own.items()}
-    except Exception as error:  # or the others would wait for this rank
-        problem = f"rank {dist.get_rank()} can't read a tensor: {type(error).__name__}: {error}"
+        for entry in entries:
+            if (tensor := entry.fetch()) is not None and not tensor.is_meta:
+                own[entry.name] = tensor
+                described[entry.name] = _description(entry.name, tensor)
+    except Exception as error:
+        words = str(error) if type(error) in (RuntimeError, *_SHARED) else f"{type(error).__name__}: {error}"
+        problem = type(error).__name__, f"rank {dist.get_rank()}: {words}"
     every = ranks.gather((described, problem))
-    if problem := next((words for _, words in every if words), ""):
-        raise RuntimeError(problem)
+    for _, found in every:
+        if found is not None:
+            kind, words = found
+            raise _SHARED_BY_NAME.get(kind, RuntimeError)(words)
     tables = [table for table, _ in every]
     names = list(dict.fromkeys(name for table in tables for name in table))
     differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
@@ -139,10 +166,14 @@ def _odd_ranks(found: Sequence[object]) -> tuple[int, ...]:
     return tuple(r for r, one in enumerate(found) if not has_majority or one != parties[0][0])
 
 
-def _description(tensor: Tensor) -> tuple[str, str, bytes]:
-    bits = bytes_of(_elements(tensor)).cpu()
-    digest = digests(bits.split(_COARSE_BYTES), torch.get_num_threads())
-    return str(list(tensor.shape)), _kind(tensor), digest
+def _description(name: str, tensor: Tensor) -> tuple[str, str, bytes]:
+    try:
+        bits = bytes_of(_elements(tensor)).cpu()
+        digest = digests(bits.split(_COARSE_BYTES), torch.get_num_threads())
+        return str(list(tensor.shape)), _kind(tensor), digest
+    except Exception as error:  # a nested or fake tensor, or one whose storage was freed
+        why = next(iter(str(error).splitlines()), "")[:_MOST_WORDS]
+        raise RuntimeError(f"can't read {name} to compare it: {type(error).__name__}: {why}") from error
 
 
 def _elements(tensor: Tensor) -> Tensor:
@@ -166,20 +197,25 @@ def _kind(tensor: Tensor) -> str:
 def _first_element(tensor: Tensor, ranks: RankGroup) -> tuple[str, list[str]]:
     """Return where the first element lies that differs, and its value on each rank."""
     tensor = _elements(tensor)
-    every = ranks.gather(digests(bytes_of(tensor).cpu().split(_FINE_BYTES)))
+    bits = bytes_of(tensor)
+    every = ranks.gather(digests(bits.cpu().split(_FINE_BYTES)))
     at = next(
         at for at in range(0, len(every[0]), 16) if len({digest[at : at + 16] for digest in every}) > 1
     )  # of a digest
     size = tensor.element_size()
     first = at // 16 * _FINE_BYTES // size
-    part = tensor.reshape(-1)[first : first + _FINE_BYTES // size].clone()
-    parts = ranks.gather_tensor(bytes_of(part).to(ranks.device))
+    part = bits[first * size : first * size + _FINE_BYTES].clone()
+    parts = ranks.gather_tensor(part.to(ranks.device))
     differs = torch.stack([one != parts[0] for one in parts]).any(0).view(-1, size).any(1)
     offset = int(differs.nonzero()[0])
-    numbers = [one.view(tensor.dtype)[offset].item() for one in (p.cpu() for p in parts)]
-    values = [repr(number) for number in numbers]
-    if len({*values}) == 1:  # such as NaNs of different bits
-        bits = [bytes(one[offset * size : (offset + 1) * size].tolist())[::-1].hex() for one in parts]
-        values = [f"{value} (bits 0x{word})" for value, word in zip(values, bits, strict=True)]
+    elements = [one[offset * size : (offset + 1) * size].cpu() for one in parts]
+    words = [f"bits 0x{bytes(element.tolist())[::-1].hex()}" for element in elements]
+    try:
+        values = [repr(element.view(tensor.dtype).item()) for element in elements]
+    except (NotImplementedError, RuntimeError):  # torch reads no number of this dtype, such as float4_e2m1fn_x2
+        values = words
+    else:
+        if len({*values}) == 1:  # such as NaNs of different bits
+            values = [f"{value} ({word})" for value, word in zip(values, words, strict=True)]
     index = torch.unravel_index(torch.tensor(first + offset), tensor.shape)
     return f" at [{', '.join(str(int(i)) for i in index)}]" if tensor.dim() else "", values

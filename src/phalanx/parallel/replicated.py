@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from phalanx import _torch
+from phalanx._nested import tensors_in
 from phalanx.checkpoint import unwrap
 
 Owner = Callable[[nn.Parameter], bool]
@@ -83,15 +84,35 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, leaves_o
         name = names.get(parameter)
         if name in ignored or leaves_out(parameter):
             continue
-        owner = f"parameter {name!r}" if name else f"the optimizer's parameter {number}"
+        owner = f"parameter {name!r}" if name else _unnamed(number)
         for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
-            if _as_tensor(value) is not None:
-                yield Entry(f"{key} of {owner}", _fetcher(optimizer, parameter, key))
+            for path in _tensors_of(key, value):
+                yield Entry(f"{path} of {owner}", _fetcher(optimizer, parameter, key, path))
 
 
-def _fetcher(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: Any) -> Callable[[], Tensor | None]:
+def _fetcher(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: Any, path: str
+) -> Callable[[], Tensor | None]:
     """A state dictionary that is loaded replaces the tensors."""
-    return lambda: _as_tensor(optimizer.state.get(parameter, {}).get(key))
+    return lambda: _tensors_of(key, optimizer.state.get(parameter, {}).get(key)).get(path)
+
+
+def _tensors_of(key: Any, value: Any) -> dict[str, Tensor]:
+    """Return a number, a tensor or the tensors of a container, such as L-BFGS's ``old_dirs[0]``, by their places."""
+    number = _as_tensor(value)
+    return dict(tensors_in(value if number is None else number, str(key)))
+
+
+def other_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Entry]:
+    """Yield the parameters that the optimizer has and the model lacks, such as those of a loss."""
+    of_model = set(unwrap(model).parameters())
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if parameter not in of_model and not is_lazy(parameter):
+            yield Entry(_unnamed(number), lambda p=parameter: p)  # type: ignore[misc]
+
+
+def _unnamed(number: int) -> str:
+    return f"the optimizer's parameter {number}"
 
 
 def _as_tensor(value: Any) -> Tensor | None:
