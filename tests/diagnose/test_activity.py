@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from phalanx.diagnose.activity import Activity, Look, activity_of
+from phalanx.diagnose.clauses import clause
 from phalanx.diagnose.kernel import Stand
 from phalanx.diagnose.processes import Process
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
@@ -54,6 +55,14 @@ def test_a_sleep_that_a_halt_may_have_begun_anew_has_lasted_at_least_so_long():
     assert not doing(seen(state="R")).since_is_least, "it runs"
     assert doing(seen(of_torch("barrier"))).call.since_is_least
     assert not doing(seen(box=box(ENDED, OPEN))).call.since_is_least
+
+
+def test_a_rank_that_steps_without_others_is_told_by_its_last_step():
+    step = Event(2, 30, 58 * 10**9, "step", "", "", "", PID, 7, 64)
+    look = dataclasses.replace(seen(state="R", box=box(ENDED, step)), seen_ns=60 * 10**9)
+    assert clause(doing(look)) == "is running in train at train.py:31, 2.0 s after its last step"
+    soon = dataclasses.replace(look, seen_ns=58 * 10**9 + 10**8)
+    assert clause(doing(soon)) == "is running in train at train.py:31"
 
 
 def test_without_stacks_the_box_still_tells_it():

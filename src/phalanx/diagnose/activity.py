@@ -115,6 +115,7 @@ class Activity:
         progress: Number of the last collective that it has begun, by group; empty if that is unknown.
         has_forgotten: Whether `progress` lacks groups of which its black box no longer holds a collective.
         last: Last collective that it has ended, if that is known.
+        stepped_s: Seconds since it ended its last step of the training; None if that is unknown.
         was_in: Operation in which it waited when a signal killed it; None if it did not.
         gave_up: Name of the exception that ended its wait for others; empty: it waits, or none did.
         host: Name of its host; empty: this one.
@@ -137,6 +138,7 @@ class Activity:
     progress: Mapping[str, int] = dataclasses.field(default_factory=dict)
     has_forgotten: bool = False
     last: Call | None = None
+    stepped_s: float | None = None
     was_in: Call | None = None
     gave_up: str = ""
     host: str = ""
@@ -169,6 +171,7 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
         progress=progress,
         has_forgotten=look.box is not None and look.box.num_events > len(look.box.events),
         last=_last(look) if has_recorded else None,
+        stepped_s=_stepped_s(look),
     )
     doing = dataclasses.replace(doing, since_is_least=_may_be_longer(doing.since_s, doing.last))
     if main is not None and main.own_frames:
@@ -264,6 +267,12 @@ def _last(look: Look) -> Call | None:
         return None
     event = max(ended, key=lambda event: event.ended_ns)
     return dataclasses.replace(call_of(event, look.seen_ns), since_s=(look.seen_ns - event.ended_ns) / 1e9)
+
+
+def _stepped_s(look: Look) -> float | None:
+    steps = [event.ended_ns for event in look.box.events if event.kind == "step"] if look.box is not None else []
+    newest_ns = max(steps, default=0)
+    return (look.seen_ns - newest_ns) / 1e9 if newest_ns else None
 
 
 def joining_call(group: str) -> str:

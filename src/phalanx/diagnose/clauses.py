@@ -84,12 +84,15 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
 
 
 def _after(doing: Activity) -> str:
-    """Return how long a rank's last operation is over, where it computes or may have slept for longer; else nothing."""
+    """Return how long a rank's last operation or step is over, where it computes or may have slept for longer."""
     after_s = doing.last.since_s if doing.last is not None else None
+    what = "recorded operation"
+    if after_s is not None and doing.stepped_s is not None and doing.stepped_s < after_s:  # as of a rank alone
+        after_s, what = doing.stepped_s, "step"
     is_told = doing.how == "runs" or doing.since_is_least
     if after_s is None or after_s < MOMENT_S or not is_told:
         return ""
-    return f", {duration(after_s)} after its last recorded operation"
+    return f", {duration(after_s)} after its last {what}"
 
 
 def _lasting(seconds: float | None, is_least: bool) -> str:
