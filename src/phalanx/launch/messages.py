@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from phalanx._files import parse_json
 from phalanx.launch.shared_causes import read_cause
 from phalanx.launch.views import MOST_RANKS, Group, Key, Node, State, View
 
@@ -24,10 +25,7 @@ def read_line(line: bytes) -> dict[str, Any]:
     Raises:
         ValueError: It holds none.
     """
-    try:
-        told = json.loads(line)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    told = parse_json(line)
     if not isinstance(told, dict):
         raise ValueError("no message")
     return told
