@@ -212,7 +212,7 @@ def test_a_call_that_a_halt_would_end_is_not_disturbed_unless_native_frames_are_
     command = [*LAUNCHERS["phalanx run"][:-1], "--nproc-per-node", "2", "job.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
-        while "rank 1 has not called all_reduce #2" not in (said := why(process.pid)):
+        while not re.search("rank 1 has not called all_reduce #2 .* at job.py:10", said := why(process.pid)):
             assert time.monotonic() < deadline, said
         assert re.search(r"native frames: phalanx stacks --native \d+, which would end its epoll_wait early", said)
         (tmp_path / "let_go").write_text("x")

@@ -14,6 +14,8 @@ class Memory:
     problem = ""
     is_urgent = False
 
+    def agree(self) -> None: ...
+
 
 @pytest.fixture
 def taken(monkeypatch):
