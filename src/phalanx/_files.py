@@ -47,7 +47,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return parse_json(data)
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes | bytearray) -> Any:
     """Return what JSON says whose numbers can be computed with: all are finite, and 64 bits hold their integer parts.
 
     Raises:

@@ -19,7 +19,7 @@ def as_line(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message, default=dataclasses.asdict).encode() + b"\n"
 
 
-def read_line(line: bytes) -> dict[str, Any]:
+def read_line(line: bytes | bytearray) -> dict[str, Any]:
     """Return the message that a line holds.
 
     Raises:

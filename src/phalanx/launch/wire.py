@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import select
@@ -11,6 +10,8 @@ import struct
 import time
 from collections.abc import Mapping
 from typing import Any
+
+from phalanx.launch.messages import as_line, read_line
 
 PIECE = struct.Struct("<L")
 """Length of the piece that follows; 0: that was all, and it is good."""
@@ -57,7 +58,7 @@ class Wire:
         return self._end.fileno()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        self._end.sendall(json.dumps(message).encode() + b"\n")
+        self._end.sendall(as_line(message))
 
     def hear(self, *, waits: bool = False, within_s: float | None = None) -> dict[str, Any]:
         """Return the next message.
@@ -87,13 +88,7 @@ class Wire:
             if len(line) > _MOST_BYTES:
                 raise ValueError("no message")
         self._end.settimeout(_SILENCE_S)
-        try:
-            message = json.loads(line)
-        except RecursionError:  # strangers can reach this port
-            raise ValueError("nested too deeply") from None
-        if not isinstance(message, dict):
-            raise ValueError("no message")
-        return message
+        return read_line(line)
 
     def ask(self, offer: Mapping[str, Any]) -> dict[str, Any]:
         """Make an offer and return the answer.
