@@ -160,6 +160,15 @@ class Host:
                 f"the namespaces or the wire of {self.name} failed: {said.strip() or self._holder.returncode}"
             )
 
+    def show(self) -> None:
+        """Kill all its processes and print what they said and nobody has read, which pytest shows of a failed test."""
+        self.kill()
+        for process in self._started:
+            for name in ("stdout", "stderr"):
+                pipe = getattr(process, name)
+                if pipe is not None and not pipe.closed:
+                    print(f"--- unread {name} of process {process.pid} on {self.name}:\n{pipe.read()}")
+
 
 def node_command(nnodes: str, first: Host, port: int) -> list[str]:
     """Return what starts one rank on a host, of a job that meets at the first one; more flags and the script follow."""
@@ -193,7 +202,12 @@ def hosts(num_hosts: int, rate: str | None = None, delay_ms: float = 0.0) -> Ite
             host = Host(f"host-{chr(ord('a') + i)}", f"10.77.0.{i + 1}", rate_bit_s, delay_ms / 1e3)
             made.append(stack.enter_context(contextlib.closing(host)))
             host._connect(switch, rate_bit_s)
-        yield tuple(made)
+        try:
+            yield tuple(made)
+        except BaseException:
+            for host in made:
+                host.show()
+            raise
 
 
 def _parse_rate(rate: str | None) -> float:

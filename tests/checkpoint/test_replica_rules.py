@@ -101,6 +101,22 @@ def test_without_memory_for_a_third_the_newest_is_written_over_once_an_older_one
     assert slots.copying == (1, 3)
 
 
+@pytest.mark.parametrize("num_regions", [2, 3])
+def test_what_was_safe_before_a_newer_one_was_loaded_stays_until_a_copy_is_done(num_regions):
+    slots = Slots()
+    slots.loaded((1, 9), 2 % num_regions, safe=(1, 5), safe_slot=1)
+    for n, is_busy in enumerate([False, True, True]):
+        slot = slots.next((2, n), is_to_be_copied=True, is_busy=is_busy)
+        if slot >= num_regions:
+            slots.skip((2, n))
+        assert slot != 1
+        assert slots.safe == (1, 5)
+    copied = slots.copying
+    assert copied is not None
+    assert slots.next((2, 3), is_to_be_copied=True, is_busy=False) >= 0
+    assert slots.safe == copied
+
+
 class SimHost:
     """A host of one rank: its own regions, replicas of others', and how far its copying is."""
 

@@ -85,7 +85,8 @@ def await_fact(job, name, limit_s=LIMIT_S):
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         line = job.stdout.readline()
-        assert line, job.communicate(timeout=LIMIT_S)[1]
+        print(f"{job.pid} {time.strftime('%X')}: {line}", end="")  # pytest shows it for a test that fails
+        assert line, f"job {job.pid} has ended"
         begin = line.find('{"')  # a Trainer says other things, too
         if begin >= 0 and name in (facts := json.loads(line[begin:])):
             return facts

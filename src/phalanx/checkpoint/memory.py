@@ -27,7 +27,7 @@ from phalanx._snapshots import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Copy
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint.agreement import gather, raise_problems
 from phalanx.checkpoint.fetching import Fetch, find
-from phalanx.checkpoint.holdings import Choice, Held
+from phalanx.checkpoint.holdings import Choice, Held, Moment, newest_of
 from phalanx.checkpoint.image import Image, fill, lay_out
 from phalanx.checkpoint.slots import Slots
 from phalanx.checkpoint.tree import Leaf, pack
@@ -300,13 +300,44 @@ class SnapshotMemory:
         if len(found) != world_size:
             raise ValueError("not every rank finds it")
         own = (one.slot for one in found.values() if one.is_own and one.number - one.head.first_rank == rank)
-        self._slots.loaded((choice.attempt, choice.step), next(own, -1))
+        safe = self._safe_before(choice, ranks)
+        self._slots.loaded((choice.attempt, choice.step), next(own, -1), safe, self._slot_of(safe, choice.folder, rank))
         images = []
         for number in range(world_size):
             offset, head = found[number].offset, found[number].head
             region = mmap.mmap(self._fd, region_bytes(head.size_bytes), offset=offset, access=mmap.ACCESS_COPY)
             images.append(Image(memoryview(region)[PAGE_BYTES : PAGE_BYTES + head.size_bytes]))
         return images
+
+    def _safe_before(self, choice: Choice, ranks: RankGroup) -> Moment | None:
+        """Return the snapshot that all hosts have copied and can load if it is older than the chosen one; None: none.
+
+        Every rank calls it. It stays until a newer one is safe: the chosen one may be only where it was taken.
+        """
+        asked, copied = _snapshots.asked_copy(self._fd), _snapshots.last_copied(self._fd)
+        is_done = asked is not None and copied is not None and copied[:2] == asked[:2]
+        told = ranks.gather((asked, is_done, self.held()))
+        asks = [(Copy(*asked), is_done) for asked, is_done, _ in told if asked and asked[2] == choice.folder]
+        if not asks:
+            return None
+        wanted = {(ask.attempt, ask.step) for ask, _ in asks}
+        if len(wanted) == 1 and all(is_done for _, is_done in asks):
+            (safe,) = wanted
+        else:
+            safe = max((ask.safe_attempt, ask.safe_step) for ask, _ in asks)
+        held = [[one for one in of_rank if one.moment == safe] for *_, of_rank in told]
+        if safe >= (choice.attempt, choice.step) or newest_of(held, choice.folder) is None:
+            return None
+        return safe
+
+    def _slot_of(self, moment: Moment | None, folder: bytes, place: int) -> int:
+        """Return the own region of a rank with its part of a snapshot; -1: there is none."""
+        for one in _snapshots.whole_regions(self._fd) if moment is not None else ():
+            head = one.head
+            is_it = (head.attempt, head.step) == moment and head.folder == folder
+            if one.is_own and is_it and one.number - head.first_rank == place:
+                return one.slot
+        return -1
 
     @property
     def has_holes(self) -> bool:

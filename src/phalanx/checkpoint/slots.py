@@ -35,15 +35,17 @@ class Slots:
         """The snapshot that is being copied."""
         return self._copying
 
-    def loaded(self, moment: Moment, slot: int) -> None:
+    def loaded(self, moment: Moment, slot: int, safe: Moment | None = None, safe_slot: int = -1) -> None:
         """Take in that the ranks go on from a snapshot.
 
         Args:
             slot: This rank's own region that has a part of it; -1: none has.
+            safe: Older snapshot that all hosts have copied, unlike this one; None: there is none.
+            safe_slot: This rank's own region that has a part of `safe`; -1: none has.
         """
         self.__init__()  # type: ignore[misc]
-        self.safe = self._newest = moment
-        self._safe_slot = self._newest_slot = slot
+        self._newest, self._newest_slot = moment, slot
+        self.safe, self._safe_slot = (moment, slot) if safe is None else (safe, safe_slot)
 
     def skip(self, moment: Moment) -> None:
         """Take in that this snapshot, for which `next` was just called, is not taken: there is no third region."""
