@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -86,3 +87,27 @@ def test_why_of_a_job_whose_restarts_are_used_names_the_last_failure_and_the_one
     assert "\nrank 1 raised ValueError: number 1 at " in why.stdout
     assert "rank 1, raised ValueError; went on after" in why.stdout
     assert "number 0" not in why.stdout
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which torch's wheel for CPUs alone lacks")
+def test_a_rank_forked_from_a_standby_reports_no_leak_of_the_libraries_in_it(tmp_path):
+    """triton's bindings print what is left at the interpreter's end, where the collector had passed it by."""
+    job = run_job(
+        tmp_path,
+        """
+        import pathlib
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            import triton
+            from phalanx.launch.notes import note_modules
+            note_modules()
+            log = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[3] / "standby.log"
+            while not (log.exists() and "ready" in log.read_text()):
+                time.sleep(0.05)
+            sys.exit(3)
+        print("imported" if "triton" in sys.modules else "anew")
+        """,
+        "--max-restarts", "1", num_ranks=1,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    assert "imported" in job.stdout
+    assert "leaked" not in job.stderr

@@ -138,6 +138,20 @@ def test_a_run_that_is_over_has_no_progress_bar(terminal):
     assert "starting" not in second
 
 
+@pytest.mark.parametrize(("exported", "told"), [("80", "71 71 "), ("60", "60 71 60"), ("", "71 71 ")])
+def test_columns_exported_by_a_shell_leave_room_for_the_prefix(terminal, monkeypatch, exported, told):
+    monkeypatch.setenv("COLUMNS", exported)
+    screen = terminal(
+        """
+        import shutil
+        sizes = shutil.get_terminal_size().columns, RANK or os.get_terminal_size(1).columns
+        if RANK == 0: print(*sizes, os.environ["COLUMNS"], end="|")
+        """
+    )
+    assert screen.finish() == 0
+    assert f" {told}|" in screen.shown
+
+
 def test_rank_0_reads_what_is_typed(terminal):
     screen = terminal("print('hello', input('name? ') if RANK == 0 else sys.stdin.read() == '')")
     screen.read_until("name? ")

@@ -135,6 +135,13 @@ class Output:
         before, self._num_lost = self._num_lost, len(_LOST_INTERRUPT.findall(self.tail))
         return self._num_lost > before
 
+    def has_room(self, columns: str) -> bool:
+        """Whether lines of so many columns, as COLUMNS says it, fit the stream's terminal, if it has one."""
+        if not self._live or not columns.isdecimal():
+            return True
+        room = os.get_terminal_size(self.fd).columns
+        return not room or int(columns) <= room
+
     def resize(self) -> None:
         """Give the rank's terminal, if it has one, the size of the screen; the kernel tells the rank."""
         if self._live:

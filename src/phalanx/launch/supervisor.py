@@ -192,6 +192,8 @@ class Supervisor:
             environ = rank_environment(attempt, local_rank, error_file)
             environ |= attempt.launch("phalanx run", self._notes.path, local_rank) | of_rank(self.memory)
             environ[_env.SURVIVORS_VARIABLE] = self._survivors.path if may_keep else ""
+            if not all(output.has_room(_env.environment().get("COLUMNS", "")) for output in rank.outputs):
+                environ["COLUMNS"] = ""  # of our screen; the rank's terminal tells what the prefix leaves
             if rank in kept:
                 self._notes.note_start(rank.rank, rank.pid)
                 self._survivors.place(rank.pid, environ)

@@ -11,6 +11,7 @@ itself, stopped in :mod:`phalanx.launch.preload.sitecustomize` with torch import
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -253,6 +254,7 @@ def _prepare_and_serve(channel: socket.socket, modules_file: str, loaded_before:
     trouble = import_shared()
     if modules_file and not trouble:
         _import_all(modules_file)
+        atexit.register(gc.unfreeze)  # of a rank: libraries report as leaked what the collector can't reach at its end
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
     begin, can_go_on = way_into_script(sys.orig_argv, loaded_before)
