@@ -191,12 +191,60 @@ def test_the_processes_of_a_node_outlive_another_node(nodes, lost):  # noqa: F81
     group.started[lost].kill()
     rest, err = living.communicate(timeout=LIMIT_S)
     assert living.returncode == 0, err
-    assert "phalanx run: ranks 0-1 go on in the same process" in err
+    assert "phalanx run: ranks 0-1 go on in the same process" in err, err
     begun = re.findall(r"from (\w+) (\d) (\d+)", out + rest)
     before = {pid for source, size, pid in begun if (source, size) == ("None", "4")}
     assert before == {pid for source, size, pid in begun if (source, size) == ("memory", "2")}
     assert len(before) == 2
     assert (out + rest).count("set back True") == 2
+
+
+FIT = """
+import torch, phalanx
+from torch.utils.data import TensorDataset
+
+class Callback:
+    def on_step(self, trainer):
+        size = torch.distributed.get_world_size()
+        print("step", trainer.step, "of", size, "in", os.getpid(), flush=True)
+        time.sleep(0.01)
+
+phalanx.init()
+model = torch.nn.Linear(8, 8)
+options = {"max_steps": 10**9, "callbacks": [Callback()], "folder": "run", "global_batch_size": 8}
+trainer = phalanx.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.functional.mse_loss, **options)
+trainer.fit(TensorDataset(torch.ones(32, 8), torch.ones(32, 8)))
+"""
+
+
+@pytest.mark.parametrize("leaving", [0, 1], ids=["that others met at", "another"])
+def test_a_trainers_processes_of_a_node_outlive_one_that_is_told_to_go(nodes, leaving):  # noqa: F811
+    group = nodes(FIT)
+    for _ in range(2):
+        group.start("--max-restarts", "1", "--drain", backend="c10d", nnodes="1:2")
+        group.wait_for_rendezvous()
+    goes, stays = group.started[leaving], group.started[1 - leaving]
+    out = ""
+    for awaited, node in (("step 5 of 4", goes), (" of 2 in ", stays)):
+        while awaited not in out:
+            line = stays.stdout.readline()
+            assert line, stays.stderr.read()
+            out += line
+        node.terminate()
+    rest, err = stays.communicate(timeout=LIMIT_S)
+    assert stays.returncode == 75, err
+    assert "phalanx run: ranks 0-1 go on in the same process" in err, err
+    assert "no step repeated" in err
+    assert "restart 1" not in err
+    pids = {size: set(re.findall(rf"step \d+ of {size} in (\d+)", out + rest)) for size in (4, 2)}
+    assert pids[4] == pids[2]
+    assert len(pids[2]) == 2
+    last, first = (
+        pick(map(int, re.findall(rf"step (\d+) of {size} ", out + rest))) for pick, size in ((max, 4), (min, 2))
+    )
+    assert first == last + 1
+    assert goes.communicate(timeout=LIMIT_S)[1].count("phalanx run: this node has left the job; exit code 75") == 1
+    assert goes.returncode == 75
 
 
 def test_a_rank_that_is_alone_keeps_its_process_when_a_host_joins(nodes):  # noqa: F811

@@ -13,8 +13,10 @@ import time
 import tty
 from collections.abc import Callable
 
+from phalanx._env import PREEMPTED_CODE
 from phalanx._last_words import LastWords
 from phalanx.launch.causes import is_victim
+from phalanx.launch.notes import has_ended_for_restart
 from phalanx.launch.outcome import Outcome, last_words_in, read_stderr, write_error_file
 from phalanx.launch.output import LineStream, LiveStream, Screen, prefix
 from phalanx.launch.tracebacks import HeldTracebacks, Stream
@@ -236,7 +238,8 @@ class Rank:
     def record_pause(self) -> Outcome:
         """Take in that an exception has ended its part of the attempt, and that its process waits for the next one."""
         self._drain(is_reported=True)
-        self.pause = self._outcome(1, self._last_words())
+        code = PREEMPTED_CODE if has_ended_for_restart(self.folder) else 1
+        self.pause = self._outcome(code, self._last_words())
         return self.pause
 
     def _drain(self, *, is_reported: bool) -> None:

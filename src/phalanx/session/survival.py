@@ -22,6 +22,7 @@ from phalanx._last_words import LastWords
 from phalanx._rank_group import call_when_alone
 from phalanx.checkpoint import loading, memory, saving
 from phalanx.launch.causes import is_victim
+from phalanx.launch.notes import note_end_for_restart
 from phalanx.launch.packets import PacketSocket
 from phalanx.record import writer
 from phalanx.session import leave_session
@@ -35,6 +36,14 @@ _is_open = False  # one of them, at present
 
 class _ToldToStop(RuntimeError):
     """The launcher has told this rank to stop, and it has no collective that could fail."""
+
+
+class PlannedRestart(SystemExit):
+    """Ends a rank after a snapshot, so that all start again in another number. Its process is kept if it can be."""
+
+    def __init__(self) -> None:
+        note_end_for_restart()
+        super().__init__(_env.PREEMPTED_CODE)
 
 
 class Survivor:
@@ -79,7 +88,7 @@ class Survivor:
         while True:
             try:
                 return run()
-            except Exception as error:
+            except (Exception, PlannedRestart) as error:
                 if not self._can_outlive(error):
                     raise
                 failure = error
@@ -130,9 +139,10 @@ class Survivor:
             self._has_looked = True  # once: what ends now may look, too
             raise _ToldToStop("the launcher has told this rank to stop")
 
-    def _can_outlive(self, error: Exception) -> bool:
-        """Return whether this process goes on although `error` was raised: another rank has failed, and it can."""
-        if self._channel is None or not (self._is_told.is_set() or is_victim(LastWords.of_error(error))):
+    def _can_outlive(self, error: BaseException) -> bool:
+        """Return whether this process goes on although `error` was raised: it is not to blame for it, and it can."""
+        is_planned = isinstance(error, PlannedRestart)
+        if self._channel is None or not (is_planned or self._is_told.is_set() or is_victim(LastWords.of_error(error))):
             return False
         why_not = self._why_not()
         if not self._is_first:
@@ -141,9 +151,10 @@ class Survivor:
             self._channel.send({"refuses": why_not})
         return not why_not
 
-    def _leave(self, error: Exception) -> None:
+    def _leave(self, error: BaseException) -> None:
         """Leave all groups, and free what the failed call still holds."""
-        _last_words.tell(error)
+        if not isinstance(error, PlannedRestart):
+            _last_words.tell(error)
         self._let_go()
         for one in origins(error):
             # Frames hold models in their wrappers, and the wrappers hold groups.

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import _trial, checkpoint, session
-from phalanx._env import PREEMPTED_CODE
 from phalanx._errors import NonFinite, RankFailed, ReplicaMismatch
 from phalanx._rank_group import RankGroup
 from phalanx.checkpoint.loading import why_not_loadable
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
-from phalanx.launch.notes import note_end_for_restart, note_modules
+from phalanx.launch.notes import note_modules
 from phalanx.record import writer
-from phalanx.session.survival import Survivor
+from phalanx.session.survival import PlannedRestart, Survivor
 from phalanx.train import determinism, restarts
 from phalanx.train.arguments import check_arguments, check_fit
 from phalanx.train.consensus import Consensus
@@ -444,8 +443,7 @@ class Trainer:
         # To have more ranks: this run goes on at once. Of several hosts, only one's launcher may have told so yet.
         if self._ranks.largest(memory().restart_is_planned):
             self._snapshots.take(self.step)
-            note_end_for_restart()
-            raise SystemExit(PREEMPTED_CODE)
+            raise PlannedRestart
         if self._run_log.has_news:
             self._log()
         begins_anew = self.settings.resume == "never"
