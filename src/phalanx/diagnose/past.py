@@ -19,9 +19,9 @@ from phalanx.diagnose.answer import Answer, RankSeen
 from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Frame, Stacks
-from phalanx.launch.causes import is_victim
 from phalanx.launch.outcome import last_words_in, signal_name
 from phalanx.launch.run_folder import name_of
+from phalanx.launch.victims import is_victim
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_box
 from phalanx.record.clocks import load_clocks
 from phalanx.record.ends import End, load_ends, load_reason

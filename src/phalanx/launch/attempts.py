@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from phalanx._cgroups import count_oom_kills
 from phalanx._memory import MemoryPolicy
 from phalanx._snapshots import announce_restart, forbid
-from phalanx.launch.causes import is_victim
 from phalanx.launch.deadlines import AT_ONCE_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import brief_report
@@ -20,6 +19,7 @@ from phalanx.launch.notes import modules_file
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.ports import ReservedPort, port_advice, port_problem
 from phalanx.launch.supervisor import Supervisor
+from phalanx.launch.victims import is_victim
 
 
 def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx._text import named, shortened
-from phalanx.launch.causes import is_victim
 from phalanx.launch.folding import COLUMNS, ROWS, fold, num_rows
 from phalanx.launch.hints import explanation_for, hint_for
 from phalanx.launch.outcome import Outcome, RankError, alike, find_culprit, signal_name
 from phalanx.launch.tracebacks import find_last_block
+from phalanx.launch.victims import is_victim
 
 _MAX_OTHERS = 4
 _OTHERS_ROWS = 2  # of the screen, for each

@@ -13,10 +13,10 @@ from typing import Any
 from phalanx import _last_words
 from phalanx._env import PREEMPTED_CODE
 from phalanx._last_words import LastWords
-from phalanx.launch.causes import is_victim
 from phalanx.launch.notes import has_ended_for_restart, has_made_room
 from phalanx.launch.run_folder import LAUNCH_LOG
 from phalanx.launch.tracebacks import STYLE, TORCH_PREFIX, find_last_block
+from phalanx.launch.victims import is_victim
 
 _MAX_PLAIN_LINES = 5  # of what a rank that raised nothing wrote last: it stands on the screen, too
 _ERROR_FILE = "error.json"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from phalanx._last_words import LastWords, class_name
-from phalanx.launch.causes import is_victim
 from phalanx.launch.deadlines import HOLD_LAST_S, HOLD_S
+from phalanx.launch.victims import is_victim
 
 STYLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch's excepthook puts it before each line

@@ -21,9 +21,9 @@ from phalanx._errors import origins
 from phalanx._last_words import LastWords
 from phalanx._rank_group import call_when_alone
 from phalanx.checkpoint import loading, memory, saving
-from phalanx.launch.causes import is_victim
 from phalanx.launch.notes import note_end_for_restart
 from phalanx.launch.packets import PacketSocket
+from phalanx.launch.victims import is_victim
 from phalanx.record import writer
 from phalanx.session import leave_session
 

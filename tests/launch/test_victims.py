@@ -12,8 +12,8 @@ import torch.distributed as dist
 from phalanx._errors import Failure
 from phalanx._errors.facts import Peer
 from phalanx._last_words import LastWords
-from phalanx.launch.causes import is_victim
 from phalanx.launch.outcome import Outcome, alike, find_culprit, read_stderr
+from phalanx.launch.victims import is_victim
 
 
 def peer_dies(rank, world_size, operation):
