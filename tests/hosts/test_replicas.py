@@ -31,7 +31,7 @@ from phalanx.checkpoint.memory import memory
 def say(**facts):
     print(json.dumps(facts), flush=True)
 
-every, steps_after = int(sys.argv[1]), int(sys.argv[2])
+every, steps_after, most_ranks = map(int, sys.argv[1:])
 dist.init_process_group("phalanx")
 rank, size = dist.get_rank(), dist.get_world_size()
 mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
@@ -40,7 +40,7 @@ state = {"weight": weight, "step": 0}
 found = ckpt.load("folder", state, missing="ignore")
 if found:
     say(loaded=found.step, source=found.source, size=size)
-last = found.step + steps_after if found and steps_after else 10**6
+last = found.step + steps_after if found and steps_after and size <= most_ranks else 10**6
 while state["step"] < last:
     state["step"] += 1
     with torch.no_grad():
@@ -67,15 +67,21 @@ def jobs():
             process.kill()
 
 
-def launch(jobs, made, folder, nodes, *flags, steps_after=0, endpoint=None, script=TRAIN):
-    """Start the job's supervisor on each host; its ranks end so many steps after they have loaded something."""
+def launch(jobs, made, folder, nodes, *flags, steps_after=0, most_ranks=9, endpoint=None, script=TRAIN):
+    """Start the job's supervisor on each host; at most so many ranks end, so many steps after they have loaded."""
     path = folder / "train.py"
     path.write_text(script)
     for host in made:
         command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "--nnodes", nodes]
         place = f"{(endpoint or made[0]).address}:{PORT}"
         command += ["--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", place, "--max-restarts", "3"]
-        command += ["--log-dir", str(folder / host.name), *flags, str(path), str(EVERY), str(steps_after)]
+        command += [
+            "--log-dir",
+            str(folder / host.name),
+            *flags,
+            str(path),
+            *map(str, (EVERY, steps_after, most_ranks)),
+        ]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
         jobs.append(host.start(command, **options))
 
@@ -179,7 +185,7 @@ def test_a_host_that_is_told_to_go_leaves_its_part_of_the_state_to_the_others(jo
 @pytest.mark.parametrize("how", ["goes", "is killed"])
 def test_of_two_hosts_that_leave_at_once_or_one_beside_a_killed_one_nothing_is_lost(jobs, tmp_path, how):
     with hosts(3) as made:
-        launch(jobs, made, tmp_path, "1:3", "--drain", steps_after=100)
+        launch(jobs, made, tmp_path, "1:3", "--drain", steps_after=23, most_ranks=1)
         await_fact(jobs[0], "safe")
         jobs[1].terminate()
         if how == "goes":
