@@ -140,6 +140,16 @@ def test_nodes_with_different_scripts_say_so_and_nodes_with_the_same_do_not(node
         assert f"{socket.gethostname()} runs another train.py than this host: its SHA-256 is " in err
 
 
+def test_nodes_with_different_numbers_of_restarts_say_so(nodes):
+    group = nodes(MEET + LEAVE)
+    for number in (1, 2):
+        group.start("--max-restarts", str(number), backend="c10d")
+    for other, (code, _, err) in zip((2, 1), group.finish(), strict=True):
+        assert code == 0, err
+        assert f"{socket.gethostname()} was started with --max-restarts {other}, and this host with {3 - other}" in err
+        assert "runs another" not in err
+
+
 def test_too_few_nodes_are_told_with_who_is_there_and_the_time_that_is_left(nodes):
     group = nodes("print('started')")
     for _ in range(2):

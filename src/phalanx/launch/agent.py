@@ -361,7 +361,7 @@ class Agent:
 
     def problem_with(self, greeting: dict[str, Any]) -> str:
         why = self._greeting.problem_with(greeting)
-        if not why and (what := self._greeting.difference(greeting)):
+        for what in [] if why else self._greeting.differences(greeting):
             self._channel.send({"waiting": what})
         return why
 

@@ -35,8 +35,9 @@ class Greeting:
             "backend": job["rdzv_backend"],
             "silence_s": rules.silence_s,
             "script": job["script"],
+            "max_restarts": job["max_restarts"],
         }
-        self._differ: set[str] = set()  # hosts that run another script
+        self._differ: set[str] = set()  # hosts with other settings
 
     def problem_with(self, greeting: Mapping[str, Any]) -> str:
         """Return why whoever sends this greeting is no node of this job; empty: it is."""
@@ -66,17 +67,31 @@ class Greeting:
             )
         return ""
 
-    def difference(self, greeting: Mapping[str, Any]) -> str:
-        """Return how another node's script of the same name differs, once for each host: that may be meant."""
-        theirs, ours, node = greeting.get("script"), self.told["script"], greeting.get("node")
+    def differences(self, greeting: Mapping[str, Any]) -> list[str]:
+        """Return what another node of this job does otherwise, once for each host: that may be meant."""
+        node = greeting.get("node")
         host = str(node.get("host", ""))[:300] if isinstance(node, dict) else ""
-        if not isinstance(theirs, dict) or theirs == ours or host in self._differ:
+        if host in self._differ:
+            return []
+        found = [*filter(None, [self._script_differs(greeting.get("script")), self._restarts_differ(greeting)])]
+        if found:
+            self._differ.add(host)
+        return [f"{host} {what}" for what in found]
+
+    def _script_differs(self, theirs: Any) -> str:
+        ours = self.told["script"]
+        if not isinstance(theirs, dict) or theirs == ours:
             return ""
-        self._differ.add(host)
         if theirs.get("file") == ours["file"]:
-            return f"{host} runs {ours['name']} with other arguments than this host"
+            return f"runs {ours['name']} with other arguments than this host"
         there, here = str(theirs.get("file"))[:12], ours["file"][:12]
-        return f"{host} runs another {ours['name']} than this host: its SHA-256 is {there}, here {here}"
+        return f"runs another {ours['name']} than this host: its SHA-256 is {there}, here {here}"
+
+    def _restarts_differ(self, greeting: Mapping[str, Any]) -> str:
+        there, here = greeting.get("max_restarts"), self.told["max_restarts"]
+        if type(there) is not int or there == here:
+            return ""
+        return f"was started with --max-restarts {there}, and this host with {here}: that of the node that leads counts"
 
 
 def _version(greeting: Mapping[str, Any]) -> str:
