@@ -20,9 +20,8 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._errors import Failure, PhalanxError, origins
-from phalanx._files import open_regular, write_whole
+from phalanx._files import read_json, write_whole
 
-_MAX_FILE_BYTES = 4 << 20
 _MAX_LINES = 400  # of a traceback
 _MAX_LINE, _MAX_MESSAGE = 500, 20_000  # characters
 _KIND = re.compile(r"[A-Za-z_][\w.<>]{0,199}")
@@ -263,10 +262,7 @@ def read(path: str, pid: int) -> LastWords | None:
 
 
 def _read(path: str) -> Any:
-    """Return the JSON in a file; None if there is none or the file is too large."""
-    with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
-        data = b""
-        while len(data) <= _MAX_FILE_BYTES and (more := file.read(_MAX_FILE_BYTES + 1 - len(data))):
-            data += more
-        return json.loads(data) if len(data) <= _MAX_FILE_BYTES else None
+    """Return the JSON in a file; None if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(path)
     return None

@@ -270,7 +270,6 @@ TRAINER = """
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_trainer_is_measured_for_as_long_as_it_takes_and_offers_its_settings(tmp_path):
     write(tmp_path, TRAINER, epochs=1)
     done = tune(tmp_path, "--seconds", "40", "--json", "found.json", "--nproc-per-node", "1", "train.py")

@@ -26,7 +26,7 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._errors import CheckpointError, printable
-from phalanx._files import open_regular
+from phalanx._files import open_regular, read_json
 
 BEAT_S = 1.0
 SILENCE_S = 4.0
@@ -336,8 +336,8 @@ def claimant() -> Claimant:
 def read_note(folder: str) -> Note:
     """Return what the holder of a folder has written; what is not its note counts as empty."""
     told: Any = None
-    with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(os.path.join(folder, _NAME)) as file:
-        told = json.loads(file.read(_NOTE_BYTES))
+    with contextlib.suppress(OSError, ValueError):
+        told = read_json(os.path.join(folder, _NAME))
     if not isinstance(told, dict):
         return Note()
     fields: dict[str, Any] = {"is_open": True}

@@ -8,12 +8,10 @@ import json
 import os
 from collections.abc import Sequence
 
-from phalanx._files import open_regular, write_whole
+from phalanx._files import read_json, write_whole
 from phalanx._memory import CHOICES
 from phalanx.launch.cpus import Machine
 from phalanx.launch.run_folder import name_of
-
-_MOST_BYTES = 1 << 20  # a command is shorter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,12 +45,8 @@ def remember(tuned: Tuned, file: str) -> None:
 
 def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | None:
     """Return what was found for just this command on such a machine; None if nothing was."""
-    # Anybody may have written the file; json raises a RecursionError if it is nested too deeply.
-    with (
-        contextlib.suppress(OSError, ValueError, TypeError, RecursionError),
-        open_regular(tuned_file(log_dir, command)) as file,
-    ):
-        tuned = Tuned(**json.loads(file.read(_MOST_BYTES)))
+    with contextlib.suppress(OSError, ValueError, TypeError):  # anybody may have written the file
+        tuned = Tuned(**read_json(tuned_file(log_dir, command)))
         numbers = tuned.ranks, tuned.threads
         is_sound = all(type(number) is int and 1 <= number <= machine.num_cpus for number in numbers)
         if (
