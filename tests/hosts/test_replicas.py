@@ -75,13 +75,8 @@ def launch(jobs, made, folder, nodes, *flags, steps_after=0, most_ranks=9, endpo
         command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "--nnodes", nodes]
         place = f"{(endpoint or made[0]).address}:{PORT}"
         command += ["--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", place, "--max-restarts", "3"]
-        command += [
-            "--log-dir",
-            str(folder / host.name),
-            *flags,
-            str(path),
-            *map(str, (EVERY, steps_after, most_ranks)),
-        ]
+        command += ["--log-dir", str(folder / host.name), *flags]
+        command += map(str, (path, EVERY, steps_after, most_ranks))
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
         jobs.append(host.start(command, **options))
 

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.checkpoint.claim import read_note
 from tests.hosts.test_real_hosts import LIMIT_S, PORT, jobs
+from tests.launch.jobs import await_line
 from tests.namespaces import hosts, node_command
 
 __all__ = ["jobs"]  # a fixture
@@ -36,15 +37,6 @@ def launch(host, first, folder, nodes="1:3"):
     command += ["--log-dir", str(folder / host.name), str(script)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return host.start(command, {"OMP_NUM_THREADS": "1"}, cwd=folder, **pipes)
-
-
-def await_line(stream, what):
-    """Return the next line with `what` in it, and all before it."""
-    said = []
-    while not said or what not in said[-1]:
-        said.append(stream.readline())
-        assert said[-1], "".join(said)
-    return said
 
 
 def test_a_job_that_is_begun_again_behind_a_cut_writes_nothing_and_joins_the_first(jobs, tmp_path):

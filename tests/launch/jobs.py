@@ -1,4 +1,4 @@
-"""Jobs of ``phalanx run`` for the tests of this folder: started, read, and killed if they still live at the end."""
+"""Jobs of ``phalanx run`` for tests: started, read, and killed if they still live at the end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ import time
 
 LIMIT_S = 60
 PHALANX_RUN = [sys.executable, "-m", "phalanx", "run"]
+
+
+def await_line(stream, what):
+    """Return the next line with `what` in it, and all before it."""
+    said = []
+    while not said or what not in said[-1]:
+        said.append(stream.readline())
+        assert said[-1], "".join(said)
+    return said
 
 
 def write_script(folder, source, name="train.py"):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import phalanx
-from tests.launch.jobs import LIMIT_S, run_job
+from tests.launch.jobs import LIMIT_S, await_line, run_job
 from tests.launch.test_nodes import nodes  # noqa: F401 a fixture
 
 TRAIN = """
@@ -183,11 +183,8 @@ def test_the_processes_of_a_node_outlive_another_node(nodes, lost):  # noqa: F81
     for _ in range(2):
         group.start("--max-restarts", "1", backend="c10d", nnodes="1:2")
         group.wait_for_rendezvous()
-    living, out = group.started[1 - lost], ""
-    while "ready" not in out:
-        line = living.stdout.readline()
-        assert line, living.stderr.read()
-        out += line
+    living = group.started[1 - lost]
+    out = "".join(await_line(living.stdout, "ready"))
     group.started[lost].kill()
     rest, err = living.communicate(timeout=LIMIT_S)
     assert living.returncode == 0, err
@@ -224,25 +221,19 @@ def test_a_trainers_processes_of_a_node_outlive_one_that_is_told_to_go(nodes, le
         group.start("--max-restarts", "1", "--drain", backend="c10d", nnodes="1:2")
         group.wait_for_rendezvous()
     goes, stays = group.started[leaving], group.started[1 - leaving]
-    out = ""
-    for awaited, node in (("step 5 of 4", goes), (" of 2 in ", stays)):
-        while awaited not in out:
-            line = stays.stdout.readline()
-            assert line, stays.stderr.read()
-            out += line
-        node.terminate()
+    out = "".join(await_line(stays.stdout, "step 5 of 4"))
+    goes.terminate()
+    out += "".join(await_line(stays.stdout, " of 2 in "))
+    stays.terminate()
     rest, err = stays.communicate(timeout=LIMIT_S)
     assert stays.returncode == 75, err
     assert "phalanx run: ranks 0-1 go on in the same process" in err, err
     assert "no step repeated" in err
     assert "restart 1" not in err
-    pids = {size: set(re.findall(rf"step \d+ of {size} in (\d+)", out + rest)) for size in (4, 2)}
-    assert pids[4] == pids[2]
-    assert len(pids[2]) == 2
-    last, first = (
-        pick(map(int, re.findall(rf"step (\d+) of {size} ", out + rest))) for pick, size in ((max, 4), (min, 2))
-    )
-    assert first == last + 1
+    before, after = (re.findall(rf"step (\d+) of {size} in (\d+)", out + rest) for size in (4, 2))
+    assert {pid for _, pid in before} == {pid for _, pid in after}
+    assert len({pid for _, pid in after}) == 2
+    assert min(int(step) for step, _ in after) == max(int(step) for step, _ in before) + 1
     assert goes.communicate(timeout=LIMIT_S)[1].count("phalanx run: this node has left the job; exit code 75") == 1
     assert goes.returncode == 75
 
