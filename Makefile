@@ -22,6 +22,9 @@ PYTHON ?= python3
 TORCH ?= 2.15.0
 VENV ?= .venv$(if $(filter-out 2.15.0,$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
+READY := $(VENV)/installed $(VENV)/built
+# The part of requirements-dev.txt that building, the example and phalanx why need; all of it is installed for the other targets.
+OF_DEMO := numpy|cloudpickle|scikit-build-core|nanobind|cmake|ninja|scikit-learn|matplotlib|rich|py-spy
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
 UV ?= $(shell $(PYTHON) -m pip config list 2> /dev/null | grep -qE 'index|find-links' || command -v uv)
@@ -32,6 +35,7 @@ WHEEL_TOOLS := build/wheels/tools
 
 .PHONY: demo docs wheels release test integrations test-integrations cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
+.NOTPARALLEL:  # pip runs once at a time
 
 demo: $(VENV)/built
 	$(BIN)/phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_digits.py --out runs/digits --fresh
@@ -48,7 +52,7 @@ demo: $(VENV)/built
 wheels: $(WHEEL_TOOLS)/installed
 	$(WHEEL_TOOLS)/bin/python tools/wheels.py dist --only $(ONLY)
 
-release: $(VENV)/built
+release: $(READY)
 	$(BIN)/python tools/release.py check
 	rm -rf dist
 	$(MAKE) wheels ONLY=
@@ -57,62 +61,62 @@ release: $(VENV)/built
 
 # The tests that measure, with nothing beside them; then two files at a time, which wait more than they compute.
 # pytest exits with 5 if there is nothing to do.
-test: $(VENV)/built
+test: $(READY)
 	$(BIN)/python -m pytest -m "alone and not slow" $(TESTS) || [ $$? = 5 ]
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (cluster or slow or integrations or wheels or alone)" $(TESTS) || [ $$? = 5 ]
 
 integrations:
 	$(MAKE) VENV=.venv-integrations MORE=requirements-integrations.txt test-integrations
 
-test-integrations: $(VENV)/built
+test-integrations: $(READY)
 	$(BIN)/python -m pytest -m integrations tests/libraries
 
-cluster slow: $(VENV)/built
+cluster slow: $(READY)
 	$(BIN)/python -m pytest -m $@ tests
 
 check: lint docs test cluster
 
-lint: $(VENV)/built
+lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/codespell
 
-docs: $(VENV)/built
+docs: $(READY)
 	$(BIN)/python tools/book.py check
 	$(BIN)/python tools/book.py build
 
-bench: $(VENV)/built
+bench: $(READY)
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.launch
 
-bench-ddp: $(VENV)/built
+bench-ddp: $(READY)
 	$(BIN)/python -m bench.ddp
 
-bench-step: $(VENV)/built
+bench-step: $(READY)
 	$(BIN)/python -m bench.step
 
-bench-tune: $(VENV)/built
+bench-tune: $(READY)
 	$(BIN)/python -m bench.tune
 
-bench-trainer: $(VENV)/built
+bench-trainer: $(READY)
 	$(BIN)/python -m bench.trainer
 
-bench-checkpoint: $(VENV)/built
+bench-checkpoint: $(READY)
 	$(BIN)/python -m bench.checkpoint
 
-bench-hosts: $(VENV)/built
+bench-hosts: $(READY)
 	$(BIN)/python -m bench.hosts --rate 10gbit --delay-ms 0.1
 	$(BIN)/python -m bench.hosts --rate 1gbit --delay-ms 0.1
 
-conformance: $(VENV)/built
+conformance: $(READY)
 	for n in 2 3 4; do $(BIN)/python -m tests.conformance.exam --backend phalanx --world-size $$n --check || exit 1; done
 	for n in 2 3 4; do for group in phalanx gloo; do \
 	  $(BIN)/python -m tests.conformance.exam --backend $$group --world-size $$n --ddp phalanx --check || exit 1; done; done
 	$(BIN)/python -m tests.conformance.exam --backend gloo --world-size 2 --ddp torch --check
 	for n in 2 3 4; do PHALANX_REPLACE=gloo $(BIN)/python -m tests.conformance.exam --backend gloo --world-size $$n --check || exit 1; done
 
-stress: $(VENV)/built
+stress: $(READY)
 	PHALANX_TEST_LONG=1 $(BIN)/python -m pytest tests/stress tests/hosts/test_chaos.py tests/hosts/test_cuts.py tests/checkpoint/test_fuzz.py -p no:cacheprovider
 
 model:
@@ -122,17 +126,22 @@ clean:
 	rm -rf build .venv*
 
 # Dependencies first, then the package itself, so that a change of the core rebuilds only the package.
-$(VENV)/installed: requirements-dev.txt $(MORE)
+$(VENV)/begun: requirements-dev.txt
 	@echo "Step 1 of 2: $(VENV), with torch $(TORCH). Some 3 GB are downloaded, which become 6 GB; several minutes."
 	$(if $(GPUS),,@echo "This machine shows no GPU. torch for CPUs alone takes 1.5 GB: press Ctrl-C, then"; \
 	  echo "    $(CPU_ONLY)")
 	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
-	grep -hv '^torch==' requirements-dev.txt $(MORE) > $(VENV)/requirements.txt
+	grep -E '^($(OF_DEMO))==' requirements-dev.txt > $(VENV)/requirements.txt
 	$(INSTALL) torch==$(TORCH) -r $(VENV)/requirements.txt
 	touch $@
 
+$(VENV)/installed: $(VENV)/begun $(MORE)
+	grep -hv '^torch==' requirements-dev.txt $(MORE) > $(VENV)/requirements-dev.txt
+	$(INSTALL) torch==$(TORCH) -r $(VENV)/requirements-dev.txt
+	touch $@
+
 # The compiler's steps are shown as they come, and the rest of pip's output if it fails.
-$(VENV)/built: $(VENV)/installed $(SOURCES)
+$(VENV)/built: $(VENV)/begun $(SOURCES)
 	@echo "Step 2 of 2: building phalanx, a minute or two."
 	@{ $(BIN)/python -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps --editable . 2>&1; \
 	  echo $$? > $(VENV)/build.status; } | tee $(VENV)/build.log | grep --line-buffered -o '\[[0-9]*/[0-9]*\] [BL].*' | cat

@@ -5,8 +5,8 @@
     kill -9 PID  # in another terminal, one of the processes that it names: the ranks go on from the last snapshot
 
 Started again it goes on from the newest checkpoint in the run's folder, runs/train_digits or --out; --fresh begins
-anew. More epochs stretch the schedule of the learning rate, which makes another run: it needs a folder of its own.
-torchrun and plain python start it as well, and go on from the newest checkpoint too.
+anew. Another number of --epochs changes the schedule of the learning rate, which makes another run: that needs
+another --out. torchrun and plain python start it as well, and go on from the newest checkpoint, too.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from digits import load_data
 from torch import nn
 
 import phalanx
+
+EPOCHS = "passes over the data (default: 12); another number is another run, which needs another --out, or --fresh"
 
 
 def build_model():
@@ -35,9 +37,9 @@ def is_correct(outputs, targets):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="folder of MNIST's IDX files (default: 8x8 digits)")
-    parser.add_argument("--out", help="the run's folder")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("--out", help="folder of the run: checkpoints, metrics and report (default: runs/train_digits)")
+    parser.add_argument("--epochs", type=int, default=12, help=EPOCHS)
+    parser.add_argument("--fresh", action="store_true", help="begin anew; what --out holds from before is set aside")
     args = parser.parse_args()
 
     phalanx.seed_everything(0)

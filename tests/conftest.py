@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -21,6 +22,10 @@ from tests import namespaces, shm
 # The same examples in every run; pytest --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.load_profile("same")
+
+# Of two MPIs, mpi4py would take the one whose development files are installed, which may be neither's library.
+if shutil.which("mpirun.openmpi"):
+    os.environ.setdefault("MPI4PY_MPIABI", "openmpi")
 
 _SETTLE_S = 20.0  # what was told to end needs a moment, more so beside another file's tests; a leak stays
 

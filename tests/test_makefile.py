@@ -29,6 +29,22 @@ def test_uv_installs_what_is_needed_where_it_is_there(uv, installer):
     assert "quiet" not in line
 
 
+def test_the_demo_installs_what_building_and_its_example_need_and_the_tests_all_else(tmp_path):
+    venv = f"VENV={tmp_path}"
+    told = {target: subprocess.run(
+        ["make", "--dry-run", target, venv], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=30,
+    ).stdout for target in ("demo", "lint")}  # fmt: skip
+    assert "requirements-dev.txt" not in told["demo"].replace("' requirements-dev.txt", "")
+    assert f"-r {tmp_path}/requirements-dev.txt" in told["lint"]
+    (choice,) = [line for line in told["demo"].splitlines() if line.startswith("grep -E")]
+    chosen = subprocess.run(
+        choice.partition(" > ")[0], shell=True, cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    names = {line.partition("==")[0] for line in chosen.stdout.splitlines()}
+    build = {"scikit-build-core", "nanobind", "cmake", "ninja"}
+    assert names == build | {"numpy", "cloudpickle", "rich", "scikit-learn", "matplotlib", "py-spy"}
+
+
 @pytest.mark.parametrize(
     ("told", "is_uv"),
     [

@@ -55,7 +55,7 @@ def run(nodes):
             [
                 line.removeprefix("phalanx run: ")
                 for line in err.partition("logs in ")[2].splitlines()[1:]
-                if "joined the job at" not in line
+                if " the job at " not in line
             ]
             for _, _, err in ends
         ]

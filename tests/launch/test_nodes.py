@@ -112,8 +112,8 @@ def test_ranks_of_two_nodes_meet_and_start_again_together(nodes, backend):
     assert len(out) == 8
     for _, _, err in ends:  # each node names the cause, wherever it was
         assert "exited with code 9\nphalanx run: restart 1 of 1\n" in err
-    joined = re.findall(r"^phalanx run: joined the job at (\S+) as (.*)$", "".join(err for _, _, err in ends), re.M)
-    assert [place for _, place in joined] == ["node 2 of 2, with ranks 2-3"]  # once, and where rank 0 is not
+    said = re.findall(r"^phalanx run: (\w+) the job at \S+ as (.*)$", "".join(err for _, _, err in ends), re.M)
+    assert sorted(said) == [("began", "node 1 of 2, with ranks 0-1"), ("joined", "node 2 of 2, with ranks 2-3")]
 
 
 def test_a_failure_on_one_node_is_the_last_word_on_every_node(nodes):
@@ -244,7 +244,10 @@ def test_a_node_that_is_killed_is_gone_on_without_from_the_memory_of_another(nod
     group.started[lost].kill()
     out, err = living.communicate(timeout=LIMIT_S)
     assert living.returncode == 0, err
-    assert f"node {socket.gethostname()} (ranks {2 * lost} to {2 * lost + 1}) was lost: its process has ended" in err
+    assert (
+        f"node {socket.gethostname()} #{lost + 1} (ranks {2 * lost} to {2 * lost + 1}) was lost: its process has ended"
+        in err
+    )
     begun = [line.split() for line in out.splitlines() if "from" in line]
     assert [words[4] for words in begun] == ["memory", "memory"], out
     assert len({words[3] for words in begun}) == 1

@@ -107,6 +107,19 @@ def test_a_long_warning_of_all_ranks_is_one_beside_a_progress_bar(terminal):
     assert screen.shown.count("words") == 2
 
 
+def test_what_is_printed_above_a_progress_bar_is_not_cut_into_lines(terminal):
+    screen = terminal(
+        """
+        from phalanx.train.progress import ProgressBar
+        bar = ProgressBar.open(3)
+        if bar: print("a line that is longer than the screen is wide, " * 2 + "whole")
+        if bar: bar.close()
+        """
+    )
+    assert screen.finish() == 0
+    assert "a line that is longer than the screen is wide, " * 2 + "whole\r\n" in screen.shown
+
+
 def test_the_progress_bar_of_a_run_that_goes_on_begins_at_its_step(terminal):
     screen = terminal(
         """

@@ -93,13 +93,27 @@ def test_another_run_is_refused_alike_on_all_ranks_with_what_differs_and_the_way
     assert results[0] == results[1]
     for name, (_, wanted) in OTHERS.items():
         message = results[0][name]
-        assert f"{tmp_path}/run holds another run (step 14)" in message
+        assert f"step 14 from {tmp_path}/run/checkpoints: ranks 0 to 1: the folder holds another run:\n" in message
+        assert message.count(str(tmp_path)) == message.count("step 14 ") == 1
         assert all(line in message for line in wanted), message
         assert 'resume="never"' in message
         assert "folder=" in message
         assert ('resume="force"' in message) == (name != "model")
         assert message.endswith("(phalanx explain another-run)")
         assert message.count("\n") < 20
+
+
+def test_another_run_is_refused_with_the_command_that_trained_before_if_it_was_another(tmp_path, monkeypatch):
+    before, now = ("phalanx run train.py --epochs 100", "phalanx run train.py --epochs 50")
+    monkeypatch.setenv("PHALANX_COMMAND", before)
+    run(tmp_path)
+    with pytest.raises(phalanx.CheckpointError) as alike:
+        run(tmp_path, lr=1e-4)
+    monkeypatch.setenv("PHALANX_COMMAND", now)
+    with pytest.raises(phalanx.CheckpointError) as changed:
+        run(tmp_path, lr=1e-4)
+    assert "command" not in str(alike.value)
+    assert f"\n  - the command of the other run goes on with it: {before}\n" in str(changed.value)
 
 
 def test_a_learning_rate_alone_is_named_as_the_script_gave_it(tmp_path):
@@ -397,7 +411,7 @@ def test_a_restart_of_the_same_job_is_never_refused_and_one_of_a_refused_job_alw
     assert checkpoint.list_checkpoints(script.parent / "run" / "checkpoints")[-1].step == 4
     done = launched(script, LR="0.7")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert (done.stdout + done.stderr).count("holds another run (step 4)") == 1, "once on the screen"
+    assert (done.stdout + done.stderr).count("holds another run") == 1, "once on the screen"
 
 
 def test_a_folder_that_cannot_be_locked_is_said_to_be_one(tmp_path, monkeypatch):

@@ -64,12 +64,12 @@ def test_the_training_loss_of_an_epoch_is_the_mean_over_its_samples(run):
     whole, stopped, rest = of_kind(records, "epoch")
     assert (whole["epoch"], whole["first_step"], whole["step"]) == (0, 1, 9)
     assert whole["loss"] == pytest.approx(24.5)  # of 0 to 49
-    assert "epoch 1, step 9: training loss 24.50, validation loss 4.500\n" in said[0]
+    assert "epoch 1, step 9: loss 24.50, val loss 4.500\n" in said[0]
     assert (stopped["epoch"], stopped["first_step"], stopped["step"]) == (1, 10, 12)
     assert (rest["epoch"], rest["first_step"], rest["step"]) == (1, 13, 18)
     assert (stopped["loss"] * 18 + rest["loss"] * 32) / 50 == pytest.approx(24.5)
-    assert f"in epoch 2, step 12: training loss {stopped['loss']:#.4g}, " in said[0]
-    assert f"epoch 2, step 18: training loss {rest['loss']:#.4g} (since step 13), " in said[1]
+    assert f"in epoch 2, step 12: loss {stopped['loss']:#.4g}, " in said[0]
+    assert f"epoch 2, step 18: loss {rest['loss']:#.4g} (since step 13), " in said[1]
 
 
 def test_an_epoch_is_never_counted_past_the_last(run):

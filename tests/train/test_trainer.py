@@ -306,7 +306,7 @@ def test_only_rank_zero_speaks_and_tells_the_arithmetic_of_batches(results):
     first, second = (of_rank["train_plainly"][2] for of_rank in results[2])
     assert second == ""
     assert "global batch 8 = 2 ranks x 1 pass x 4; 50 samples, 7 steps an epoch, 14 in all" in first
-    assert "epoch 2, step 14: training loss" in first
+    assert "epoch 2, step 14: loss" in first
 
 
 @pytest.mark.parametrize("name", ["train_in_small_passes", "train_with_torchs_ddp"])

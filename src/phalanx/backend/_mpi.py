@@ -27,7 +27,7 @@ def _mpi() -> Any:
     except ImportError as error:
         raise PhalanxError(
             f"PHALANX_BRIDGE=mpi needs mpi4py, which can't be imported here ({error}): pip install mpi4py, with the "
-            "MPI whose mpirun starts the ranks",
+            "MPI whose mpirun starts the ranks; of several, MPI4PY_MPIABI=openmpi or mpich names one",
             op="join",
             entry="mpi",
         ) from error

@@ -38,8 +38,8 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 was_away = attempt.restart_count > num_attempts
                 for line in _changes(order, num_nodes, why, failure, was_away=was_away):
                     ranks.say(line)
-                if not num_nodes and attempt.first_rank:  # rank 0, which tells of the training, is on another node
-                    ranks.say(_joined(attempt, job))
+                if not num_nodes:
+                    ranks.say(_place_of_this_node(attempt, job))
                 if num_nodes and failure is None:
                     ranks.recovery.planned(ranks.ends)
                 num_nodes, num_attempts, failure = attempt.num_nodes, attempt.restart_count + 1, None
@@ -135,11 +135,12 @@ def _finish(
     return end_of(cause)
 
 
-def _joined(attempt: Attempt, job: Job) -> str:
-    """Return which place this node has in a job that another one speaks for."""
+def _place_of_this_node(attempt: Attempt, job: Job) -> str:
+    """Return which place this node has in its first attempt of a job."""
     first = attempt.first_rank
     own = named("rank", [*range(first, first + attempt.num_local_ranks)])
-    return f"joined the job at {job.rdzv_endpoint} as node {attempt.node_rank + 1} of {attempt.num_nodes}, with {own}"
+    begins = "began" if first == attempt.restart_count == 0 else "joined"
+    return f"{begins} the job at {job.rdzv_endpoint} as node {attempt.node_rank + 1} of {attempt.num_nodes}, with {own}"
 
 
 def _changes(

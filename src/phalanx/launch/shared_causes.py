@@ -90,7 +90,7 @@ def loss_of(view: View, node_rank: int, how: str) -> Cause:
     node, first = view.members[node_rank], view.first_rank(node_rank)
     last = first + node.num_ranks - 1
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-    return _of_a_node(NODE_LOST, f"node {node.host} ({ranks}) was lost: {how}", node.host, first)
+    return _of_a_node(NODE_LOST, f"node {view.name_of(node_rank)} ({ranks}) was lost: {how}", node.host, first)
 
 
 def _of_a_node(kind: str, message: str, host: str, rank: int = -1) -> Cause:

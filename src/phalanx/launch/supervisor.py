@@ -291,6 +291,7 @@ class Supervisor:
     def _open_ranks(self, attempt: Attempt) -> list[Rank]:
         """Make the ranks of an attempt; return those whose processes are those of the attempt before."""
         before = [*self._ranks]
+        numbers_before = {rank.pid: rank.rank for rank in before}
         self._ranks.clear()
         for output in (output for rank in before if not rank.is_kept for output in rank.outputs):
             self.events.close_output(output)
@@ -305,8 +306,9 @@ class Supervisor:
         self._num_attempts += 1
         kept = [rank for rank in self._ranks if rank.pid]
         if kept:
-            words = named("rank", [rank.rank for rank in kept])
-            self.say(f"{words} {'goes' if len(kept) == 1 else 'go'} on in the same process")
+            old, new = [numbers_before[rank.pid] for rank in kept], [rank.rank for rank in kept]
+            go, others = "goes" if len(kept) == 1 else "go", "" if old == new else f", now as {named('rank', new)}"
+            self.say(f"{named('rank', old)} {go} on in the same process{others}")
         return kept
 
     def _start_rank(self, rank: Rank, local_rank: int, environ: dict[str, str], share: Share) -> None:

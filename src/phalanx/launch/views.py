@@ -99,6 +99,12 @@ class View:
     def first_rank(self, node_rank: int) -> int:
         return sum(node.num_ranks for node in self.members[:node_rank])
 
+    def name_of(self, node_rank: int) -> str:
+        """Return a node's host for people, with the number of the node where several of this view have that host."""
+        host = self.members[node_rank].host
+        is_shared = [node.host for node in self.members].count(host) > 1
+        return f"{host} #{node_rank + 1}" if is_shared else host
+
     def place_of(self, member: str) -> dict[str, Any]:
         """Return what a member's ranks are told of the attempt, as `environment.Attempt` takes it."""
         number = self.ids.index(member)

@@ -45,14 +45,17 @@ def why_no_majority(view: View, reached: Collection[str], here: Sequence[Node]) 
     """
     lost = [node.host for node in view.members if node.id not in reached]
     left = [node.host for node in view.members if node.id in reached]
+    names = {node.id: view.name_of(number) for number, node in enumerate(view.members)}
     new = {node.host for node in here}
     again = [host for host in lost if host in new and host not in left]
     if not lost:
         return ""
     if not again:
+        lost_names = ", ".join(name for node, name in names.items() if node not in reached)
+        left_names = ", ".join(name for node, name in names.items() if node in reached)
         return (
-            f"of {len(view.members)} nodes, {', '.join(lost)} can't be reached; those that are left "
-            f"({', '.join(left)}) are no majority, so others may be going on: waiting for them"
+            f"of {len(view.members)} nodes, {lost_names} can't be reached; those that are left "
+            f"({left_names}) are no majority, so others may be going on: waiting for them"
         )
     has = "has" if len(again) == 1 else "have"
     return (

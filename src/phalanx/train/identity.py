@@ -33,6 +33,8 @@ from phalanx._rank_group import RankGroup
 from phalanx._text import counted, listed, shortened
 from phalanx._torch import SCHEDULER_COUNTERS
 from phalanx.checkpoint.tree import form_of
+from phalanx.train.metrics import read_metrics
+from phalanx.train.origin import command_line
 from phalanx.train.settings import Settings
 
 Facts = dict[str, str]
@@ -151,7 +153,7 @@ class Identity:
     """Compares a run with the one that a checkpoint is of; the same on all ranks.
 
     Args:
-        folder: Folder of the run, for messages.
+        folder: Folder of the run.
         facts: Facts of this run, from rank 0.
         is_known: Whether the job was in the folder before; its restart goes on, whatever the script draws at random.
         may_force: Whether a checkpoint of another run may be loaded.
@@ -195,7 +197,7 @@ class Identity:
             self.is_forced = True
             self.news = f'resume="force": weights and counters of step {step}; changed: {"; ".join(_lines(changed))}'
         elif not self._is_known:
-            raise CheckpointError(_refusal(self._folder, step, changed, can_be_forced), op="load", entry="another-run")
+            raise CheckpointError(_refusal(self._folder, changed, can_be_forced), op="load", entry="another-run")
 
 
 def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
@@ -214,16 +216,28 @@ def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
     return {name: (before, now) for name, before, now in pairs if before != now}
 
 
-def _refusal(folder: str, step: int, changed: Mapping[str, tuple[str, str]], can_be_forced: bool) -> str:
+def _refusal(folder: str, changed: Mapping[str, tuple[str, str]], can_be_forced: bool) -> str:
+    """Return what the error of a checkpoint says, behind its step and its folder, where it is of another run."""
     ways = ['resume="never" starts over here, and sets aside what is there', "folder=... trains elsewhere"]
+    if command := _command_before(folder):
+        ways.insert(0, f"the command of the other run goes on with it: {command}")
     ways.append(
         'resume="force" goes on with the weights and the counters, and with the settings of this script'
         if can_be_forced
         else "the model and the parameter groups that the script had before go on; no others can, not even by force"
     )
     return "\n  ".join(
-        (f"{folder} holds another run (step {step}):", *_lines(changed), "What you can do:", *(f"- {w}" for w in ways))
+        ("the folder holds another run:", *_lines(changed), "What you can do:", *(f"- {w}" for w in ways))
     )
+
+
+def _command_before(folder: str) -> str:
+    """Return the command that trained last in a folder; empty if it is not known, or is the one that trains now."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        last = [record for record in read_metrics(folder) if record["kind"] == "start"][-1:]
+        command = "".join(str(record["origin"]["command"]) for record in last)
+        return "" if command == command_line() else printable(command)
+    return ""
 
 
 def _lines(changed: Mapping[str, tuple[str, str]]) -> list[str]:

@@ -42,7 +42,7 @@ def describe_origin(
     hosts = dict.fromkeys(host for host, _ in told)
     elsewhere = {path: host for host, path in told if path not in ("", told[0][1])}
     origin = {
-        "command": _command(),
+        "command": command_line(),
         "git commit": git_commit(os.path.dirname(os.path.abspath(sys.argv[0]))),
         "model": f"{type(module).__name__}{wrapper}, {size:,} parameters{frozen}",
         "optimizer": _describe(optimizer),
@@ -117,7 +117,7 @@ def _resolve(git: Path, head: str) -> str:
     return ""
 
 
-def _command() -> str:
+def command_line() -> str:
     """Return what the user typed: the launcher's command where ``phalanx run`` has started this rank."""
     own = shlex.join([os.path.basename(sys.executable or "python"), *_arguments()])
     return _env.environment().get(_env.COMMAND_VARIABLE) or own

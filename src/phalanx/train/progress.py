@@ -35,7 +35,7 @@ class ProgressBar:
             from rich.table import Column
         except ImportError:
             return None
-        console = Console()
+        console = Console(soft_wrap=True)  # what is printed above the bar stays one line, in the log, too
         if not console.is_terminal or console.is_dumb_terminal:
             return None
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -64,7 +64,7 @@ class ProgressBar:
 
 
 class _StderrBesideBar:
-    """stderr while a bar shows: rich prints it above the bar, wrapped, but for warnings.
+    """stderr while a bar shows: rich prints it above the bar, but for warnings.
 
     Those go out as they are, because ``phalanx run`` shows the warning of all ranks once, and above the bar.
     """

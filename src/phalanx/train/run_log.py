@@ -115,8 +115,7 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._close_bar()
         is_victim = kind is not None and issubclass(kind, RankFailed)  # the others wait to be started again
         self._loggers.close(_VICTIMS_CLOSE_S if is_victim else CLOSE_S)
         if self._log is not None:
@@ -218,11 +217,12 @@ class RunLog:
 
     def end_epoch(self, step: int, epoch: int, evaluation: Mapping[str, float], *, has_ended: bool) -> None:
         """Say and write what an epoch came to, or the part of it that was trained: maybe nothing, after a restart."""
-        mean, values = self._epoch, [f"validation {name} {value:#.4g}" for name, value in evaluation.items()]
+        mean, values = self._epoch, [f"{name} {value:#.4g}" for name, value in evaluation.items()]
+        values[:1] = [f"val {first}" for first in values[:1]]  # short and once, so that a line fits 80 columns
         if mean.has_steps:
             self.record("epoch", step=step, epoch=epoch, loss=mean.value, first_step=mean.first_step)
             part = "" if mean.is_whole else f" (since step {mean.first_step})"
-            values.insert(0, f"training loss {mean.value:#.4g}{part}")
+            values.insert(0, f"loss {mean.value:#.4g}{part}")
         which = f"epoch {epoch + 1}" if has_ended else f"in epoch {epoch + 1}"
         self.say(f"{which}, step {step}: {', '.join(values) or 'no steps were left to train'}")
 
@@ -233,12 +233,17 @@ class RunLog:
             self.say(f"evaluation after step {step}: {', '.join(bad)}; not finite, so never the best")
 
     def report(self) -> None:
-        """Write metrics.csv and report.html, on rank 0."""
+        """Write metrics.csv and report.html, on rank 0: the run is over, and so is its bar."""
+        self._close_bar()
         if self._ranks.rank == 0:
             with self.sparing_the_training("metrics.csv"):
                 write_csv(self._folder)
             with self.sparing_the_training("report.html"):
                 self.say(f"report: {write_report(self._folder)}")
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
     def _show(self, step: int, loss: str, epoch: str, *more: str) -> None:
         if self._bar is not None:

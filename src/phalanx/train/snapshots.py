@@ -71,6 +71,6 @@ class Snapshots:
         every = "after each step" if self.every == 1 else f"every {self.every} steps"
         replicas = memory().replicas()
         return (
-            f"snapshots in memory {every}: {share:.1%} of the time, {size_mib:.1f} MiB for each rank"
+            f"snapshots in memory {every}: {share:.1%} of the time, {size_mib:.1f} MiB a rank"
             f"{replicas and f'; {replicas}'}"
         )
