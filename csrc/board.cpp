@@ -38,10 +38,13 @@ Boards g_boards;
 
 // Grows in each forked child: a group belongs to the process that made it. Cheaper to read than getpid().
 std::atomic<int> g_forks{0};
-const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] {
-  g_forks.fetch_add(1, std::memory_order_relaxed);
-  new (&g_boards) Boards;  // the parent's boards are none of the child's, and another thread may have held the lock
-});
+const int g_fork_handler = pthread_atfork(
+    [] { g_boards.mutex.lock(); },  // no other thread may be in there: the child would find it half done
+    [] { g_boards.mutex.unlock(); },
+    [] {
+      g_forks.fetch_add(1, std::memory_order_relaxed);
+      g_boards.mutex.unlock();
+    });
 
 }  // namespace
 
@@ -169,14 +172,13 @@ void Board::say_on_all(const std::string& text) {
 void Board::hold_on_all(const std::string& text) {
   std::lock_guard lock(g_boards.mutex);
   for (Board* board : g_boards.all) {
-    if (board->forked()) continue;
-    SharedText& site = board->members_[board->rank()].site;
-    if (text.empty()) {
+    if (text.empty())
       board->segment_->let_go();
-    } else {
-      board->said_before_hold_ = site.read();
+    else
       board->segment_->hold(board->global(board->rank()));
-    }
+    if (board->forked()) continue;  // a data loader's worker holds its rank up, but writes on no board of it
+    SharedText& site = board->members_[board->rank()].site;
+    if (!text.empty()) board->said_before_hold_ = site.read();
     site.write(text.empty() ? board->said_before_hold_ : text);
   }
 }

@@ -237,6 +237,7 @@ void Segment::hold(int rank) {
   // kernel drops the lock with its process, so a killed rank holds nobody up.
   hold_ = Fd(open(("/proc/self/fd/" + std::to_string(fd_.get())).c_str(), O_RDWR | O_CLOEXEC));
   struct flock lock = whole_world();
+  lock.l_type = F_RDLCK;  // a rank and its data loader's workers may hold it at once
   lock.l_start = rank;
   lock.l_len = 1;
   if (hold_) fcntl(hold_.get(), F_OFD_SETLK, &lock);

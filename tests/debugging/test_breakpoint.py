@@ -141,6 +141,89 @@ def test_a_mistake_that_is_typed_is_shown_and_the_prompt_stays(terminal):
     assert ends(screen) == BOTH_END
 
 
+@pytest.mark.parametrize("launcher", [PHALANX_RUN, TORCHRUN], ids=["phalanx run", "torchrun"])
+def test_stepping_over_the_breakpoint_of_another_rank_gives_it_the_prompt(terminal, launcher):
+    script = SCRIPT.replace("y = x + 1", "phalanx.breakpoint(1 - {rank})")
+    screen = terminal(launcher, rank=0, script=script)
+    for number, command in enumerate(["n\n", "p RANK + 70\n", "c\n"], 1):
+        screen.read_until("(Pdb) ", count=number)
+        screen.type(command)
+    screen.read_until("(Pdb) ", count=4)
+    assert "71" in screen.shown
+    screen.type("p RANK + 80\n")
+    screen.read_until("80\r\n")
+    screen.type("c\n")
+    assert screen.finish() == 0
+    assert ends(screen) == BOTH_END
+
+
+def test_a_breakpoint_in_what_is_typed_at_the_prompt_says_so_and_goes_on(terminal):
+    screen = terminal(PHALANX_RUN)
+    screen.read_until("(Pdb) ")
+    screen.type("phalanx.breakpoint()\n")
+    screen.read_until("rank 0 is at a debugger's prompt already, so it does not stop here")
+    screen.read_until("(Pdb) ", count=2)
+    screen.type("c\n")
+    assert screen.finish() == 0
+    assert ends(screen) == BOTH_END
+
+
+THREADS = """
+    import threading
+    threads = [threading.Thread(target=lambda: phalanx.breakpoint({rank})) for _ in range({count})]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+"""
+WORKER = """
+    class Data(torch.utils.data.Dataset):
+        def __len__(self): return 2
+        def __getitem__(self, i):
+            if i == 1: phalanx.breakpoint({rank})
+            return i
+    list(torch.utils.data.DataLoader(Data(), num_workers=1))
+"""
+
+
+def stops_in(source, **parts):
+    """Return `SCRIPT` with a stop in `source`."""
+    source = source.format(**{"rank": "", "count": 1, **parts})
+    stop = "if True:" + source.replace("\n    ", "\n        ").rstrip() + "\n"
+    return SCRIPT.replace("if RANK {where}: phalanx.breakpoint({rank})\n", stop.replace("{", "{{").replace("}", "}}"))
+
+
+@pytest.mark.parametrize("source", [THREADS, WORKER], ids=["thread", "worker"])
+def test_quitting_in_a_thread_or_a_worker_ends_the_job(terminal, source):
+    screen = terminal(PHALANX_RUN, script=stops_in(source, rank=1))
+    screen.read_until("(Pdb) ")
+    screen.type("q\n")
+    assert screen.finish() == 1
+    assert not ends(screen)
+    assert "phalanx.breakpoint: rank 1 has quit the debugger, so the job ends" in screen.shown.replace("\r\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "count"), [(THREADS, 2), (WORKER, 1)], ids=["two threads", "worker"])
+def test_whoever_waits_for_a_thread_or_a_worker_does_not_time_out(terminal, source, count):
+    script = stops_in(source, count=count).replace("if True:", "if RANK == 0:")
+    screen = terminal(PHALANX_RUN, timeout_s=1, script=script)
+    for number in range(1, count + 1):
+        screen.read_until("(Pdb) ", count=number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            screen.job.wait(2.5)
+        screen.type("c\n")
+    assert screen.finish() == 0
+    assert ends(screen) == BOTH_END
+
+
+def test_a_job_in_the_background_says_that_nobody_is_at_the_terminal(terminal):
+    background = ["bash", "-c", 'set -m; "$@" & wait $!', "bash", *PHALANX_RUN]
+    screen = terminal(background)
+    assert screen.finish() == 0
+    said = screen.shown.replace("\r\n", "")
+    assert re.search(r"debugger at train\.py:\d: nobody is at its terminal any more, so this rank goes on", said)
+    assert ends(screen) == BOTH_END
+
+
 def test_the_death_of_the_rank_with_the_terminal_ends_the_others_wait(terminal):
     screen = terminal(PHALANX_RUN, rank=1)
     screen.read_until("(Pdb) ")
@@ -194,7 +277,9 @@ def test_names_that_would_control_the_terminal_are_escaped():
         return sys._getframe()
 
     stands.__code__ = stands.__code__.replace(co_name="\x1b[31mred\x07", co_filename="/tmp/\x1b[1m.py")
-    lines = SimpleNamespace(stdin=io.StringIO("where\nquit\n"), stdout=io.StringIO(), close=lambda: None)
+    lines = SimpleNamespace(
+        stdin=io.StringIO("where\nquit\n"), stdout=io.StringIO(), close=lambda: None, take=lambda: None
+    )
     prompt = Prompt(lines, lambda: None, lambda: None)
     prompt.reset()
     prompt.interaction(stands(), None)

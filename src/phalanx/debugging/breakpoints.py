@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -17,7 +18,7 @@ from phalanx._errors import RankFailed
 from phalanx._launched import Launch, start_time
 from phalanx._network import host_identity
 from phalanx.debugging import AT_BREAKPOINT, recorded
-from phalanx.debugging.prompt import Prompt, line_of
+from phalanx.debugging.prompt import Prompt, is_held, line_of
 from phalanx.debugging.terminal import open_terminal
 
 _LOOK_S, _CHECK_S = 0.1, 0.5  # between looks for the word to go on, and at whether it can still come
@@ -34,8 +35,9 @@ def breakpoint(rank: int | None = None) -> None:
     that wait for it in a collective of the phalanx backend, now or while it is stepped, do not time out. ``quit`` and
     Ctrl-D end the job. Without a terminal to type at, one line says so and every rank goes on.
 
-    Works under ``phalanx run``, torchrun, and for ranks started by hand. Before there is a process group, only the rank
-    with the debugger stops. ``PYTHONBREAKPOINT=phalanx.breakpoint`` makes it Python's own ``breakpoint()``.
+    Works under ``phalanx run``, torchrun, and for ranks started by hand. Before there is a process group, and in the
+    workers of a data loader, only the rank with the debugger stops. ``PYTHONBREAKPOINT=phalanx.breakpoint`` makes it
+    Python's own ``breakpoint()``.
 
     Args:
         rank: Global rank that gets the debugger; default: rank 0.
@@ -59,9 +61,13 @@ def breakpoint(rank: int | None = None) -> None:
 
 
 def _debug(frame: FrameType, rank: int, meeting: _Meeting | None) -> None:
-    terminal = open_terminal(rank)
+    is_nested = is_held()  # it would wait for the terminal that its caller has
+    terminal = None if is_nested else open_terminal(rank)
     if terminal is None:
-        _say(f"{line_of(frame)}: rank {rank} has no terminal for a debugger, so no rank stops")
+        why = "has no terminal for a debugger, so no rank stops"
+        if is_nested:
+            why = "is at a debugger's prompt already, so it does not stop here"
+        _say(f"{line_of(frame)}: rank {rank} {why}")
         if meeting is not None:
             meeting.end(_GOES_ON)
         return
@@ -81,7 +87,13 @@ def _debug(frame: FrameType, rank: int, meeting: _Meeting | None) -> None:
 
 
 def _leave(rank: int) -> NoReturn:
-    raise SystemExit(f"phalanx.breakpoint: rank {rank} has quit the debugger, so the job ends")
+    words = f"phalanx.breakpoint: rank {rank} has quit the debugger, so the job ends"
+    if threading.current_thread() is not threading.main_thread():  # SystemExit would end this thread alone
+        with contextlib.suppress(OSError, ValueError):
+            print(words, file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        os._exit(1)
+    raise SystemExit(words)
 
 
 def _say(text: str) -> None:
@@ -91,10 +103,12 @@ def _say(text: str) -> None:
 
 def _place(frame: FrameType) -> tuple[int, int, _Meeting | None]:
     """Return this process's rank, the number of ranks, and where they meet, if they have a group."""
-    dist = sys.modules.get("torch.distributed")
+    dist, data = sys.modules.get("torch.distributed"), sys.modules.get("torch.utils.data")
     if dist is not None and dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        return rank, world_size, _Meeting(frame) if world_size > 1 else None
+        # A worker would ask the store over its rank's own connection, and take the answers that are meant for the rank.
+        is_worker = data is not None and data.get_worker_info() is not None
+        return rank, world_size, _Meeting(frame) if world_size > 1 and not is_worker else None
     environ = _env.environment()
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
     if rank.isdecimal() and size.isdecimal():

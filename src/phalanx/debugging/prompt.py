@@ -6,6 +6,7 @@ import contextlib
 import os
 import pdb
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -16,6 +17,9 @@ from phalanx.debugging.terminal import Terminal
 
 _LIBRARIES = {"phalanx", "torch", *sys.stdlib_module_names} - {"__main__"}
 
+_held_threads: list[int] = []  # of this process, which is held until the last of them is let go
+_holding = threading.RLock()  # reentrant, because a signal opens a prompt, too
+
 
 def line_of(frame: FrameType) -> str:
     """Return the line at which a frame stands, as our messages write it: ``train.py:31``."""
@@ -24,18 +28,39 @@ def line_of(frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def held(where: str) -> Iterator[None]:
-    """Let the ranks that wait for this one know that a debugger holds it, and where."""
+    """Let the ranks that wait for this one know that a debugger holds it, and where. Several threads may be held."""
     try:
-        from phalanx import _core
+        from phalanx import _core as core
     except ImportError:  # not on Linux, where there are no groups of ours
-        yield
-        return
-    _core.hold(HELD_BY + where)
+        core = None  # type: ignore[assignment]
+    own = threading.get_ident()
+    with _holding:
+        if core is not None and not _held_threads:
+            core.hold(HELD_BY + where)
+        _held_threads.append(own)
     try:
-        with recorded.phase(_core, IN_DEBUGGER, where):
+        with recorded.phase(core, IN_DEBUGGER, where) if core is not None else contextlib.nullcontext():
             yield
     finally:
-        _core.hold("")
+        with _holding:
+            _held_threads.remove(own)
+            if core is not None and not _held_threads:
+                core.hold("")
+
+
+def is_held() -> bool:
+    """Whether a debugger holds this thread, so that whatever it runs was typed at a prompt."""
+    return threading.get_ident() in _held_threads
+
+
+def _begin_anew() -> None:
+    """Forget, in a forked child, the threads of its parent."""
+    global _holding
+    _held_threads.clear()
+    _holding = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _scripts(frame: FrameType) -> FrameType:
@@ -53,7 +78,7 @@ class Prompt(pdb.Pdb):
     """A debugger of this process.
 
     Args:
-        terminal: Terminal for it, closed when the debugger lets the program run.
+        terminal: Terminal for it, given back whenever the program runs, and closed when that is for good.
         on_resume: Function called whenever the program goes on, if only for a line.
         on_quit: Function called by ``quit`` and at the end of the input. The program goes on unless it raises.
     """
@@ -85,8 +110,12 @@ class Prompt(pdb.Pdb):
         assert frame is not None
         try:
             with held(line_of(frame)):
+                self._terminal.take()
                 super().interaction(frame, *args, **kwargs)
-        except OSError:  # nobody is at the terminal any more
+        except OSError:
+            with contextlib.suppress(OSError, ValueError):
+                told = f"debugger at {line_of(frame)}: nobody is at its terminal any more, so this rank goes on"
+                print(told, file=sys.stderr, flush=True)
             self.clear_all_breaks()
             self.set_continue()
         except BaseException:
@@ -94,6 +123,8 @@ class Prompt(pdb.Pdb):
             raise
         if self._is_over:
             self._terminal.close()
+        else:
+            self._terminal.give_back()
         self._on_resume()
 
     def format_stack_entry(self, *args: Any, **kwargs: Any) -> str:

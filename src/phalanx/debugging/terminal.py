@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -14,20 +15,24 @@ from phalanx._peer import peer_of
 
 CONNECT_S = 2.0
 """Time for the other side of a socket to accept a connection."""
+RUNS = "\0"
+"""What a debugger writes when the program runs until the next prompt: the terminal may be lent to another meanwhile."""
 
 
 class Terminal:
-    """What a debugger reads and writes.
+    """What a debugger reads and writes. Several may share one terminal, and have it by turns.
 
     Args:
         connection: Connection to the process that lends its terminal; None: the terminal is this process's own.
+        is_shared: Whether the lender lets others have it while the program runs.
 
     Attributes:
         stdin, stdout: Files for `pdb.Pdb`; None stands for this process's own streams, which have line editing.
     """
 
-    def __init__(self, connection: socket.socket | None = None) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket | None = None, is_shared: bool = False) -> None:
+        self._connection, self._is_shared = connection, is_shared
+        self._lock = -1
         self.stdin: TextIO | None = None
         self.stdout: TextIO | None = None
         if connection is not None:
@@ -46,19 +51,42 @@ class Terminal:
                     file.close()
         if self._connection is not None:
             self._connection.close()
+        self._unlock()
+
+    def take(self) -> None:
+        """Wait until no other debugger has it. A lender makes the first read wait instead."""
+        if self._connection is None and self._lock < 0:
+            self._lock = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # of a file system that has no locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def give_back(self) -> None:
+        """Let other debuggers have it until the next `take`."""
+        self._unlock()
+        if self._is_shared and self.stdout is not None:
+            with contextlib.suppress(OSError):  # nobody is there any more, as the next prompt finds
+                self.stdout.write(RUNS)
+                self.stdout.flush()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the same open file
+            os.close(self._lock)
+            self._lock = -1
 
 
 def open_terminal(rank: int) -> Terminal | None:
     """Return a terminal for the debugger of this rank; None if there is none that a person could type at."""
     if path := _env.environment().get(_env.PROMPT_VARIABLE, ""):
-        return borrow_terminal(path, rank)
+        return borrow_terminal(path, rank, is_shared=True)
     with contextlib.suppress(OSError):
         if os.isatty(0) and not _is_in_background():
             return Terminal()
     return None
 
 
-def borrow_terminal(path: str, rank: int) -> Terminal | None:
+def borrow_terminal(path: str, rank: int, is_shared: bool = False) -> Terminal | None:
     """Return the terminal that a process of this user lends at a socket; None if there is no such process."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -67,7 +95,7 @@ def borrow_terminal(path: str, rank: int) -> Terminal | None:
         if peer_of(connection)[1] == os.geteuid():
             connection.settimeout(None)
             connection.sendall(json.dumps({"rank": rank, "pid": os.getpid()}).encode() + b"\n")
-            return Terminal(connection)
+            return Terminal(connection, is_shared)
     except OSError:
         pass
     connection.close()

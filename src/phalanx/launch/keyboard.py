@@ -6,10 +6,11 @@ import contextlib
 import json
 import os
 import socket
+from typing import NamedTuple
 
 from phalanx import _env
 from phalanx._peer import peer_of
-from phalanx.debugging.terminal import listen_at
+from phalanx.debugging.terminal import RUNS, listen_at
 from phalanx.launch.descriptors import is_in_background
 from phalanx.launch.events import EventLoop
 from phalanx.launch.output import LiveStream, Screen, prefix
@@ -18,6 +19,14 @@ from phalanx.launch.warm.places import make_path
 
 _END_OF_INPUT = b"\x04"  # as a terminal writes it
 _HELLO_BYTES = 256
+_RUNS = RUNS.encode()
+
+
+class _Debugger(NamedTuple):
+    """A debugger that talks to us, and the rank that it holds."""
+
+    connection: socket.socket
+    rank: int
 
 
 class Keyboard:
@@ -31,8 +40,11 @@ class Keyboard:
     def __init__(self, events: EventLoop, screen: Screen, terminal_pid: int) -> None:
         self._events, self._screen, self._terminal_pid = events, screen, terminal_pid
         self._first: Rank | None = None  # whose terminal has our input
-        self._debugger: socket.socket | None = None
+        self._debugger: _Debugger | None = None  # whose turn it is
+        self._runs = False  # its program, so that nobody is at its prompt
         self._view: LiveStream | None = None
+        self._queue: list[_Debugger] = []  # that wait for their turn
+        self._running: list[_Debugger] = []  # that had theirs, and have not asked again
         self._listener: socket.socket | None = None
         self._path = ""
         if os.isatty(0):
@@ -57,6 +69,11 @@ class Keyboard:
         return os.open(os.devnull, os.O_RDONLY)
 
     def close(self) -> None:
+        for debugger in self._running:
+            self._events.unwatch(debugger.connection.fileno())
+        for debugger in (*self._running, *self._queue):
+            debugger.connection.close()
+        self._queue.clear()
         if self._debugger is not None:
             self._take_back()
         if self._listener is not None:
@@ -82,10 +99,10 @@ class Keyboard:
             with contextlib.suppress(BlockingIOError):  # it does not read: so much for typing ahead
                 os.write(self._first.stdout.fd, typed or _END_OF_INPUT)
 
-    # ------------------------------------------------------------ a debugger's turn
+    # ------------------------------------------------------------ debuggers have it by turns
 
     def _lend(self) -> None:
-        """Give the terminal to the rank that asks for it; others that ask wait in the queue of the socket."""
+        """Take in a rank that asks for the terminal."""
         assert self._listener is not None
         connection, _ = self._listener.accept()
         connection.settimeout(1.0)  # it says who it is at once
@@ -100,26 +117,44 @@ class Keyboard:
             connection.close()
             return
         connection.setblocking(False)
-        self._events.unwatch(self._listener.fileno())
-        self._debugger = connection
-        self._view = LiveStream(self._screen, prefix(rank, colour=self._screen.is_terminal))
+        self._queue.append(_Debugger(connection, rank))
+        self._lend_to_next()
+
+    def _lend_to_next(self) -> None:
+        """Give the terminal to whoever has waited longest, unless somebody is at a prompt."""
+        if not self._queue or (self._debugger is not None and not self._runs):
+            return
+        if (before := self._debugger) is not None:  # it may wait for the next one: it gets its turn when it says more
+            self._end_turn()
+            self._running.append(before)
+            self._events.watch(before.connection.fileno(), lambda: self._ask_again(before))
+        self._debugger, self._runs = self._queue.pop(0), False
+        self._view = LiveStream(self._screen, prefix(self._debugger.rank, colour=self._screen.is_terminal))
         self._screen.end_line()
-        self._events.watch(connection.fileno(), self._show_prompt)
+        self._events.watch(self._debugger.connection.fileno(), self._show_prompt)
         self._watch_input()
+
+    def _ask_again(self, debugger: _Debugger) -> None:
+        self._events.unwatch(debugger.connection.fileno())
+        self._running.remove(debugger)
+        self._queue.append(debugger)
+        self._lend_to_next()
 
     def _show_prompt(self) -> None:
         assert self._debugger is not None
         assert self._view is not None
-        said = b""
-        with contextlib.suppress(BlockingIOError):
-            try:
-                said = self._debugger.recv(65536)
-            except ConnectionResetError:  # it was killed
-                said = b""
-            if not said:
-                self._take_back()
-        if self._view is not None:
-            self._view.feed(said)
+        try:
+            said = self._debugger.connection.recv(65536)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:  # it was killed
+            said = b""
+        if not said:
+            self._take_back()
+            return
+        self._runs = said.endswith(_RUNS)
+        self._view.feed(said.replace(_RUNS, b""))
+        self._lend_to_next()
 
     def _answer_prompt(self, typed: bytes) -> None:
         assert self._debugger is not None
@@ -128,18 +163,23 @@ class Keyboard:
             self._screen.open_line = b""
         with contextlib.suppress(OSError):
             if typed:
-                self._debugger.send(typed)
+                self._debugger.connection.send(typed)
             else:
-                self._debugger.shutdown(socket.SHUT_WR)
+                self._debugger.connection.shutdown(socket.SHUT_WR)
 
     def _take_back(self) -> None:
+        """Hang up: the debugger has ended."""
         assert self._debugger is not None
-        assert self._view is not None
-        self._events.unwatch(self._debugger.fileno())
-        self._debugger.close()
-        self._view.finish()
-        self._debugger = self._view = None
+        ended = self._debugger
+        self._end_turn()
+        ended.connection.close()
         if self._first is None and self._events.is_watched(0):
             self._events.unwatch(0)
-        if self._listener is not None:
-            self._events.watch(self._listener.fileno(), self._lend)
+        self._lend_to_next()
+
+    def _end_turn(self) -> None:
+        assert self._debugger is not None
+        assert self._view is not None
+        self._events.unwatch(self._debugger.connection.fileno())
+        self._view.finish()
+        self._debugger = self._view = None
