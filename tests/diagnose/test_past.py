@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import cli
-from phalanx.diagnose.past import examine_run
+from phalanx.diagnose.past import examine_run, launch_of_run
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.diagnose.why import main
 from phalanx.diagnose.wording import sentence
@@ -327,6 +327,31 @@ def test_a_torn_box_of_a_run_is_named_and_the_others_are_read(tmp_path):
     lines = why(tmp_path, torn.parents[2])
     assert lines[1].startswith("rank 1 raised ValueError: a bad batch")
     assert f"  {torn} can't be read" in "\n".join(lines)
+
+
+def test_a_copy_of_a_box_in_the_place_of_another_is_named_for_that_rank(tmp_path):
+    folder = tmp_path / "runs/job/20260101-000000-1"
+    boxes = folder / "blackbox/attempt_0"
+    save(Job(3).boxes(60), boxes)
+    for rank in range(3):
+        (folder / f"logs/attempt_0/rank_{rank}").mkdir(parents=True)
+    shutil.copy(boxes / "rank_0.box", boxes / "rank_2.box")
+    shutil.copy(boxes / "rank_0.box", boxes / "rank_0 (copy).box")
+    answer = examine_run(folder)
+    assert "rank 0 last called all_reduce #60" in sentence_of(answer)
+    problem = f"{boxes / 'rank_2.box'} holds the black box of rank 0, as rank_0.box does: delete the copy"
+    assert answer.seen[2].look.box_problem == problem
+
+
+def test_of_a_trainer_s_records_no_more_is_read_than_up_to_its_last_start(tmp_path):
+    folder = tmp_path / "runs/job/20260101-000000-1"
+    (folder / "logs").mkdir(parents=True)
+    start = '{"kind": "start", "origin": {"logs": "%s", "hosts": "here"}}\n'
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        file.write(start % "elsewhere/logs")
+        file.seek(1 << 40)  # a hole, which nobody could read
+        file.write("\n" + start % "runs/job/20260101-000000-1/logs" + '{"kind": "step"}\n' * 50_000)
+    assert launch_of_run(tmp_path) == folder
 
 
 def test_a_run_in_which_every_file_is_damaged_is_told_without_them(tmp_path):

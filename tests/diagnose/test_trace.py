@@ -9,6 +9,7 @@ import functools
 import gzip
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -323,6 +324,17 @@ def test_what_cannot_be_traced_is_said(tmp_path, monkeypatch, capsys, arguments,
     assert words in said.err
     assert said.out == ""
     assert not list(tmp_path.glob("trace*"))
+
+
+def test_a_copy_of_a_box_is_named_and_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save(Job(2, seed=1).boxes(5), tmp_path / "attempt_0")
+    shutil.copy("attempt_0/rank_1.box", "attempt_0/rank_1-old.box")
+    assert cli.main(["trace", "attempt_0"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("trace.json.gz: 2 ranks, ")
+    copy = "attempt_0/rank_1-old.box holds the black box of rank 1, as rank_1.box does: delete the copy"
+    assert said.err == f"phalanx trace: {copy}; the trace lacks it\n"
 
 
 def test_an_earlier_trace_is_not_overwritten_unless_it_is_named(tmp_path, monkeypatch, capsys):

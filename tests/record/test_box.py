@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import _core
-from phalanx.record.box import BOX_BYTES, Box, Tail, box_of_process, load_boxes, read_box, save_boxes
+from phalanx.record.box import BOX_BYTES, Box, Tail, box_of_process, load_box, load_boxes, read_box, save_boxes
 from phalanx.testing import run_ranks
 from tests.record.made import Job, encoded
 
@@ -41,7 +41,7 @@ def run_script(folder: Path, *arguments: str, script: str = SCRIPT) -> list[Box]
         cwd=folder, capture_output=True, timeout=120, check=False,
     )  # fmt: skip
     (saved,) = folder.glob("runs/*/blackbox/attempt_0")
-    return load_boxes(saved)
+    return load_boxes(saved).boxes
 
 
 def test_a_box_names_its_host_as_it_was_called(tmp_path, monkeypatch):
@@ -141,17 +141,17 @@ def test_an_event_that_is_rewritten_or_was_ended_by_an_older_one_is_told_from_a_
 def test_a_saved_box_whose_damage_makes_it_longer_is_refused(data, tmp_path):
     (tmp_path / "rank_0.box").write_bytes(gzip.compress(data + b"x", 1)[:-8] + bytes(8))
     with pytest.raises(ValueError, match="it goes on behind the end of a black box"):
-        load_boxes(tmp_path)
+        load_box(tmp_path / "rank_0.box")
 
 
 def test_a_saved_box_that_is_damaged_is_named(data, tmp_path):
     (tmp_path / "memory").write_bytes(data)
     with open(tmp_path / "memory", "rb") as file:
         (path,) = save_boxes(file.fileno(), tmp_path / "saved")
-    assert load_boxes(tmp_path / "saved") == [read_box(data)]
+    assert load_boxes(tmp_path / "saved").boxes == [read_box(data)]
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=re.escape(f"{path} can't be read")):
-        load_boxes(tmp_path / "saved")
+        load_box(path)
 
 
 @pytest.mark.slow
@@ -228,15 +228,15 @@ def test_a_tail_of_memory_that_is_cut_or_tells_other_sizes_is_torn(tmp_path):
 def test_what_lies_in_the_place_of_a_box_is_no_box(tmp_path):
     os.mkfifo(tmp_path / "rank_0.box")
     with pytest.raises(ValueError, match=r"rank_0\.box can't be read: "):
-        load_boxes(tmp_path)
+        load_box(tmp_path / "rank_0.box")
     os.unlink(tmp_path / "rank_0.box")
     (tmp_path / "rank_0.box").write_bytes(gzip.compress(bytes(4 * BOX_BYTES), 1))
     with pytest.raises(ValueError, match="it is no black box"):
-        load_boxes(tmp_path)
+        load_box(tmp_path / "rank_0.box")
     os.unlink(tmp_path / "rank_0.box")
     (tmp_path / "rank_0.box").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match=r"rank_0\.box can't be read: "):
-        load_boxes(tmp_path)
+        load_box(tmp_path / "rank_0.box")
 
 
 def test_a_saved_box_with_any_bit_flipped_is_whole_or_refused(data, tmp_path):
@@ -248,7 +248,7 @@ def test_a_saved_box_with_any_bit_flipped_is_whole_or_refused(data, tmp_path):
         at = 7919 * number % len(saved)
         path.write_bytes(saved[:at] + bytes([saved[at] ^ 1 << number % 8]) + saved[at + 1 :])
         with contextlib.suppress(ValueError):
-            assert load_boxes(tmp_path) == [read_box(data)]
+            assert load_box(path) == read_box(data)
 
 
 WARNS = """
@@ -325,5 +325,5 @@ def test_a_script_whose_path_is_not_utf_8_is_recorded(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     (saved,) = tmp_path.glob("runs/*/blackbox/attempt_0")
-    calls = [event for event in load_boxes(saved)[0].events if event.kind == "collective"]
+    calls = [event for event in load_boxes(saved).boxes[0].events if event.kind == "collective"]
     assert calls[-1].site == f"d\\udce9/train.py:{LINE}"

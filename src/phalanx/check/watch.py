@@ -89,8 +89,7 @@ class Watch:
     def _saved(self) -> list[Box]:
         """Return the boxes that the launcher left when its job ended."""
         for folder in Path(self._job.log_dir).glob("*/blackbox/attempt_0"):
-            with contextlib.suppress(ValueError):
-                return load_boxes(folder)
+            return [*load_boxes(folder).boxes]
         return []
 
     def _has_stalled(self, boxes: Sequence[Box], record: Record, in_step: Sequence[int]) -> bool:

@@ -8,7 +8,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 
 from phalanx._errors import printable
@@ -22,7 +23,7 @@ from phalanx.diagnose.stacks import Frame, Stacks
 from phalanx.launch.causes import is_victim
 from phalanx.launch.outcome import last_words_in, signal_name
 from phalanx.launch.run_folder import name_of
-from phalanx.record.box import ANSWER, SUFFIX, Box, load_box
+from phalanx.record.box import ANSWER, SUFFIX, Box, load_boxes
 from phalanx.record.clocks import load_clocks
 from phalanx.record.ends import End, load_ends, load_reason
 from phalanx.record.losses import load_losses
@@ -90,10 +91,11 @@ def launch_of_run(folder: Path) -> Path | None:
     """
     logs = host = ""
     with contextlib.suppress(OSError), open_regular(folder / "metrics.jsonl") as file:
-        for line in file.read().splitlines():
+        for line in _lines_backwards(file):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 if b'"start"' in line and (told := json.loads(line))["kind"] == "start":
                     logs, host = str(told["origin"]["logs"]), str(told["origin"]["hosts"])
+                    break
     if not logs:
         return None
     found = Path(os.path.normpath(folder / logs)).parent
@@ -102,6 +104,17 @@ def launch_of_run(folder: Path) -> Path | None:
             f"the job that trained in {folder} ran on {printable(host)}; ask there: it left no record here"
         )
     return found
+
+
+def _lines_backwards(file: FileIO) -> Iterator[bytes]:
+    """Yield the lines of a file from its end on, reading no more of it than is asked for; huge ones are cut."""
+    at, line = file.seek(0, os.SEEK_END), b""
+    while at > 0:
+        begin = max(at - _TAIL_BYTES, 0)
+        line, *lines = (os.pread(file.fileno(), at - begin, begin) + line[:_TAIL_BYTES]).split(b"\n")
+        yield from reversed(lines)
+        at = begin
+    yield line
 
 
 def examine_newest(run: Path) -> Answer:
@@ -175,18 +188,17 @@ class _Saved:
 
 
 def _saved(folder: Path) -> dict[int, _Saved]:
-    """Return what was saved of each rank: a box tells its rank, and the name of its file only if it can't be read."""
+    """Return what was saved of each rank, and why it can't be used by the number in the name of its file."""
+    loaded = load_boxes(folder)
     found: dict[int, _Saved] = {}
-    problems: dict[int, _Saved] = {}
-    for path in sorted(folder.glob(f"rank_*{SUFFIX}")):
-        try:
-            box = load_box(path)
-            found.setdefault(box.rank, _Saved(box, path.stat().st_mtime_ns))
-        except (ValueError, OSError) as error:
-            number = path.name.removeprefix("rank_").removesuffix(SUFFIX)
-            if number.isdecimal() and len(number) <= _MOST_DIGITS:
-                problems[int(number)] = _Saved(None, problem=str(error))
-    return problems | found
+    for path, problem in loaded.problems.items():
+        number = path.name.removeprefix("rank_").removesuffix(SUFFIX)
+        if number.isdecimal() and len(number) <= _MOST_DIGITS:
+            found[int(number)] = _Saved(None, problem=problem)
+    for box in loaded.boxes:
+        with contextlib.suppress(OSError):  # it has just been deleted
+            found[box.rank] = _Saved(box, loaded.paths[box.rank].stat().st_mtime_ns)
+    return found
 
 
 def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:

@@ -17,7 +17,7 @@ from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, NoRank, SeveralJo
 from phalanx.diagnose.past import last_run_of, newest_run, own_run
 from phalanx.diagnose.processes import off_limits
 from phalanx.diagnose.trace import merged, write_trace
-from phalanx.record.box import SUFFIX, Box, Tail, load_box, open_box
+from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 from phalanx.record.clocks import Ahead, load_clocks
 
 RIGHT_CALL = "phalanx trace [RUN | JOB | PID]"
@@ -168,23 +168,19 @@ def _saved(folders: Sequence[Path], seconds: float | None) -> tuple[list[Box], d
     return [boxes[rank] for rank in sorted(boxes)], measured
 
 
-def _readable(attempt: Path) -> list[Box]:
-    """Return the boxes of an attempt; those that can't be read are named and left out.
+def _readable(attempt: Path) -> Sequence[Box]:
+    """Return the boxes of an attempt; those that can't be used are named and left out.
 
     Raises:
-        ValueError: None can be read.
+        ValueError: None can be used.
     """
-    boxes, problems = [], []
-    for path in sorted(attempt.glob(f"rank_*{SUFFIX}")):
-        try:
-            boxes.append(load_box(path))
-        except ValueError as error:
-            problems.append(str(error))
-    if problems and not boxes:
+    loaded = load_boxes(attempt)
+    problems = [*loaded.problems.values()]
+    if problems and not loaded.boxes:
         raise ValueError(problems[0])
     for problem in problems:
         _say(f"{problem}; the trace lacks it")
-    return boxes
+    return loaded.boxes
 
 
 def _newest_attempt(folder: Path) -> Path:

@@ -11,7 +11,7 @@ import gzip
 import os
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -402,7 +402,7 @@ def load_box(path: Path) -> Box:
 
 def _save(data: bytes, rank: int, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank_{rank}{SUFFIX}"
+    path = folder / _name_of(rank)
     part = folder / f"{path.name}.part"
     with open_regular(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW) as file:
         file.write(gzip.compress(data, 1))
@@ -410,10 +410,41 @@ def _save(data: bytes, rank: int, folder: Path) -> Path:
     return path
 
 
-def load_boxes(folder: Path) -> list[Box]:
-    """Return the boxes that were saved in a folder, by rank.
+@dataclasses.dataclass(frozen=True)
+class SavedBoxes:
+    """What lies in a folder of saved boxes.
 
-    Raises:
-        ValueError: One can't be read; the message names its file.
+    Attributes:
+        boxes: Boxes by their ranks, one of each.
+        paths: Files of the boxes, by rank.
+        problems: Reason why any other file there can't be used, which names it.
     """
-    return sorted(map(load_box, folder.glob(f"rank_*{SUFFIX}")), key=lambda box: box.rank)
+
+    boxes: Sequence[Box] = ()
+    paths: Mapping[int, Path] = dataclasses.field(default_factory=dict)
+    problems: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+
+
+def load_boxes(folder: Path) -> SavedBoxes:
+    """Return the boxes that were saved in a folder. Each tells its rank; of two, that in the rank's own file counts."""
+    found: dict[int, tuple[bool, Path, Box]] = {}
+    problems: dict[Path, str] = {}
+    for path in sorted(folder.glob(f"rank_*{SUFFIX}")):
+        try:
+            box = load_box(path)
+        except ValueError as error:
+            problems[path] = str(error)
+            continue
+        one = (path.name == _name_of(box.rank), path, box)
+        kept, copy = sorted((one, found.get(box.rank, one)), key=lambda other: not other[0])
+        found[box.rank] = kept
+        if copy is not kept:
+            problems[copy[1]] = (
+                f"{copy[1]} holds the black box of rank {box.rank}, as {kept[1].name} does: delete the copy"
+            )
+    by_rank = sorted(found.items())
+    return SavedBoxes([box for _, (_, _, box) in by_rank], {rank: path for rank, (_, path, _) in by_rank}, problems)
+
+
+def _name_of(rank: int) -> str:
+    return f"rank_{rank}{SUFFIX}"

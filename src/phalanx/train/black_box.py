@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from phalanx.record.box import Box, Event, boxes_in, load_boxes, open_box, read_box
+from phalanx.record.box import Box, Event, SavedBoxes, boxes_in, load_boxes, open_box, read_box
 from phalanx.record.losses import Loss, load_losses
 from phalanx.record.stragglers import Ledger, Verdict
 from phalanx.train.plots import seconds
@@ -27,7 +27,7 @@ Span = tuple[float, float]
 """Two times of day, in seconds since 1970."""
 
 
-def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> list[Box]:
+def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> SavedBoxes:
     """Return the boxes of the attempt that trained between two times; none if there are none that can be read.
 
     Args:
@@ -35,26 +35,25 @@ def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> list[Box]:
         logs: Folders of the logs of all launches, relative to `folder`.
         trained: First and last record of the attempt.
     """
-    for boxes in _candidates(folder, logs):
-        begin_s, end_s = _span(boxes)
+    for found in _candidates(folder, logs):
+        begin_s, end_s = _span(found.boxes)
         if begin_s <= trained[1] + 1 and trained[0] <= end_s:
-            return boxes
-    return []
+            return found
+    return SavedBoxes()
 
 
-def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[list[Box]]:
+def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[SavedBoxes]:
     """Yield the boxes of this job, where a rank asks, and what the launches have saved."""
     with contextlib.suppress(ValueError, OSError):
         if (place := open_box(os.getpid())) is not None:
             fd, _ = place
             try:
-                yield [read_box(data) for data in boxes_in(fd)]
+                yield SavedBoxes([read_box(data) for data in boxes_in(fd)])
             finally:
                 os.close(fd)
     for run in _launches(folder, logs):
         for attempt in run.glob("blackbox/attempt_*"):
-            with contextlib.suppress(ValueError, OSError):
-                yield load_boxes(attempt)
+            yield load_boxes(attempt)
 
 
 def losses_of(folder: Path, logs: Iterable[str]) -> list[Loss]:
@@ -119,11 +118,12 @@ def rows_of(verdict: Verdict) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def timeline(boxes: Sequence[Box]) -> tuple[str, str]:
+def timeline(saved: SavedBoxes) -> tuple[str, str]:
     """Return a figure of the last moments of all ranks, and a note that says what it shows.
 
     A rank is a row, phases and collectives are bars by the name, a collective that did not end lasts to the edge.
     """
+    boxes = saved.boxes
     shown = [box for box in boxes if box.events][:_MOST_RANKS]
     if not shown:
         return "", ""
@@ -148,7 +148,8 @@ def timeline(boxes: Sequence[Box]) -> tuple[str, str]:
         f'<div aria-hidden="true">{labels}</div></div></figure><p>{escape(told)}.</p>'
     )
     more = f"; the first {len(shown)} of {len(boxes)} ranks" if len(shown) < len(boxes) else ""
-    return figure, f"The last {seconds(shown_s)} that the ranks have recorded{more}."
+    lacks = "".join(f" {escape(problem)}." for problem in saved.problems.values())
+    return figure, f"The last {seconds(shown_s)} that the ranks have recorded{more}.{lacks}"
 
 
 def _span(boxes: Sequence[Box]) -> Span:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import phalanx
 from phalanx._files import write_whole
 from phalanx._text import counted, listed
-from phalanx.record.box import Box
+from phalanx.record.box import SavedBoxes
 from phalanx.record.losses import place_of, repeated, sign_of, who_of
 from phalanx.train import black_box, plots
 from phalanx.train.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
@@ -95,7 +95,7 @@ class _Run:
         """Return step and value of what step records have under `name`."""
         return [(record["step"], record[name]) for record in self.steps if is_number(record.get(name))]
 
-    def boxes(self, attempt: int) -> list[Box]:
+    def boxes(self, attempt: int) -> SavedBoxes:
         """Return the black boxes of an attempt's ranks, if there are any."""
         records = self.attempts[attempt]
         return black_box.boxes_of(self.folder, self.logs, (records[0]["time"], records[-1]["time"]))
@@ -301,7 +301,7 @@ def _phases(run: _Run) -> str:
 
 def _stragglers(run: _Run) -> str:
     """Who waited for whom in the last steps of the newest attempt, as far as that was recorded."""
-    verdict = black_box.verdict_of(run.boxes(max(run.attempts)))
+    verdict = black_box.verdict_of(run.boxes(max(run.attempts)).boxes)
     if verdict.kind == "unknown":
         return ""
     words = str(verdict)
