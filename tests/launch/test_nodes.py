@@ -113,7 +113,7 @@ def test_ranks_of_two_nodes_meet_and_start_again_together(nodes, backend):
     for _, _, err in ends:  # each node names the cause, wherever it was
         assert "exited with code 9\nphalanx run: restart 1 of 1\n" in err
     joined = re.findall(r"^phalanx run: joined the job at (\S+) as (.*)$", "".join(err for _, _, err in ends), re.M)
-    assert [place for _, place in joined] == ["node 2 of 2, with ranks 2-3"]  # once, and where rank 0 is not
+    assert [place for _, place in joined] == ["node 2 of 2, with ranks 2 and 3"]  # once, and where rank 0 is not
 
 
 def test_a_failure_on_one_node_is_the_last_word_on_every_node(nodes):
