@@ -187,6 +187,7 @@ def test_imports_have_no_effect_on_the_process() -> None:
             "phalanx.backend._channels._let_go",
             "phalanx.checkpoint.claim._let_go_in_child",
             "phalanx.checkpoint.saving._forget_parents_saves",
+            "phalanx.debugging.prompt._begin_anew",
         ],
         "changed": [],
         "torch": [],

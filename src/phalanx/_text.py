@@ -21,23 +21,29 @@ def counted(number: int, noun: str) -> str:
 
 def format_ranges(numbers: Sequence[int]) -> str:
     """Return ``0-2,5`` for 0, 1, 2 and 5, in the kernel's notation."""
+    parts = _in_a_row(numbers)
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def _in_a_row(numbers: Sequence[int]) -> list[list[int]]:
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
             parts[-1].append(number)
         else:
             parts.append([number])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    return parts
 
 
 def named(noun: str, numbers: Sequence[int]) -> str:
-    """Return ``rank 3``, ``ranks 0 and 2``, or ``ranks 0-2, 5 and 7-8``."""
+    """Return ``rank 3``, ``ranks 0 and 1``, or ``ranks 0-2, 5 and 7-9``."""
     return f"{plural(len(numbers), noun)} {in_runs(numbers)}"
 
 
 def in_runs(numbers: Sequence[int]) -> str:
-    """Return ``3``, ``0 and 2``, or ``0-2, 5 and 7-8``."""
-    *runs, last = format_ranges(sorted(numbers)).split(",")
+    """Return ``3``, ``0 and 1``, or ``0-2, 5 and 7-9``."""
+    parts = _in_a_row(sorted(numbers))
+    *runs, last = [run for part in parts for run in (map(str, part) if len(part) < 3 else [f"{part[0]}-{part[-1]}"])]
     return f"{', '.join(runs)} and {last}" if runs else last
 
 

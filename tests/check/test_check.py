@@ -48,7 +48,7 @@ def test_ranks_that_agree(check, backend):
     done = check(backend=backend)
     assert done.returncode == 0, done.stderr
     assert "phalanx check: 2 ranks made the same 4 calls in 2 optimizer steps (train.py" in done.stdout
-    assert "ranks 0-1: 4 calls\n" in done.stdout
+    assert "ranks 0 and 1: 4 calls\n" in done.stdout
     assert "1  all_reduce of 8 elements at train.py:10\n" in done.stdout
 
 

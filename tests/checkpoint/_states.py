@@ -27,6 +27,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import phalanx
 import phalanx.checkpoint as ckpt
 from phalanx import CheckpointError
+from phalanx._text import named
 from tests.checkpoint._tools import assert_same, behaviour, behaviour_once, bits, copy_of, model, save, step
 
 DTYPES = [
@@ -518,7 +519,7 @@ def what_does_not_fit_is_told_once_with_counts_and_the_first_names(rank, world_s
 
     state = {"a": {"model": layers(0, 4)}, "optimizer": torch.optim.SGD(layers(0, 4).parameters())}
     save(folder, state, 3)
-    ranks = "rank 0" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+    ranks = named("rank", range(world_size))
     with pytest.raises(CheckpointError) as caught:
         ckpt.load(folder, {"a": {"model": layers(3, 10)}})
     assert str(caught.value) == (

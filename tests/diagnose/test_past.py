@@ -349,7 +349,7 @@ def test_of_a_trainer_s_records_no_more_is_read_than_up_to_its_last_start(tmp_pa
     start = '{"kind": "start", "origin": {"logs": "%s", "hosts": "here"}}\n'
     with open(tmp_path / "metrics.jsonl", "w") as file:
         file.write(start % "elsewhere/logs")
-        file.seek(1 << 40)  # a hole, which nobody could read
+        file.seek(1 << 36)  # a hole, which nobody could read
         file.write("\n" + start % "runs/job/20260101-000000-1/logs" + '{"kind": "step"}\n' * 50_000)
     assert launch_of_run(tmp_path) == folder
 

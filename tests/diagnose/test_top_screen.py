@@ -29,13 +29,15 @@ def drawn(job: JobView = JOB, width: int = 80, is_ascii: bool = False) -> list[s
 
 
 def test_at_80_columns_all_that_matters_is_there():
-    head, progress, titles, busy, waiting, gone = drawn()
+    head, progress, titles, busy, busy_at, waiting, waiting_at, gone = drawn()
     assert head.startswith("train.py  phalanx run, pid 70  3 ranks  since ")
     assert head.endswith(", 12 min")
     assert progress == "step 1,204 of 5,000 ━━━───────── 24%  12.3 steps/s  790 samples/s  5 min left"
     assert titles.split() == ["rank", "state", "step", "cpu%", "rss", "pss", "steptime", "thr", "flt/s"]
     assert busy.split()[-7:] == ["1,204", "100", "640M", "410M", "▅▅█", "12", "1,234"]
+    assert busy.startswith("   0 computing 0.0 s backward ")
     assert waiting.startswith("   1 waiting 41 s all_reduce #1204 ")
+    assert (busy_at, waiting_at) == ("     at train.py:31", "     at train.py:31")
     assert gone.split() == ["2", "gone"]
 
 
@@ -55,11 +57,20 @@ def test_where_there_is_room_the_line_of_the_script_is_shown():
     assert "waiting 41 s all_reduce #1204 at train.py:31" in drawn(width=110)[4]
 
 
-def test_where_there_is_little_room_the_number_of_the_line_stays():
+@pytest.mark.parametrize(
+    ("width", "rows"),
+    [
+        (80, ["   1 asleep 41 s since all_reduce", "     #1204 at folder/missing.py:1042"]),
+        (40, ["   1 asleep 41 s since all_reduce #1204", "     at missing.py:1042"]),
+        (30, ["   1 asleep 41 s since", "     …#1204 at missing.py:1042"]),
+        (20, ["   1 asleep 41 s", "     …issing.py:1042"]),
+    ],
+)
+def test_where_there_is_little_room_the_rest_and_the_number_of_the_line_stand_below(width, rows):
     quiet = dataclasses.replace(WAITING, state="asleep", what="since all_reduce #1204", site="folder/missing.py:1042")
-    row = drawn(dataclasses.replace(JOB, ranks=[quiet]), 80)[-1]
-    assert "… missing.py:1042 " in row
-    assert row.split()[:2] == ["1", "asleep"]
+    first, second = drawn(dataclasses.replace(JOB, ranks=[quiet]), width)[-2:]
+    assert first.startswith(rows[0])
+    assert second == rows[1]
 
 
 def test_what_nobody_knows_has_no_column():

@@ -157,6 +157,6 @@ def test_what_is_well_on_all_hosts_is_one_line_and_what_is_not_is_told_of_each()
     assert [(finding.found, hosts) for finding, hosts in rows] == [
         ("8 GiB (host 0; the others are similar)", "hosts 0-2"),
         ("1 GiB", "host 3"),
-        ("eth0", "hosts 0-1"),
+        ("eth0", "hosts 0 and 1"),
         ("x", "job"),
     ]

@@ -300,7 +300,7 @@ def test_a_third_host_takes_the_place_of_one_that_is_lost(jobs, tmp_path, flags)
         for job in (jobs[0], jobs[2]):
             said[job] = job.communicate(timeout=LIMIT_S)[1]
             assert job.returncode == 0
-        place = f"this spare takes the place of {made[1].name}, with ranks 2-3\n"
+        place = f"this spare takes the place of {made[1].name}, with ranks 2 and 3\n"
         assert [said[job].count(place) for job in (jobs[0], jobs[2])] == [0, 1], said
 
 

@@ -155,8 +155,8 @@ def test_a_job_ends_with_its_victims_on_one_line():
     asked = [Outcome(rank=rank, pid=rank + 11, exitcode=-15, ended_by_us=True) for rank in (6, 7)]
     assert report(dead, [dead, *ends, *asked], hint="") == (
         "phalanx run: rank 3 (pid 10) was killed by SIGKILL; exit code 137 (phalanx explain exit-137)\n"
-        "  ranks 0-2 and 4-5: RankFailed, because of it\n"
-        "  ranks 6-7: ended because of it\n"
+        "  ranks 0-2, 4 and 5: RankFailed, because of it\n"
+        "  ranks 6 and 7: ended because of it\n"
         "  log: logs/stderr.log\n"
     )
 

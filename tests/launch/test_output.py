@@ -225,6 +225,6 @@ def test_a_warning_of_all_ranks_is_shown_once():
         voice.feed(warn(2))
     assert (shown, chorus.is_waiting) == ([], True)
     chorus.flush()
-    assert shown == [b"[ranks 1-2] train.py:2: UserWarning: slow\n[ranks 1-2]   step()\n"]
+    assert shown == [b"[ranks 1 and 2] train.py:2: UserWarning: slow\n[ranks 1 and 2]   step()\n"]
     voices[0].feed(warn(2))
     assert (len(shown), chorus.is_waiting) == (1, False)

@@ -93,7 +93,7 @@ def test_another_run_is_refused_alike_on_all_ranks_with_what_differs_and_the_way
     assert results[0] == results[1]
     for name, (_, wanted) in OTHERS.items():
         message = results[0][name]
-        assert f"step 14 from {tmp_path}/run/checkpoints: ranks 0 to 1: the folder holds another run:\n" in message
+        assert f"step 14 from {tmp_path}/run/checkpoints: ranks 0 and 1: the folder holds another run:\n" in message
         assert message.count(str(tmp_path)) == message.count("step 14 ") == 1
         assert all(line in message for line in wanted), message
         assert 'resume="never"' in message

@@ -178,7 +178,7 @@ def test_losses_are_a_table_and_bars_of_their_phases(tmp_path):
     save_loss(killed, run.folder / "launched", 1)
     page = page_of(tmp_path)
     text = re.sub(r"\s+", " ", page.text)
-    assert re.search(r"ranks 4 to 5\) silent for 2\.0 s 2\.05 s .* 2\.46 s at step 20 1 step repeated", text)
+    assert re.search(r"ranks 4 and 5\) silent for 2\.0 s 2\.05 s .* 2\.46 s at step 20 1 step repeated", text)
     assert re.search(r"rank 1 killed by SIGKILL 2\.05 s 100 ms 140 ms 60 ms 60 ms 2\.41 s from step 30", text)
     assert "<script" not in (tmp_path / "report.html").read_text()
     assert "rank 1: 2.41 s the recovery: noticed 2.05 s" in page.labels()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from phalanx import _core
 from phalanx._tensors import is_dense, is_stored, unusual_keys
+from phalanx._text import plural
 from phalanx.backend._memory import Buffers, NotPlain, OtherDevice, Tensors
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, SUM_CODES, RedOpType, is_inexact, premul_factor
 from phalanx.backend._wording import root_name
@@ -193,7 +194,7 @@ def _reduction_problem(kind: Any, dtype: torch.dtype) -> str:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    return f"{tensor.numel()} elements of {tensor.dtype}"
+    return f"{tensor.numel()} {plural(tensor.numel(), 'element')} of {tensor.dtype}"
 
 
 def different_counts(tensors: Tensors) -> list[int] | None:

@@ -233,10 +233,11 @@ def _sizes_differ(failure: Failure) -> str:
     if sizes is None:
         return _calls_differ(failure)
     one, other = describe(sizes.one), f"rank {sizes.other.rank}"
+    elements = f"{sizes.count} {plural(sizes.count, 'element')}"
     if sizes.of is None:
-        what = f"{one} sends {sizes.count} elements to {other}, which expects {sizes.other_count}"
+        what = f"{one} sends {elements} to {other}, which expects {sizes.other_count}"
         return "\n".join([f": {what}", *_table(failure), _TRANSMIT_ALIKE])
-    what = f"{one}'s list has {sizes.count} elements for rank {sizes.of}, {other}'s has {sizes.other_count}"
+    what = f"{one}'s list has {elements} for rank {sizes.of}, {other}'s has {sizes.other_count}"
     return "\n".join([f": {what}", *_table(failure), _LISTS_ALIKE])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from phalanx._text import named
+from phalanx._text import counted, named
 from phalanx.record.box import Box, Event
 
 _SAME_SIZE = ("broadcast", "all_reduce", "reduce")  # operations to which each rank brings as many elements
@@ -38,7 +38,7 @@ class Call:
         return self.op, self.num_elems if self.op in _SAME_SIZE else 0
 
     def __str__(self) -> str:
-        elems = f" of {self.num_elems} elements" if self.num_elems else ""
+        elems = f" of {counted(self.num_elems, 'element')}" if self.num_elems else ""
         at = f" at {self.line}" if self.line else ""
         return f"{self.op}{elems}{_in_group(self.group)}{at}"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx._errors import CheckpointError, GroupUnusable, addressed, printable
 from phalanx._rank_group import RankGroup
+from phalanx._text import named
 
 _MISSING_S = 60.0  # before a rank that does not make the call is missed
 
@@ -54,7 +55,7 @@ def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = N
         if len(found) == 1:
             lines = f" {lines[1:]}"
         elif len(found) == len(problems) and len({*found.values()}) == 1:
-            lines = f" ranks 0 to {len(found) - 1}: {found[0]}"
+            lines = f" {named('rank', range(len(found)))}: {found[0]}"
         about = printable(f" {about}" if about else "")
         entry = addressed(lines) or ("checkpoint-not-loaded" if op == "load" else "checkpoint-not-saved")
         raise CheckpointError(f"checkpoint.{op}{about}:{lines}", op=op, ranks=tuple(found), entry=entry) from (

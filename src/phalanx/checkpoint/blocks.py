@@ -15,6 +15,7 @@ from torch import Tensor
 from phalanx import _torch
 from phalanx._digest import bytes_of, digests
 from phalanx._ranges import share
+from phalanx._text import counted
 from phalanx.checkpoint.image import Image, Part
 from phalanx.checkpoint.tree import Json, Leaf, as_dtype
 
@@ -165,7 +166,7 @@ class Reader:
                     found[common] = image, offset, shape, key
                     missing -= _count(common)
         if missing > 0:
-            raise ValueError(f"{missing} elements of {name!r} are in no file of the checkpoint")
+            raise ValueError(f"no file of the checkpoint has {counted(missing, 'element')} of {name!r}")
         if not _do_tile(found, wanted):
             raise ValueError(f"some elements of {name!r} are there more than once")
         return found

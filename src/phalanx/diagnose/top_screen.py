@@ -31,6 +31,7 @@ _STYLES = {
 _SPARK_WIDTH = 8
 _LEAST_STATE_WIDTH = 30
 _PROGRESS_WIDTH = 12
+_NO_BREAK = "\xa0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,34 +142,38 @@ def _table(ranks: Sequence[RankView], width: int, is_ascii: bool) -> list[Text]:
     title = f"{'rank':>{number}} {'state':<{state}}" + "".join(f" {c.title:>{c.width}}" for c in columns)
     lines = [Text(title, "dim")]
     for rank in ranks:
-        said = doing(rank)
+        text, *more = _wrapped(rank, state, max(width - number - 1, 1), "~" if is_ascii else "…")
+        style = _STYLES.get(rank.state, "")
         cells = "".join(f" {column.cell(rank):>{column.width}}" for column in columns)
-        text = _cut(said, rank, state, "~" if is_ascii else "…")
         lines.append(
             Text.assemble(
                 f"{'' if rank.rank == NO_RANK else rank.rank:>{number}} ",
-                (f"{text:<{state}}", _STYLES.get(rank.state, "")),
+                (f"{text:<{state}}", style),
                 cells,
             )
         )
+        lines += [Text(f"{'':>{number}} {line}", style) for line in more]
     return lines
 
 
-def _cut(said: str, rank: RankView, width: int, mark: str) -> str:
-    """Return what a rank does in at most `width` characters, without a line of the script that has lost its number.
+def _wrapped(rank: RankView, width: int, room: int, mark: str) -> list[str]:
+    """Return what a rank does in a line of at most `width` characters, and what is left in one of at most `room`.
 
-    Of a path, the file alone stays. One that waits keeps its operation rather than its line, others their line.
+    Where that is too long, the file of a path is enough, and then its end, where the number of the line stands.
     """
-    if len(said) <= width or not rank.site:
-        return said if len(said) <= width else said[: width - 1] + mark
-    file = os.path.basename(rank.site)
-    head = said.removesuffix(f" at {rank.site}")
-    if len(short := f"{head} at {file}") <= width:
-        return short
-    end = f"{mark} {file}"
-    if rank.state == "waiting" or len(end) > 2 * width // 3:
-        return f"{head} {mark}" if len(head) + 2 <= width else head[: width - 1] + mark
-    return head[: width - len(end)] + end
+    said = doing(rank)
+    if len(said) > width and rank.site:
+        place = f" at {os.path.basename(rank.site)}"
+        short = said.removesuffix(f" at {rank.site}") + place
+        if len(short) <= width or len(said) > room:
+            said = short
+        head = said[: said.rfind(" at ")]
+        said = f"{head} at{_NO_BREAK}{said[len(head) + 4 :]}"
+    first, *more = textwrap.wrap(said, width, break_on_hyphens=False, break_long_words=False)
+    rest = " ".join(more)
+    if len(rest) > room:
+        rest = mark + rest[1 - room :] if room > 1 else ""
+    return [line.replace(_NO_BREAK, " ") for line in (first, rest) if line]
 
 
 def doing(rank: RankView) -> str:

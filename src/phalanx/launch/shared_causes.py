@@ -7,6 +7,7 @@ from typing import Any
 
 from phalanx._env import host_name
 from phalanx._last_words import LastWords
+from phalanx._text import named
 from phalanx.launch.folding import ROWS, fold
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.views import MOST_RANKS, Cause, State, View
@@ -88,8 +89,7 @@ def other_side(host: str) -> Cause:
 def loss_of(view: View, node_rank: int, how: str) -> Cause:
     """Return the cause that a node of a view was lost."""
     node, first = view.members[node_rank], view.first_rank(node_rank)
-    last = first + node.num_ranks - 1
-    ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    ranks = named("rank", range(first, first + node.num_ranks))
     return _of_a_node(NODE_LOST, f"node {view.name_of(node_rank)} ({ranks}) was lost: {how}", node.host, first)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx._errors import printable
 from phalanx._errors.facts import read_as
 from phalanx._files import read_json, write_whole
-from phalanx._text import counted
+from phalanx._text import counted, named
 
 _NAME = "loss.json"
 _FOLDER = "blackbox"
@@ -67,9 +67,8 @@ class Loss:
 
 def who_of(loss: Loss) -> str:
     """Return who was lost, in words."""
-    last = loss.rank + loss.num_ranks - 1
     if loss.is_node:
-        return f"node {loss.host} ({f'ranks {loss.rank} to {last}' if last > loss.rank else f'rank {loss.rank}'})"
+        return f"node {loss.host} ({named('rank', range(loss.rank, loss.rank + max(loss.num_ranks, 1)))})"
     name = f"rank {loss.rank}" if loss.rank >= 0 else "the process that starts the ranks"
     return f"{name} on {loss.host}" if loss.host else name
 
