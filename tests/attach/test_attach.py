@@ -160,6 +160,28 @@ def test_the_signal_of_a_script_stays_its_own(job):
     assert running.poll() is None
 
 
+@pytest.mark.parametrize("next_it", ["os._exit(9)", "os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_a_rank_that_begins_to_answer_and_ends_or_stops_is_not_waited_for(job, next_it):
+    running = job(
+        f"""
+        import socket
+        from phalanx.debugging import attached
+        def answer(*_):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(attached._launch().lender_for(os.getpid()))
+            {next_it}
+        signal.signal(attached.SIGNAL, answer)
+        print("up", flush=True)
+        while True:
+            time.sleep(1)
+        """
+    )
+    done = attach(running, "c\n")
+    assert done.returncode == 1
+    assert "began to answer, and has ended or stopped" in done.stderr
+    assert done.seconds < 6
+
+
 def test_a_rank_that_is_not_there(job):
     done = attach(job(), "", rank=7)
     assert done.returncode == 1

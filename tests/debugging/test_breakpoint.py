@@ -130,11 +130,22 @@ def test_quitting_ends_the_job(terminal, launcher, typed):
     assert "phalanx.breakpoint: rank 1 has quit the debugger, so the job ends" in screen.shown.replace("\r\n", "")
 
 
-def test_a_mistake_that_is_typed_is_shown_and_the_prompt_stays(terminal):
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        pytest.param("1 / 0", "*** ZeroDivisionError", id="a mistake"),
+        pytest.param(
+            "phalanx.breakpoint()",
+            "rank 0 is at a debugger's prompt already, so it does not stop here",
+            id="another breakpoint",
+        ),
+    ],
+)
+def test_what_can_not_be_done_at_the_prompt_is_told_and_the_prompt_stays(terminal, typed, told):
     screen = terminal(PHALANX_RUN)
     screen.read_until("(Pdb) ")
-    screen.type("1 / 0\n")
-    screen.read_until("*** ZeroDivisionError")
+    screen.type(f"{typed}\n")
+    screen.read_until(told)
     screen.read_until("(Pdb) ", count=2)
     screen.type("c\n")
     assert screen.finish() == 0
@@ -152,17 +163,6 @@ def test_stepping_over_the_breakpoint_of_another_rank_gives_it_the_prompt(termin
     assert "71" in screen.shown
     screen.type("p RANK + 80\n")
     screen.read_until("80\r\n")
-    screen.type("c\n")
-    assert screen.finish() == 0
-    assert ends(screen) == BOTH_END
-
-
-def test_a_breakpoint_in_what_is_typed_at_the_prompt_says_so_and_goes_on(terminal):
-    screen = terminal(PHALANX_RUN)
-    screen.read_until("(Pdb) ")
-    screen.type("phalanx.breakpoint()\n")
-    screen.read_until("rank 0 is at a debugger's prompt already, so it does not stop here")
-    screen.read_until("(Pdb) ", count=2)
     screen.type("c\n")
     assert screen.finish() == 0
     assert ends(screen) == BOTH_END

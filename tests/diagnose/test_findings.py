@@ -178,6 +178,15 @@ def test_without_numbers_ranks_in_one_call_may_have_made_different_numbers_of_th
     )
 
 
+@pytest.mark.parametrize("ops", [("all_reduce", "all_reduce"), ("all_reduce", "broadcast")])
+def test_ranks_of_a_healthy_job_which_moved_while_it_was_looked_at_are_not_accused(ops):
+    ranks = [stacked(0, ops[0], 12), stacked(1, ops[1], 12)]
+    brief = [dataclasses.replace(one, call=dataclasses.replace(one.call, since_s=0.02)) for one in ranks]
+    assert "all ranks of a group must" in answer(*ranks)
+    assert "all ranks of a group must" not in answer(*brief)
+    assert caution(find(brief)).startswith("The longest wait has lasted 0.0 s: the job may well be running.")
+
+
 def test_ranks_on_other_hosts_are_named_if_all_here_wait():
     assert answer(waits(0), waits(1), world_size=4).endswith(
         "; ranks 2 and 3 run on other hosts that have not answered: type phalanx why there"

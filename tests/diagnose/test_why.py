@@ -48,7 +48,7 @@ HANGS = {
     "infinite_loop": ("infinite_loop", "runs", "is running"),
     "reads_input": ("reads_input", "input", "has been reading its input"),
     "at_breakpoint": ("at_breakpoint", "breakpoint", "has been at a breakpoint"),
-    "wrong_order": ("wrong_order", "", "all ranks of a group must make the same calls in the same order"),
+    "wrong_order": ("wrong_order", "", ", while ranks "),
 }
 """Function in which each hangs, how, and words that tell of it. The last can't be let go."""
 LINES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 
@@ -39,12 +40,14 @@ def warden_of(job):
     raise AssertionError("no warden")
 
 
-@pytest.mark.parametrize("while_it", ["imports torch", "waits"])
+@pytest.mark.parametrize("while_it", ["imports torch", "starts a rank", "waits"])
 def test_a_node_whose_warden_is_stopped_goes_on_at_once_when_another_is_lost(nodes, while_it):
     group = nodes(TRAIN)
     job = start_one(group, *([] if while_it == "imports torch" else ["--no-preload"]))
     warden = warden_of(job)
     other = start_one(group, "--no-preload")
+    while while_it == "starts a rank" and not select.select([other.stdout], [], [], 0)[0]:
+        os.kill(warden, signal.SIGSTOP)
     assert "training 2" in other.stdout.readline()
     if while_it == "waits":
         assert "training 2" in job.stdout.readline()

@@ -154,7 +154,7 @@ def test_the_exception_that_ended_a_rank_is_its_last_note(tmp_path: Path):
     command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--log-dir", "runs", "train.py"]
     subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120, check=False)
     (saved,) = tmp_path.glob("runs/*/blackbox/attempt_0")
-    notes = [event.text for event in load_boxes(saved)[1].events if event.kind == "note"]
+    notes = [event.text for event in load_boxes(saved).boxes[1].events if event.kind == "note"]
     assert re.fullmatch(rf"ValueError: no such shard, raised at (.*/)?train\.py:{LINE}", notes[-1])
 
 

@@ -83,7 +83,7 @@ def kill_all(folder: Path, attempt: int, job: subprocess.Popen[str], dice: rando
 
 
 def check(folder: Path, saved: Path, attempt: int) -> None:
-    boxes = load_boxes(saved / f"attempt_{attempt}")
+    boxes = load_boxes(saved / f"attempt_{attempt}").boxes
     assert [box.rank for box in boxes] == list(range(NUM_RANKS))
     for box in boxes:
         said = lines_of(folder, attempt, box.rank)

@@ -115,10 +115,15 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
     if peer_of(connection) != (pid, os.geteuid()):
         connection.close()
         raise _Refused(f"{who} has not answered, but another process has")
-    connection.settimeout(None)
-    while connection.recv(1) != b"\n":  # who it is, which we know
-        pass
-    return connection
+    connection.settimeout(_ANSWER_S)
+    with contextlib.suppress(OSError):
+        while (byte := connection.recv(1)) not in (b"", b"\n"):  # who it is, which we know
+            pass
+        if byte:
+            connection.settimeout(None)
+            return connection
+    connection.close()
+    raise _Refused(f"{who} began to answer, and has ended or stopped")
 
 
 def _refuse_if_deaf(who: str, pid: int) -> None:

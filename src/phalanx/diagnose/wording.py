@@ -102,7 +102,8 @@ def _differ(finding: Finding, culprits: list[Activity], activities: list[Activit
     theirs = [
         f"{ranks((doing.rank,))} {waits} in {call_text(doing.call, True)}" for doing in culprits[:3] if doing.call
     ]
-    return f"{'; '.join(theirs)}, while {_waiting(finding, ranks(finding.waiters))}: {_SAME_CALLS}"
+    found = f"{'; '.join(theirs)}, while {_waiting(finding, ranks(finding.waiters))}"
+    return found if _may_run(finding) else f"{found}: {_SAME_CALLS}"
 
 
 def _circle(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
@@ -131,6 +132,8 @@ def _together(finding: Finding, culprits: list[Activity], activities: list[Activ
         return f"{found}: they are making a group"
     if finding.call.seq:
         return f"{found}: they are exchanging data, or the network between hosts is slow"
+    if _may_run(finding):
+        return f"{found}: data is under way"
     return f"{found}: one has made a call more or fewer before, or data is still under way; {_SAME_CALLS}"
 
 
@@ -195,10 +198,15 @@ def caution(finding: Finding) -> str:
     is_joining = finding.kind == "together" and finding.call is not None and finding.call.op == "init_process_group"
     if finding.since_s is None and is_joining:
         return "The job may well be running. Ask again to be sure."
-    if finding.since_s is None or finding.since_s >= MOMENT_S or finding.alone_s is not None:
+    if finding.since_s is None or not _may_run(finding) or finding.alone_s is not None:
         return ""
     lasted = f"{'at least ' * finding.since_is_least}{duration(finding.since_s)}"
     return f"The longest wait has lasted {lasted}: the job may well be running. Ask again to be sure."
+
+
+def _may_run(finding: Finding) -> bool:
+    """Whether all waits are so short that the ranks may have moved while they were looked at, one after another."""
+    return not finding.is_over and finding.since_s is not None and finding.since_s < MOMENT_S
 
 
 def thread_lines(

@@ -138,9 +138,10 @@ class Wardens:
     def signal(self, sig: int, pids: Sequence[int], *, groups: bool = True) -> None:
         """Send `sig` to ranks, and to what they have started unless `groups` is false; the ended are left out."""
         for serving in (*self._relieved, self._current):
-            own = [pid for pid in pids if pid in serving.pids]
-            if own:
+            if own := [pid for pid in pids if pid in serving.pids]:
                 serving.warden.signal(sig, own, groups=groups)
+            else:
+                serving.warden.go_on()  # it may be about to fork one of them
 
     def kill(self) -> None:
         """End all of them at once, and so all ranks."""
