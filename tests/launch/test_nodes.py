@@ -245,7 +245,7 @@ def test_a_node_that_is_killed_is_gone_on_without_from_the_memory_of_another(nod
     out, err = living.communicate(timeout=LIMIT_S)
     assert living.returncode == 0, err
     assert (
-        f"node {socket.gethostname()} #{lost + 1} (ranks {2 * lost} to {2 * lost + 1}) was lost: its process has ended"
+        f"node {socket.gethostname()} #{lost + 1} (ranks {2 * lost} and {2 * lost + 1}) was lost: its process has ended"
         in err
     )
     begun = [line.split() for line in out.splitlines() if "from" in line]
