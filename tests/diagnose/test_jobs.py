@@ -311,6 +311,12 @@ def test_several_jobs_are_listed_with_what_tells_them_apart(twins, tmp_path):
     assert max(map(len, rows)) <= 80
 
 
+def test_trace_says_which_ranks_record(twins, capsys):
+    assert cli.main(["trace", str(twins[0].pid)]) == 1
+    told = "records nothing: ranks of the backend phalanx do, and those of Gloo under phalanx run"
+    assert capsys.readouterr().err == f"phalanx trace: twin.py (by hand) {told}\n"
+
+
 def test_among_several_jobs_attach_is_told_its_flag(twins, monkeypatch):
     found = [dataclasses.replace(find_job(str(one.pid)), notes="notes", launcher_pid=one.pid) for one in twins]
     monkeypatch.setattr(jobs, "find_jobs", lambda: found)
