@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from phalanx._text import complain, ending_of, named
+from phalanx._text import broken, complain, ending_of, named
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,10 @@ def test_a_message_is_broken_between_words_where_a_terminal_shows_it(monkeypatch
         monkeypatch.setattr(sys, "stderr", screen)
         complain("no job of this user is running")
         assert screen.getvalue() == said
+
+
+def test_what_is_broken_off_goes_on_below_its_own_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "24")
+    lines = ["ok  clock    the firmware sets it"]
+    assert broken(lines, Screen(), hang=13) == ["ok  clock    the", " " * 12 + "firmware", " " * 12 + "sets it"]
+    assert broken(lines, Screen(), hang=9) == ["ok  clock    the", " " * 9 + "firmware sets", " " * 9 + "it"]

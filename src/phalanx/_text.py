@@ -106,11 +106,12 @@ def complain(words: str) -> None:
     print("\n".join(broken(words.splitlines(), sys.stderr)), file=sys.stderr)
 
 
-def broken(lines: Iterable[str], screen: TextIO | None = None) -> list[str]:
+def broken(lines: Iterable[str], screen: TextIO | None = None, hang: int | None = None) -> list[str]:
     """Return lines with those that are longer than the terminal broken between words; as they are if there is none.
 
     Args:
         screen: Stream to which they are printed; None: standard output.
+        hang: Column at which what is broken off goes on; None: two behind the line's own indent.
     """
     screen = screen or sys.stdout
     if screen is None or not screen.isatty():
@@ -121,6 +122,6 @@ def broken(lines: Iterable[str], screen: TextIO | None = None) -> list[str]:
         if len(line) <= width:
             shown.append(line)
             continue
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        indent = " " * (len(line) - len(line.lstrip()) + 2 if hang is None else min(hang, width // 2))
         shown += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return shown

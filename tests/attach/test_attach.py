@@ -185,7 +185,7 @@ def test_a_rank_that_begins_to_answer_and_ends_or_stops_is_not_waited_for(job, n
 def test_a_rank_that_is_not_there(job):
     done = attach(job(), "", rank=7)
     assert done.returncode == 1
-    assert "has no rank 7; ranks 0, 1 run here" in done.stderr
+    assert "has no rank 7; ranks 0 and 1 run here" in done.stderr
 
 
 def test_a_job_that_is_not_there():

@@ -9,6 +9,7 @@ import pytest
 from phalanx.diagnose.activity import Activity, Call
 from phalanx.diagnose.clauses import clause, duration
 from phalanx.diagnose.findings import find
+from phalanx.diagnose.jobs import NO_RANK
 from phalanx.diagnose.stacks import Frame
 from phalanx.diagnose.wording import caution, sentence
 
@@ -51,6 +52,11 @@ def test_a_rank_that_has_not_called_is_named_with_its_line_and_the_time(culprit)
         f"rank {culprit} has not called all_reduce #7 of group 'default'; it has been in load_image at data.py:88 for "
         "41 s; 3 ranks have waited up to 41 s for it"
     )
+
+
+@pytest.mark.parametrize(("rank", "name"), [(0, "rank 0"), (NO_RANK, "pid 4711")])
+def test_a_process_alone_has_the_name_of_its_rank_if_it_is_one(rank, name):
+    assert answer(Activity(rank, 4711, None, "runs", LOADING)) == f"{name} is running in load_image at data.py:88"
 
 
 def test_a_short_wait_may_be_that_of_a_healthy_job():

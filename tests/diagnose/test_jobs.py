@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import select
@@ -15,7 +16,7 @@ import pytest
 from phalanx import cli
 from phalanx._launched import Launch, Notes, read_started
 from phalanx.attach.command import main as attach
-from phalanx.diagnose import commands
+from phalanx.diagnose import commands, jobs
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, find_job, find_jobs
 from phalanx.diagnose.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
@@ -308,6 +309,19 @@ def test_several_jobs_are_listed_with_what_tells_them_apart(twins, tmp_path):
     assert sorted([pid, name, os.path.basename(folder), *by] for pid, name, folder, *by in told) == sorted(wanted)
     assert all(str(tmp_path).endswith(os.path.dirname(folder).removeprefix("...")) for _, _, folder, *_ in told)
     assert max(map(len, rows)) <= 80
+
+
+def test_trace_says_which_ranks_record(twins, capsys):
+    assert cli.main(["trace", str(twins[0].pid)]) == 1
+    told = "records nothing: ranks of the backend phalanx do, and those of Gloo under phalanx run"
+    assert capsys.readouterr().err == f"phalanx trace: twin.py (by hand) {told}\n"
+
+
+def test_among_several_jobs_attach_is_told_its_flag(twins, monkeypatch):
+    found = [dataclasses.replace(find_job(str(one.pid)), notes="notes", launcher_pid=one.pid) for one in twins]
+    monkeypatch.setattr(jobs, "find_jobs", lambda: found)
+    with pytest.raises(LookupError, match=f"; name one by its pid, such as --job {twins[-1].pid}:"):
+        find_job("", has_notes=True)
 
 
 def test_of_several_jobs_that_of_the_current_folder_is_meant(twins, tmp_path, monkeypatch):

@@ -59,6 +59,33 @@ def test_another_ranks_line_is_slipped_in_above_the_live_one(screen):
     assert shown() == b"\r0: step 2\n1: bye\n"
 
 
+def test_while_a_prompt_is_open_the_live_rank_writes_whole_lines_above_it(screen):
+    screen, shown = screen
+    live, prompt = LiveStream(screen, b"0: "), LiveStream(screen, b"1: ")
+    live.feed(b"loss 3.0")
+    screen.lend(prompt)
+    prompt.feed(b"(Pdb) ")
+    assert shown() == b"0: loss 3.0\n1: (Pdb) "
+    live.feed(b"\n")
+    assert shown() == b""  # the line was ended for it
+    live.feed(b"\x1b[2Kstep 1\nste")
+    assert shown() == b"\r\x1b[2K0: step 1\n1: (Pdb) "
+    live.finish()  # it has ended
+    assert shown() == b"\r\x1b[2K0: ste\n1: (Pdb) "
+    live.feed(b"\rstep 2")
+    screen.open_line = b""  # somebody has typed a line
+    screen.borrower = None
+    live.feed(b", loss 2.0")
+    assert shown() == b"\r0: step 2, loss 2.0"
+    screen.lend(prompt)
+    prompt.feed(b"(Pdb) ")
+    assert shown() == b"\n1: (Pdb) "
+    prompt.finish()
+    screen.borrower = None
+    live.feed(b"\n\nend\n")
+    assert shown() == b"\n\n0: end\n"
+
+
 def test_an_escape_sequence_torn_in_two_stays_one(screen):
     screen, shown = screen
     live = LiveStream(screen, b"0: ")

@@ -82,7 +82,7 @@ def test_ctrl_c_at_a_terminal_ends_the_job_and_not_the_warm_process(warm, termin
     screen.read_until("up")
     screen.type("\x03")
     assert screen.finish() == 130
-    assert "phalanx run: SIGINT: ending 1 rank; Ctrl-C again kills them\r\n" in screen.shown
+    assert "phalanx run: SIGINT: ending 1 rank; Ctrl-C again kills it\r\n" in screen.shown
     assert "Traceback" not in screen.shown
     assert len(servers()) == 1
 

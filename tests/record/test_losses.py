@@ -91,7 +91,7 @@ def test_a_recovery_in_words(loss, words):
     [
         (KILLED, "rank 1", "killed by SIGKILL"),
         (NODE, "node host-c (ranks 4 and 5)", "silent for 2.0 s"),
-        (dataclasses.replace(NODE, num_ranks=1, how="refused"), "node host-c (rank 4)", "connections were refused"),
+        (dataclasses.replace(NODE, num_ranks=1, how="refused"), "node host-c (rank 4)", "its process has ended"),
         (dataclasses.replace(NODE, how="left"), "node host-c (ranks 4 and 5)", "it could not reach the others"),
         (Loss(rank=3, how="raised", number=1, error="ValueError", host="b"), "rank 3 on b", "raised ValueError"),
         (Loss(rank=-1, how="exit", number=7), "the process that starts the ranks", "exit code 7"),

@@ -170,7 +170,7 @@ def test_losses_are_a_table_and_bars_of_their_phases(tmp_path):
     phases = {"noticed": 2.05, "ended": 0.1, "agreed": 0.05, "started": 0.14, "loaded": 0.06, "first step": 0.06}
     lost = Loss(
         rank=4, num_ranks=2, is_node=True, how="silent", number=2.05, host=EVIL, at_s=BEGAN_S, phases_s=phases,
-        step=20, num_repeated=1,
+        step=1_020, num_repeated=1,
     )  # fmt: skip
     fewer = {name: took_s for name, took_s in phases.items() if name != "agreed"}
     killed = Loss(rank=1, how="signal", number=9, at_s=BEGAN_S + 1, phases_s=fewer, loaded_step=30)
@@ -178,7 +178,7 @@ def test_losses_are_a_table_and_bars_of_their_phases(tmp_path):
     save_loss(killed, run.folder / "launched", 1)
     page = page_of(tmp_path)
     text = re.sub(r"\s+", " ", page.text)
-    assert re.search(r"ranks 4 and 5\) silent for 2\.0 s 2\.05 s .* 2\.46 s at step 20 1 step repeated", text)
+    assert re.search(r"ranks 4 and 5\) silent for 2\.0 s 2\.05 s .* 2\.46 s at step 1,020 1 step repeated", text)
     assert re.search(r"rank 1 killed by SIGKILL 2\.05 s 100 ms 140 ms 60 ms 60 ms 2\.41 s from step 30", text)
     assert "<script" not in (tmp_path / "report.html").read_text()
     assert "rank 1: 2.41 s the recovery: noticed 2.05 s" in page.labels()

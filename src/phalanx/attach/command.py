@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from phalanx._command_line import Parser, UsageError, whole_number
 from phalanx._launched import note_lender, read_started, start_time
 from phalanx._peer import peer_of
-from phalanx._text import complain, enumerated
+from phalanx._text import complain, named
 from phalanx.debugging.attached import SIGNAL
 from phalanx.debugging.terminal import listen_at
 from phalanx.diagnose.jobs import NO_JOB, Job, NoRank, find_ranks
@@ -80,7 +80,7 @@ def _process_of(job: Job, number: int) -> int:
     if number in living:
         return living[number]
     started = read_started(job.notes)
-    there = f"{enumerated('rank', sorted(living))} {'runs' if len(living) == 1 else 'run'} here"
+    there = f"{named('rank', list(living)) if living else 'no rank'} {'runs' if len(living) < 2 else 'run'} here"
     if started is not None and (ended := started.ended.get(number)):
         raise NoRank(f"rank {number} {ended.how}; {there}")
     if number < job.world_size:

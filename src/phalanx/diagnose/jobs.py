@@ -190,7 +190,7 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
     whose = "that phalanx has started for this user" if has_notes else "of this user"
     if found:
         several = f"several jobs{name} {whose} are running on this host"
-        example = found[-1].launcher_pid or found[-1].ranks[0].pid
+        example = f"{'--job ' * has_notes}{found[-1].launcher_pid or found[-1].ranks[0].pid}"
         raise SeveralJobs(f"{several}; name one by its pid, such as {example}:{_table(found)}", found)
     others = f"; these are:{_table(jobs)}" if jobs else ""
     raise NoJob(f"no job{name} {whose} is running on this host{others}")

@@ -235,7 +235,8 @@ def _running(job: Job, seconds: float) -> list[Box]:
             if job.launcher == NO_JOB:
                 is_none = off_limits(job.launcher_pid) or "is no rank of a job, and records nothing"
                 raise NoRank(f"process {job.launcher_pid} ({job.name}) {is_none}")
-            raise NoRank(f"{job.name} ({job.launcher}) records nothing: its ranks have no group of the backend phalanx")
+            who = "ranks of the backend phalanx do, and those of Gloo under phalanx run"
+            raise NoRank(f"{job.name} ({job.launcher}) records nothing: {who}")
         return merged(_looks(tails, seconds))
 
 

@@ -165,7 +165,7 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
         return "it ended without a record: phalanx run itself was probably killed"
     if len(activities) == 1:
         (doing,) = activities
-        return f"{f'pid {doing.pid}' if doing.pid else f'rank {doing.rank}'} {clause(doing)}"
+        return f"{f'rank {doing.rank}' if doing.rank >= 0 else f'pid {doing.pid}'} {clause(doing)}"
     same = len({(doing.how, doing.frame) for doing in activities}) == 1
     each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing)}" for doing in activities]
     known = f"no rank {_waits(finding)} for another"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx._env import REPLACE_VARIABLE, replaces_gloo
-from phalanx._text import counted, in_units
+from phalanx._text import counted, in_units, shortened
 from phalanx.doctor.exercise import MPI_PROGRAM, SIZE_BYTES
 from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
 from phalanx.launch.cpus import has_module
@@ -155,7 +155,7 @@ def judge_mpi(code: int | None, out: str, err: str, *, deadline_s: float) -> Fin
     if code or len(told) != 1:
         lines = [line.strip(" -*") for line in err.splitlines() if line.strip(" -*")]
         todo = "mpirun -n 2 python -c 'from mpi4py import MPI' shows it whole"
-        return problem("MPI", f"mpirun -n 2 ended with exit code {code}: {' '.join(lines)[:200]}", todo)
+        return problem("MPI", f"mpirun -n 2 ended with exit code {code}: {shortened(' '.join(lines), 200)}", todo)
     if not told[0]["is_right"]:
         return problem("MPI", f"a wrong sum from {told[0]['library']}", "another version of it")
     seconds = told[0]["seconds"]

@@ -98,7 +98,7 @@ def examine_own_name(environ: Mapping[str, str], num_hosts: int, name: str | Non
     text = f"{name} is {', '.join(addresses)}"
     if not is_loopback(addresses[0]):
         return [*findings, ok("own name", text, **facts)]
-    text += ", loopback: what Gloo and MPI take from it, other hosts can't reach"
+    text += ", loopback: Gloo and MPI take this address, and other hosts can't reach it"
     todo = f"in /etc/hosts give {name} this host's address instead (Debian writes 127.0.1.1), or set GLOO_SOCKET_IFNAME"
     if num_hosts > 1 and not is_chosen:
         return [*findings, warning("own name", text, todo, **facts)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import phalanx
-from phalanx._text import columns, counted, named
+from phalanx._text import broken, columns, counted, named
 from phalanx.doctor.examination import Diagnosis
 from phalanx.doctor.finding import LEVELS, Finding
 
@@ -88,6 +88,8 @@ def _print_lines(rows: Sequence[tuple[Finding, str]], has_hosts: bool) -> None:
     cells = [[finding.level, *[hosts] * has_hosts, finding.topic] for finding, hosts in rows]
     heads = columns([[*row, "|"] for row in cells])  # the mark keeps the last column's width
     for (finding, _), head in zip(rows, heads, strict=True):
-        print(f"{head[:-1]}{finding.found}")
+        indent = len(head) - 1
+        lines = [f"{head[:-1]}{finding.found}"]
         if finding.todo and finding.level != "ok":
-            print(f"{' ' * (len(head) - 1)}to do: {finding.todo}")
+            lines.append(f"{' ' * indent}to do: {finding.todo}")
+        print("\n".join(broken(lines, hang=indent)))

@@ -101,9 +101,10 @@ class Console:
     # ------------------------------------------------------------ our own words
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's."""
-        self.out.end_line()
-        self.err.end_line()
+        """Write a line of the launcher's, above a debugger's prompt."""
+        if self.out.borrower is None:
+            self.out.end_line()
+            self.err.end_line()
         line = printable(f"phalanx run: {text}\n")
         self.err.write_lines(line)
         self._log(line)

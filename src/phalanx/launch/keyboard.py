@@ -130,7 +130,7 @@ class Keyboard:
             self._events.watch(before.connection.fileno(), lambda: self._ask_again(before))
         self._debugger, self._runs = self._queue.pop(0), False
         self._view = LiveStream(self._screen, prefix(self._debugger.rank, colour=self._screen.is_terminal))
-        self._screen.end_line()
+        self._screen.lend(self._view)
         self._events.watch(self._debugger.connection.fileno(), self._show_prompt)
         self._watch_input()
 
@@ -153,7 +153,10 @@ class Keyboard:
             self._take_back()
             return
         self._runs = said.endswith(_RUNS)
+        self._screen.lend(self._view)
         self._view.feed(said.replace(_RUNS, b""))
+        if self._runs:
+            self._screen.borrower = None
         self._lend_to_next()
 
     def _answer_prompt(self, typed: bytes) -> None:
@@ -182,4 +185,5 @@ class Keyboard:
         assert self._view is not None
         self._events.unwatch(self._debugger.connection.fileno())
         self._view.finish()
+        self._screen.borrower = None
         self._debugger = self._view = None

@@ -2,7 +2,8 @@
 
 Lines of all ranks go out whole, each behind ``[rank N]``. On a terminal rank 0
 prints live instead, character by character, so that its progress bar moves; a
-line of another rank is slipped in above it.
+line of another rank is slipped in above it. While a debugger's prompt is open,
+rank 0 is such another rank.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd
 
 # One step of a live stream: a line's end, a return, an escape sequence, or plain text.
 _LIVE_TOKEN = re.compile(rb"\n|\r|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[]?|[^\n\r\x1b]+")
+_MOVE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")  # an escape sequence that sets no style
 _ERASE_LINE = b"\r\x1b[2K"
 _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
@@ -62,6 +64,8 @@ class Screen:
         # Of the live rank, whose two outputs share the cursor as they would without us.
         self.open_line: bytes = b""  # on the terminal, not yet ended
         self.style = b""  # set before the line has begun
+        self.writer: LiveStream | None = None  # of the open line
+        self.borrower: LiveStream | None = None  # whose prompt is under the cursor; lines of all others go above it
         self._is_broken = False
         self._hides_cursor = False
 
@@ -78,7 +82,15 @@ class Screen:
         """Go to the start of a line, if the cursor is not there."""
         if self.open_line:
             self.open_line = b""
+            if self.writer is not None:
+                self.writer.is_cut = True
             self.write(b"\n")
+
+    def lend(self, borrower: LiveStream) -> None:
+        """Give the cursor to a debugger, on a line of its own, until `borrower` is None again."""
+        self.borrower = borrower
+        if self.writer is not borrower:
+            self.end_line()
 
     def write(self, data: bytes) -> None:
         """Write all of `data`; once that has failed, such as for a full disk, say so and drop the rest."""
@@ -124,6 +136,11 @@ class LineStream:
             self._screen.write_lines(self._line(self._pending))
             self._pending = b""
 
+    def take_back(self) -> bytes:
+        """Return what stands after the last line's end, which this stream then forgets."""
+        pending, self._pending = self._pending, b""
+        return pending
+
     def _line(self, line: bytes) -> bytes:
         # A progress bar returns and overwrites: what a terminal would show is what follows.
         shown = line.rstrip(b"\r").rpartition(b"\r")[2] if b"\r" in line else line
@@ -135,15 +152,24 @@ class LiveStream:
 
     Escape sequences that move or erase pass at once; those that set a style wait
     until the prefix is out, because the prefix resets the style.
+
+    Attributes:
+        is_cut: Whether our line was ended for us, so that its own end is still to come.
     """
 
     def __init__(self, screen: Screen, line_prefix: bytes) -> None:
         self._screen = screen
         self._prefix = line_prefix
         self._pending = b""
+        self._aside = LineStream(screen, line_prefix)  # while another one has the cursor
+        self.is_cut = False
 
     def feed(self, data: bytes) -> None:
-        data = self._pending + data
+        data = self._aside.take_back() + self._pending + data
+        if self._has_no_cursor:
+            self._pending = b""
+            self._aside.feed(self._without_cut_end(_MOVE.sub(b"", data)))
+            return
         cut = data.rfind(b"\x1b")
         torn = cut >= 0 and re.fullmatch(rb"\x1b(\[[0-?]*[ -/]*)?", data[cut:]) is not None
         torn = torn and len(data) - cut < _MAX_SEQUENCE_BYTES
@@ -151,14 +177,30 @@ class LiveStream:
         self._screen.write(b"".join([self._step(token) for token in _LIVE_TOKEN.findall(data)]))
 
     def finish(self) -> None:
+        if self._has_no_cursor:
+            self._aside.finish()
+            return
+        self.feed(b"")
         self._screen.end_line()
         self._screen.style = b""
+
+    @property
+    def _has_no_cursor(self) -> bool:
+        return self._screen.borrower not in (None, self)
+
+    def _without_cut_end(self, data: bytes) -> bytes:
+        if self.is_cut and data.strip(b"\r"):
+            self.is_cut = False
+            return data.lstrip(b"\r").removeprefix(b"\n")
+        return data
 
     def _step(self, token: bytes) -> bytes:
         screen = self._screen
         if token in (b"\n", b"\r"):
             screen.open_line = b""
-            return token
+            was_cut = self.is_cut and token == b"\n"
+            self.is_cut = self.is_cut and not was_cut
+            return b"" if was_cut else token
         if not screen.open_line:
             if token.startswith(b"\x1b["):
                 if not token.endswith(b"m"):
@@ -167,5 +209,6 @@ class LiveStream:
                 return b""
             token = self._prefix + screen.style + token
             screen.style = b""
+        screen.writer, self.is_cut = self, False
         screen.open_line = (screen.open_line + token)[-_MAX_KEPT_BYTES:]
         return token

@@ -429,7 +429,7 @@ class Supervisor:
                 living = [rank for rank in self._ranks if rank.end is None]
                 why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
                 self.keep_reason(f"got {signal.Signals(sig).name}" if sig != signal.SIGPIPE else f"ended, for {why}")
-                again = "; Ctrl-C again kills them" if sig == signal.SIGINT else ""
+                again = f"; Ctrl-C again kills {'it' if len(living) == 1 else 'them'}" if sig == signal.SIGINT else ""
                 none = "stopping; no rank is running" if self._ranks else "stopping; no rank had started"
                 self.say(f"{why}: ending {counted(len(living), 'rank')}{again}" if living else f"{why}: {none}")
                 if sig == signal.SIGINT:

@@ -82,17 +82,17 @@ def sign_of(loss: Loss) -> str:
         return f"killed by signal {number}"
     if loss.how == "silent":
         return f"silent for {loss.number:.1f} s"
-    known = {"raised": f"raised {loss.error}", "exit": f"exit code {number}", "refused": "connections were refused"}
+    known = {"raised": f"raised {loss.error}", "exit": f"exit code {number}", "refused": "its process has ended"}
     return known.get(loss.how, "it could not reach the others")
 
 
-def place_of(loss: Loss) -> str:
-    """Return where the job went on, in words."""
+def place_of(loss: Loss, number: str = "") -> str:
+    """Return where the job went on, in words; `number` is the format of the step."""
     if loss.step is not None:
-        return f"at step {loss.step}"
+        return f"at step {loss.step:{number}}"
     if loss.loaded_step is None:
         return ""
-    return f"from step {loss.loaded_step}" if loss.loaded_step else "from the beginning"
+    return f"from step {loss.loaded_step:{number}}" if loss.loaded_step else "from the beginning"
 
 
 def repeated(loss: Loss) -> str:

@@ -355,7 +355,7 @@ def _losses(run: _Run) -> str:
     for loss in losses:
         took = [seconds(loss.phases_s[name]) if name in loss.phases_s else "" for name in names]
         whole = seconds(loss.total_s) if loss.is_over else "no step after it"
-        rows.append((_clock(loss.at_s), who_of(loss), sign_of(loss), *took, whole, place_of(loss), repeated(loss)))
+        rows.append((_clock(loss.at_s), who_of(loss), sign_of(loss), *took, whole, place_of(loss, ","), repeated(loss)))
     bars = [(who_of(loss), {name: loss.phases_s.get(name, 0.0) for name in names}) for loss in losses]
     note = (
         "From the first sign of a loss to the first step behind it, by the clock of the host that kept it. What lies "
