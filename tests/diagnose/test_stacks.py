@@ -21,6 +21,7 @@ from phalanx.diagnose import stacks, why
 from phalanx.diagnose.stacks import Frame, Thread, find_py_spy, read_stacks
 from phalanx.diagnose.wording import thread_lines
 from phalanx.record.box import MEMORY_NAME
+from tests.limited import limited_files
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 SCRIPT = """
@@ -62,6 +63,14 @@ def test_the_stacks_of_any_process_of_python_are_printed_and_saved(tmp_path):
     owners = [frame["owner"] for frame in json.loads(native.stdout)[0]["threads"][0]["frames"]]
     assert owners[0] == "native"
     assert owners.count("") == 2
+
+
+def test_stacks_for_which_the_disk_has_no_room_are_not_said_to_be_saved(tmp_path):
+    with sleeping() as process, limited_files(10):
+        for path, reason in ((tmp_path / "stacks.txt", "File too large"), (tmp_path, "Is a directory")):
+            done = ask("stacks", process.pid, "--save", path)
+            said = f"phalanx stacks: can't write {path}: {reason}; name another file with --save\n"
+            assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
 @needs_py_spy

@@ -16,6 +16,7 @@ import pytest
 from phalanx import _core
 from phalanx.record.box import BOX_BYTES, Box, Tail, box_of_process, load_box, load_boxes, read_box, save_boxes
 from phalanx.testing import run_ranks
+from tests.limited import limited_files
 from tests.record.made import Job, encoded
 
 PHALANX = [sys.executable, "-m", "phalanx"]
@@ -152,6 +153,13 @@ def test_a_saved_box_that_is_damaged_is_named(data, tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=re.escape(f"{path} can't be read")):
         load_box(path)
+
+
+def test_a_box_for_which_the_disk_has_no_room_is_not_saved_in_part(data, tmp_path):
+    (tmp_path / "memory").write_bytes(data)
+    with open(tmp_path / "memory", "rb") as file, limited_files(100), pytest.raises(OSError, match="File too large"):
+        save_boxes(file.fileno(), tmp_path / "saved")
+    assert list((tmp_path / "saved").iterdir()) == []
 
 
 @pytest.mark.slow
