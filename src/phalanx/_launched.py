@@ -66,9 +66,11 @@ class Launch:
         return same and port == self.master_port
 
     def is_world(self, rank: int, world_size: int) -> bool:
-        """Whether a world in which this process has this rank consists of the launcher's ranks."""
-        # The launcher makes each rank the leader of a process group; a rank's children have worlds of their own.
-        return os.getpgrp() == os.getpid() and (rank, world_size) == (self.rank, self.world_size)
+        """Whether a world in which this process has this rank consists of the launcher's ranks.
+
+        Ask `_env.is_rank` first: what a rank starts has worlds of its own.
+        """
+        return (rank, world_size) == (self.rank, self.world_size)
 
     def ended(self) -> list[End]:
         """Return the ranks that have ended; none if the notes can't be read."""
