@@ -82,6 +82,17 @@ def test_a_stopped_process_stays_stopped_and_is_read():
         assert os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG) is not None
 
 
+def test_a_process_of_this_user_that_a_container_may_not_look_into_is_told_so():
+    within = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*within, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespace of users can be made here")
+    with sleeping() as process:
+        asked = [*within, *PHALANX, "why", str(process.pid)]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        assert f"process {process.pid} (python" in done.stdout
+        assert ") may not be looked into: this container lacks permission; it " in done.stdout
+
+
 @needs_py_spy
 def test_a_process_in_a_container_is_read_from_outside():
     if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode:
