@@ -207,11 +207,13 @@ def test_a_rank_that_is_not_there(job):
 
 
 def test_a_job_that_is_not_there():
-    words = [*ATTACH, "0", "--job", "1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        words = [*ATTACH, "0", "--job", str(process.pid)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        process.kill()
     assert done.returncode == 1
     assert re.fullmatch(
-        r"phalanx attach: process 1 \(.+\) is no rank of a job that phalanx run has started, and a debugger .*\n",
+        r"phalanx attach: process \d+ \(sleep\) is no rank of a job that phalanx run has started, and a debugger .*\n",
         done.stderr,
     )
 
