@@ -1,8 +1,9 @@
-"""Commands in a cgroup with a limit of memory."""
+"""Limits of memory and of files."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import subprocess
 import time
 from collections.abc import Iterator
@@ -45,3 +46,14 @@ def run_limited(command: list[str], limit_bytes: int, folder: Path, limit_s: flo
             text=True,
             timeout=limit_s,
         )
+
+
+@contextlib.contextmanager
+def limited_files(limit_bytes: int) -> Iterator[None]:
+    """Let no file of this process and of those that it starts grow beyond a limit, as on a disk that is just full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -21,8 +21,7 @@ def wants_others() -> None:
 def watch() -> None:
     """Have this rank tell its launcher at its end whether it has trained alone, although there were others."""
     launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
-    # The launcher makes each rank the leader of a process group; what a rank starts is nothing to it.
-    if launch is not None and launch.world_size > 1 and os.getpgrp() == os.getpid():
+    if launch is not None and launch.world_size > 1 and _env.is_rank():
         atexit.register(_tell, launch, os.getpid())
 
 

@@ -64,6 +64,8 @@ PROMPT_VARIABLE = "PHALANX_PROMPTS"
 """Set by ``phalanx run`` for its ranks: the socket on which it lends its terminal to debuggers; empty: it has none."""
 SURVIVORS_VARIABLE = "PHALANX_SURVIVORS"
 """Set by ``phalanx run`` for its ranks: the socket at which a rank asks to be kept when another fails; empty: none."""
+PROCESS_VARIABLE = "PHALANX_PROCESS"
+"""Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the rank's own pid, see `is_rank`."""
 WARM_VARIABLE = "PHALANX_WARM"
 """Asks ``phalanx run``, `phalanx.spawn` and `phalanx.testing` to start ranks from a warm process, see `launch.warm`."""
 WARM_SERVER_VARIABLE = "PHALANX_WARM_SERVER"
@@ -74,6 +76,7 @@ _OF_LAUNCHES = frozenset(
     {
         *(SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, ALLOCATION_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE, TRIAL_VARIABLE),
         *(WARM_SERVER_VARIABLE, RECORD_VARIABLE, PROMPT_VARIABLE, EPOCH_VARIABLE, SURVIVORS_VARIABLE),
+        PROCESS_VARIABLE,
     }
 )
 LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}
@@ -82,6 +85,14 @@ LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}
 def environment() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)
+
+
+def is_rank() -> bool:
+    """Whether a launcher of ours has made this very process a rank.
+
+    What a rank starts has its variables, but not its pid: a data loader's worker, or a rank of a torchrun in there.
+    """
+    return os.environ.get(PROCESS_VARIABLE) == str(os.getpid())
 
 
 def host_name() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import io
@@ -19,6 +20,8 @@ _MOST_DIGITS = 20
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> FileIO:
     """Open a regular file, unbuffered. A FIFO or device, which may block or never end, is an error.
+
+    What is written may be cut where the disk is full, without an error: `write_regular` writes all.
 
     Raises:
         OSError: `path` can't be opened, or is not a regular file.
@@ -72,22 +75,40 @@ def _refuse(number: str) -> NoReturn:
     raise ValueError(f"{number[:_MOST_DIGITS]} is no number of 64 bits")
 
 
-def write_whole(path: str | os.PathLike[str], text: str, *, durable: bool = False) -> None:
-    """Write a UTF-8 file atomically: even if this process is killed, readers see the old file or the whole new one.
+def write_regular(path: str | os.PathLike[str], content: str | bytes, flags: int = 0, *, durable: bool = False) -> None:
+    """Write a regular file from its beginning, text as UTF-8.
 
     Args:
+        path: The file, new or old.
+        content: All that it has then.
+        flags: More flags for `os.open`.
         durable: Whether the content must survive a power loss; the caller syncs the folder.
+
+    Raises:
+        OSError: `path` can't be opened or written, or is not a regular file.
+    """
+    data = content if isinstance(content, bytes) else content.encode(errors="replace")  # a name need not be UTF-8
+    with io.BufferedWriter(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | flags)) as file:
+        file.write(data)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes, *, durable: bool = False) -> None:
+    """Write a file as `write_regular`, atomically: even if this process is killed, readers see the old or the new one.
 
     Raises:
         OSError: The file can't be written; the old one is unchanged.
     """
     part = f"{os.fspath(path)}.{os.getpid()}.part"
-    with open(part, "w", encoding="utf-8", errors="replace") as file:  # a folder's name need not be UTF-8
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.rename(part, path)
+    try:
+        write_regular(part, content, os.O_NOFOLLOW, durable=durable)
+        os.rename(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
 
 
 def free_pages(fd: int, offset: int, size_bytes: int) -> None:

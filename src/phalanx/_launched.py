@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 MEMORY_NAME = "phalanx-notes"
 """Name of the memory in which the notes lie, as ``/proc/PID/fd`` shows it."""
+_PF_EXITING = 0x4  # of linux/sched.h
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -66,9 +67,11 @@ class Launch:
         return same and port == self.master_port
 
     def is_world(self, rank: int, world_size: int) -> bool:
-        """Whether a world in which this process has this rank consists of the launcher's ranks."""
-        # The launcher makes each rank the leader of a process group; a rank's children have worlds of their own.
-        return os.getpgrp() == os.getpid() and (rank, world_size) == (self.rank, self.world_size)
+        """Whether a world in which this process has this rank consists of the launcher's ranks.
+
+        Ask `_env.is_rank` first: what a rank starts has worlds of its own.
+        """
+        return (rank, world_size) == (self.rank, self.world_size)
 
     def ended(self) -> list[End]:
         """Return the ranks that have ended; none if the notes can't be read."""
@@ -179,11 +182,12 @@ def _words_of_state(state: str, deadline_s: float | None = None) -> str:
 def start_time(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot, which tells it from others with its number.
 
-    0: it has ended.
+    0: it has ended, or is ending.
     """
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
-        return 0 if fields[0] in "ZX" else int(fields[19])
+        # Its files and sockets are closed before it is a zombie.
+        return 0 if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING else int(fields[19])
     return 0
 
 

@@ -5,7 +5,6 @@ name) or :func:`autoload` (every version, at the end of ``import torch``). Nothi
 created, and no error here may break ``import torch``.
 """
 
-import os
 from typing import Any
 
 
@@ -75,7 +74,7 @@ def autoload() -> None:
             from phalanx import _alone
 
             _alone.watch()
-            if os.getpgrp() == os.getpid():  # a rank itself, and not what it has started
+            if _env.is_rank():
                 from phalanx.record import gloo
 
                 gloo.watch()

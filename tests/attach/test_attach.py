@@ -160,6 +160,24 @@ def test_the_signal_of_a_script_stays_its_own(job):
     assert running.poll() is None
 
 
+def test_a_rank_that_blocks_the_signal_is_said_to(job):
+    running = job(
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        print("up", flush=True)
+        time.sleep(3600)
+        """
+    )
+    done = attach(running, "c\n")
+    assert done.returncode == 1
+    assert "blocks SIGRTMIN+9, which opens a debugger: its script has called pthread_sigmask" in done.stderr
+
+
+def test_a_rank_that_is_killed_while_it_is_held_is_said_to_have_ended(job):
+    done = attach(job(), "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    assert "rank 1 has ended" in done.stderr
+
+
 @pytest.mark.parametrize("next_it", ["os._exit(9)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_rank_that_begins_to_answer_and_ends_or_stops_is_not_waited_for(job, next_it):
     running = job(
@@ -189,11 +207,13 @@ def test_a_rank_that_is_not_there(job):
 
 
 def test_a_job_that_is_not_there():
-    words = [*ATTACH, "0", "--job", "1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        words = [*ATTACH, "0", "--job", str(process.pid)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        process.kill()
     assert done.returncode == 1
     assert re.fullmatch(
-        r"phalanx attach: process 1 \(.+\) is no rank of a job that phalanx run has started, and a debugger .*\n",
+        r"phalanx attach: process \d+ \(sleep\) is no rank of a job that phalanx run has started, and a debugger .*\n",
         done.stderr,
     )
 

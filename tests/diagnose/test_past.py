@@ -297,6 +297,9 @@ def test_a_run_is_found_by_its_script_and_nothing_is_claimed_of_ranks_that_left_
     assert line == (
         f"{folder} has ended without a record: phalanx run itself was probably killed. Its logs are in {folder}/logs."
     )
+    (folder / "blackbox" / "attempt_0").mkdir(parents=True)
+    (line,) = why(tmp_path, "--brief", folder)
+    assert line == "it ended without a record: it could not be written, as on a full disk"
 
 
 def test_a_name_that_would_control_a_terminal_is_escaped_wherever_it_is_shown(tmp_path):

@@ -21,6 +21,7 @@ from phalanx.diagnose import stacks, why
 from phalanx.diagnose.stacks import Frame, Thread, find_py_spy, read_stacks
 from phalanx.diagnose.wording import thread_lines
 from phalanx.record.box import MEMORY_NAME
+from tests.limited import limited_files
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 SCRIPT = """
@@ -64,6 +65,14 @@ def test_the_stacks_of_any_process_of_python_are_printed_and_saved(tmp_path):
     assert owners.count("") == 2
 
 
+def test_stacks_for_which_the_disk_has_no_room_are_not_said_to_be_saved(tmp_path):
+    with sleeping() as process, limited_files(10):
+        for path, reason in ((tmp_path / "stacks.txt", "File too large"), (tmp_path, "Is a directory")):
+            done = ask("stacks", process.pid, "--save", path)
+            said = f"phalanx stacks: can't write {path}: {reason}; name another file with --save\n"
+            assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 @needs_py_spy
 def test_a_stopped_process_stays_stopped_and_is_read():
     with sleeping() as process:
@@ -71,6 +80,17 @@ def test_a_stopped_process_stays_stopped_and_is_read():
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         assert "has been stopped (SIGSTOP or Ctrl-Z) in sleep_there" in ask("why", process.pid).stdout
         assert os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG) is not None
+
+
+def test_a_process_of_this_user_that_a_container_may_not_look_into_is_told_so():
+    within = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*within, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespace of users can be made here")
+    with sleeping() as process:
+        asked = [*within, *PHALANX, "why", str(process.pid)]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        assert f"process {process.pid} (python" in done.stdout
+        assert ") may not be looked into: this container lacks permission; it " in done.stdout
 
 
 @needs_py_spy
@@ -115,7 +135,8 @@ def test_of_a_process_that_may_not_be_looked_into_no_black_box_is_missed():
     assert "box" not in ask("why", 1).stdout
     traced = ask("trace", 1)
     assert traced.returncode == 1
-    assert re.match(r"phalanx trace: process 1 \(.+\) is no rank of a job, and records nothing\n", traced.stderr)
+    is_none = "is no rank of a job, and records nothing|may not be looked into: this container lacks permission"
+    assert re.fullmatch(rf"phalanx trace: process 1 \(.+\) ({is_none})\n", traced.stderr)
 
 
 def test_what_has_ended_and_what_never_was_are_named():

@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 
 import pytest
@@ -120,12 +121,29 @@ def test_ctrl_c_ends_it_and_gives_the_terminal_back(job, terminal):
     assert "Traceback" not in screen.shown
 
 
-def test_to_be_ended_gives_the_terminal_back_too(job, terminal):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_to_be_ended_gives_the_terminal_back_too(job, terminal, number):
     screen = terminal(job.pid)
     screen.read_until("q quits")
-    screen.job.terminate()
-    assert screen.finish() == 128 + signal.SIGTERM
+    screen.job.send_signal(signal.SIGTSTP)  # by which it would stand on the shell's screen
+    screen.job.send_signal(number)
+    assert screen.finish() == 128 + number
     assert screen.shown.rstrip().endswith(LEAVES_THE_SCREEN)
+
+
+def test_stopped_and_let_go_on_it_takes_keys_again(job, terminal):
+    screen = terminal(job.pid, "--interval", "60")
+    screen.read_until("q quits", count=2)
+    screen.job.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, screen.job.pid, os.WSTOPPED | os.WNOWAIT)
+    with open(f"/proc/{screen.job.pid}/fd/0", "rb", buffering=0) as keys:  # as the shell would do it
+        modes = termios.tcgetattr(keys)
+        modes[3] |= termios.ICANON | termios.ECHO
+        termios.tcsetattr(keys, termios.TCSANOW, modes)
+    screen.job.send_signal(signal.SIGCONT)
+    screen.read_until("q quits", count=3)
+    screen.type("q")
+    assert screen.finish() == 0
 
 
 def test_a_terminal_that_changes_its_size_gets_another_picture_at_once(job, terminal):

@@ -24,8 +24,8 @@ _STATUS = ("Name", "Umask", "SigBlk", "SigIgn", "SigCgt", "Groups", "NoNewPrivs"
 print("FACTS " + json.dumps({
     "modules": sorted(sys.modules),
     "environment": {k: v for k, v in os.environ.items() if k not in (
-        "PHALANX_COMMAND", "PHALANX_LAUNCH", "PHALANX_PROMPTS", "PHALANX_RECORD", "TORCHELASTIC_ERROR_FILE",
-        "TORCHELASTIC_RUN_ID", "MASTER_PORT")},
+        "PHALANX_COMMAND", "PHALANX_LAUNCH", "PHALANX_PROCESS", "PHALANX_PROMPTS", "PHALANX_RECORD",
+        "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "MASTER_PORT")},
     "limits": {n: resource.getrlimit(getattr(resource, n)) for n in dir(resource) if n.startswith("RLIMIT")},
     "nice": os.nice(0),
     "oom": open("/proc/self/oom_score_adj").read(),

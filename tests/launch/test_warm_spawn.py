@@ -22,7 +22,8 @@ import phalanx
 
 def see(rank, *_):
     import signal, torch
-    names = {"PHALANX_LAUNCH", "PHALANX_RECORD", "PHALANX_WARM", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}
+    names = {"PHALANX_LAUNCH", "PHALANX_PROCESS", "PHALANX_RECORD", "PHALANX_WARM"}
+    names |= {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}
     return {
         "rank": rank,
         "modules": sorted(sys.modules),

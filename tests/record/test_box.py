@@ -16,6 +16,7 @@ import pytest
 from phalanx import _core
 from phalanx.record.box import BOX_BYTES, Box, Tail, box_of_process, load_box, load_boxes, read_box, save_boxes
 from phalanx.testing import run_ranks
+from tests.limited import limited_files
 from tests.record.made import Job, encoded
 
 PHALANX = [sys.executable, "-m", "phalanx"]
@@ -85,6 +86,19 @@ def test_a_running_rank_is_read_from_outside_and_its_children_do_not_write_for_i
     assert run_ranks(look_at_each_other, 2) == [["1", "collective"], ["0", "collective"]]
 
 
+def start_another_job(rank: int, world_size: int) -> list[str]:
+    """Start what records as a rank of a job of its own, as torchrun would do: at the head of a session."""
+    begin = f"from phalanx.record import writer; writer.begin({rank}, {world_size}); writer.note('of another job')"
+    before = box_of_process(os.getpid())
+    subprocess.run([sys.executable, "-c", begin], start_new_session=True, check=True)
+    after = box_of_process(os.getpid())
+    return [event.text for event in after.events[len(before.events) :]]
+
+
+def test_a_job_that_a_rank_starts_does_not_write_into_its_box():
+    assert run_ranks(start_another_job, 2) == [[], []]
+
+
 def test_a_process_without_a_box_has_none():
     with subprocess.Popen(["sleep", "60"]) as process:
         assert box_of_process(process.pid) is None
@@ -152,6 +166,13 @@ def test_a_saved_box_that_is_damaged_is_named(data, tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=re.escape(f"{path} can't be read")):
         load_box(path)
+
+
+def test_a_box_for_which_the_disk_has_no_room_is_not_saved_in_part(data, tmp_path):
+    (tmp_path / "memory").write_bytes(data)
+    with open(tmp_path / "memory", "rb") as file, limited_files(100), pytest.raises(OSError, match="File too large"):
+        save_boxes(file.fileno(), tmp_path / "saved")
+    assert list((tmp_path / "saved").iterdir()) == []
 
 
 @pytest.mark.slow

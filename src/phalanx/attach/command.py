@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from phalanx._command_line import Parser, UsageError, whole_number
 from phalanx._launched import note_lender, read_started, start_time
@@ -51,7 +51,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         job = find_ranks(given.job, has_notes=True)
         pid = _process_of(job, given.rank)
-        connection = _ask(job, given.rank, pid)
+        try:
+            connection = _ask(job, given.rank, pid)
+        except (FileNotFoundError, ProcessLookupError):
+            raise _Refused(f"rank {given.rank} (pid {pid}) has ended") from None
     except (_Refused, LookupError, OSError) as error:
         complain(f"phalanx attach: {error}")
         return _NO_JOB if isinstance(error, LookupError) and not isinstance(error, NoRank) else _FAILED
@@ -135,12 +138,24 @@ def _refuse_if_deaf(who: str, pid: int) -> None:
         if state == "T" and facts["TracerPid"].strip() == "0":
             raise _Refused(f"{who} is stopped; kill -CONT {pid} lets it go on")
         raise _Refused(f"{who} is held by another debugger (pid {facts['TracerPid'].strip()}); end that first")
-    if not int(facts["SigCgt"], 16) >> (SIGNAL - 1) & 1:
-        name = f"SIGRTMIN+{SIGNAL - signal.SIGRTMIN}"
+    name, bit = f"SIGRTMIN+{SIGNAL - signal.SIGRTMIN}", 1 << (SIGNAL - 1)
+    if not int(facts["SigCgt"], 16) & bit:
         raise _Refused(
             f"{who} does not take {name}, which opens a debugger: it has only just begun, its script has taken the "
             "signal, or it runs no Python"
         )
+    if not any(~blocked & bit for blocked in _blocked_signals(pid)):
+        raise _Refused(f"{who} blocks {name}, which opens a debugger: its script has called pthread_sigmask")
+
+
+def _blocked_signals(pid: int) -> Iterator[int]:
+    """Yield which signals each thread of a process blocks: any may take one that is sent to the process."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with (
+            contextlib.suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/{pid}/task/{thread}/status") as file,
+        ):
+            yield next(int(line.split()[1], 16) for line in file if line.startswith("SigBlk:"))
 
 
 def _where(pid: int) -> str:

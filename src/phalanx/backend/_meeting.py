@@ -277,7 +277,7 @@ class Meeting:
         """Raise RankFailed if the launcher has noted the end of a rank that has not said hello."""
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
         num_ranks = dist.get_world_size() if dist.is_initialized() else self.size
-        if launch is None or not launch.is_world(self.me, num_ranks):
+        if launch is None or not (_env.is_rank() and launch.is_world(self.me, num_ranks)):
             return
         for end in launch.ended():
             rank = self.global_ranks.index(end.rank) if end.rank in self.global_ranks else -1

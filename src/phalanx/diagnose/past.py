@@ -158,9 +158,11 @@ def examine_run(folder: Path) -> Answer:
     )
     job = Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder))
     known = logs.name.rpartition("_")[2]
-    is_older = logs != attempts[-1] and any(one.doing.how != "unrecorded" for one in seen)
-    note = f"its last attempt left no record, so this is attempt {known}" * is_older
-    ended_by = "; ".join(filter(None, (reason, note)))
+    has_record = any(one.doing.how != "unrecorded" for one in seen)
+    note = f"its last attempt left no record, so this is attempt {known}" * (has_record and logs != attempts[-1])
+    is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))  # folders, which are made before
+    lacks = "it could not be written, as on a full disk" * is_unwritten
+    ended_by = "; ".join(filter(None, (lacks, reason, note)))
     return Answer(job, _by_cause(found, seen), seen, _asked(seen), ended_by, tuple(load_losses(folder)))
 
 

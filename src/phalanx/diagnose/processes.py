@@ -121,11 +121,14 @@ def owner_of(pid: int) -> str:
 
 
 def off_limits(pid: int) -> str:
-    """Return the predicate that a process may not be looked into and whose it is; empty if it may, or has ended."""
+    """Return the predicate that a process may not be looked into, and why; empty if it may, or has ended."""
     try:
-        os.listdir(f"/proc/{pid}/fd")
+        os.readlink(f"/proc/{pid}/cwd")  # needs what it takes to read memory; to list a folder, its user is enough
     except PermissionError:
-        return f"may not be looked into: it belongs to {owner_of(pid)}"
+        with contextlib.suppress(FileNotFoundError):
+            is_own = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+            why = "this container lacks permission" if is_own else f"it belongs to {owner_of(pid)}"
+            return f"may not be looked into: {why}"
     except OSError:
         pass
     return ""

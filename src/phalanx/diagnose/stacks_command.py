@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Sequence
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
-from phalanx._files import open_regular
+from phalanx._files import write_regular
 from phalanx._text import broken, complain
 from phalanx.diagnose.activity import Look
 from phalanx.diagnose.answer import RankSeen, look_at
@@ -46,8 +45,7 @@ def main(args: Sequence[str]) -> int:
         seen = look_at(job, _TIME_S, native=given.native)
         text = as_json(seen) if given.json else "\n".join(map(printable, lines_of(seen)))
         if given.save:
-            with open_regular(given.save, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
-                file.write(f"{text}\n".encode(errors="replace"))
+            _save(text, given.save)
             text = given.save
     except UsageError as error:
         return parser.refuse(error)
@@ -56,6 +54,13 @@ def main(args: Sequence[str]) -> int:
         return 1 if isinstance(error, NoRank) else 2
     print(text if given.json or given.save else "\n".join(broken(text.splitlines())))
     return 0 if any(one.look.stacks.threads for one in seen) else 1
+
+
+def _save(text: str, path: str) -> None:
+    try:
+        write_regular(path, f"{text}\n")
+    except OSError as error:
+        raise OSError(printable(f"can't write {path}: {error.strerror}; name another file with --save")) from None
 
 
 def as_json(seen: Sequence[RankSeen]) -> str:

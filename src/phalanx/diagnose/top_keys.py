@@ -13,6 +13,7 @@ import tty
 from types import FrameType, TracebackType
 
 _KEYS = {b"\x1b[A": "up", b"k": "up", b"\x1b[B": "down", b"j": "down", b"q": "quit", b"Q": "quit", b"\x04": "quit"}
+_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Keys:
@@ -27,14 +28,14 @@ class Keys:
         self._pipe = os.pipe()
         for fd in self._pipe:
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK)
-        handlers = {signal.SIGWINCH: self._note_size, signal.SIGTERM: _leave, signal.SIGHUP: _leave}
-        self._handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        self._handlers = {number: signal.signal(number, _leave) for number in _ENDS}
+        self._handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, self._note_size)
+        self._handlers[signal.SIGCONT] = signal.signal(signal.SIGCONT, self._go_on)
+        # To be suspended would leave the picture on the shell's screen.
+        self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         if self._input is not None:
             self._modes = termios.tcgetattr(self._input)
-            tty.setcbreak(self._input)
-            modes = termios.tcgetattr(self._input)
-            modes[6][termios.VSUSP] = b"\0"  # to be suspended would leave the picture on the shell's screen
-            termios.tcsetattr(self._input, termios.TCSANOW, modes)
+            self._take_keys(self._input)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -66,6 +67,20 @@ class Keys:
         size = 3 if self._typed.startswith(b"\x1b[") else 1
         key, self._typed = self._typed[:size], self._typed[size:]
         return _KEYS.get(key, "other")
+
+    @staticmethod
+    def _take_keys(fd: int) -> None:
+        tty.setcbreak(fd)
+        modes = termios.tcgetattr(fd)
+        modes[6][termios.VSUSP] = b"\0"  # a key as any other, see above
+        termios.tcsetattr(fd, termios.TCSANOW, modes)
+
+    def _go_on(self, number: int, frame: FrameType | None) -> None:
+        """After SIGSTOP, the terminal has the modes of the shell."""
+        if self._input is not None:
+            with contextlib.suppress(termios.error):  # the terminal has gone
+                self._take_keys(self._input)
+        self._note_size(number, frame)
 
     def _note_size(self, number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -92,7 +92,16 @@ def _sentence(answer: Answer) -> str:
         (one,) = answer.seen
         is_none = off_limits(one.doing.pid) or "is no rank of a job"
         return f"process {one.doing.pid} ({answer.job.name}) {is_none}; it {clause(one.doing)}"
-    return sentence(answer.finding, [one.doing for one in answer.seen])
+    said = sentence(answer.finding, [one.doing for one in answer.seen])
+    return said if _has_record(answer) else f"{said}: {_why_no_record(answer)}"
+
+
+def _has_record(answer: Answer) -> bool:
+    return not answer.job.has_ended or any(one.doing.how != "unrecorded" for one in answer.seen)
+
+
+def _why_no_record(answer: Answer) -> str:
+    return answer.ended_by or "phalanx run itself was probably killed"
 
 
 def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
@@ -174,7 +183,7 @@ def lines_of(answer: Answer, is_by_name: bool = False) -> Iterator[str]:
     Args:
         is_by_name: Whether no folder of a run was asked about, so that another job of that name may be meant.
     """
-    has_record = not answer.job.has_ended or any(one.doing.how != "unrecorded" for one in answer.seen)
+    has_record = _has_record(answer)
     if answer.job.has_ended:
         ago_s = ended_ago_s(Path(answer.job.folder))
         ago = f", {duration(ago_s)} ago" * (ago_s >= _LONG_AGO_S)
@@ -182,8 +191,7 @@ def lines_of(answer: Answer, is_by_name: bool = False) -> Iterator[str]:
             yield f"{answer.job.folder} has ended{ago}{answer.ended_by and f': {answer.ended_by}'}. When it did:"
             yield _sentence(answer)
         else:
-            reason = answer.ended_by or "phalanx run itself was probably killed"
-            head = f"{answer.job.folder} has ended{ago}{',' * bool(ago)} without a record: {reason}"
+            head = f"{answer.job.folder} has ended{ago}{',' * bool(ago)} without a record: {_why_no_record(answer)}"
             yield f"{head}. Its logs are in {answer.job.folder}/logs."
         if ago and is_by_name:
             yield "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."

@@ -162,7 +162,7 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
     if not activities:
         return "no rank of this job runs on this host"
     if all(doing.how == "unrecorded" for doing in activities):
-        return "it ended without a record: phalanx run itself was probably killed"
+        return "it ended without a record"
     if len(activities) == 1:
         (doing,) = activities
         return f"{f'rank {doing.rank}' if doing.rank >= 0 else f'pid {doing.pid}'} {clause(doing)}"

@@ -211,7 +211,7 @@ def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], warden_pid: int)
     if packet["cpus"]:
         with contextlib.suppress(OSError):  # the cpuset has changed since: unpinned is slower, not wrong
             os.sched_setaffinity(0, packet["cpus"])
-    _env.update(packet["environ"])
+    _env.update({**packet["environ"], _env.PROCESS_VARIABLE: str(os.getpid())})
 
 
 def execute(command: Sequence[str]) -> Begin:

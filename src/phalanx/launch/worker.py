@@ -208,6 +208,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
     faulthandler.enable(stacks, all_threads=True)
     own = rank_environment(assignment.attempt, rank, os.path.join(assignment.folder, f"error_{rank}.json"))
     launch = assignment.attempt.launch("phalanx.spawn", assignment.notes, rank)
+    own[_env.PROCESS_VARIABLE] = str(os.getpid())
     _env.replace_all({**assignment.environ, **own, **launch, **of_rank(assignment.memory)})
     obey_launcher()
     _replace.obey()  # the server imported torch before this was asked for

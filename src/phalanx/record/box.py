@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx._errors import printable
-from phalanx._files import open_regular
+from phalanx._files import open_regular, write_whole
 
 MEMORY_NAME = "phalanx-record"
 """Name of the memory in which boxes lie, as ``/proc/PID/fd`` shows it."""
@@ -403,10 +403,7 @@ def load_box(path: Path) -> Box:
 def _save(data: bytes, rank: int, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _name_of(rank)
-    part = folder / f"{path.name}.part"
-    with open_regular(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW) as file:
-        file.write(gzip.compress(data, 1))
-    part.replace(path)
+    write_whole(path, gzip.compress(data, 1))
     return path
 
 

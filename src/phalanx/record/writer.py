@@ -85,8 +85,7 @@ def _note_warnings() -> None:
 def _place() -> tuple[int, int]:
     environ = _env.environment()
     path, local_rank = environ.get(_env.RECORD_VARIABLE, ""), environ.get("LOCAL_RANK", "")
-    # The launcher makes each rank the leader of a process group; a rank's children have boxes of their own.
-    if path and local_rank.isdecimal() and os.getpgrp() == os.getpid():
+    if path and local_rank.isdecimal() and _env.is_rank():  # what a rank starts has a box of its own
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             offset = int(local_rank) * _core.BOX_BYTES

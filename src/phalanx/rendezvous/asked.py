@@ -72,7 +72,8 @@ class Asked:
         if launch is None:
             return None
         is_its_point = bool(self.host) and launch.meets_at(self.host, self.port)
-        return launch if is_its_point or launch.is_world(self.rank, self.world_size) else None
+        is_its_world = _env.is_rank() and launch.is_world(self.rank, self.world_size)
+        return launch if is_its_point or is_its_world else None
 
     @property
     def is_in_place(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-import os
 import queue
 import socket
 import sys
@@ -98,8 +97,7 @@ class Survivor:
 
     def _connect(self) -> None:
         path = _env.environment().get(_env.SURVIVORS_VARIABLE, "")
-        # The launcher makes each rank the leader of a process group; what a rank starts is not kept.
-        if not path or os.getpgrp() != os.getpid() or threading.current_thread() is not threading.main_thread():
+        if not path or not _env.is_rank() or threading.current_thread() is not threading.main_thread():
             return
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
