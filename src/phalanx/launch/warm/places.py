@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 import sys
+import time
 
 from phalanx import _env
 from phalanx._peer import peer_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 READY_S = 2.0
 """Seconds in which a warm process that has imported torch answers."""
 _BACKLOG = 1024
+_MADE_S = 1.0  # more than between the file of a socket and the socket
 _IMPORTING_MODE, _READY_MODE = 0o600, 0o700  # of the socket, before and after its process has imported torch
 _SUFFIX = ".sock"
 
@@ -45,10 +47,24 @@ def make_folder() -> str:
 def make_path(kind: str) -> str:
     """Return a path for a socket that is no warm process's, in a folder that only this user can enter.
 
+    Sockets of that kind whose processes were killed are removed.
+
     Raises:
         OSError: There is no such folder.
     """
-    return os.path.join(make_folder(), f"{kind}-{os.getpid()}-{os.urandom(4).hex()}")
+    folder = make_folder()
+    for name in os.listdir(folder):
+        if name.startswith(f"{kind}-") and _is_stale(path := os.path.join(folder, name)):
+            forget(path)
+    return os.path.join(folder, f"{kind}-{os.getpid()}-{os.urandom(4).hex()}")
+
+
+def _is_stale(path: str) -> bool:
+    """Whether no process has that socket any more; one that has is not disturbed."""
+    with contextlib.suppress(OSError), contextlib.closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)) as asker:
+        is_made = time.time() - os.lstat(path).st_mtime > _MADE_S
+        return is_made and asker.connect_ex(path) == errno.ECONNREFUSED  # another error: it is of another type
+    return False
 
 
 def make_socket() -> tuple[str, _socket.socket]:
