@@ -3,8 +3,8 @@
 Hosts are namespaces of this machine (`tests.namespaces`); it needs root. Each turn starts a job on all of them, waits
 for some steps, and takes one host away: all its processes are killed, or its cable is cut. Measured is the time from
 that to the next step elsewhere, and how many steps are done again. Under torchrun the host that others meet at has to
-live, so another is lost there. In two cases the script takes 3 s to start: once the living ranks keep their processes,
-once they are started anew.
+live, so another is lost there; a job of its that does not go on within 240 s counts as having taken that long. In two
+cases the script takes 3 s to start: once the living ranks keep their processes, once they are started anew.
 """
 
 from __future__ import annotations
@@ -128,7 +128,12 @@ def turn(case: Case, num_hosts: int) -> tuple[float, int]:
         def after() -> list[tuple[int, int, float]]:
             return [row for row in _steps(folder, observer) if row[1] < num_hosts and row[2] > began_s]
 
-        _await(after, _RECOVERS_S, f"{launcher}: no step after the loss")
+        try:
+            _await(after, _RECOVERS_S, f"{launcher}: no step after the loss")
+        except TimeoutError:
+            if launcher == "phalanx run":
+                raise
+            return _RECOVERS_S, _steps(folder, observer)[-1][0]
         step, _, when_s = after()[0]
         before = [row for row in _steps(folder, observer) if row[1] == num_hosts]
         for host in made:
