@@ -139,7 +139,8 @@ def die_again(step, rank):
 """ + RUN), "--max-restarts", "1")  # fmt: skip
     assert done.returncode == 7, done.stderr
     assert "phalanx run: rank 0 goes on in the same process" in done.stderr
-    assert "rank 1: ended because of it" in done.stderr
+    # It may notice the end of the other before it is told to end itself.
+    assert re.search(r"^  rank 1: (ended|RankFailed,) because of it$", done.stderr, re.MULTILINE), done.stderr
 
 
 def test_processes_are_kept_on_all_nodes_when_a_rank_of_one_fails(tmp_path, nodes):  # noqa: F811
