@@ -134,13 +134,14 @@ def stay(step, rank):
 def test_a_failure_that_no_attempt_follows_ends_every_rank_as_ever(tmp_path):
     done = run_job(tmp_path, script(disturb="(lambda *_: die(*_) or die_again(*_))", end="""
 def die_again(step, rank):
-    if attempt() == 1 and rank == 0 and step == 15:
-        os._exit(7)
+    if attempt() == 1 and step == 15:
+        if rank == 0:
+            os._exit(7)
+        time.sleep(3600)  # so that it does not notice the end of the other before it is told to end
 """ + RUN), "--max-restarts", "1")  # fmt: skip
     assert done.returncode == 7, done.stderr
     assert "phalanx run: rank 0 goes on in the same process" in done.stderr
-    # It may notice the end of the other before it is told to end itself.
-    assert re.search(r"^  rank 1: (ended|RankFailed,) because of it$", done.stderr, re.MULTILINE), done.stderr
+    assert "rank 1: ended because of it" in done.stderr
 
 
 def test_processes_are_kept_on_all_nodes_when_a_rank_of_one_fails(tmp_path, nodes):  # noqa: F811

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from phalanx._command_line import Parser, UsageError, whole_number
 from phalanx._launched import note_lender, read_started, start_time
@@ -18,6 +18,7 @@ from phalanx._text import complain, named
 from phalanx.debugging.attached import SIGNAL
 from phalanx.debugging.terminal import listen_at
 from phalanx.diagnose.jobs import NO_JOB, Job, NoRank, find_ranks
+from phalanx.diagnose.kernel import status_of
 from phalanx.diagnose.processes import off_limits
 from phalanx.launch.warm.places import make_path
 from phalanx.record.box import box_of_process, number_inside
@@ -131,31 +132,23 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
 
 def _refuse_if_deaf(who: str, pid: int) -> None:
     """Raise `_Refused` if the process can't take the signal, which would then end it, or lie there."""
-    with open(f"/proc/{pid}/status") as file:
-        facts = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-    state = facts["State"].strip()[0]
+    facts = status_of(pid)
+    if not facts:
+        raise ProcessLookupError(f"{who} has ended")
+    state = facts["State"][0]
     if state in "Tt":
-        if state == "T" and facts["TracerPid"].strip() == "0":
+        if state == "T" and facts["TracerPid"] == "0":
             raise _Refused(f"{who} is stopped; kill -CONT {pid} lets it go on")
-        raise _Refused(f"{who} is held by another debugger (pid {facts['TracerPid'].strip()}); end that first")
+        raise _Refused(f"{who} is held by another debugger (pid {facts['TracerPid']}); end that first")
     name, bit = f"SIGRTMIN+{SIGNAL - signal.SIGRTMIN}", 1 << (SIGNAL - 1)
     if not int(facts["SigCgt"], 16) & bit:
         raise _Refused(
             f"{who} does not take {name}, which opens a debugger: it has only just begun, its script has taken the "
             "signal, or it runs no Python"
         )
-    if not any(~blocked & bit for blocked in _blocked_signals(pid)):
+    threads = (status_of(pid, int(thread)) for thread in os.listdir(f"/proc/{pid}/task"))
+    if all(int(thread["SigBlk"], 16) & bit for thread in threads if thread):  # any of them may take it
         raise _Refused(f"{who} blocks {name}, which opens a debugger: its script has called pthread_sigmask")
-
-
-def _blocked_signals(pid: int) -> Iterator[int]:
-    """Yield which signals each thread of a process blocks: any may take one that is sent to the process."""
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with (
-            contextlib.suppress(FileNotFoundError, ProcessLookupError),
-            open(f"/proc/{pid}/task/{thread}/status") as file,
-        ):
-            yield next(int(line.split()[1], 16) for line in file if line.startswith("SigBlk:"))
 
 
 def _where(pid: int) -> str:

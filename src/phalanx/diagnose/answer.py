@@ -53,6 +53,11 @@ class Heard:
     are_all: bool = False
 
 
+def left_record(seen: Iterable[RankSeen]) -> bool:
+    """Whether anything is known of what a rank of a job that has ended did."""
+    return any(one.doing.how != "unrecorded" for one in seen)
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """Why a job does not go on, and what shows it.

@@ -59,7 +59,7 @@ class Stand:
 def stand_of(pid: int, thread: int = 0) -> Stand:
     """Return where a thread stands; without a thread, the main one. One that has ended has no state."""
     folder = f"/proc/{pid}/task/{thread or pid}"
-    status = dict(line.split(":\t", 1) for line in _read(f"{folder}/status").splitlines() if ":\t" in line)
+    status = status_of(pid, thread)
     state = status.get("State", " ")[0].strip()
     place = _read(f"{folder}/wchan").strip()
     call, descriptor = _call(_read(f"{folder}/syscall").split())
@@ -72,6 +72,12 @@ def stand_of(pid: int, thread: int = 0) -> Stand:
         path=_path(pid, descriptor),
         tracer_pid=int(status.get("TracerPid", "0")),
     )
+
+
+def status_of(pid: int, thread: int = 0) -> dict[str, str]:
+    """Return what ``/proc`` lists as the status of a thread, by default the main one; nothing if it has ended."""
+    lines = _read(f"/proc/{pid}/task/{thread or pid}/status").splitlines()
+    return {name: value.strip() for name, found, value in (line.partition(":") for line in lines) if found}
 
 
 def call_ended_by_a_halt(pid: int) -> str:

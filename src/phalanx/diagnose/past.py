@@ -16,7 +16,7 @@ from phalanx._errors import printable
 from phalanx._files import open_regular, read_json
 from phalanx._last_words import LastWords, owner_of
 from phalanx.diagnose.activity import Call, Look, activity_of, call_of
-from phalanx.diagnose.answer import Answer, RankSeen
+from phalanx.diagnose.answer import Answer, RankSeen, left_record
 from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Frame, Stacks
@@ -123,7 +123,7 @@ def examine_newest(run: Path) -> Answer:
     On several hosts, each launcher has a folder of its own, and one that was killed saves nothing.
     """
     answer = examine_run(run)
-    if any(one.doing.how != "unrecorded" for one in answer.seen):
+    if left_record(answer.seen):
         return answer
     for other in sorted(filter(is_run, run.parent.glob("*")), key=lambda path: path.name, reverse=True):
         boxes = max((path.stat().st_mtime for path in other.glob("blackbox/attempt_*")), default=0.0)
@@ -149,7 +149,7 @@ def examine_run(folder: Path) -> Answer:
     for logs in reversed(attempts):
         boxes = folder / "blackbox" / logs.name
         before, seen = seen, _with_waits(_ranks(logs, boxes))
-        if any(one.doing.how != "unrecorded" for one in seen):
+        if left_record(seen):
             break
         seen = before or seen
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
@@ -158,7 +158,7 @@ def examine_run(folder: Path) -> Answer:
     )
     job = Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder))
     known = logs.name.rpartition("_")[2]
-    has_record = any(one.doing.how != "unrecorded" for one in seen)
+    has_record = left_record(seen)
     note = f"its last attempt left no record, so this is attempt {known}" * (has_record and logs != attempts[-1])
     is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))  # folders, which are made before
     lacks = "it could not be written, as on a full disk" * is_unwritten

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx._last_words import owner_of
+from phalanx.diagnose.kernel import status_of
 from phalanx.record.box import number_inside
 
 _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|python3\.\d+|src(?=/phalanx/))/")
@@ -213,16 +214,7 @@ def ptrace_scope() -> int:
 
 def _users_of(pid: int) -> list[int]:
     """Return the real, effective and saved user of a process; none if it has ended."""
-    return [int(word) for word in _status(pid, "Uid").split()[:3]]
-
-
-def _status(pid: int, name: str) -> str:
-    """Return a line of ``/proc/PID/status``; empty if there is none."""
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith(f"{name}:")), "")
-    except OSError:
-        return ""
+    return [int(word) for word in status_of(pid).get("Uid", "").split()[:3]]
 
 
 def _why_not(pid: int, said: str) -> str:

@@ -18,7 +18,7 @@ from phalanx._errors import printable
 from phalanx._text import broken, complain, enumerated, listed, plural
 from phalanx.diagnose import workers
 from phalanx.diagnose.activity import activity_of
-from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, needs_native
+from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, left_record, needs_native
 from phalanx.diagnose.clauses import clause, duration, ranks
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs
@@ -97,7 +97,7 @@ def _sentence(answer: Answer) -> str:
 
 
 def _has_record(answer: Answer) -> bool:
-    return not answer.job.has_ended or any(one.doing.how != "unrecorded" for one in answer.seen)
+    return not answer.job.has_ended or left_record(answer.seen)
 
 
 def _why_no_record(answer: Answer) -> str:
