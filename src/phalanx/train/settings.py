@@ -36,7 +36,7 @@ _LEAST = {  # of whole numbers
 _CAN_BE_AUTO = ("num_workers", "snapshot_every", "compare_every")
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Settings:
     """Settings of a `Trainer`; each is an argument of its constructor.
 

@@ -21,7 +21,8 @@ from phalanx.launch.notes import note_modules
 from phalanx.record import writer
 from phalanx.session.survival import PlannedRestart, Survivor
 from phalanx.train import determinism, restarts
-from phalanx.train.arguments import check_arguments, check_fit
+from phalanx.train.arguments import check_arguments, check_attribute, check_fit
+from phalanx.train.callbacks import call, check_callbacks, has_hook
 from phalanx.train.consensus import Consensus
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part
@@ -72,8 +73,8 @@ class Trainer:
             evaluation counts those that are in the batch, if its tensors tell how many; in a training step each rank's
             part still weighs as much as the samples that were requested.
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
-            ``on_fit_end``, each called with the trainer on every rank. Those with ``state_dict`` and
-            ``load_state_dict`` are part of the checkpoints.
+            ``on_fit_end``, each called with the trainer on every rank; `stop` ends the training. Those with
+            ``state_dict`` and ``load_state_dict`` are part of the checkpoints.
         loggers: Loggers that get the numbers of metrics.jsonl on rank 0: "tensorboard", "wandb" (offline, unless a key
             or WANDB_MODE is set), "mlflow", "csv", or objects with ``log(metrics, step)`` and ``close()``. A logger
             that fails is named once, and training goes on without it.
@@ -114,6 +115,8 @@ class Trainer:
         torch.Size([64, 1])
     """
 
+    _is_made = False  # from then on attributes that mean nothing are refused
+
     def __init__(
         self,
         model: nn.Module,
@@ -130,6 +133,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         self._given = frozenset(settings)
+        callbacks = callbacks if isinstance(callbacks, str) or not isinstance(callbacks, Iterable) else [*callbacks]
         has_callbacks = bool(callbacks)
         if _trial.is_on():
             settings, trial = _trial.of_trainer(settings, model)
@@ -165,6 +169,12 @@ class Trainer:
         self._hyperparameters = Hyperparameters(optimizer)
         self._judge = Judge(s.monitor)
         self._first_world_size = self.session.world_size
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_made and not name.startswith("_"):
+            check_attribute(self, name, value, is_subclass=type(self) is not Trainer)
+        super().__setattr__(name, value)
 
     def _join(self) -> None:
         """Join the job, and make what belongs to its process group; again if the group is another one now."""
@@ -213,8 +223,11 @@ class Trainer:
         def run() -> dict[str, float]:
             if self._place.is_lost:
                 self._join()
-            with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
-                return self._fit(data, validation_data, batch_sampler)
+            try:
+                with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
+                    return self._fit(data, validation_data, batch_sampler)
+            finally:
+                self.__dict__.pop("_consensus", None)
 
         why_not = self._place.why_not_kept(self._given_model, self.optimizer, self._loggers, data)
         try:
@@ -229,17 +242,32 @@ class Trainer:
             restarts.leave_if_restarted()
             raise
 
+    def stop(self) -> None:
+        """End `fit` after this step on all ranks, in the middle of an epoch too: it evaluates, saves and returns.
+
+        One rank that calls it is enough. In a callback it means the step that has just been done; elsewhere, as in a
+        training step or a thread, ranks hear of it within 0.1 s, or after the current step if steps take longer. It
+        is no end of the run: with the same folder, the next `fit` goes on from there.
+
+        Raises:
+            RuntimeError: `fit` is not running.
+        """
+        if not hasattr(self, "_consensus"):
+            raise RuntimeError("Trainer.stop: fit() is not running; call it in a callback or in the training step")
+        self._consensus.wants_stop = not _trial.is_on()  # which ends when it has been measured
+
     def _leave_group(self) -> None:
         """Drop what belongs to a process group that has failed, and leave the model and the optimizer as they are."""
         self._place.is_lost = True
         leave_wrapper(self.model)
         self.model = self.module
-        for name in ("_stepper", "_evaluator", "_guard", "_consensus", "_snapshots", "_saver", "_run_log", "_feed"):
+        for name in ("_stepper", "_evaluator", "_guard", "_snapshots", "_saver", "_run_log", "_feed"):
             self.__dict__.pop(name, None)
 
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         s = self.settings
         refuse_differences(self._facts, s, evaluates=validation_data is not None, ranks=self._ranks)
+        check_callbacks(self.callbacks)  # a script may have added some
         check_fit(data, validation_data, s, self._given, is_plateau=self._is_plateau)
         self._feed = open_feed(
             data, s, self._batch_size(), self._ranks, given=self._given,
@@ -254,7 +282,8 @@ class Trainer:
             if validation_data is not None and not self._is_over():
                 self._evaluator.rehearse(validation_data, s.monitor)
             self._call("on_fit_start")
-            while not self._is_over():
+            self._consensus.agree_to_stop()
+            while not (self._is_over() or self._consensus.stops):
                 has_ended = self._train_epoch()
                 self._after_epoch(validation_data, has_ended=has_ended)
             self._end()
@@ -279,7 +308,7 @@ class Trainer:
             is_empty = False
             if self.step == self.settings.max_steps:
                 break
-        if self.step == self.settings.max_steps:
+        if self.step == self.settings.max_steps or self._consensus.stops:
             has_ended, is_empty = self._feed.is_at_end, False
         self._lacks_end = False
         if is_empty:
@@ -300,6 +329,8 @@ class Trainer:
         while True:
             if self._consensus.signal:
                 self._make_room(self._consensus.signal)
+            if self._consensus.stops:
+                return
             clock.restart()
             clock.step = self.step + 1
             clock.begin("data")
@@ -329,6 +360,8 @@ class Trainer:
             self._log()
         if s.save_every and self.step % s.save_every == 0:
             self._save()
+        if self._asks_in_steps:
+            self._consensus.agree_to_stop()
 
     def _log(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
@@ -354,7 +387,9 @@ class Trainer:
         self._run_log.end_epoch(self.step, epoch, self.evaluation, has_ended=has_ended)
         if has_ended:
             self._call("on_epoch")
-        if is_best or self._is_over() or (self.settings.save_every is None and self._saver.is_due(self.step)):
+        self._consensus.agree_to_stop()
+        is_last = self._is_over() or self._consensus.stops
+        if is_best or is_last or (self.settings.save_every is None and self._saver.is_due(self.step)):
             self._save()
         self._saver.say_left_out(self.step)
         self._consensus.agree(self.step)  # the steps of an epoch may be few, and all this has taken time
@@ -408,6 +443,8 @@ class Trainer:
         self._guard = self._stepper.begin(run_log, self.step)
         sentinel, of_sentinel = self._stepper.sentinel(self.step)
         self._consensus = Consensus(self._ranks, self._preemption, self._guard, sentinel, run_log, s.compare_every)
+        callbacks = [callback for callback in self.callbacks if not isinstance(callback, _trial.Trial)]
+        self._asks_in_steps = self._ranks.largest(has_hook(callbacks, "on_step") or has_hook(callbacks, "on_save"))
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._saver = RunSaver(
             self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded, self._ranks
@@ -451,15 +488,15 @@ class Trainer:
         leave(self._run_log, number, self.step, is_saved=is_saved, ranks=self._ranks, begins_anew=begins_anew)
 
     def _end(self) -> None:
+        if self._consensus.stops and not self._is_over():
+            self._run_log.say(f"stopped by trainer.stop() after step {self.step}")
         self._call("on_fit_end")
         checkpoint.wait()
         self._run_log.record("end", step=self.step, epoch=self.epoch, seconds=time.monotonic() - self._began_s)
         self._run_log.report()
 
     def _call(self, event: str) -> None:
-        for callback in self.callbacks:
-            if hasattr(callback, event):
-                getattr(callback, event)(self)
+        call(self.callbacks, event, self)
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
