@@ -24,7 +24,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _env, _torch
 from phalanx._torch import is_profiling, num_dispatch_modes
-from phalanx.backend._dispatch import COLLECTIVES, HAS_PYTHON_BACKENDS, MESSAGES, entry_point, note_issued
+from phalanx.backend._collectives import UNSET, Blocking
+from phalanx.backend._dispatch import COLLECTIVES, HAS_PYTHON_BACKENDS, MESSAGES, complete, entry_point, note_issued
 from phalanx.backend._ops import Operations
 from phalanx.backend._work import PhalanxWork, end_threads, finished
 
@@ -59,6 +60,9 @@ class _Common:
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the core counts from the start, so there is nothing to agree on."""
+
+    def _enable_collectives_timing(self) -> None:
+        """Do nothing, as Gloo: nobody reads these times but NCCL's."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._operations.set_timeout(timeout)
@@ -248,32 +252,55 @@ if HAS_PYTHON_BACKENDS:
         def supports_coalescing(self) -> bool:
             return False  # messages of a batch progress together anyway
 
+        # torch's own would ask Python again, without end.
+
+        @property
+        def supports_reconfigure(self) -> bool:
+            return False
+
+        @property
+        def supports_shrinking(self) -> bool:
+            return False
+
+        @property
+        def supports_window(self) -> bool:
+            return False
+
+        @property
+        def _supports_time_estimate(self) -> bool:
+            return False
+
         def start_coalescing(self) -> None:
             self._operations.start_coalescing()
 
         def end_coalescing(self) -> object:
             return self._operations.end_coalescing()
 
-        def monitored_barrier(self, opts: object, wait_all_ranks: bool = False) -> None:
-            self._operations.monitored_barrier(opts, wait_all_ranks)
+        def monitored_barrier(self, timeout: Any = UNSET, wait_all_ranks: bool = False) -> None:
+            is_given = isinstance(timeout, c10d.BarrierOptions)  # C++ passes options
+            self._operations.monitored_barrier(timeout if is_given else Blocking(timeout), wait_all_ranks)
 
         def shutdown(self) -> None:
             self._operations.shutdown()
 
-    def _operation(method: str) -> Callable[..., Any]:
+    def _operation(name: str) -> Callable[..., Any]:
+        method, options, num_args = COLLECTIVES.get(name, (name, None, 0))
         run = getattr(Operations, method)
 
-        def call(self: PhalanxBackend, *args: Any) -> object:
+        def call(self: PhalanxBackend, *args: Any, **named: Any) -> object:
+            if options is not None and len(args) != num_args + 1:  # from Python; torch's dispatcher passes them all
+                args = complete(name, args, named)
             with _TorchFunctionDisabled():
                 # A blocking operation has no work, but the Flight Recorder needs one to see that it is over.
                 work = run(self._operations, *args) or finished([])
             note_issued(work)
             return work
 
-        return _named(call, method)
+        return _named(call, name)
 
-    for _method in {*(entry[0] for entry in COLLECTIVES.values()), *MESSAGES}:
-        setattr(PhalanxBackend, _method, _operation(_method))
+    for _name in (*COLLECTIVES, *MESSAGES):
+        setattr(PhalanxBackend, _name, _operation(_name))
+    PhalanxBackend.allreduce_sparse = PhalanxBackend.allreduce
 
 
 CLASSES = (_Common, PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))
