@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from phalanx import _core, _env
-from phalanx._errors import CollectiveTimeout, GroupUnusable, PhalanxError
+from phalanx._errors import ArgumentError, CollectiveTimeout, GroupUnusable, PhalanxError
 from phalanx._launched import note_progress
 from phalanx._torch import is_profiling  # by name: finding it costs half of what asking does
 from phalanx.backend._arguments import Arguments
@@ -95,7 +95,7 @@ class Operations(Collectives):
         for i, mine in enumerate(targets):
             others = [t for j in range(len(targets)) if j != i for t in (*targets[j], *sources[j])]
             if any(do_overlap([t], others) for t in mine):
-                raise ValueError(
+                raise ArgumentError(
                     f"{given.where()}: an output of coalesced operation {i} overlaps a tensor of another one, and "
                     "their order is not defined; pass tensors that do not overlap"
                 )
@@ -115,7 +115,7 @@ class Operations(Collectives):
     ) -> PhalanxWork | None:
         """Run an operation for each pair of an output and an input."""
         if len(outputs) != len(inputs):
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.arguments(op).where()} takes as many outputs as inputs, got {len(outputs)} and {len(inputs)}"
             )
         self._require_apart(op, [[t] for t in outputs], [[t] for t in inputs])
@@ -162,7 +162,7 @@ class Operations(Collectives):
         timeout = self.timeout if opts.timeout == UNSET else opts.timeout
         timeout_ms = int(timeout.total_seconds() * 1000)
         if _WRAPPED < timeout < timedelta(0):
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.arguments('monitored_barrier').where()}: timeout must be at least 0 s, got "
                 f"{timeout.total_seconds():g} s; leave it out for the group's"
             )

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import Work
 
 from phalanx import _core
-from phalanx._errors import hand_over
+from phalanx._errors import ArgumentError, hand_over
 
 _MOMENT_S = 0.001
 
@@ -225,7 +225,7 @@ class PhalanxWork(Work):
             return True
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if seconds < 0:
-            raise ValueError(f"timeout must be at least 0 s (0: forever), got {seconds:g} s")
+            raise ArgumentError(f"timeout must be at least 0 s (0: forever), got {seconds:g} s")
         if wait is None:
             if (error := self.exception()) is not None:
                 raise error
@@ -315,7 +315,7 @@ def _is_native(caller: FrameType | None) -> bool:
 def _typed() -> Any:
     """Return a function that makes, of a future and a list of tensors, a future whose value is that list in C++ too.
 
-    What Python puts into a future is a Python object to C++. torch's built-in FP16 hook alone refuses that, and a future
+    What Python puts into a future is a Python object to C++. Only torch's built-in FP16 hook refuses that, and a future
     that TorchScript makes costs ten times as much: nobody else gets one.
     """
     return torch.jit.CompilationUnit(
