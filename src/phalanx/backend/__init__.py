@@ -18,7 +18,7 @@ from phalanx import _core, _torch
 from phalanx._env import seconds
 from phalanx._last_words import tell_when_ended
 from phalanx._settings import GroupOptions
-from phalanx.backend._adapters import CLASSES, GroupName, PhalanxGroup, keep, keep_from_compiler, kept_groups
+from phalanx.backend._adapters import CLASSES, GroupName, InnerGloo, PhalanxGroup, keep, keep_from_compiler, kept_groups
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._core_failures import from_core, report_core_stall
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
@@ -147,21 +147,23 @@ def build_group(
     core, segment = join_group(
         store, rank, size, name, global_ranks, timeout.total_seconds(), options, is_in_place=guise.name == GLOO
     )
-    operations = Operations(core, segment, name, Ranks(rank, size, global_ranks))
+    operations = Operations(core, segment, name, Ranks(rank, size, global_ranks), timeout)
     operations.title = guise.name
-    group = PhalanxGroup(store, operations, timeout, global_ranks, functools.partial(build_group, guise=guise))
+    group = PhalanxGroup(store, operations, global_ranks, functools.partial(build_group, guise=guise))
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
     kind = ProcessGroup.BackendType.GLOO if guise.name == GLOO else ProcessGroup.BackendType.CUSTOM
     if HAS_PYTHON_BACKENDS:
         # The debug wrapper refers only to the C++ half, and without its Python half the backend has no operations.
-        group.backend = _backend(operations, timeout, store, global_ranks)
+        group.backend = _backend(operations, store, global_ranks)
         backend: Any = group.backend
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
             with closed_at_exec():
                 backend = _torch.create_process_group_wrapper(backend, name, store, rank, size, limit)
     else:
         with closed_at_exec():
-            backend = c10d.ProcessGroupGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
+            backend = InnerGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
+        backend.operations = operations
+        group.backend = backend
         kind = ProcessGroup.BackendType.GLOO
         # If a rank went on and ended while another is still connecting, that one would see a lost connection.
         store.set(f"connected/{rank}", "")
@@ -174,13 +176,13 @@ def build_group(
     return group
 
 
-def _backend(operations: Operations, timeout: timedelta, store: Store, global_ranks: list[int]) -> Any:
+def _backend(operations: Operations, store: Store, global_ranks: list[int]) -> Any:
     """Return the backend that C++ callers reach, from torch 2.14 on."""
     if operations.title == GLOO:
-        return _gloo_shaped()(operations, timeout, store, global_ranks)
+        return _gloo_shaped()(operations, store, global_ranks)
     from phalanx.backend._adapters import PhalanxBackend
 
-    return PhalanxBackend(operations, timeout)
+    return PhalanxBackend(operations)
 
 
 @functools.cache

@@ -64,6 +64,11 @@ class _Common:
     def _enable_collectives_timing(self) -> None:
         """Do nothing, as Gloo: nobody reads these times but NCCL's."""
 
+    @property
+    def timeout(self) -> timedelta:
+        """Deadline of operations that name none."""
+        return self._operations.timeout
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._operations.set_timeout(timeout)
 
@@ -77,12 +82,11 @@ class PhalanxGroup(_Common, ProcessGroup):
     Args:
         store: Key-value store of the group, for groups split off it.
         operations: Operations of the group.
-        timeout: Timeout of `monitored_barrier`, and of groups split off this one.
         global_ranks: Rank in the world of each rank of the group.
         build: `build_group` of this package, for groups split off it.
 
     Attributes:
-        backend: Backend registered for C++ callers; None before torch 2.14.
+        backend: Backend registered for C++ callers.
         other_devices: Types of the devices whose tensors torch's dispatcher takes to another backend.
     """
 
@@ -90,7 +94,6 @@ class PhalanxGroup(_Common, ProcessGroup):
         self,
         store: Store,
         operations: Operations,
-        timeout: timedelta,
         global_ranks: list[int],
         build: Callable[..., PhalanxGroup],
     ) -> None:
@@ -100,7 +103,6 @@ class PhalanxGroup(_Common, ProcessGroup):
             super().__init__(operations._rank, operations._size)
         self._store = store
         self._operations = operations
-        self._timeout = timeout
         self._global_ranks = global_ranks
         self._build = build
         self.backend: Any = None
@@ -147,7 +149,7 @@ class PhalanxGroup(_Common, ProcessGroup):
             The sum of squares, the same bits on all ranks; 0.0 without `with_squares`.
         """
         with _TorchFunctionDisabled():  # gradients may be of a class that overrides torch's functions
-            return self._operations.average_coalesced(tensors, marks, self._timeout, with_squares=with_squares)
+            return self._operations.average_coalesced(tensors, marks, with_squares=with_squares)
 
     @property
     def average_waited_s(self) -> float:
@@ -155,9 +157,13 @@ class PhalanxGroup(_Common, ProcessGroup):
         return self._operations.average_waited_s
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        opts = c10d.BarrierOptions()
-        opts.timeout = self._timeout if timeout is None else timeout
-        self._operations.monitored_barrier(opts, wait_all_ranks)
+        self._operations.monitored_barrier(Blocking(UNSET if timeout is None else timeout), wait_all_ranks)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        if hasattr(ProcessGroup, "set_timeout"):  # from torch 2.15 on
+            limit = timedelta(seconds=_env.seconds("timeout", timeout))  # C++ overflows
+            ProcessGroup.set_timeout(self, limit)  # the backends of other devices
 
     def split_group(
         self,
@@ -180,7 +186,7 @@ class PhalanxGroup(_Common, ProcessGroup):
             len(ranks),
             name,
             [self._global_ranks[r] for r in ranks],
-            timeout or self._timeout,
+            timeout or self._operations.timeout,
         )
         _torch.set_group_name(group, GroupName(name))
         _torch.set_group_desc(group, group_desc or f"{self.group_desc}:split")
@@ -203,6 +209,16 @@ class PhalanxGroup(_Common, ProcessGroup):
 
         def _end_coalescing(self, device: torch.device | None = None) -> Any:
             return self._operations.end_coalescing()
+
+
+class InnerGloo(c10d.ProcessGroupGloo):
+    """The backend of a group before torch 2.14; through it alone torch then sets a timeout."""
+
+    operations: Operations
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        self.operations.set_timeout(timeout)
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -235,14 +251,13 @@ if HAS_PYTHON_BACKENDS:
     class PhalanxBackend(_Common, C10dBackend):
         """The backend that torch's dispatcher calls, for the devices of the group."""
 
-        def __init__(self, operations: Operations, timeout: timedelta) -> None:
+        def __init__(self, operations: Operations) -> None:
             super().__init__(operations._rank, operations._size)
             self._operations = operations
-            self._options = C10dBackend.Options("phalanx", timeout)
 
         @property
         def options(self) -> C10dBackend.Options:
-            return self._options
+            return C10dBackend.Options("phalanx", self._operations.timeout)
 
         @property
         def supports_splitting(self) -> bool:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.distributed import Work
 
 from phalanx import _core
-from phalanx._errors import hand_over
+from phalanx._errors import ArgumentError, hand_over
 
 _MOMENT_S = 0.001
 
@@ -222,7 +225,7 @@ class PhalanxWork(Work):
             return True
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if seconds < 0:
-            raise ValueError(f"timeout must be at least 0 s (0: forever), got {seconds:g} s")
+            raise ArgumentError(f"timeout must be at least 0 s (0: forever), got {seconds:g} s")
         if wait is None:
             if (error := self.exception()) is not None:
                 raise error
@@ -266,6 +269,12 @@ class PhalanxWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future of the result, a list of tensors; waiting for it raises a failure as RuntimeError."""
+        future = self._future()
+        if self._result and self._result[0].dtype is torch.float16 and _is_native(sys._getframe().f_back):
+            return _typed()(future, self._result)
+        return future
+
+    def _future(self) -> torch.futures.Future[Any]:
         if not self.over:
             self._handle.require_reachable()
         if "_futures" in self.__dict__:
@@ -295,6 +304,30 @@ class PhalanxWork(Work):
             raise hand_over(error)
         self._finish()
         return self._result
+
+
+def _is_native(caller: FrameType | None) -> bool:
+    """Whether C++ called a method of ours that was named get_future, and not the Python code of this frame."""
+    return caller is None or "get_future" not in caller.f_code.co_names
+
+
+@functools.cache
+def _typed() -> Any:
+    """Return a function that makes, of a future and a list of tensors, a future whose value is that list in C++ too.
+
+    What Python puts into a future is a Python object to C++. Only torch's built-in FP16 hook refuses that, and a future
+    that TorchScript makes costs ten times as much: nobody else gets one.
+    """
+    return torch.jit.CompilationUnit(
+        """
+def result(over: Future[Tensor], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(over)
+    return tensors
+
+def typed(over: Future[Tensor], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(result, over, tensors)
+"""
+    ).typed
 
 
 def finished(result: list[torch.Tensor]) -> PhalanxWork:
