@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core, _torch
 from phalanx._env import seconds
 from phalanx._last_words import tell_when_ended
+from phalanx._launched import met_in
 from phalanx._settings import GroupOptions
 from phalanx.backend._adapters import CLASSES, GroupName, InnerGloo, PhalanxGroup, keep, keep_from_compiler, kept_groups
 from phalanx.backend._bridged import BridgedGroup
@@ -122,10 +125,15 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
     given = backend_options if isinstance(backend_options, GroupOptions) else None
     size = options.group_size
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
-    name = options.group_id if options.global_ranks_in_group else "default"
+    is_world = not (options.global_ranks_in_group or dist.is_initialized())
+    parent = dist.group.WORLD if options.global_ranks_in_group else None
+    pids = parent.pids if isinstance(parent, PhalanxGroup) else met_in(options.store) if is_world else {}
+    name = "default" if is_world else options.group_id
     others = {device: backend for device, backend in devices.items() if backend != own}
     guise = Guise(own, tuple(device for device, backend in devices.items() if backend == own))
-    group = build_group(options.store, options.group_rank, size, name, global_ranks, options.timeout, given, guise)
+    group = build_group(
+        options.store, options.group_rank, size, name, global_ranks, options.timeout, given, guise, pids
+    )
     if others:
         _add_devices(group, others, options, None if given else backend_options)
     return group
@@ -140,16 +148,27 @@ def build_group(
     timeout: timedelta,
     options: GroupOptions | None = None,
     guise: Guise = _ITSELF,
+    pids: Mapping[int, int] = MappingProxyType({}),
 ) -> PhalanxGroup:
     """Join the group and return it, with a backend registered for the devices of its guise."""
     _begin()
     writer.begin(global_ranks[rank], size)
-    core, segment = join_group(
-        store, rank, size, name, global_ranks, timeout.total_seconds(), options, is_in_place=guise.name == GLOO
+    core, segment, store, pids = join_group(
+        store,
+        rank,
+        size,
+        name,
+        global_ranks,
+        timeout.total_seconds(),
+        options,
+        is_in_place=guise.name == GLOO,
+        pids=pids,
     )
     operations = Operations(core, segment, name, Ranks(rank, size, global_ranks), timeout)
     operations.title = guise.name
-    group = PhalanxGroup(store, operations, global_ranks, functools.partial(build_group, guise=guise))
+    build = functools.partial(build_group, guise=guise, pids=pids)
+    group = PhalanxGroup(store, operations, global_ranks, build)
+    group.pids = pids
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
     kind = ProcessGroup.BackendType.GLOO if guise.name == GLOO else ProcessGroup.BackendType.CUSTOM
     if HAS_PYTHON_BACKENDS:
@@ -202,7 +221,7 @@ def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, back
         options.group_rank,
         ranks,
         config,
-        c10d.PrefixStore("beside", options.store),
+        c10d.PrefixStore("beside", group._store),
         GroupName(f"{options.group_id}:{config}"),
         backend_options,
         timeout=options.timeout,

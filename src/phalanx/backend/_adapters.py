@@ -13,7 +13,7 @@ inner Gloo backend serves those who ask for one (FSDP2, DCP) and the few C++ cal
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -80,7 +80,7 @@ class PhalanxGroup(_Common, ProcessGroup):
     """The process group that Python callers see.
 
     Args:
-        store: Key-value store of the group, for groups split off it.
+        store: Key-value store of this group alone, for groups split off it.
         operations: Operations of the group.
         global_ranks: Rank in the world of each rank of the group.
         build: `build_group` of this package, for groups split off it.
@@ -88,6 +88,7 @@ class PhalanxGroup(_Common, ProcessGroup):
     Attributes:
         backend: Backend registered for C++ callers.
         other_devices: Types of the devices whose tensors torch's dispatcher takes to another backend.
+        pids: Process of each member on this host, by its rank in the world.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         self._build = build
         self.backend: Any = None
         self.other_devices: set[str] = set()
+        self.pids: Mapping[int, int] = {}
         self._pid = os.getpid()
         self._num_splits = 0
         self._listened = False
