@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pathlib
 import pickle
+import sys
+import threading
 import traceback
 import warnings
 
@@ -184,6 +188,94 @@ def _settle():
     from phalanx.checkpoint.saving import _saver
 
     _saver._pending.exception()  # waits, and leaves the outcome to the next call
+
+
+@contextlib.contextmanager
+def slow_save(folder, number, is_slow):
+    """Begin a save that this rank goes on with only a while after whoever reads the folder has begun to wait."""
+    from phalanx.checkpoint import saving
+
+    go_on, sha256 = threading.Event(), saving._sha256
+    timer = threading.Timer(0.2 if is_slow else 0, go_on.set)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_sha256", lambda image: (go_on.wait(60), sha256(image))[1])
+        ckpt.save(folder, {"x": number}, number)
+        timer.start()
+        try:
+            yield
+        finally:
+            go_on.set()
+            timer.join()
+            ckpt.wait()
+
+
+@behaviour
+def a_save_that_is_being_written_is_what_a_load_takes(rank, world_size, folder):
+    for number in (1, 2):
+        state = {"x": None}
+        with slow_save(folder, number, rank == world_size - 1):
+            assert ckpt.load(folder, state, missing="error") == ckpt.Loaded(number, "disk")
+        assert state["x"] == number
+
+
+@behaviour
+def a_save_that_is_being_written_is_in_the_list(rank, world_size, folder):
+    """Also where another rank is the one that still writes."""
+    for number in (1, 2):
+        with slow_save(folder, number, rank == world_size - 1):
+            if rank == 0:
+                assert [found.step for found in ckpt.list_checkpoints(folder)] == [*range(1, number + 1)]
+                assert ckpt.verify(folder, number) == []
+    with slow_save(folder, 3, rank == world_size - 1):
+        if rank == 0:
+            assert ckpt.prune(folder, keep_last=1) == [1, 2]
+    assert [found.step for found in ckpt.list_checkpoints(folder)] == [3]
+
+
+@behaviour
+def a_save_of_another_job_that_is_under_way_is_said(rank, world_size, folder):
+    from phalanx.checkpoint import folder as folders
+
+    def load(**options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.stderr", io.StringIO())
+            loaded = ckpt.load(folder, {"x": None}, **options)
+            return loaded and loaded.step, sys.stderr.getvalue()
+
+    def meet():
+        if world_size > 1:
+            dist.barrier()
+
+    said = "another process is saving step 7 there"
+    if rank == 0:
+        os.makedirs(folder)
+        draft = folders.begin(folder, 7, 1, None)
+        mark = folders.Writing(draft.path)
+    meet()
+    for missing in ("note", "ignore"):
+        found, heard = load(missing=missing)
+        assert (found, f"holds no checkpoint yet: {said}" in heard) == (None, rank == 0)
+    with pytest.raises(CheckpointError, match=f"holds no checkpoint yet: {said}"):
+        load(missing="error")
+    with pytest.raises(CheckpointError, match=f"it has steps none. {said.capitalize()}"):
+        load(step=7)
+    meet()
+    if rank == 0:
+        os.rename(draft.path, folder + ".kept")  # the next save sweeps what it finds
+    save(folder, {"x": 1})
+    if rank == 0:
+        os.rename(folder + ".kept", draft.path)
+    meet()
+    found, heard = load()
+    assert (found, heard.count(f"{said}, which can be read once that has ended: going on from step 1")) == (
+        1,
+        rank == 0,
+    )
+    meet()
+    if rank == 0:
+        mark.end()
+    meet()
+    assert load() == (1, ""), "what a killed job has left is not under way"
 
 
 @behaviour

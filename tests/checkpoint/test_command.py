@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
 from phalanx import CheckpointError, cli
+from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint import load
 from phalanx.testing import run_ranks
 from tests.checkpoint._tools import assert_same, copy_of, flip_bit, model, save
@@ -337,3 +338,29 @@ def test_a_narrow_terminal_cuts_no_reason_off(damaged):
     assert "…" not in shown
     last_column = "".join(line.rstrip().rstrip("│").rpartition("│")[2].strip() for line in shown.splitlines())
     assert "damaged:rank_00000.safetensorshas5bytesinsteadof" in last_column.replace(" ", "")
+
+
+def test_a_save_that_is_under_way_is_said(ckpt, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    draft = folders.begin(str(folder), 3, 1, None)
+    mark = folders.Writing(draft.path)
+    code, lines, _ = ckpt("ls", tmp_path / "run")
+    assert (code, lines[1].split()[0]) == (0, "3")
+    assert lines[1].endswith("being saved by another process")
+    code, _, said = ckpt("verify", tmp_path / "run")
+    assert code == 2
+    assert "holds no checkpoint yet: another process is saving step 3 there" in said
+    kept = draft.path.replace("checkpoints", "..", 1)
+    os.rename(draft.path, kept)
+    save(folder, {"x": 1})
+    os.rename(kept, draft.path)
+    code, lines, _ = ckpt("ls", tmp_path / "run")
+    assert [line.split()[0] for line in lines] == ["step", "1", "3"]
+    code, _, said = ckpt("show", tmp_path / "run")
+    assert code == 0
+    assert "another process is saving step 3 there" in said
+    assert said.rstrip().endswith("taking step 1")
+    mark.end()
+    assert len(ckpt("ls", tmp_path / "run")[1]) == 2
+    assert ckpt("show", tmp_path / "run")[2] == ""

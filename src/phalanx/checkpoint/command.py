@@ -111,6 +111,8 @@ def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
 def _find(path: str, step: int | None = None) -> Checkpoint:
     """Return the checkpoint that is meant: of a step, or the newest, or the one whose own folder `path` is."""
     path, published = _find_steps(path, step)
+    if step is None and (under_way := folders.say_under_way(folders.steps_under_way(path))):
+        _say(f"phalanx ckpt: {path}: {under_way}: taking step {published[-1]}", sys.stderr)
     return folders.read_manifest(path, published[-1] if step is None else step)
 
 
@@ -132,7 +134,10 @@ def _rank_of(checkpoint: Checkpoint, rank: int | None) -> int | None:
 
 
 def _ls(given: argparse.Namespace) -> int:
-    folder, published = _find_steps(given.folder)
+    folder, published = folders.find_steps(given.folder)
+    under_way = folders.steps_under_way(folder)
+    if not published and not under_way:
+        raise _Mistake(folders.say_missing(folder))
     rows = []
     for step in published:
         try:
@@ -145,6 +150,7 @@ def _ls(given: argparse.Namespace) -> int:
         wrong = filter(None, (folders.check_file(checkpoint, name, reads=False) for name in checkpoint.files))
         state = _say_damaged(folder, step, list(wrong)) or "complete"
         rows.append([str(step), when, in_units(checkpoint.size_bytes), str(checkpoint.world_size), metric, state])
+    rows += [[str(step), "", "", "", "", "being saved by another process"] for step in under_way]
     _print_table(["step", "saved", "size", "ranks", "metric", "state"], rows)
     return 0
 

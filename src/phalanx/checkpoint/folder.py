@@ -4,6 +4,7 @@ step-00000100/rank_00000.safetensors ...   what each rank saved
 step-00000100/manifest.json                sizes and hashes of these, written last
 latest                                     the name of the newest
 .step-00000200-1f9c.part/                  one on its way, or what a killed job has left of one
+.step-00000200-1f9c.part/writing           locked by each rank that writes there: so readers tell the two apart
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from io import FileIO
 from typing import Any
 
 from phalanx._errors import CheckpointError
 from phalanx._files import open_regular, write_whole
+from phalanx._text import named
 from phalanx.checkpoint.claim import Fence
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 8 << 20
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
+_WRITING = "writing"
 _LEFTOVER = re.compile(r"\.step-[0-9]+-[0-9a-f]{8}\.part(\.old)?|latest\.[0-9]+\.part")
+_DRAFT = re.compile(r"\.step-([0-9]+)-[0-9a-f]{8}\.part")
+_MARK_S, _LOOK_EVERY_S = 1.0, 1e-3
 _END_OF_TIME_S = 1 << 40  # what a calendar still takes
 
 
@@ -108,7 +114,29 @@ def find_steps(folder: str) -> tuple[str, list[int]]:
 
 def say_missing(folder: str) -> str:
     """Return the message for a folder without checkpoints."""
-    return f"{folder} holds no checkpoint" if os.path.isdir(folder) else f"{folder} is no folder"
+    said = f"{folder} holds no checkpoint" if os.path.isdir(folder) else f"{folder} is no folder"
+    under_way = say_under_way(steps_under_way(folder))
+    return f"{said} yet: {under_way}" if under_way else said
+
+
+def steps_under_way(folder: str) -> list[int]:
+    """Return the steps of which a process on any host is writing a checkpoint there, smallest first.
+
+    Of a folder without checkpoints, also those under its ``checkpoints``, where the first one would be.
+    """
+    found = set()
+    for path in [folder] if steps(folder) else [folder, os.path.join(folder, "checkpoints")]:
+        with contextlib.suppress(OSError):
+            names = filter(None, map(_DRAFT.fullmatch, os.listdir(path)))
+            found |= {int(match[1]) for match in names if _is_marked(os.path.join(path, match[0]))}
+    return sorted(found)
+
+
+def say_under_way(under_way: list[int]) -> str:
+    """Return a sentence about the steps that are being saved; empty if there are none."""
+    if not under_way:
+        return ""
+    return f"another process is saving {named('step', under_way)} there, which can be read once that has ended"
 
 
 def read_manifest(folder: str, step: int) -> Checkpoint:
@@ -186,6 +214,43 @@ def map_file(checkpoint: Checkpoint, name: str) -> mmap.mmap:
 # ---------------------------------------------------------------- writing
 
 
+class Writing:
+    """Mark that this process writes in a draft, which ends with `end` or with the process."""
+
+    def __init__(self, path: str) -> None:
+        self._file: FileIO | None = None
+        with contextlib.suppress(OSError):  # gone, or on a file system without locks: nobody is told then
+            self._file = open_regular(os.path.join(path, _WRITING), os.O_RDWR)
+            self._lock(time.monotonic() + _MARK_S)
+
+    def _lock(self, until_s: float) -> None:
+        """Lock the mark, which a reader that looks whether it is locked holds for a moment itself."""
+        assert self._file is not None
+        while time.monotonic() < until_s:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            time.sleep(_LOOK_EVERY_S)
+
+    def end(self) -> None:
+        """Take the mark away. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _is_marked(path: str) -> bool:
+    """Return whether any process writes in the draft at `path`."""
+    name = os.path.join(path, _WRITING)
+    try:
+        with open_regular(name, os.O_RDWR if os.access(name, os.W_OK) else os.O_RDONLY) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # published or removed meanwhile, or on a file system without locks
+        return False
+    return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Draft:
     """A checkpoint on its way: every rank writes its file, and the last one publishes."""
@@ -243,8 +308,18 @@ class Draft:
             self.remove()
         else:
             os.rename(self.path, final)
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(final, _WRITING))
         _write_whole(os.path.join(self.folder, "latest"), f"{os.path.basename(final)}\n")
         return True
+
+    def is_under_way(self, *, is_young: bool) -> bool:
+        """Return whether a rank still writes, or publishes; of a young draft, also whether one has yet to begin."""
+        if not os.path.isdir(self.path):  # published, or given up
+            return False
+        names = map(file_of, range(self.world_size))
+        has_begun = all(os.path.exists(os.path.join(self.path, name)) for name in names)
+        return _is_marked(self.path) or (is_young and not has_begun)
 
     def check_fence(self) -> None:
         """Return if this attempt may still write the folder.
@@ -283,6 +358,7 @@ def begin(folder: str, step: int, world_size: int, metric: float | None, fence: 
     """
     path = _hidden_path(folder, step)
     os.mkdir(path)
+    os.close(os.open(os.path.join(path, _WRITING), os.O_CREAT | os.O_WRONLY, 0o666))
     return Draft(os.path.abspath(folder), step, world_size, os.path.abspath(path), metric, time.time(), fence)
 
 

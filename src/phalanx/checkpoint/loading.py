@@ -19,6 +19,7 @@ from phalanx.checkpoint.folder import Checkpoint, Damaged
 from phalanx.checkpoint.holdings import Held, lost_of, newest_of
 from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.memory import digest_of, memory
+from phalanx.checkpoint.pending import pending
 from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore, survey
 from phalanx.checkpoint.tree import Json, unpack
 from phalanx.record import writer
@@ -58,6 +59,8 @@ def load(
     replaced. Any number of ranks can load what any number has saved. Every file is compared with its hash before
     anything is loaded, and nothing is unpickled. Under ``phalanx run``, a snapshot in memory is loaded if it is newer.
 
+    A save of this job that is still being written is awaited. If another job is saving to the folder, a line says so.
+
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
         state: State of the form that was saved; saved entries that it lacks are left out.
@@ -96,7 +99,8 @@ def _load(
     folder: str | os.PathLike[str], state: MutableMapping[str, Any], step: int | str, *, strict: bool, missing: str
 ) -> Loaded | None:
     ranks = RankGroup()
-    require_all("load")  # before anybody looks: another may still be writing its snapshot
+    pending.await_own()
+    require_all("load")  # before anybody looks: another may still be writing its snapshot, or its part of a save
     memory().asked.add(os.path.abspath(folder))
     held = ranks.gather(memory().held())
     path, candidates = _agreed_candidates(os.path.abspath(folder), step, ranks, held)
@@ -161,6 +165,8 @@ def _agreed_candidates(
         parts = f"{'the part' if len(lost.numbers) == 1 else 'parts'} of {named('rank', lost.numbers)}"
         where = f"step {candidates[0][1]} on disk" if candidates else "the beginning"
         _say(f"no host has {parts} of the snapshot of step {lost.step} in memory any more: going on from {where}")
+    if ranks.rank == 0 and candidates and (under_way := folders.say_under_way(folders.steps_under_way(path))):
+        _say(f"{path}: {under_way}: going on from step {candidates[0][1]}")
     return path, candidates
 
 
@@ -172,7 +178,7 @@ def _say_missing(path: str, rank: int, missing: str) -> None:
             op="load",
             entry="checkpoint-missing",
         )
-    if missing == "note" and rank == 0:
+    if rank == 0 and (missing == "note" or folders.steps_under_way(path)):
         _say(f"{said}: starting from the beginning")
 
 
@@ -190,7 +196,9 @@ def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> 
         return f"can't read {given}: {error.strerror}", given, []
     if step != "latest":
         if step not in published:
-            return f"{path} has no checkpoint of step {step}; it has steps {published or 'none'}", path, []
+            under_way = folders.steps_under_way(path)
+            hint = f". {folders.say_under_way(under_way).capitalize()}" if step in under_way else ""
+            return f"{path} has no checkpoint of step {step}; it has steps {published or 'none'}{hint}", path, []
         return "", path, [("disk", int(step))]
     on_disk = [("disk", number) for number in reversed(published)]
     in_memory = newest_of(held, digest_of(path))

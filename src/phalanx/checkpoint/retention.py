@@ -7,10 +7,13 @@ import os
 
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.folder import Checkpoint, Damaged
+from phalanx.checkpoint.pending import pending
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the checkpoints in a folder, oldest first, except those with a damaged manifest.
+
+    A save of this process that is being written is awaited, on all its ranks; so do `verify` and `prune`.
 
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
@@ -20,6 +23,11 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
         >>> [checkpoint.step for checkpoint in phalanx.checkpoint.list_checkpoints("runs/linear")]
         [1]
     """
+    pending.await_every_rank()
+    return _published(folder)
+
+
+def _published(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     path, found = folders.find(folder), []
     for step in folders.steps(path):
         with contextlib.suppress(Damaged):
@@ -42,6 +50,7 @@ def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> list[s
         >>> phalanx.checkpoint.verify("runs/linear")
         []
     """
+    pending.await_every_rank()
     path = folders.find(folder)
     published = folders.steps(path)
     wanted = published[-1] if published and step == "latest" else step
@@ -81,7 +90,19 @@ def prune(
         [0, 1, 2]
     """
     check_numbers(keep_last, keep_every, keep_best)
-    found = list_checkpoints(folder)
+    pending.await_every_rank()
+    return remove_old(folder, keep_last, keep_every, keep_best, best_is_least)
+
+
+def remove_old(
+    folder: str | os.PathLike[str],
+    keep_last: int = 3,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
+    best_is_least: bool = False,
+) -> list[int]:
+    """Do what `prune` does, without waiting for a save: the one that has been published calls it."""
+    found = _published(folder)
     kept = {checkpoint.step for checkpoint in found[-keep_last:]}
     if keep_every is not None:
         kept |= {checkpoint.step for checkpoint in found if checkpoint.step % keep_every == 0}

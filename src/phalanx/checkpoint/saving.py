@@ -20,7 +20,8 @@ from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
 from phalanx.checkpoint.claim import OtherSide, fence_for
 from phalanx.checkpoint.image import Part, fill, lay_out
-from phalanx.checkpoint.retention import check_numbers, prune
+from phalanx.checkpoint.pending import pending
+from phalanx.checkpoint.retention import check_numbers, remove_old
 from phalanx.checkpoint.tree import Leaf, pack
 from phalanx.record import writer
 
@@ -123,6 +124,7 @@ class Saver:
                 draft.remove()
             raise
         draft = answers[0][4]
+        writing = folders.Writing(draft.path)
         try:
             parts = blocks.parts_of_rank(leaves, rank, world_size, alike)
             metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
@@ -130,16 +132,20 @@ class Saver:
         except Exception as error:  # of this rank alone: told as if it could not write
             self._pending = Future()
             self._pending.set_result(_give_up(draft, rank, f"it can't be copied: {_describe(error, folder)}"))
+            writing.end()
         else:
-            self._write_in_background(draft, rank, image, keep)
+            self._write_in_background(draft, writing, rank, image, keep)
         if wait:
             raise_problems("save", gather("save", self.settle()))
 
-    def _write_in_background(self, draft: folders.Draft, rank: int, image: memoryview, keep: dict[str, Any]) -> None:
+    def _write_in_background(
+        self, draft: folders.Draft, writing: folders.Writing, rank: int, image: memoryview, keep: dict[str, Any]
+    ) -> None:
         # One writes while the other hashes. Both start here: when the interpreter ends, no thread can start any more.
         threads = ThreadPoolExecutor(2, thread_name_prefix="phalanx-checkpoint")
         sha256 = threads.submit(_sha256, image)
-        self._pending = threads.submit(_write, draft, rank, image, sha256, keep)
+        self._pending = threads.submit(_write, draft, writing, rank, image, sha256, keep)
+        pending.add(self._pending, draft, writing)
         threads.shutdown(wait=False)
 
     def settle(self) -> str:
@@ -204,7 +210,14 @@ def _sha256(image: memoryview) -> str:
     return hashlib.sha256(image).hexdigest()
 
 
-def _write(draft: folders.Draft, rank: int, image: memoryview, sha256: Future[str], keep: dict[str, Any]) -> str:
+def _write(
+    draft: folders.Draft,
+    writing: folders.Writing,
+    rank: int,
+    image: memoryview,
+    sha256: Future[str],
+    keep: dict[str, Any],
+) -> str:
     """Write this rank's file, publish if it is the last; return what went wrong, or nothing."""
     try:
         draft.write(rank, image, sha256)
@@ -215,10 +228,12 @@ def _write(draft: folders.Draft, rank: int, image: memoryview, sha256: Future[st
         if not os.path.isdir(draft.path):
             why = "another rank could not write, or the folder is not on a file system that all ranks share"
         return _give_up(draft, rank, f"{why}. Those before it are as they were; make room or choose another folder")
+    finally:
+        writing.end()
     try:
         if is_published and keep:
             draft.check_fence()
-            prune(draft.folder, **keep)
+            remove_old(draft.folder, **keep)
         return ""
     except Exception as error:
         why = str(getattr(error, "strerror", None) or error)

@@ -91,6 +91,10 @@ class DatasetFeed:
         return len(self._batches)
 
     @property
+    def num_left(self) -> int:
+        return self._batches.num_left
+
+    @property
     def is_at_start(self) -> bool:
         return self._batches.place == 0
 

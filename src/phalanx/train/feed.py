@@ -19,6 +19,7 @@ class Feed(Protocol):
 
     Attributes:
         num_steps: Number of steps in an epoch; None if unknown.
+        num_left: Number of steps that this epoch still has; None if unknown.
         is_at_start: Whether nothing of the epoch was trained on.
         is_at_end: Whether all of it was, as far as is known.
         may_differ: Whether ranks may have different numbers of steps.
@@ -30,6 +31,8 @@ class Feed(Protocol):
 
     @property
     def num_steps(self) -> int | None: ...
+    @property
+    def num_left(self) -> int | None: ...
     @property
     def is_at_start(self) -> bool: ...
     @property

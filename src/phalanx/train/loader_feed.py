@@ -55,6 +55,16 @@ class LoaderFeed:
             return None
 
     @property
+    def num_left(self) -> int | None:
+        own = self._own_state() if isinstance(self._loader, DataLoader) else None
+        if own is None:
+            return None if self.num_steps is None else max(0, self.num_steps - self._place)
+        if self._has_passed(own):
+            return 0
+        num_samples, size = self._loader.sampler.num_after(own["place"]), self._loader.batch_size or 1
+        return num_samples // size if self._loader.drop_last else -(-num_samples // size)
+
+    @property
     def is_at_start(self) -> bool:
         return self._place == 0
 
@@ -62,8 +72,12 @@ class LoaderFeed:
     def is_at_end(self) -> bool:
         own = self._own_state() if isinstance(self._loader, DataLoader) else None
         if own is not None:  # it knows, also where another number of ranks has taken the first steps
-            return bool(own["epoch"] > self._epoch)
+            return self._has_passed(own)
         return self.num_steps is not None and self._place >= self.num_steps
+
+    def _has_passed(self, own: Mapping[str, Any]) -> bool:
+        """Return whether a loader of ours, by its own state, has given its last batch of this epoch."""
+        return self._place > 0 and own["epoch"] > self._epoch
 
     def resize(self, batch_size: int) -> None:
         pass
@@ -75,11 +89,15 @@ class LoaderFeed:
     def begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch, self._place = epoch, 0
+        elif isinstance(self._loader, DataLoader) and self.is_at_end:
+            return  # taken up behind the last step: with its epoch set again, the loader would begin it anew
         for holder in (self._loader, *_samplers(self._loader)):
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
 
     def steps(self) -> Iterator[tuple[list[Part], int]]:
+        if isinstance(self._loader, DataLoader) and self.is_at_end:
+            return
         self._order.manual_seed(derive_seed(self._seed, "order", self._epoch))
         with random_state_kept():  # what beginning, and passing by what was trained on, draws does not count
             batches = iter(self._loader)

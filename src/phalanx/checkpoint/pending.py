@@ -1,0 +1,48 @@
+"""Saves of this process that are being written, for whoever reads their folder meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import Future, wait
+
+from phalanx.checkpoint.folder import Draft, Writing
+
+_MOST_S = 600.0  # of a save, before a reader goes on without it
+_YOUNG_S = 10.0  # in which every rank has begun to write, or never will
+_LOOK_EVERY_S = 0.02
+
+
+class PendingSaves:
+    """Saves that this process has begun, the last one and those before that may still run."""
+
+    def __init__(self) -> None:
+        self._saves: list[tuple[Future[str], Draft, Writing]] = []
+
+    def add(self, future: Future[str], draft: Draft, writing: Writing) -> None:
+        """Note a save; its mark goes when this rank's part of it is done."""
+        self._saves = [save for save in self._saves if not save[0].done()]
+        self._saves.append((future, draft, writing))
+
+    def await_own(self) -> None:
+        """Return when this rank has written its part of each, well or not."""
+        wait([future for future, _, _ in self._saves], _MOST_S)
+
+    def await_every_rank(self) -> None:
+        """Return when every rank has written its part of each, so that what can be published is."""
+        self.await_own()
+        begin_s = time.monotonic()
+        while (waited_s := time.monotonic() - begin_s) < _MOST_S and any(
+            draft.is_under_way(is_young=waited_s < _YOUNG_S) for _, draft, _ in self._saves
+        ):
+            time.sleep(_LOOK_EVERY_S)
+
+    def forget(self) -> None:
+        """Drop them in a forked child, which has not their threads, and must not hold their marks."""
+        for _, _, writing in self._saves:
+            writing.end()
+        self._saves = []
+
+
+pending: PendingSaves = PendingSaves()
+os.register_at_fork(after_in_child=pending.forget)
