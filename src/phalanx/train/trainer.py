@@ -92,7 +92,8 @@ class Trainer:
         folder: Folder of the run.
         checkpoints: Folder of the run's checkpoints.
         step: Number of optimizer steps done.
-        epoch: Number of the current epoch, from 0, as in metrics.jsonl; the screen and the report count from 1.
+        epoch: Number of the current epoch, from 0, as in metrics.jsonl; the screen and the report count from 1. In
+            ``on_evaluation`` and ``on_epoch`` it is the one that ends; what is saved afterwards begins the next.
         evaluation: Values of the last evaluation in `fit`, by name.
 
     Raises:
@@ -318,9 +319,6 @@ class Trainer:
             )
         if self._run_log.has_news:
             self._log()
-        if has_ended:
-            self.epoch += 1
-            self._feed.begin_epoch(self.epoch)
         return has_ended
 
     def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
@@ -352,6 +350,9 @@ class Trainer:
         run_log.count(loss, num_samples)
         self._call("on_step")  # before its state is kept
         run_log.clock.lap("callbacks")
+        if self._asks_in_steps:
+            self._consensus.agree_to_stop()
+            run_log.clock.lap("wait")
         self._snapshots.after_step(self.step)
         run_log.clock.lap("snapshot")
         if self.step == self._first_step:
@@ -360,8 +361,6 @@ class Trainer:
             self._log()
         if s.save_every and self.step % s.save_every == 0:
             self._save()
-        if self._asks_in_steps:
-            self._consensus.agree_to_stop()
 
     def _log(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
@@ -375,18 +374,19 @@ class Trainer:
     def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
         """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
         is_best = False
-        epoch = self.epoch - has_ended
         if validation_data is not None:
             self._evaluator.num_workers = max(self._evaluator.num_workers, self._feed.num_workers)
             self.evaluation = self.evaluate(validation_data)
             is_best = has_ended and self._judge.judge(self.evaluation, self.step)
-            self._run_log.record_evaluation(self.step, epoch, self.evaluation)
+            self._run_log.record_evaluation(self.step, self.epoch, self.evaluation)
             self._call("on_evaluation")
         if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
             self.scheduler.step(*([self.evaluation[self.settings.monitor]] if self._is_plateau else []))
-        self._run_log.end_epoch(self.step, epoch, self.evaluation, has_ended=has_ended)
+        self._run_log.end_epoch(self.step, self.epoch, self.evaluation, has_ended=has_ended)
         if has_ended:
             self._call("on_epoch")
+            self.epoch += 1
+            self._feed.begin_epoch(self.epoch)
         self._consensus.agree_to_stop()
         is_last = self._is_over() or self._consensus.stops
         if is_best or is_last or (self.settings.save_every is None and self._saver.is_due(self.step)):
@@ -444,7 +444,7 @@ class Trainer:
         sentinel, of_sentinel = self._stepper.sentinel(self.step)
         self._consensus = Consensus(self._ranks, self._preemption, self._guard, sentinel, run_log, s.compare_every)
         callbacks = [callback for callback in self.callbacks if not isinstance(callback, _trial.Trial)]
-        self._asks_in_steps = self._ranks.largest(has_hook(callbacks, "on_step") or has_hook(callbacks, "on_save"))
+        self._asks_in_steps = self._ranks.largest(has_hook(callbacks, "on_step"))
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._saver = RunSaver(
             self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded, self._ranks
@@ -474,6 +474,7 @@ class Trainer:
         is_saved = self._saver.save(self.step, wait=wait)
         if is_saved:
             self._call("on_save")
+            self._consensus.agree_to_stop()
         return is_saved
 
     def _make_room(self, number: int) -> None:
