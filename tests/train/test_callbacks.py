@@ -97,7 +97,31 @@ def stop_everywhere(rank, world_size, folder):
         results[hook, step] = trainer.step, trainer.epoch, printed, saved, again.step
     on_one = [Stops("on_step", 2, 0)] if rank == 0 else []
     of_one = train(f"{folder}/one", callbacks=on_one)[0].step
-    return results, of_one, stop_in_a_step(f"{folder}/step"), iterate_over_callbacks(f"{folder}/iterator")
+    return (
+        results,
+        of_one,
+        stop_in_a_step(f"{folder}/step"),
+        iterate_over_callbacks(f"{folder}/iterator"),
+        write_down_epochs(f"{folder}/epochs"),
+    )
+
+
+def write_down_epochs(folder):
+    """Return the epochs that callbacks see, and those of the same evaluations in metrics.jsonl."""
+    seen = []
+
+    class Epochs:
+        def on_evaluation(self, trainer):
+            seen.append(("evaluation", trainer.step, trainer.epoch))
+
+        def on_epoch(self, trainer):
+            seen.append(("epoch", trainer.step, trainer.epoch))
+
+    trainer, _ = train(folder, validation=make_data(9), steps=10, callbacks=[Epochs()])
+    seen.append(("after fit", trainer.step, trainer.epoch))
+    kinds = ("evaluation", "epoch")
+    records = [record for record in phalanx.train.read_metrics(folder) if record["kind"] in kinds]
+    return seen, [(record["kind"], record["step"], record["epoch"]) for record in records]
 
 
 class OfMine(phalanx.Trainer):
@@ -162,9 +186,12 @@ def test_one_rank_stops_all_after_the_same_step_which_is_saved_and_the_next_fit_
             assert again == 14, hook
         assert of_one == 2
     called = ["on_fit_start", "on_step", "on_step", "on_epoch", "on_save", "on_fit_end"]
-    assert [events for *_, events in every] == [called] * world_size
-    [in_a_step] = {ended for *_, ended, _ in every}
+    assert [events for *_, events, _ in every] == [called] * world_size
+    [in_a_step] = {ended for *_, ended, _, _ in every}
     assert in_a_step > 20
+    seen, written = every[0][-1]
+    assert seen == [("evaluation", 7, 0), ("epoch", 7, 0), ("evaluation", 10, 1), ("after fit", 10, 1)]
+    assert written == [("evaluation", 7, 0), ("epoch", 7, 0), ("evaluation", 10, 1), ("epoch", 10, 1)]
     printed = every[0][0]["on_step", 3][2]
     assert "in epoch 1, step 3: loss" in printed
     assert "stopped by trainer.stop() after step 3" in printed

@@ -92,7 +92,8 @@ class Trainer:
         folder: Folder of the run.
         checkpoints: Folder of the run's checkpoints.
         step: Number of optimizer steps done.
-        epoch: Number of the current epoch, from 0, as in metrics.jsonl; the screen and the report count from 1.
+        epoch: Number of the current epoch, from 0, as in metrics.jsonl; the screen and the report count from 1. In
+            ``on_evaluation`` and ``on_epoch`` it is the one that ends; what is saved afterwards begins the next.
         evaluation: Values of the last evaluation in `fit`, by name.
 
     Raises:
@@ -169,6 +170,7 @@ class Trainer:
         self._hyperparameters = Hyperparameters(optimizer)
         self._judge = Judge(s.monitor)
         self._first_world_size = self.session.world_size
+        self._has_fitted = self._has_said = False
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -198,6 +200,10 @@ class Trainer:
         self, data: Any, validation_data: Any = None, *, batch_sampler: Iterable[Iterable[int]] | None = None
     ) -> dict[str, float]:
         """Train to the end, from where the last run in the folder stopped, and return the last evaluation.
+
+        `Settings.resume` is about runs that others have left in the folder. Called again, `fit` goes on with its own
+        run: it trains if `max_epochs` or `max_steps` has been raised, or after a `stop`, and says so if nothing is
+        left. To start over, also in a notebook's cell, make the model, the optimizer and the Trainer anew.
 
         Args:
             data: Map-style dataset, which the ranks divide; or a loader of this rank's own batches, each of which is a
@@ -273,9 +279,11 @@ class Trainer:
             data, s, self._batch_size(), self._ranks, given=self._given,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
         )  # fmt: skip
-        begins_anew = s.resume == "never" and self._lock.is_first
+        begins_anew = s.resume == "never" and self._lock.is_first and not self._ranks.largest(self._has_fitted)
         self._set_aside = restarts.set_aside(self.folder, self._ranks) if begins_anew else ""
+        self._is_again = self._has_fitted
         loaded = self._take_up(data)
+        self._has_fitted = True
         if not self._is_over():
             refuse_unwritable(self.checkpoints, self._ranks)
         with self._until_signal() as self._preemption, self._begin(loaded) as self._run_log, self._stepper:
@@ -318,9 +326,6 @@ class Trainer:
             )
         if self._run_log.has_news:
             self._log()
-        if has_ended:
-            self.epoch += 1
-            self._feed.begin_epoch(self.epoch)
         return has_ended
 
     def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
@@ -352,6 +357,9 @@ class Trainer:
         run_log.count(loss, num_samples)
         self._call("on_step")  # before its state is kept
         run_log.clock.lap("callbacks")
+        if self._asks_in_steps:
+            self._consensus.agree_to_stop()
+            run_log.clock.lap("wait")
         self._snapshots.after_step(self.step)
         run_log.clock.lap("snapshot")
         if self.step == self._first_step:
@@ -360,8 +368,6 @@ class Trainer:
             self._log()
         if s.save_every and self.step % s.save_every == 0:
             self._save()
-        if self._asks_in_steps:
-            self._consensus.agree_to_stop()
 
     def _log(self) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
@@ -375,18 +381,19 @@ class Trainer:
     def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
         """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
         is_best = False
-        epoch = self.epoch - has_ended
         if validation_data is not None:
             self._evaluator.num_workers = max(self._evaluator.num_workers, self._feed.num_workers)
             self.evaluation = self.evaluate(validation_data)
             is_best = has_ended and self._judge.judge(self.evaluation, self.step)
-            self._run_log.record_evaluation(self.step, epoch, self.evaluation)
+            self._run_log.record_evaluation(self.step, self.epoch, self.evaluation)
             self._call("on_evaluation")
         if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
             self.scheduler.step(*([self.evaluation[self.settings.monitor]] if self._is_plateau else []))
-        self._run_log.end_epoch(self.step, epoch, self.evaluation, has_ended=has_ended)
+        self._run_log.end_epoch(self.step, self.epoch, self.evaluation, has_ended=has_ended)
         if has_ended:
             self._call("on_epoch")
+            self.epoch += 1
+            self._feed.begin_epoch(self.epoch)
         self._consensus.agree_to_stop()
         is_last = self._is_over() or self._consensus.stops
         if is_best or is_last or (self.settings.save_every is None and self._saver.is_due(self.step)):
@@ -421,7 +428,9 @@ class Trainer:
         """Restore the newest checkpoint of this run, or of another one by force."""
         s, facts = self.settings, with_data(self._facts, data, self.settings, self._ranks)
         may_force = s.resume == "force"
-        self._identity = Identity(self.folder, facts, is_known=self._lock.was_ours, may_force=may_force)
+        self._identity = Identity(
+            self.folder, facts, is_known=self._lock.was_ours, may_force=may_force, is_own=self._is_again
+        )
         loaded = take_up(self.checkpoints, self._state(), self._identity)
         if self._identity.is_forced:
             changed = self._identity.changed
@@ -444,7 +453,7 @@ class Trainer:
         sentinel, of_sentinel = self._stepper.sentinel(self.step)
         self._consensus = Consensus(self._ranks, self._preemption, self._guard, sentinel, run_log, s.compare_every)
         callbacks = [callback for callback in self.callbacks if not isinstance(callback, _trial.Trial)]
-        self._asks_in_steps = self._ranks.largest(has_hook(callbacks, "on_step") or has_hook(callbacks, "on_save"))
+        self._asks_in_steps = self._ranks.largest(has_hook(callbacks, "on_step"))
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._saver = RunSaver(
             self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded, self._ranks
@@ -456,8 +465,10 @@ class Trainer:
             f"{self._feed.describe(num_steps)}; run folder {self.folder}", processes_of(self._ranks),
             self._lock.problem, self._set_aside, self._identity.news, of_schedule, self._guard.what_is_meant(),
             of_sentinel,
-            restarts.words_of_another(self, self.folder, loaded is not None),
-            words_of_resumption(loaded, self.step, self.epoch, self.folder, is_over=self._is_over()),
+            restarts.words_of_another(self, self.module, self.folder, loaded is not None),
+            words_of_resumption(
+                loaded, self.step, self.epoch, self.folder, is_over=self._is_over(), is_again=self._is_again
+            ),
         ]  # fmt: skip
         for line in filter(None, lines):
             run_log.say(line)
@@ -474,6 +485,7 @@ class Trainer:
         is_saved = self._saver.save(self.step, wait=wait)
         if is_saved:
             self._call("on_save")
+            self._consensus.agree_to_stop()
         return is_saved
 
     def _make_room(self, number: int) -> None:
@@ -503,6 +515,8 @@ class Trainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the means over all samples of `data`, and the metrics with a state; the same on every rank.
 
+        The model is evaluated as it is: only `fit` takes up what is in the folder.
+
         Args:
             data: Map-style dataset, of which each sample counts once, whatever the number of ranks; or a loader. If all
                 ranks have the same loader, its batches are divided among them. Of a loader that divides its data, a
@@ -513,6 +527,7 @@ class Trainer:
         Raises:
             ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.
         """
+        self._say_if_untrained("evaluate")
         return self._evaluator.evaluate(data)
 
     def predict(self, data: Any) -> Tensor:
@@ -522,4 +537,19 @@ class Trainer:
             data: Dataset whose samples are inputs of the model, tuples that begin with one, or dictionaries, whose
                 targets are left out.
         """
+        self._say_if_untrained("predict")
         return self._evaluator.predict(data)
+
+    def _say_if_untrained(self, method: str) -> None:
+        """Say once that the model is as the script made it, where the folder has a run that only `fit` takes up."""
+        if self._has_fitted or self._has_said or self.settings.resume == "never" or not self.session.is_main:
+            return
+        if restarts.has_been_trained(self.module):
+            return
+        self._has_said = True
+        if found := checkpoint.list_checkpoints(self.checkpoints):
+            self.session.print(
+                f"Trainer.{method}: the model is as the script has made it. Step {found[-1].step} of the run "
+                f"in {self.folder} is taken up by fit(), or by "
+                f'phalanx.checkpoint.load({self.folder!r}, {{"model": model}})'
+            )
