@@ -1,4 +1,4 @@
-"""Threads that are inside the backend when the interpreter ends: the exit code is the script's own, and so is its error.
+"""Threads may be inside the backend when the interpreter ends: the exit code is the script's own, and so is its error.
 
 The scripts hold the two windows open in which such a thread could do harm: while the interpreter ends, and when it is
 gone but the process is not, as it runs the destructors of its libraries.

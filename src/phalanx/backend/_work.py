@@ -65,7 +65,7 @@ class Completer:
                 thread.join(timeout=1)
 
     def settle(self) -> None:
-        """Wait briefly until the callbacks of finished operations have run. The threads go on: others may still wait."""
+        """Wait briefly until the callbacks of finished operations have run; the threads go on."""
         deadline = time.monotonic() + _SETTLE_S
         while time.monotonic() < deadline and not self._is_settled:
             time.sleep(_MOMENT_S)
