@@ -29,6 +29,7 @@ from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._members import Ranks
 from phalanx.backend._ops import Operations
+from phalanx.backend._work import settle_futures
 from phalanx.debugging import attached
 from phalanx.record import writer
 from phalanx.record.sites import call_site, shown_file
@@ -60,15 +61,16 @@ def _end_as_member() -> None:
     """Keep groups that were not destroyed from leaving in order while the interpreter ends.
 
     So a script that raises or exits early looks like what it is: its peers see the exit code, and the launcher learns
-    how far it got.
+    how far it got. Native threads go on until the process is gone, so what they read and write stays, too.
     """
+    settle_futures()
     _core.end_stall_reports()
     for group in kept_groups():
         group._operations.note_progress()
         core = group._operations._core
         if isinstance(core, BridgedGroup):
             core.end_threads()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(core))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # with its running operations, and their tensors
 
 
 def _serve_monitored_barrier() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
@@ -21,6 +21,7 @@ from phalanx import _core
 from phalanx._errors import ArgumentError, hand_over
 
 _MOMENT_S = 0.001
+_SETTLE_S = 1.0
 
 
 class Completer:
@@ -47,7 +48,6 @@ class Completer:
         self._works[number] = work
         if not self._threads:  # two callers may both get here: a surplus thread ends after its first work
             self._start_thread()
-            atexit.register(self.close)
         handle.notify(self._queue, number)
 
     @property
@@ -61,12 +61,21 @@ class Completer:
             self._works.popitem()[1].fulfil()
 
     def close(self) -> None:
-        """End the threads, because no group is left or the interpreter is ending."""
+        """End the threads, because no group is left."""
         self._queue.close()
         for thread in list(self._threads):
             if thread is not threading.current_thread():  # a callback may destroy the last group
                 thread.join(timeout=1)
-        atexit.unregister(self.close)
+
+    def settle(self) -> None:
+        """Wait briefly until the callbacks of finished operations have run; the threads go on."""
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline and not self._is_settled:
+            time.sleep(_MOMENT_S)
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._num_idle == len(self._threads) and not any(work.over for work in list(self._works.values()))
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name="phalanx-futures", daemon=True)
@@ -80,7 +89,8 @@ class Completer:
             with self._lock:
                 self._num_idle -= 1
                 if self._num_idle == 0:
-                    self._start_thread()
+                    with contextlib.suppress(RuntimeError):  # from 3.12 on none can be started while Python ends
+                        self._start_thread()
             work = self._works.pop(number, None)
             if work is not None:  # else `fulfil_all` was first
                 work.fulfil()
@@ -103,6 +113,11 @@ def end_threads() -> None:
         former, _completer = _completer, Completer()
         former.close()
         former.fulfil_all()
+
+
+def settle_futures() -> None:
+    """Give the callbacks of finished operations their chance, because the interpreter is about to end."""
+    _completer.settle()
 
 
 _left_in_parent: list[Completer] = []
