@@ -40,7 +40,11 @@ ARGUMENTS = {
     "_backend_id": lambda rank: (c10d.Backend.backend_type_map[dist.get_backend()],),
     "_get_backend": lambda rank: (CPU,),
     "_reduce_scatter_base": lambda rank: (own(0), four(rank)),
-    "_register_backend": lambda rank: (torch.device("meta"), ProcessGroup.BackendType.CUSTOM, None),
+    "_register_backend": lambda rank: (
+        torch.device("meta"),
+        ProcessGroup.BackendType.CUSTOM,
+        dist.group.WORLD._get_backend(CPU),
+    ),
     "_register_on_completion_hook": lambda rank: (print,),
     "_set_default_backend": lambda rank: (ProcessGroup.BackendType.CUSTOM,),
     "_set_group_desc": lambda rank: ("described",),
@@ -131,6 +135,7 @@ ANSWERS = {  # of questions: a true one leads programs to what is refused
     "supports_shrinking": False,
     "supports_splitting": True,
     "supports_tensor_alloc": False,
+    "supports_time_estimate": False,
     "supports_window": False,
 }
 

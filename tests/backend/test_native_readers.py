@@ -18,6 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.futures import Future, collect_all, wait_all
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+
 BUILT_IN = dist.BuiltinCommHookType
 
 
@@ -81,7 +83,9 @@ READERS = {
     "built-in FP16 hook": lambda: train(lambda model: model._register_builtin_comm_hook(BUILT_IN.FP16_COMPRESS)),
     "allreduce_hook": with_hook(default_hooks.allreduce_hook),
     "fp16_compress_hook": with_hook(default_hooks.fp16_compress_hook),
-    "bf16_compress_hook": with_hook(default_hooks.bf16_compress_hook),
+    **(
+        {"bf16_compress_hook": with_hook(default_hooks.bf16_compress_hook)} if HAS_PYTHON_BACKENDS else {}
+    ),  # not on CPUs
     "fp16_compress_wrapper": with_hook(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "PowerSGD": with_hook(powerSGD_hook.powerSGD_hook, power_sgd),
     "post-local SGD": with_hook(post_localSGD_hook.post_localSGD_hook, post_local_sgd),

@@ -287,6 +287,8 @@ if HAS_PYTHON_BACKENDS:
         def _supports_time_estimate(self) -> bool:
             return False
 
+        supports_time_estimate = _supports_time_estimate  # torch 2.14's name
+
         def start_coalescing(self) -> None:
             self._operations.start_coalescing()
 

@@ -18,12 +18,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
-from phalanx import _core, _env
-from phalanx._errors import CollectiveTimeout, Failure, PhalanxError, address
+from phalanx import _core, _env, _torch
+from phalanx._errors import CollectiveTimeout, Failure, PhalanxError, address, printable
 from phalanx._errors.facts import Peer, Standing
 from phalanx._launched import Launch, start_time
 from phalanx._store import (
@@ -39,7 +39,7 @@ from phalanx._store import (
     wait_until,
 )
 from phalanx._text import enumerated
-from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
+from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S, TELL_S
 from phalanx.backend._wording import error_of, join_call, report_due_s, report_stall
 from phalanx.record.sites import call_site
 
@@ -77,6 +77,44 @@ _SHAPES: dict[str, Shape] = {
     "failed": Failure.from_facts,
 }
 """Shape of the value of a key, by the last part of the key that is not a number."""
+
+
+class Waits:
+    """Where each rank of the job waits to join a group, in the job's store: a group's own shows only who came there."""
+
+    _SHAPE: ClassVar = {"call": str, "group": str, "ranks": [int]}
+
+    def __init__(self) -> None:
+        self._has_said = False
+
+    @functools.cached_property
+    def _store(self) -> JsonStore | None:
+        return JsonStore(_torch.get_default_store()) if dist.is_initialized() else None
+
+    def say(self, rank: int, call: str, group: str, ranks: list[int]) -> None:
+        """Say once in which call a rank waits, and for which group; an empty call: it waits no longer."""
+        if self._store is not None and self._has_said != bool(call):
+            self._has_said = bool(call)
+            with contextlib.suppress(StoreGoneError, StoreSilentError):
+                self._store.set(f"phalanx/joins/{rank}", {"call": call, "group": group, "ranks": ranks}, STORE_S)
+
+    def standing(self, rank: int, group: str, me: int) -> Standing:
+        """Return where a rank stands that has not said hello to this group."""
+        said = None
+        if self._store is not None:
+            with contextlib.suppress(StoreGoneError, StoreSilentError, GarbledError):
+                said = self._store.get(f"phalanx/joins/{rank}", self._SHAPE)
+        if said is None or not said["call"] or said["group"] == group:
+            return Standing(rank=rank, has_joined=False)
+        where = f"{printable(said['call'])}, for group {printable(said['group'])!r} and not {group!r}"
+        return Standing(rank=rank, has_joined=False, waits_in=where, is_apart=me in said["ranks"])
+
+    def close(self, rank: int) -> None:
+        """Say that a rank waits no longer, if it has said so."""
+        store = self.__dict__.get("_store")
+        if store is not None:
+            self.say(rank, "", "", [])
+            store.close()
 
 
 @dataclass(eq=False)
@@ -119,6 +157,7 @@ class Meeting:
     _begin_s: float = field(default_factory=time.monotonic)
     _num_reports: int = 0
     _has_said_where: bool = False
+    _waits: Waits = field(default_factory=Waits)
 
     @property
     def me(self) -> int:
@@ -350,6 +389,7 @@ class Meeting:
             self.store.close()
             if self._has_said_where:
                 _core.say_where("")
+            self._waits.close(self.me)
 
     def look(self) -> None:
         """Raise the error that keeps another rank from joining, or RankFailed if a rank of this host has died."""
@@ -381,10 +421,12 @@ class Meeting:
             self._has_said_where = True
             _core.say_where(self._call())
         waited_s = time.monotonic() - self._begin_s
+        if waited_s > min(TELL_S, self.stall_s / 2):
+            self._waits.say(self.me, self._call(), self.name, self.global_ranks)
         if not self.stall_s or waited_s < report_due_s(self._num_reports, self.stall_s):
             return
         self._num_reports += 1
-        standings = tuple(Standing(rank=rank, has_joined=False) for rank in self._absent())
+        standings = tuple(self._waits.standing(rank, self.name, self.me) for rank in self._absent())
         if not standings:
             return
         ranks = [standing.rank for standing in standings]
@@ -479,7 +521,11 @@ class Meeting:
 
     def too_late(self, what: str, ranks: Sequence[int] = ()) -> PhalanxError:
         """Return the error for a rank that has waited in vain."""
-        return error_of(self.failure("not_met", ranks, site=call_site(), detail=what, timeout_s=self.timeout_s))
+        standings = (self._waits.standing(rank, self.name, self.me) for rank in ranks)
+        elsewhere = tuple(stand for stand in standings if stand.waits_in)
+        return error_of(
+            self.failure("not_met", ranks, site=call_site(), detail=what, timeout_s=self.timeout_s, standings=elsewhere)
+        )
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error for a store that is gone; raise RankFailed if its server is seen dead within a moment."""
