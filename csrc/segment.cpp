@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -153,6 +154,13 @@ Fd::~Fd() {
 int Fd::release() { return std::exchange(fd_, -1); }
 
 Mapping::Mapping(int fd, std::uint64_t offset, std::size_t bytes) : bytes_(bytes) {
+  struct stat file{};
+  if (fstat(fd, &file) != 0) fail("fstat of the shared segment");
+  // mmap() takes a range that does not exist, and the first touch would be a SIGBUS.
+  const auto size = static_cast<std::uint64_t>(file.st_size);
+  if (offset % kPage != 0 || offset > size || bytes > size - offset)
+    throw std::runtime_error("the shared segment has " + std::to_string(size) + " bytes, and " + std::to_string(bytes) +
+                             " bytes at offset " + std::to_string(offset) + " are no part of it");
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
                        static_cast<off_t>(offset));
   if (address == MAP_FAILED) fail("mmap of the shared segment");
@@ -204,6 +212,9 @@ std::shared_ptr<Segment> Segment::attach(const std::string& name, const std::str
   if (!wait_readable(socket.get(), deadline, on_tick)) fail_as(ETIMEDOUT, "waiting for the shared segment");
   Fd fd = receive_fd(socket.get());
   if (!fd) fail_as(EACCES, "the shared segment was refused: it belongs to another user");
+  const int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0)
+    throw std::runtime_error("what was handed over is no shared segment of phalanx");
   Mapping page(fd.get(), 0, kPage);
   const auto* header = reinterpret_cast<const SegmentHeader*>(page.data());
   if (header->magic != kMagic || header->version != kLayoutVersion)

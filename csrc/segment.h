@@ -35,6 +35,7 @@ class Fd {
 class Mapping {
  public:
   Mapping() = default;
+  /// Throws std::runtime_error if the range does not lie in the file.
   Mapping(int fd, std::uint64_t offset, std::size_t bytes);
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;

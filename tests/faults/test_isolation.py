@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -153,6 +154,35 @@ def test_the_segment_of_another_user_is_refused():
 def test_a_segment_with_another_nonce_is_refused():
     with Serving() as offer, pytest.raises(RuntimeError, match="not the one that was announced"):
         _core.Segment.attach(offer.server.name, "0" * 32, timeout_s=10)
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK], ids=["may shrink", "empty"])
+def test_memory_that_is_no_segment_is_refused_and_not_touched(seals):
+    memory = os.memfd_create("stranger", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"phalanx-empty-{os.getpid()}-{seals}"
+        listener.bind("\0" + name)
+        listener.listen()
+
+        def hand_over():
+            with listener.accept()[0] as peer:
+                socket.send_fds(peer, [b"P"], [memory])
+
+        giver = threading.Thread(target=hand_over)
+        giver.start()
+        with pytest.raises(RuntimeError, match="0 bytes" if seals else "no shared segment of phalanx"):
+            _core.Segment.attach(name, "0" * 32, timeout_s=10)
+        giver.join()
+    os.close(memory)
+
+
+@pytest.mark.parametrize("offset", [1, 1 << 21, (1 << 63) - 4096], ids=["within a page", "behind the end", "far away"])
+def test_a_group_that_lies_outside_of_its_segment_is_refused_and_not_touched(offset):
+    segment = _core.Segment.create()
+    segment.create_group(1)
+    with pytest.raises(RuntimeError, match=f"at offset {offset} are no part of it"):
+        _core.Group.make(segment, offset, 0, 1, "late", [0], timeout_s=1, stall_s=0, spin_us=0)
 
 
 def test_two_jobs_at_once_do_not_meet():

@@ -223,7 +223,7 @@ def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, back
         options.group_rank,
         ranks,
         config,
-        c10d.PrefixStore("beside", group._store),
+        c10d.PrefixStore("beside", group.life_store),
         GroupName(f"{options.group_id}:{config}"),
         backend_options,
         timeout=options.timeout,

@@ -80,12 +80,13 @@ class PhalanxGroup(_Common, ProcessGroup):
     """The process group that Python callers see.
 
     Args:
-        store: Key-value store of this group alone, for groups split off it.
+        store: Key-value store of this group alone, which holds nothing of an earlier one.
         operations: Operations of the group.
         global_ranks: Rank in the world of each rank of the group.
         build: `build_group` of this package, for groups split off it.
 
     Attributes:
+        life_store: The store that this was given.
         backend: Backend registered for C++ callers.
         other_devices: Types of the devices whose tensors torch's dispatcher takes to another backend.
         pids: Process of each member on this host, by its rank in the world.
@@ -102,7 +103,7 @@ class PhalanxGroup(_Common, ProcessGroup):
             super().__init__(store, operations._rank, operations._size)
         else:  # only this constructor makes an object that Python can override
             super().__init__(operations._rank, operations._size)
-        self._store = store
+        self.life_store = store
         self._operations = operations
         self._global_ranks = global_ranks
         self._build = build
@@ -181,7 +182,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{self._num_splits}"
-        store = c10d.PrefixStore(f"split/{self._num_splits}/{ranks[0]}", self._store)
+        store = c10d.PrefixStore(f"split/{self._num_splits}/{ranks[0]}", self.life_store)
         group = self._build(
             store,
             ranks.index(self.rank()),

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ _LOOK_S, _CHECK_S = 0.1, 0.5  # between looks for the word to go on, and at whet
 _TELL_S = 5.0  # before a rank says whom it waits for
 _QUIT, _GOES_ON = "quit", "goes on"
 
-_num_stops: collections.Counter[tuple[str, str]] = collections.Counter()  # by group and line
+_num_stops: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()  # by group and line
 
 
 def breakpoint(rank: int | None = None) -> None:
@@ -128,10 +129,13 @@ class _Meeting:
         self._line = line_of(frame)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         # Conditions may keep ranks from some lines, but a line means the same on all of them.
-        _num_stops[str(dist.group.WORLD), place] += 1
-        self._key = f"phalanx/breakpoint/{place}/{_num_stops[str(dist.group.WORLD), place]}"
+        num_stops = _num_stops.setdefault(dist.group.WORLD, collections.Counter())
+        num_stops[place] += 1
+        self._key = f"phalanx/breakpoint/{place}/{num_stops[place]}"
+        self._pids = getattr(dist.group.WORLD, "pids", {})
         self._has_ended = False
-        self._store = JsonStore(_torch.get_default_store())
+        # That of torch may hold the stops of an earlier group.
+        self._store = JsonStore(getattr(dist.group.WORLD, "life_store", None) or _torch.get_default_store())
 
     def begin(self) -> None:
         """Tell the others which process has the debugger."""
@@ -201,7 +205,8 @@ class _Meeting:
             host, pid, started = who
             return bool(host == host_identity() and start_time(pid) != started)
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
-        return launch is not None and any(end.rank == chosen for end in launch.ended())
+        pid = self._pids.get(chosen)  # the world may be of other programs than the launch
+        return launch is not None and any(end.rank == chosen and pid in (None, end.pid) for end in launch.ended())
 
 
 def _lost(what: str, own: int, line: str, rank: int) -> RankFailed:

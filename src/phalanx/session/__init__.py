@@ -231,7 +231,8 @@ def _adopt_group(device: str | torch.device | None) -> Session:
     """Return the session of a process group that the script created."""
     place = find_place(dist.get_rank(), dist.get_world_size())
     if not place.knows_hosts:
-        place = place_by_hosts(place, _torch.get_default_store())
+        store = getattr(dist.group.WORLD, "life_store", None) or _torch.get_default_store()  # of an earlier group, too
+        place = place_by_hosts(place, store)
     backend = str(dist.get_backend_config())
     return _session(place, _choose_device(device, backend, place), backend)
 

@@ -1,0 +1,227 @@
+"""A group over a store in which an earlier one has lived: nothing of that is believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import phalanx
+from phalanx import PhalanxError, _core, _env
+from phalanx._launched import Launch
+from phalanx._settings import read_settings
+from phalanx._store import JsonStore
+from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.backend._hosts import _hello
+from phalanx.backend._meeting import Meeting
+from phalanx.rendezvous import server
+from phalanx.rendezvous.asked import read_url
+from tests.replace._running import free_port
+
+LIMIT_S = 60
+
+
+def live(rank, world_size, store, name):
+    """One life of a world and of every kind of group within it."""
+    dist.init_process_group(name, store=store, rank=rank, world_size=world_size)
+    everyone = [dist.group.WORLD, dist.new_group(), dist.new_group([1, 0])]
+    if HAS_PYTHON_BACKENDS:
+        everyone.append(dist.group.WORLD.split_group([0, 1]))
+    everyone.append(make_by_hand(store, rank, world_size, name))
+    totals = []
+    for group in everyone:
+        tensor = torch.full((1000,), rank + 1.0)
+        dist.all_reduce(tensor, group=group)
+        totals += tensor.unique().tolist()
+    dist.destroy_process_group()
+    return totals
+
+
+def make_by_hand(store, rank, size, name):
+    """Make a group as programs do that send weights to processes outside of their world."""
+    group, _ = c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        name,
+        dist.PrefixStore("weights", store),
+        group_name="weights",
+        timeout=timedelta(seconds=LIMIT_S),
+    )
+    c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
+    return group
+
+
+def live_on(rank, world_size, name, folder, port, num_lives):
+    """Return what many lives over each kind of store add up to."""
+    if name == "gloo":
+        phalanx.replace_gloo()
+    served = dist.TCPStore("127.0.0.1", int(port), world_size, rank == 0)
+    stores = [served, dist.FileStore(f"{folder}/kept", world_size), dist.PrefixStore("mine", served)]
+    totals = [live(rank, world_size, store, name) for store in stores for _ in range(num_lives)]
+    served.add("num_done", 1)
+    while rank == 0 and served.add("num_done", 0) < world_size:
+        time.sleep(0.01)
+    return totals
+
+
+@pytest.mark.parametrize("name", ["phalanx", "gloo"])
+def test_every_life_over_a_kept_store_is_a_fresh_one(run_ranks, tmp_path, name):
+    num_groups = 4 + HAS_PYTHON_BACKENDS
+    for totals in run_ranks(live_on, 2, name, str(tmp_path), free_port(), 4, init=False, timeout_s=LIMIT_S):
+        assert totals == [[3.0] * num_groups] * 12
+
+
+def say_and_hear(store, size, act=lambda meeting: None):
+    """Return what each rank of a group hears, or its error; the ranks are threads."""
+    heard = [None] * size
+
+    def meet(rank):
+        deadline = time.monotonic() + LIMIT_S
+        meeting = Meeting(
+            JsonStore(store), rank, size, "default", list(range(size)), LIMIT_S, deadline, is_in_place=True
+        )
+        try:
+            with meeting.joining():
+                act(meeting)
+                hellos = meeting.gather({**_hello(read_settings()), "host": f"life of {meeting.token}"})
+                heard[rank] = [meeting.life, *(hello["host"] for hello in hellos)]
+        except PhalanxError as error:
+            heard[rank] = error
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return heard
+
+
+def leave_a_life(store, size, process):
+    """Leave in a store what ranks that were killed in a meeting have written, each at its furthest."""
+    say_and_hear(store, size)
+    hello = {**_hello(read_settings()), "token": "life-dead", "process": process}
+    hellos = [
+        {**hello, "token": "life-dead" if rank == 0 else f"life-{rank}", "answers": "life-dead"} for rank in range(size)
+    ]
+    failed = {"kind": "refused", "rank": 1, "group": "default", "op": "join", "detail": "of another life"}
+    for rank, one in enumerate(hellos):
+        store.set(f"hello/{rank}", json.dumps(one))
+    for key, value in {
+        "hellos": hellos,
+        "failed": failed,
+        "life-dead/hellos": hellos,
+        "life-dead/failed": failed,
+        "life-dead/segment/0/offer": {"nonce": "0" * 32, "socket": "nobody"},
+        "life-dead/segment/0/placed": {"offset": 1 << 40, "ranks": list(range(size))},
+    }.items():
+        store.set(key, json.dumps(value))
+    for rank in range(size):  # and a group of Gloo's
+        store.set(f"0/{rank}", "an address")
+
+
+@pytest.mark.parametrize("is_alive", [False, True], ids=["killed", "alive"])
+def test_nothing_of_another_life_is_believed(is_alive):
+    store, size = dist.HashStore(), 3
+    pid, started, namespace = _core.identity()
+    leave_a_life(store, size, (pid, started if is_alive else started + 1, namespace))
+    heard = say_and_hear(store, size)
+    assert heard[0] == heard[1] == heard[2]
+    lives = [text.removeprefix("life of ") for text in heard[0]]
+    assert lives[0] == lives[1]  # of rank 0
+    assert len({*lives}) == size
+    assert "life-dead" not in lives
+
+
+def test_a_rank_that_can_not_join_tells_those_of_its_own_life():
+    store, size = dist.HashStore(), 3
+    leave_a_life(store, size, _core.identity())
+
+    def fail(meeting):
+        if meeting.rank == 1:
+            raise meeting.refusal("no room here", ranks=(1,), entry="refused")
+
+    for rank, error in enumerate(say_and_hear(store, size, fail)):
+        assert isinstance(error, PhalanxError)
+        assert str(error).startswith(f"rank {rank}: ")
+        assert "no room here" in str(error)
+    heard = say_and_hear(store, size)
+    assert heard[0] == heard[1] == heard[2]
+
+
+def send_weights(rank, world_size, port):
+    """Rank 0 makes a group with another process, here rank 2, that is rank 1 there; rank 1 of the job has ended."""
+    launch = Launch.of(_env.environment()[_env.LAUNCH_VARIABLE])
+    if rank == 1:
+        os._exit(0)
+    store = dist.TCPStore("127.0.0.1", int(port), 2, rank == 0)
+    if rank == 0:
+        look, looks = Meeting._look_at_launch, []
+
+        def count(self):
+            look(self)
+            looks.extend(launch.ended())
+            if len(looks) == 3:
+                store.set("has looked", "")
+
+        Meeting._look_at_launch = count
+    else:
+        store.wait(["has looked"], timedelta(seconds=LIMIT_S))
+    group = make_by_hand(store, rank // 2, 2, "phalanx")
+    weights = torch.full((4,), 7.0 - rank)
+    dist.broadcast(weights, src=0, group=group)
+    dist.barrier(group=group)
+    return weights.tolist()
+
+
+def test_a_rank_that_is_no_member_may_end_while_a_group_is_made(run_ranks):
+    outcomes = run_ranks(send_weights, 3, free_port(), expect_failures=True, timeout_s=LIMIT_S)
+    assert [outcome.value for outcome in outcomes] == [[7.0] * 4, None, [7.0] * 4], outcomes
+
+
+def test_only_where_the_launcher_said_are_the_ranks_known_by_number(monkeypatch, tmp_path):
+    launch = Launch("phalanx run", str(tmp_path / "notes"), 0, 2, "127.0.0.1", 4321)
+    launch._note("ended", (1, 77, 0, None, "exited with code 0"))
+    monkeypatch.setenv(_env.LAUNCH_VARIABLE, launch.to_text())
+    monkeypatch.setenv(_env.PROCESS_VARIABLE, str(os.getpid()))
+    for url, is_known in (("tcp://127.0.0.1:4321", True), ("tcp://127.0.0.1:4322", False), ("file:///meet", False)):
+        asked = read_url(f"{url}?rank=0&world_size=2", None, "train.py:1")
+        assert (server.who_left(asked) is not None) == is_known
+
+
+RESTARTED = """
+import os, torch, torch.distributed as dist
+for _ in range(3):
+    dist.init_process_group("gloo")
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total.tolist() == [2.0] * 3
+    assert type(dist.group.WORLD).__name__ == "PhalanxGroup"
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+        raise ValueError("once")
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+print("three lives")
+"""
+
+
+def test_torchruns_store_serves_every_attempt_and_every_life_in_the_place_of_gloo(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = subprocess.run(
+        [*command, "--master-port", free_port(), "--monitor-interval", "0.1", script],
+        env={**os.environ, "PHALANX_REPLACE": "gloo", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("three lives") == 2
