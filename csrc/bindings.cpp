@@ -21,6 +21,7 @@
 #include "keeper.h"
 #include "python.h"
 #include "python_failures.h"
+#include "shield.h"
 #include "tensors.h"
 
 namespace phalanx {
@@ -271,6 +272,7 @@ NB_MODULE(_core, m) {
                     count);
   }, nb::arg("out"), nb::arg("ins"), nb::arg("dtype"), nb::arg("op"), nb::arg("count"));
   m.def("simd_level", &simd_level);
+  m.def("obey_only", &obey_only, nb::arg("owner"), nb::arg("signals"));
   bind_peers(m);
   m.def("digests", [](const Addresses& pieces, const std::vector<std::size_t>& sizes, int num_threads) {
     std::vector<Bytes> bytes;

@@ -413,8 +413,7 @@ class Supervisor:
                 for output in (output for rank in self._ranks for output in rank.outputs):
                     output.resize()
             elif sig in _ONLY_FORWARDED:  # to ranks alone: what they have started would mostly die of it
-                living_pids = [rank.pid for rank in self._ranks if rank.pid and rank.is_running]
-                self._wardens.signal(sig, living_pids, groups=False)
+                self._wardens.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.is_running])
             elif sig == signal.SIGTERM and self.drain is not None:
                 drain, self.drain = self.drain, None
                 drain()
