@@ -135,6 +135,15 @@ class Shutdown:
             self._stopping.remove(rank)
             self._wardens.end(signal.SIGTERM, [rank.pid])
 
+    def postpone(self, stopped_s: float) -> None:
+        """Give the ranks the time back in which they were stopped."""
+        if self._events.deadline is not None:
+            self._events.deadline += stopped_s
+        if self._late_at_s is not None:
+            self._late_at_s += stopped_s
+        if self._first_failure_s is not None:
+            self._first_failure_s += stopped_s
+
     def keep_deadline(self) -> None:
         """Go on to the next, harder means once the ranks have had their time."""
         if self.by is None or not self._events.is_late:
