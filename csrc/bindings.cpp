@@ -23,6 +23,7 @@
 #include "parking.h"
 #include "python.h"
 #include "python_failures.h"
+#include "shield.h"
 #include "tensors.h"
 
 namespace phalanx {
@@ -276,6 +277,7 @@ NB_MODULE(_core, m) {
                     count);
   }, nb::arg("out"), nb::arg("ins"), nb::arg("dtype"), nb::arg("op"), nb::arg("count"));
   m.def("simd_level", &simd_level);
+  m.def("obey_only", &obey_only, nb::arg("owner"), nb::arg("signals"));
   bind_peers(m);
   m.def("digests", [](const Addresses& pieces, const std::vector<std::size_t>& sizes, int num_threads) {
     std::vector<Bytes> bytes;

@@ -46,7 +46,7 @@ struct Wait {
   double timeout_s = 0;
   std::chrono::nanoseconds patience{0};  // before it sleeps: spinning, or yielding where a peer may need this CPU
   Clock::time_point start{}, next_look{}, next_report{};
-  Clock::duration left_out{};      // of the deadline: the time in debuggers
+  Clock::duration left_out{};      // of the deadline: the time in debuggers, and while this process was stopped
   Clock::time_point held_until{};  // the last look that found a rank in one
   bool told_of_debugger = false;   // in a stall report, of which one is enough
   bool announced = false;

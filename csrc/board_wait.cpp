@@ -57,12 +57,17 @@ void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
     wait.next_look = wait.start + kLook / 2;
     wait.next_report = wait.start + from_seconds(config_.stall_s);
   }
+  StopWatch watch;
   while (!sleep_on(*wait.bell, std::chrono::duration_cast<std::chrono::nanoseconds>(kLook / 2), done)) {
+    const Clock::duration stopped = watch.stopped();
+    wait.left_out += stopped;
+    wait.next_report += stopped;
     if (Clock::now() < wait.next_look) continue;
     std::optional<Failure> failure = look_up(wait, missing);
     if (done()) break;  // a peer may finish its part and leave while we look
     if (failure) throw end(std::move(*failure));
     wait.next_look = Clock::now() + kLook;
+    watch.begin();  // a look has its own account of time
   }
   if (!wait.announced) return;
   wait.announced = false;

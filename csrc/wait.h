@@ -35,6 +35,22 @@ class Hooks {
   virtual std::string site() { return {}; }
 };
 
+/// Tells of a thread that sleeps for milliseconds at a time how long its process was stopped meanwhile, as by Ctrl-Z.
+/// Those that it waits for were stopped with it, so that time is nobody's delay.
+class StopWatch {
+ public:
+  void begin() { since_ = Clock::now(); }
+  /// Time in which this process was stopped since it was last asked, or begun.
+  Clock::duration stopped() {
+    const Clock::duration passed = Clock::now() - since_;
+    begin();
+    return passed < std::chrono::seconds(1) ? Clock::duration{} : passed;
+  }
+
+ private:
+  Clock::time_point since_ = Clock::now();
+};
+
 inline void cpu_relax() noexcept {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

@@ -85,7 +85,9 @@ void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
   const double limit_s = timeout_s > 0 ? timeout_s : board_.timeout_s();
   unsigned num_given = turn_.num_given();
   auto deadline = Clock::now() + from_seconds(limit_s);
+  StopWatch watch;
   while (!turn_.take_within(kLook, [] { return false; })) {
+    deadline += watch.stopped();
     try {
       hooks.tick();
     } catch (...) {
@@ -144,7 +146,8 @@ bool Worker::wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, dou
 }
 
 bool Worker::await(const CollectiveWork& work, Hooks& hooks, double timeout_s) {
-  const auto end = Clock::now() + from_seconds(timeout_s);
+  auto end = Clock::now() + from_seconds(timeout_s);
+  StopWatch watch;
   std::unique_lock lock(mutex_);
   waiting_.emplace_back(pthread_self(), &work);
   struct Leave {
@@ -156,6 +159,7 @@ bool Worker::await(const CollectiveWork& work, Hooks& hooks, double timeout_s) {
     }
   } leave{*this, lock};
   while (!finished_.wait_for(lock, kLook, [&] { return work.done(); })) {
+    end += watch.stopped();
     if (timeout_s > 0 && Clock::now() >= end) return false;
     lock.unlock();
     hooks.tick();

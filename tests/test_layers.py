@@ -23,6 +23,7 @@ FLOORS = {
     "record": 1,
     "diagnose": 3,
     "_files": 0,
+    "_forkserver": 0,
     "_launched": 0,
     "_nested": 0,
     "_network": 0,
@@ -42,6 +43,7 @@ FLOORS = {
     "_replace": 1,
     "_room": 1,
     "_settings": 1,
+    "_shield": 1,
     "_snapshots": 1,
     "_tensors": 1,
     "_trial": 1,
@@ -119,7 +121,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_few_units_import_the_core() -> None:
     users = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if "_core" in imports_of(path)}
-    assert users == {"_digest.py", "_memory.py", "backend", "debugging", "record"}
+    assert users == {"_digest.py", "_memory.py", "_shield.py", "backend", "debugging", "record"}
 
 
 def test_the_environment_is_read_in_one_place() -> None:
@@ -173,7 +175,7 @@ print(json.dumps(hooks))
 
 def test_imports_have_no_effect_on_the_process() -> None:
     """Apart from hooks that let a forked child forget what is its parent's; they do nothing where there is nothing."""
-    programs = ("__main__", "phalanx.launch.server", "phalanx.launch.preload.sitecustomize")
+    programs = ("__main__", "phalanx._forkserver", "phalanx.launch.server", "phalanx.launch.preload.sitecustomize")
     paths = (path.relative_to(PACKAGE.parent).with_suffix("") for path in sorted(PACKAGE.rglob("*.py")))
     names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
     names = [name for name in names if not name.endswith(programs)]

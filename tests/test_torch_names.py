@@ -24,7 +24,7 @@ TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.p
 PYTHONS = {
     *("_exit", "_getframe", "_replace", "_asdict", "_fields"),
     *("_xoptions", "_startTime", "_Py_GetConfig", "_Py_GetConfigsAsDict"),  # of sys, of logging, of CPython itself
-    *("_config", "_inheriting", "_forkserver", "_forkserver_alive_fd"),  # of multiprocessing
+    *("_config", "_inheriting", "_forkserver", "_forkserver_alive_fd", "_preload_modules"),  # of multiprocessing
     *("_option_string_actions", "_optionals", "_positionals"),  # of argparse
 }
 NEEDED = {  # by a group, an all_reduce and DistributedDataParallel, and nothing replaces them

@@ -75,9 +75,15 @@ def autoload() -> None:
 
             _alone.watch()
             if _env.is_rank():
+                from phalanx import _shield
                 from phalanx.record import gloo
 
                 gloo.watch()
+                _shield.watch()
+        if _env.SHIELD_VARIABLE in environ:
+            from phalanx import _shield
+
+            _shield.watch()
         if _env.TRIAL_VARIABLE in environ:
             from phalanx import _trial
 
@@ -120,8 +126,11 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     from phalanx._errors import require_linux
 
     require_linux()
+    from phalanx import _shield
     from phalanx._alone import wants_others
     from phalanx.backend import create_group
+
+    _shield.watch()
 
     wants_others()  # also in a store of its own
     return create_group(options, backend_options, **named)

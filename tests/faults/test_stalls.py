@@ -63,6 +63,15 @@ def wait_for_a_stopped_rank(rank, world_size):
         dist.all_reduce(torch.ones(4))
 
 
+def wait_for_rank_one_in_vain_or_not(rank, world_size, operation):
+    dist.barrier()
+    if rank == 1:
+        await_release("come")
+        return dist.send(torch.ones(4), dst=0) if operation == "recv" else dist.all_reduce(torch.ones(4))
+    reached("waits")
+    return OPERATIONS[operation]()
+
+
 def stand_elsewhere(rank, world_size):
     reached("up")
     if rank == 0:
@@ -136,6 +145,25 @@ def test_every_wait_ends_by_the_timeout_and_names_who_is_missing(spawn_ranks, op
     assert "rank 0: " in str(error)
     assert "rank 1" in str(error)
     assert TIMEOUT_S - 0.05 <= took_s < TIMEOUT_S + LATE_BY_S
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "recv", "async wait"])
+def test_time_in_which_all_ranks_are_stopped_is_nobodys_delay(spawn_ranks, capfd, operation):
+    timeout_s = 4.0
+    with spawn_ranks(
+        wait_for_rank_one_in_vain_or_not, 2, operation, group_timeout_s=timeout_s, env={"PHALANX_STALL_S": "3.5"}
+    ) as ranks:
+        ranks.wait_until_reached("waits", ranks=[0])
+        wait_until_asleep(ranks.pids[0])
+        ranks.stop(0)
+        ranks.stop(1)
+        time.sleep(timeout_s + 0.5)  # the time itself is what counts
+        ranks.resume(0)
+        ranks.resume(1)
+        ranks.release("come", ranks=[1])
+        outcomes = ranks.join(20)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    assert "phalanx:" not in capfd.readouterr().err
 
 
 def test_a_stopped_rank_is_reported_and_then_ends_the_wait(spawn_ranks, capfd):

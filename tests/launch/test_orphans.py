@@ -36,14 +36,20 @@ signal.pause()
 """
 
 
+# The same, and a rank that is sent SIGUSR1 ends well.
+LEAVING = WITH_CHILDREN.replace(
+    "signal.pause()", "signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))\nsignal.pause()"
+)
+
+
 def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @contextlib.contextmanager
-def job_with_children(folder, *flags):
+def job_with_children(folder, *flags, source=WITH_CHILDREN):
     """Start a job; yield it with the pids of its supervisor, keeper and warden, and of all that its ranks have."""
-    command = [*PHALANX_RUN, "--nproc-per-node", "2", *flags, write_script(folder, WITH_CHILDREN)]
+    command = [*PHALANX_RUN, "--nproc-per-node", "2", *flags, write_script(folder, source)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "cwd": folder}
     with subprocess.Popen(command, **options) as job:
         try:
@@ -95,6 +101,17 @@ if os.fork() == 0:
     print(os.getppid(), os.getpid(), child, flush=True)
 signal.pause()
 """
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-preload",)])
+def test_what_a_rank_has_started_ends_with_it_while_other_ranks_live(tmp_path, flags):
+    with job_with_children(tmp_path, *flags, source=LEAVING) as (job, _, pids):
+        os.kill(pids[4], signal.SIGUSR1)
+        assert all(ends(pid) for pid in pids[4:])
+        assert not any(ends(pid, 0) for pid in pids[:4])
+        job.terminate()
+        assert job.wait(LIMIT_S) == 128 + signal.SIGTERM
+        assert all(ends(pid) for pid in pids)
 
 
 def test_a_keeper_lets_the_warden_end_its_ranks_for_a_while_before_it_does_so_itself():

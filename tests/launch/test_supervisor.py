@@ -255,6 +255,43 @@ def test_a_signal_reaches_every_rank_and_ends_the_job_quietly(start, sig):
     assert err == f"phalanx run: {sig.name}: ending 2 ranks{again}\n"
 
 
+def test_a_rank_that_is_told_to_end_still_has_what_it_has_started(start):
+    source = """
+    import subprocess
+    logger = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    def log(*_):
+        logger.stdin.write("saved\\n")
+        print("logged", logger.stdout.readline(), end="", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, log)
+    print(os.getpid(), flush=True)
+    while True: signal.pause()
+    """
+    job = start(2, source, "--no-preload")
+    read_pids(job, 2)
+    job.terminate()
+    code, out, _ = finish(job)
+    assert (code, out.count("logged saved\n")) == (143, 2)
+
+
+def test_a_program_that_passes_no_signal_on_is_told_to_end_with_its_children(start, tmp_path):
+    script = tmp_path / "wrapper.sh"
+    script.write_text(f'trap : TERM\n{sys.executable} "$@"\n')
+    source = """
+    def leave(*_):
+        print("left", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, leave)
+    print(os.getpid(), flush=True)
+    while True: signal.pause()
+    """
+    job = start(1, source, "--no-python", "sh", str(script))
+    read_pids(job, 1)
+    job.terminate()
+    code, out, _ = finish(job)
+    assert (code, out) == (143, "[rank 0] left\n")
+
+
 def test_a_second_interrupt_kills_at_once(start):
     source = f"""
     def ignore(*_): print("not now", flush=True)

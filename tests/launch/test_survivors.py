@@ -110,6 +110,21 @@ def test_a_process_that_can_not_go_on_is_started_anew_and_the_launcher_says_why(
     assert pids_of(done.stdout, 0)[0] != pids_of(done.stdout, 0)[1]
 
 
+def test_the_rank_that_takes_a_dead_ones_place_finds_the_port_of_its_server_free(tmp_path):
+    serve = """
+import socket, subprocess
+if RANK == 1:
+    server = socket.create_server(("127.0.0.1", attempt() and int(open("port").read())))
+    open("port", "w").write(str(server.getsockname()[1]))
+    subprocess.Popen(["sleep", "1000"], pass_fds=[server.fileno()], start_new_session=True, stdout=subprocess.DEVNULL,
+                     stderr=subprocess.DEVNULL)
+    server.close()
+"""
+    done = run_job(tmp_path, script(end=serve + RUN), "--max-restarts", "1")
+    assert len(results_of(done)) == 1
+    assert "phalanx run: rank 0 goes on in the same process" in done.stderr
+
+
 def test_no_process_is_kept_if_the_user_does_not_want_it(tmp_path):
     done = run_job(tmp_path, script(), "--max-restarts", "1", "--no-keep")
     assert len(results_of(done)) == 1

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import time
+from pathlib import Path
+
 import pytest
 
 from tests.launch.jobs import PHALANX_RUN, Terminal, write_script
@@ -80,6 +85,49 @@ def test_a_ctrl_c_that_a_rank_has_lost_comes_again_and_leaves_no_traceback(termi
     assert screen.shown.count("gone on") == 2
     assert "Exception ignored" not in screen.shown
     assert "Interrupt" not in screen.shown
+
+
+TICKING = """
+print("up", os.getpid(), flush=True)
+while True: time.sleep(0.05)
+"""
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ctrl_z_stops_the_ranks_too_and_fg_and_bg_let_them_go_on(tmp_path):
+    command = shlex.join([*PHALANX_RUN, "--nproc-per-node", "2", "--no-preload", write_script(tmp_path, TICKING)])
+    shell = Terminal(["sh", "-i"], tmp_path)
+    try:
+        shell.type(f"PS1=; {command}\n")
+        shell.read_until("up", count=2)
+        shell.read_until("\n", count=shell.shown.count("\n"))
+        pids = [int(pid) for pid in re.findall(r"up (\d+)\r", shell.shown)]
+        for number, (back, typed) in enumerate((("fg", "fg\n"), ("bg", "bg\n")), 1):
+            shell.type("\x1a")
+            shell.read_until("Stopped", count=number)
+            assert await_states(pids, "T"), back
+            shell.type(typed)
+            assert await_states(pids, "SR"), back
+        shell.type("kill %1\n")
+        shell.read_until("SIGTERM: ending 2 ranks")
+        shell.type("wait; exit\n")
+        shell.finish()
+        assert "Traceback" not in shell.shown
+    finally:
+        shell.close()
+
+
+def await_states(pids, states, limit_s=20):
+    """Return whether each process comes to one of these states within the limit."""
+    deadline = time.monotonic() + limit_s
+    while not all(state_of(pid) in states for pid in pids):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)  # a stop makes no event for others than the parent
+    return True
 
 
 def test_the_prefix_is_coloured_by_rank(terminal):

@@ -231,6 +231,19 @@ def wrap_making_of_groups(wrap: Callable[[Callable[..., Any]], Callable[..., Any
     c10d._new_process_group_helper = wrap(__getattr__("new_process_group_helper"))
 
 
+def begin_workers_with(do: Callable[[], None]) -> None:
+    """Have every process that loads data for a loader of this one call a function when it begins."""
+    from torch.utils.data._utils import signal_handling
+
+    begin = __getattr__("begin_worker")
+
+    def begin_worker(*args: Any) -> None:
+        begin(*args)
+        do()
+
+    signal_handling._set_worker_signal_handlers = begin_worker
+
+
 def backend_argument(frame: FrameType) -> str | None:
     """Return the `backend` that ``init_process_group`` was given, "" for none, if that is what runs in `frame`.
 

@@ -119,6 +119,13 @@ NAMES = {
     "GlooOptions": Name(
         "torch.distributed.ProcessGroupGloo._Options", "to say on which address Gloo listens between hosts"
     ),
+    # Processes that load data.
+    "begin_worker": Name(
+        "torch.utils.data._utils.signal_handling._set_worker_signal_handlers",
+        "to keep signals that ask a rank to save from the processes that load data for it",
+        "a signal that asks ranks to save may end the processes that load data for them",
+        lambda *_: None,
+    ),
     # What a tensor is, and who listens.
     "dispatch_keys": Name("torch._C._dispatch_keys", "to know whether a tensor's memory may be touched"),
     "is_torch_function_enabled": Name("torch._C._is_torch_function_enabled", "for tensors of a class of their own"),

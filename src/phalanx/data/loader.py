@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import data as torch_data
 
+from phalanx import _shield
 from phalanx._errors import warn_caller
 from phalanx._sockets import keep_paths_short
 from phalanx.data.partition import Partition
@@ -88,6 +89,7 @@ class DataLoader(torch_data.DataLoader[Any]):
             shuffle = None
         if num_workers:
             keep_paths_short()
+            _shield.watch()
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,
             timeout, worker_init_fn or _SeedWorker(rank), multiprocessing_context, generator,

@@ -51,6 +51,12 @@ class EventLoop:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
 
+    def stop_process(self) -> None:
+        """Stop this process as SIGTSTP does by itself; return once it goes on, or at once if no shell would see it."""
+        before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, before)
+
     def hold_signals(self) -> None:
         """Block what is caught, for good: while Python ends, its handlers are gone, and a signal would kill."""
         signal.pthread_sigmask(signal.SIG_BLOCK, self._caught)

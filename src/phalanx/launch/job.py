@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import sys
 from collections.abc import Callable, Mapping
 
 from phalanx._memory import MemoryPolicy
@@ -91,6 +92,11 @@ class Job:
     redirects: tuple[int, ...] = ()
     tees: tuple[int, ...] = ()
     shown_ranks: tuple[int, ...] | None = None
+
+    @property
+    def is_python(self) -> bool:
+        """Whether a rank is a script or a module, and not any program."""
+        return self.command[0] == sys.executable
 
     @property
     def served_port(self) -> int:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
+import re
 import time
 from collections.abc import Sequence
 
 LAUNCH_LOG = "launch.log"
 """Of what the launcher says, and the processes that fork ranks."""
+NUM_KEPT = 20
+"""Number of runs of a script whose logs are kept where nobody has said where they are to be."""
+_OWN = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?")  # the name of a run's folder
 
 
 class RunFolder:
@@ -27,10 +32,12 @@ class RunFolder:
     def __init__(self, log_dir: str, command: Sequence[str]) -> None:
         self.note: str = ""
         base = log_dir or os.path.join("runs", name_of(command))
+        self._lock = -1  # held as long as this process lives, so that no other run removes the logs
         run = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         try:
             os.makedirs(base, exist_ok=True)
             self.path: str = _make_new(os.path.join(base, run))
+            self._lock = _lock(self.path)
         except OSError as error:
             if log_dir:
                 raise
@@ -39,12 +46,44 @@ class RunFolder:
             self.path = tempfile.mkdtemp(prefix="phalanx-run-")
             self.note = f"can't write to {base} ({error.strerror})"
 
+        if not log_dir:
+            _remove_old(base)
+
     def rank_folder(self, attempt: int, rank: int) -> str:
         """Return the folder of one rank's logs, made now; where the disk is full, it may be missing."""
         path = os.path.join(self.path, "logs", f"attempt_{attempt}", f"rank_{rank}")
         with contextlib.suppress(OSError):  # a job that goes on after a loss is not to end for its logs
             os.makedirs(path, exist_ok=True)
         return path
+
+
+def _lock(path: str) -> int:
+    """Lock the log of a run against its removal; return the open file, which keeps the lock, or -1 if it is in use."""
+    fd = os.open(os.path.join(path, LAUNCH_LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _remove_old(base: str) -> None:
+    """Remove what launchers have written into the folders of old runs that are over; other files stay."""
+    import shutil  # most runs do without
+
+    with contextlib.suppress(OSError):
+        for name in sorted(filter(_OWN.fullmatch, os.listdir(base)))[:-NUM_KEPT]:
+            path = os.path.join(base, name)
+            with contextlib.suppress(OSError):
+                if (fd := _lock(path)) >= 0:
+                    for part in ("logs", "blackbox"):
+                        shutil.rmtree(os.path.join(path, part), ignore_errors=True)
+                    for part in ("standby.log", LAUNCH_LOG):
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(os.path.join(path, part))
+                    os.close(fd)
+                    os.rmdir(path)
 
 
 def _make_new(path: str) -> str:

@@ -122,18 +122,27 @@ class Shutdown:
         self._stopping = []
         wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
         self._events.deadline = time.monotonic() + wait_s
-        self._wardens.signal(sig, [rank.pid for rank in living if rank.pid])
+        self._wardens.end(sig, [rank.pid for rank in living if rank.pid])
 
     def catch_up(self, pid: int) -> None:
         """End a rank that has been forked after the others were told to."""
         if self.by is not None:
-            self._wardens.signal(self.by, [pid])
+            self._wardens.end(self.by, [pid])
 
     def refuse(self, rank: Rank) -> None:
         """End a rank that was to be kept and can't be."""
         if rank in self._stopping:
             self._stopping.remove(rank)
-            self._wardens.signal(signal.SIGTERM, [rank.pid])
+            self._wardens.end(signal.SIGTERM, [rank.pid])
+
+    def postpone(self, stopped_s: float) -> None:
+        """Give the ranks the time back in which they were stopped."""
+        if self._events.deadline is not None:
+            self._events.deadline += stopped_s
+        if self._late_at_s is not None:
+            self._late_at_s += stopped_s
+        if self._first_failure_s is not None:
+            self._first_failure_s += stopped_s
 
     def keep_deadline(self) -> None:
         """Go on to the next, harder means once the ranks have had their time."""
@@ -179,7 +188,7 @@ class Shutdown:
         if self.by == signal.SIGINT:
             lost = [rank.pid for rank in self._ranks if rank.end is None and rank.stderr.lost_interrupt()]
             if lost:
-                self._wardens.signal(signal.SIGINT, lost)
+                self._wardens.end(signal.SIGINT, lost)
 
     def has_ended(self) -> None:
         """Take in that all ranks that were told to end have ended."""

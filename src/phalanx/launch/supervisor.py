@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from phalanx.launch.warm.embryo import Embryo
 
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
-_HARMLESS = (*_ONLY_FORWARDED, signal.SIGWINCH)
+_HARMLESS = (*_ONLY_FORWARDED, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
 _LOOK_S = 0.2  # between questions whether the attempt is to end
 
 
@@ -65,6 +65,7 @@ class Supervisor:
         self.drain: Callable[[], None] | None = None  # what the first SIGTERM asks for instead of the end of the job
         self.cause_before: Outcome | None = None  # of a failure that came before it
         self.clocks: Mapping[str, Sequence[float]] = {}  # of other hosts, as `clocks.Clocks.told` has them
+        self._stopped_at_s: float | None = None
         self._late: int | None = None  # one that came when all ranks had ended
         self.began_s = 0.0  # when the ranks of this attempt were started
         self._refusals: set[str] = set()  # said in this attempt
@@ -409,12 +410,15 @@ class Supervisor:
     def _obey_signals(self) -> None:
         while self.events.signals:
             sig = self.events.signals.pop(0)
-            if sig == signal.SIGWINCH:
+            if sig == signal.SIGTSTP and sig not in self._job.signals:
+                self._stop_all()
+            elif sig == signal.SIGCONT:
+                self._continue_all()
+            elif sig == signal.SIGWINCH:
                 for output in (output for rank in self._ranks for output in rank.outputs):
                     output.resize()
             elif sig in _ONLY_FORWARDED:  # to ranks alone: what they have started would mostly die of it
-                living_pids = [rank.pid for rank in self._ranks if rank.pid and rank.is_running]
-                self._wardens.signal(sig, living_pids, groups=False)
+                self._wardens.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.is_running])
             elif sig == signal.SIGTERM and self.drain is not None:
                 drain, self.drain = self.drain, None
                 drain()
@@ -436,6 +440,31 @@ class Supervisor:
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()
                 self._shutdown.end(signal.SIGTERM if sig == signal.SIGPIPE else sig)
+
+    def _stop_all(self) -> None:
+        """Stop the ranks, and then this process, until somebody sends SIGCONT: Ctrl-Z, and ``fg`` or ``bg``."""
+        if self._job.max_nodes > 1:
+            self.say("Ctrl-Z does nothing: the other nodes would take this one for lost")
+            return
+        if self._stopped_at_s is None:
+            self._stopped_at_s = time.monotonic()
+            self._signal_all(signal.SIGSTOP)
+        if self._embryo is None:  # else the client of a warm start is what the shell stops
+            self.events.stop_process()
+            self._continue_all()
+
+    def _continue_all(self) -> None:
+        """Let the ranks go on that were stopped with this process, with as much time as they had left."""
+        if self._stopped_at_s is None:
+            return
+        stopped_s, self._stopped_at_s = time.monotonic() - self._stopped_at_s, None
+        self.began_s += stopped_s
+        self._shutdown.postpone(stopped_s)
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, sig: int) -> None:
+        living = [rank.pid for rank in self._ranks if rank.pid and rank.end is None]
+        self._wardens.signal(sig, living, groups=True)
 
     def _say_kill(self, sig: int) -> None:
         living = [rank for rank in self._ranks if rank.end is None]

@@ -2,8 +2,9 @@
 
 One process, one thread, no output of its own: what it forks is as clean as a new process. It
 is told what to do over a socket by the supervisor, which owns the terminal; when that socket closes, however the
-supervisor ended, it kills the ranks and all that they have started, and goes. It is a child subreaper: a process whose
-parent has died becomes its child, so that no daemon of a rank escapes.
+supervisor ended, it kills the ranks and all that they have started, and goes. It is a child subreaper, and so is each
+rank: a process whose parent has died becomes the child of its rank, and when that has died, of the warden, which ends
+it. So no daemon of a rank escapes, nor outlives it.
 
 Two kinds of warden differ in what a rank does after the fork. One executes the command. The other is the command
 itself, stopped in :mod:`phalanx.launch.preload.sitecustomize` with torch imported: its forks just go on.
@@ -124,7 +125,7 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
     """Obey the supervisor until it closes `channel`; return only in a forked rank, after `begin`.
 
     Packets from the supervisor are JSON objects: ``{"start": rank, "environ": ...}`` with the three descriptors of a
-    rank, or ``{"signal": number, "pids": [...], "groups": bool}``, with groups also to what the ranks have started.
+    rank, or ``{"signal": number, "pids": [...], "groups": bool}``, with groups also to what those ranks have started.
     Packets to it: ``{"ready": true}``, ``{"started": pid, "rank": r}`` and ``{"ended": pid, "status": s}`` with `s` as
     from ``os.waitpid``.
     """
@@ -168,19 +169,17 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
             for pid in living.keys() & set(packet["pids"]):
                 if packet["groups"]:
                     _signal_group(pid, packet["signal"])
-                    _signal_group(pid, signal.SIGCONT)  # a stopped rank could not obey
                 else:
                     os.kill(pid, packet["signal"])
 
 
 def _bury(channel: socket.socket, living: dict[int, int], pid: int) -> None:
-    """Reap a rank that has ended, with whatever it has left behind."""
+    """Reap a rank that has ended, and end all that it has started; return when nothing of it is left."""
     # The number stays taken until waitpid, so its group is still its own.
     _signal_group(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(living.pop(pid))
-    if not living:
-        end_children()  # what had left its rank's group
+    end_children(living)  # what had left its group: a rank that lives is itself the parent of its orphans
     _send(channel, {"ended": pid, "status": status})
 
 
@@ -197,6 +196,7 @@ def _send(channel: socket.socket, packet: Mapping[str, object]) -> None:
 def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], warden_pid: int) -> None:
     """Make the forked process a rank: session, streams, CPUs, environment."""
     die_with_parent(warden_pid)
+    adopt_orphans()  # so that it is known whose daemons they are
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SUPERVISORS_SIGNALS)
     os.setsid()  # of its own, or opening /dev/tty would find a terminal whose foreground it can't have, and stop
     for number, fd in enumerate(fds):
@@ -319,10 +319,12 @@ def _leave_libraries_alone() -> None:
         _libc.__cxa_atexit(_libc.fflush, None, None)  # before that
 
 
-def _watch_gloo() -> None:
+def _watch_torch() -> None:
+    from phalanx import _shield
     from phalanx.record import gloo  # loads the core, which the warden does without
 
     gloo.watch()
+    _shield.watch()
 
 
 def _go_on(packet: Mapping[str, Any]) -> None:
@@ -331,7 +333,7 @@ def _go_on(packet: Mapping[str, Any]) -> None:
     if "torch" in sys.modules:
         obey_launcher()
         _alone.watch()
-        _watch_gloo()
+        _watch_torch()
         _trial.begin()
     attached.listen()
     # The script's namespace must not be among what the collector passes by: it holds all that the script holds.

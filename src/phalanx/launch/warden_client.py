@@ -97,8 +97,8 @@ class Warden:
         }
         self._send(packet, fds)
 
-    def signal(self, sig: int, pids: Sequence[int], *, groups: bool = True) -> None:
-        """Send `sig` to ranks, and to what they have started unless `groups` is false; the ended are left out."""
+    def signal(self, sig: int, pids: Sequence[int], *, groups: bool) -> None:
+        """Send `sig` to ranks, and with `groups` also to what they have started; the ended are left out."""
         self._send({"signal": sig, "pids": list(pids), "groups": groups})
 
     def _send(self, packet: Mapping[str, object], fds: Sequence[int] = ()) -> None:

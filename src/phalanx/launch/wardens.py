@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -135,8 +136,17 @@ class Wardens:
         """Have the warden in use fork a rank."""
         self._current.warden.start_rank(rank, environ, fds, cpus, argument)
 
-    def signal(self, sig: int, pids: Sequence[int], *, groups: bool = True) -> None:
-        """Send `sig` to ranks, and to what they have started unless `groups` is false; the ended are left out."""
+    def end(self, sig: int, pids: Sequence[int]) -> None:
+        """Tell ranks to end by `sig`; the ended are left out.
+
+        A script of Python's obeys it alone: what it has started may be needed to obey, such as a logger's process. A
+        program may pass it on to nobody.
+        """
+        self.signal(sig, pids, groups=sig == signal.SIGKILL or not self._job.is_python)
+        self.signal(signal.SIGCONT, pids, groups=True)  # a stopped rank could not obey
+
+    def signal(self, sig: int, pids: Sequence[int], *, groups: bool = False) -> None:
+        """Send `sig` to ranks, and with `groups` also to what they have started; the ended are left out."""
         for serving in (*self._relieved, self._current):
             if own := [pid for pid in pids if pid in serving.pids]:
                 serving.warden.signal(sig, own, groups=groups)

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx import _env, _torch
+from phalanx import _env, _shield, _torch
 from phalanx._errors import PhalanxError, require_linux
 from phalanx._last_words import tell_when_ended
 from phalanx._loop import LoopTools
@@ -259,6 +259,7 @@ def _create_group(
 
 
 def _session(place: Placement, device: torch.device, backend: str, reason: str = "") -> Session:
+    _shield.watch()
     names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "scheduler")
     return Session(**{name: getattr(place, name) for name in names}, device=device, backend=backend, reason=reason)
 

@@ -18,7 +18,6 @@ from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.feed import Collate, Part, whatever
-from phalanx.train.worker_init import WorkerInit
 from phalanx.train.worker_trial import WholeBatches, WorkerTrial, never_draws, untouched
 
 
@@ -62,7 +61,6 @@ class DatasetFeed:
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=self._generator,
-            worker_init_fn=WorkerInit(),
         )
 
     def _without_workers(self) -> Iterable[Any]:

@@ -18,7 +18,6 @@ from phalanx.data.random_state import random_state_kept
 from phalanx.data.seeds import seed_process
 from phalanx.train.feed import Collate, is_dataset
 from phalanx.train.loader_feed import is_divided
-from phalanx.train.worker_init import WorkerInit
 from phalanx.train.worker_trial import untouched
 
 Counted = tuple[Any, int]
@@ -40,15 +39,15 @@ class Planned:
     ) -> None:
         if isinstance(data, torch_data.DataLoader):
             self._lists = _lists_of(data, None if is_divided(data, ranks) else ranks)
-            options = {name: getattr(data, name) for name in ("num_workers", "collate_fn", "multiprocessing_context")}
-            options["worker_init_fn"] = WorkerInit(data.worker_init_fn)
+            names = ("num_workers", "collate_fn", "multiprocessing_context", "worker_init_fn")
+            options = {name: getattr(data, name) for name in names}
             self._is_batched = data.batch_sampler is not None
             data = data.dataset
         else:
             refuse_different(data, ranks)
             own = share(len(data), ranks.rank, ranks.world_size)
             self._lists = [[*own[first : first + batch_size]] for first in range(0, len(own), batch_size)]
-            options = {"num_workers": num_workers, "collate_fn": collate_fn, "worker_init_fn": WorkerInit()}
+            options = {"num_workers": num_workers, "collate_fn": collate_fn}
             self._is_batched = True
         lists = {"batch_sampler": self._lists} if self._is_batched else {"sampler": self._lists, "batch_size": None}
         options |= {"persistent_workers": options["num_workers"] > 0, "generator": torch.Generator()}

@@ -16,7 +16,6 @@ from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed
 from phalanx.train.feed import Part, whatever
-from phalanx.train.worker_init import WorkerInit
 
 
 class LoaderFeed:
@@ -44,8 +43,6 @@ class LoaderFeed:
         for drawing in (loader, *_samplers(loader)):  # from a generator of the feed, seeded by the epoch
             if getattr(drawing, "generator", 0) is None:
                 drawing.generator = self._order
-        if getattr(loader, "num_workers", 0):
-            loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
 
     @property
     def num_steps(self) -> int | None:

@@ -14,7 +14,7 @@ import time
 from types import FrameType
 from typing import NoReturn
 
-from phalanx import _env
+from phalanx import _env, _shield
 from phalanx._rank_group import RankGroup
 from phalanx.launch.notes import note_room_made, words_on_disk
 from phalanx.train.run_log import RunLog
@@ -44,6 +44,7 @@ class Preemption:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Preemption:
+        _shield.watch()
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if number != signal.SIGINT or not _keeps_interrupts():

@@ -170,8 +170,8 @@ def _pass_signals_on(connection: _socket.socket) -> None:
         wire.send(connection, sig)
 
     def stop(sig: int, _: FrameType | None) -> None:
-        """Stop as Ctrl-Z stops a process, and the job's supervisor with this one."""
-        wire.send(connection, int(signal.SIGSTOP))
+        """Stop as Ctrl-Z stops a process, and the job's ranks with this one."""
+        wire.send(connection, sig)
         signal.signal(sig, signal.SIG_DFL)
         os.kill(os.getpid(), sig)
         signal.signal(sig, stop)  # from here on somebody has sent SIGCONT

@@ -1,0 +1,159 @@
+"""A signal that asks the ranks to save ends no process that loads data for them, whoever sends it to whom."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx import checkpoint
+from tests.launch.jobs import LIMIT_S, PHALANX_RUN, write_script
+from tests.launch.test_orphans import ends
+
+DATA = """
+import torch, phalanx
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1_000_000
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), torch.zeros(1)
+"""
+BY_HAND = """
+def train():
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    with phalanx.init():
+        model = phalanx.DistributedDataParallel(nn.Linear(1, 1))
+        for step, (inputs, _) in enumerate(LOADER):
+            model(inputs).mean().backward()
+            if step == 2:
+                print("trains", flush=True)
+            is_asked = torch.tensor(float(bool(asked)))
+            torch.distributed.all_reduce(is_asked)
+            if is_asked:
+                phalanx.checkpoint.save("folder", {"model": model.module}, step)
+                sys.exit(75)
+
+if __name__ == "__main__":
+    train()
+"""
+TRAINER = """
+class Callback:
+    def on_step(self, trainer):
+        if trainer.step == 3:
+            print("trains", flush=True)
+
+model = nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+trainer = phalanx.Trainer(model, optimizer, nn.functional.mse_loss, global_batch_size=8, num_workers=2,
+                          callbacks=(Callback(),), folder="folder", max_epochs=1)
+trainer.fit(Numbers())
+"""
+
+
+def by_hand(loader):
+    return BY_HAND.replace("LOADER", loader)
+
+
+TORCHS = "DataLoader(Numbers(), batch_size=4, num_workers=2)"
+FORKED_BY_A_SERVER = 'DataLoader(Numbers(), batch_size=4, num_workers=1, multiprocessing_context="forkserver")'
+SPAWNED = 'phalanx.DataLoader(Numbers(), batch_size=4, num_workers=1, multiprocessing_context="spawn")'
+
+
+def children_first(pid):
+    """Return the processes under a process, each before its parent, and itself."""
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _children(task)]
+    return [below for child in children for below in children_first(child)] + [pid]
+
+
+def _children(task):
+    try:
+        return (task / "children").read_text().split()
+    except OSError:  # it has ended
+        return []
+
+
+def signal_all(job):
+    """Send SIGTERM to every process of a job, as a service manager does; those that load data are the first."""
+    for pid in children_first(job.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("source", "send", "code"),
+    [
+        (by_hand(TORCHS), subprocess.Popen.terminate, 143),
+        (by_hand(TORCHS), signal_all, 143),
+        (by_hand(FORKED_BY_A_SERVER), signal_all, 143),
+        (by_hand(SPAWNED), signal_all, 143),
+        (TRAINER, signal_all, 75),
+    ],
+    ids=["launcher", "all", "all, forked by a server", "all, spawned", "all, trainer"],
+)
+def test_ranks_that_are_told_to_end_save_although_processes_load_data_for_them(tmp_path, source, send, code):
+    command = [*PHALANX_RUN, "--nproc-per-node", "2", write_script(tmp_path, DATA + source)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    with subprocess.Popen(command, **options) as job:
+        try:
+            while "trains" not in (line := job.stdout.readline()):
+                assert line, job.stderr.read()
+            send(job)
+            _, said = job.communicate(timeout=LIMIT_S)
+        finally:
+            job.kill()
+    assert job.returncode == code, said
+    assert "DataLoader worker" not in said
+    assert checkpoint.list_checkpoints(tmp_path / "folder")
+
+
+STUCK = """
+import os, signal, sys
+from torch.utils.data import DataLoader
+from phalanx import _shield
+
+class Stuck:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        os.write(1, b"%d\\n" % os.getpid())
+        while True:
+            signal.pause()
+
+_shield.watch()
+loading = iter(DataLoader(Stuck(), num_workers=2))
+sys.stdin.readline()
+"""
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_workers_obey_the_end_of_their_rank_and_whoever_comes_once_it_was_killed(is_killed):
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", STUCK], **options) as rank:
+        workers = [int(rank.stdout.readline()) for _ in range(2)]
+        for sig, worker in itertools.product(SIGNALS, workers):
+            os.kill(worker, sig)
+        if is_killed:
+            rank.kill()
+            rank.wait(LIMIT_S)
+            assert not any(ends(worker, 0) for worker in workers)
+            for worker in workers:
+                os.kill(worker, signal.SIGTERM)
+        else:
+            rank.stdin.close()
+            assert rank.wait(LIMIT_S) == 0
+        assert all(ends(worker) for worker in workers)
