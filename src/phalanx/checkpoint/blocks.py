@@ -120,7 +120,7 @@ class Reader:
     def _read(self, node: Json, into: Tensor | None) -> Tensor:
         dtype = as_dtype(node["dtype"])
         tensor = torch.empty(node["shape"], dtype=dtype) if into is None else into
-        target: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        target: Tensor = (tensor.to_local() if is_sharded(tensor) else tensor).detach()  # type: ignore[attr-defined]
         wanted = _wanted(tensor)
         for common, (image, offset, shape, key) in self._sources(node["tensor"], wanted).items():
             source = image.block(key, shape, dtype)

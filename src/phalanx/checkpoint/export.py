@@ -16,7 +16,7 @@ from phalanx.checkpoint.blocks import Reader
 from phalanx.checkpoint.folder import Checkpoint
 from phalanx.checkpoint.image import Part, fill, is_storable, lay_out
 from phalanx.checkpoint.loading import images_of
-from phalanx.checkpoint.tree import Json, pairs_of, unpack
+from phalanx.checkpoint.tree import KINDS_OF_MAPPINGS, Json, pairs_of, unpack
 
 
 def rows_of(checkpoint: Checkpoint, rank: int) -> list[tuple[str, str]]:
@@ -30,7 +30,7 @@ def _rows(name: str, node: Json) -> Iterator[tuple[str, str]]:
         yield name, f"{node['dtype']} {node['shape']}"
     elif kind == "numpy":
         yield name, f"numpy {node['dtype']} {node['shape']}"
-    elif kind in ("dict", "ordered", "counter"):
+    elif kind in KINDS_OF_MAPPINGS:
         pairs = pairs_of(node)
         yield from ((name, "{}") for _ in range(not pairs))
         for key, value in pairs:

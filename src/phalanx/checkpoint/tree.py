@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import base64
 import collections
+import copy
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ Json = Any
 _SCALARS = (bool, int, str, type(None))
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 _MAPPINGS = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
+KINDS_OF_MAPPINGS = (*_MAPPINGS, "default", "mapping")
+_FACTORIES = {cls.__name__: cls for cls in (bool, bytes, dict, float, int, list, set, str, tuple)}
 _UNLOADABLE = re.compile("bcomplex32|u?int[1-7]")  # dtypes that torch can neither copy nor view as complex
 _MAX_INT_BITS = 14_000  # Python refuses to read a number of more than 4300 digits
 _INLINE_BYTES = 1024  # bytes above that are a tensor's
@@ -75,6 +79,7 @@ def pack(state: Any) -> tuple[Json, list[Leaf]]:
     packer = _Packer()
     try:
         tree = packer.pack(state, "")
+        packer.note_shared_memory()
         json.dumps(tree)  # else it would fail when the ranks have agreed to save
     except RecursionError:
         raise ValueError("the state is nested too deeply to be saved: make it flatter") from None
@@ -88,6 +93,15 @@ class _Packer:
         self.leaves: list[Leaf] = []
         self._names = {"__metadata__"}  # is no tensor in a file of safetensors
         self._buffers: frozenset[str] = frozenset()
+        self._objects = 0  # how many this is in: their load_state_dict() is told nothing of memory that is shared
+        self._places: list[_Place] = []
+
+    def note_shared_memory(self) -> None:
+        """Note in the nodes of tensors that lie in the memory of an earlier one which that is."""
+        for places in _overlapping(self._places):
+            for number, place in enumerate(places):
+                if shares := next(filter(None, map(place.within, places[:number])), None):
+                    place.node["shares"] = shares
 
     def pack(self, value: Any, name: str) -> Json:
         if type(value) in _SCALARS:
@@ -101,23 +115,43 @@ class _Packer:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
             with torch.DisableTorchFunctionSubclass():  # a class may answer in torch's place
-                return self._pack_tensor(value.detach(), name, name in self._buffers)
+                tensor = value.detach()
+                node = self._pack_tensor(tensor, name, name in self._buffers)
+                if not self._objects and not hasattr(tensor, "placements") and tensor.numel():
+                    self._places.append(_Place.of(tensor, node))
+                return node
         if isinstance(value, nn.Module):
             value = unwrap(value)
             self._buffers |= {_join(name, buffer) for buffer, _ in value.named_buffers()}
-            return self.pack(value.state_dict(), name)
+            return self._pack_object(value, name)
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            return self.pack(value.state_dict(), name)
+            return self._pack_object(value, name)
         for kind, cls in _MAPPINGS.items():
             if type(value) is cls:
                 return {kind: [[_pack_key(k, name), self.pack(v, _join(name, k))] for k, v in value.items()]}
         if isinstance(value, Mapping):
-            return self.pack(dict(value), name)
+            return self._pack_mapping(value, name)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            items = [self.pack(item, _join(name, i)) for i, item in enumerate(value)]
+            return {"named": items, "class": type(value).__name__, "fields": list(value._fields)}
         for kind, cls in _SEQUENCES.items():
-            if type(value) is cls or (kind == "tuple" and hasattr(value, "_fields")):
+            if type(value) is cls:
                 items = [self.pack(item, _join(name, i)) for i, item in enumerate(value)]
                 return {kind: items, "maxlen": value.maxlen} if kind == "deque" else {kind: items}
         return self._pack_atom(value, name)
+
+    def _pack_object(self, value: Any, name: str) -> Json:
+        self._objects += 1
+        node = self.pack(value.state_dict(), name)
+        self._objects -= 1
+        return node
+
+    def _pack_mapping(self, value: Mapping[Any, Any], name: str) -> Json:
+        pairs = self.pack(dict(value), name)["dict"]
+        factory = getattr(value, "default_factory", None)
+        if type(value) is collections.defaultdict and (factory is None or factory in _FACTORIES.values()):
+            return {"default": pairs, "factory": factory and factory.__name__}
+        return {"mapping": pairs, "class": type(value).__qualname__}
 
     def _pack_tensor(self, tensor: Tensor, name: str, is_local: bool) -> Json:
         kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else tensor.layout
@@ -188,6 +222,55 @@ class _Packer:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the elements of a tensor lie, to find others that lie there, too."""
+
+    node: dict[str, Any]
+    begin: int
+    end: int
+    form: tuple[Any, ...]
+    is_range: bool
+
+    @staticmethod
+    def of(tensor: Tensor, node: dict[str, Any]) -> _Place:
+        begin, size = tensor.data_ptr(), tensor.element_size()
+        extent = 1 + sum((num - 1) * stride for num, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        form = tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_neg(), tensor.is_conj()
+        return _Place(node, begin, begin + extent * size, form, tensor.is_contiguous())
+
+    def within(self, other: _Place) -> list[Any] | None:
+        """Return the other's name and the element of it at which this one begins; None if they share no memory.
+
+        Without the element if this one is no view of the other. Of tensors that are no ranges, such as columns, only
+        those that are the same count.
+        """
+        if (self.form, self.begin) == (other.form, other.begin):
+            return [other.node["tensor"], 0]
+        if not (self.is_range and other.is_range and self.form[1] == other.form[1]):
+            return None
+        if self.end <= other.begin or other.end <= self.begin:
+            return None
+        has_elements = self.form[0] == other.form[0] and self.form[4:] == other.form[4:]
+        is_view = has_elements and other.begin <= self.begin and self.end <= other.end
+        at = (self.begin - other.begin) // self.form[0].itemsize
+        return [other.node["tensor"], at] if is_view else [other.node["tensor"]]
+
+
+def _overlapping(places: list[_Place]) -> Iterator[list[_Place]]:
+    """Yield the places that overlap, directly or through others, in the order in which they were given."""
+    numbered = sorted(enumerate(places), key=lambda one: one[1].begin)
+    together: list[tuple[int, _Place]] = []
+    end = 0
+    for number, place in numbered:
+        if place.begin >= end:
+            yield [one for _, one in sorted(together, key=lambda one: one[0])]
+            together = []
+        together.append((number, place))
+        end = max(end, place.end)
+    yield [one for _, one in sorted(together, key=lambda one: one[0])]
+
+
 def _local_part(tensor: Any) -> Tensor:
     local = tensor.to_local()
     return local.wait() if hasattr(local, "wait") else local  # a collective may still be filling it
@@ -250,30 +333,99 @@ def form_of(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-def unpack(node: Json, read: Read, like: Any = None) -> Any:
+def unpack(node: Json, read: Read, like: Any = None, *, is_exact: bool = False) -> Any:
     """Return the value of a tree. A tensor of the same shape in `like` is filled and returned.
 
     Args:
         node: Tree that `pack` returned.
         read: Function that takes a tensor's node and the tensor to fill, or None, and returns the tensor.
         like: Value of the same form, or None.
+        is_exact: Whether to refuse what would be lost: a tensor in `like` that can't be filled without a loss, and a
+            mapping of a class that only `like` can have. Otherwise such a mapping becomes a dict.
+
+    Raises:
+        ValueError: The tree is not one that was packed, or with `is_exact`, something would be lost.
     """
+    if is_exact and isinstance(like, Tensor):
+        _check_fit(like, node)
     if not isinstance(node, dict):
         return node
     kind = _kind_of(node)
     if kind == "tensor":
         fits = isinstance(like, Tensor) and list(like.shape) == node["shape"]
         return read(node, like if fits else None)
-    if kind in _MAPPINGS:
+    if kind in KINDS_OF_MAPPINGS:
         own = like if isinstance(like, Mapping) else {}
-        return _MAPPINGS[kind]({key: unpack(value, read, own.get(key)) for key, value in pairs_of(node)})
-    if kind in _SEQUENCES:
+        values = {key: unpack(value, read, own.get(key), is_exact=is_exact) for key, value in pairs_of(node)}
+        return _as_mapping(node, kind, values, like if is_exact else None, is_exact=is_exact)
+    if kind in _SEQUENCES or kind == "named":
         likes = like if isinstance(like, list | tuple) and len(like) == len(node[kind]) else [None] * len(node[kind])
-        items = [unpack(item, read, own) for item, own in zip(node[kind], likes, strict=True)]
+        items = [unpack(item, read, own, is_exact=is_exact) for item, own in zip(node[kind], likes, strict=True)]
+        if kind == "named":
+            return _as_named(node, items, like)
         return collections.deque(items, node["maxlen"]) if kind == "deque" else _SEQUENCES[kind](items)
     if kind in ("bytes", "bytearray"):
         return (bytes if kind == "bytes" else bytearray)(_unpack_bytes(node[kind], read))
     return _unpack_numpy(node, read) if kind == "numpy" else _ATOMS[kind](node)
+
+
+def _check_fit(like: Tensor, node: Json) -> None:
+    """Return if a tensor can be filled with that of a node, and has all of its values then.
+
+    Raises:
+        ValueError: It can't.
+    """
+    if not isinstance(node, dict) or "tensor" not in node:
+        raise ValueError(
+            f"the checkpoint has {name_kind(node)} where a tensor is wanted: put None in its place to get it"
+        )
+    if list(like.shape) != node["shape"] or not _holds_all(like.dtype, as_dtype(node["dtype"])):
+        raise ValueError(
+            f"it is {node['dtype']}{node['shape']} in the checkpoint and {form_of(like)} here: make it as it was when "
+            "it was saved, or put None in its place to get the saved one"
+        )
+
+
+def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether a dtype has every value of another, of which torch knows what both promote to."""
+    if dtype == other:
+        return True
+    inexact = [one.is_floating_point or one.is_complex for one in (dtype, other)]
+    try:
+        return torch.promote_types(dtype, other) == dtype and (other == torch.bool or inexact[0] == inexact[1])
+    except RuntimeError:
+        return False
+
+
+def _as_mapping(node: Json, kind: str, values: dict[Any, Any], like: Any, *, is_exact: bool) -> Any:
+    """Return values in a mapping of the class of `like` if that is the user's own, else of the class that was saved."""
+    if isinstance(like, MutableMapping) and type(like) not in _MAPPINGS.values():
+        mapping = copy.copy(like)
+        mapping.clear()
+        mapping.update(values)
+        return mapping
+    if kind == "default":
+        factory = node["factory"]
+        return collections.defaultdict(None if factory is None else _FACTORIES[factory], values)
+    if kind == "mapping" and is_exact and not isinstance(like, Mapping):
+        raise ValueError(
+            f"the checkpoint has a {node['class']}, which it can't make by itself: put an empty one in its place to be "
+            "filled, or {} to get a dict"
+        )
+    return values if kind == "mapping" else _MAPPINGS[kind](values)
+
+
+def _as_named(node: Json, items: list[Any], like: Any) -> Any:
+    """Return items in a named tuple of the class of `like`, or of one with the same name and fields."""
+    fields = tuple(node["fields"])
+    if getattr(like, "_fields", None) == fields:
+        return type(like)._make(items)
+    return _class_of_named(node["class"], fields)._make(items)
+
+
+@functools.lru_cache
+def _class_of_named(name: str, fields: tuple[str, ...]) -> Any:
+    return collections.namedtuple(name, fields)
 
 
 def _kind_of(node: Json) -> str:
@@ -283,7 +435,12 @@ def _kind_of(node: Json) -> str:
         ValueError: There is no such kind, or it has other keys.
     """
     kind, *others = node
-    wanted = {"tensor": ["shape", "dtype"], "numpy": ["dtype", "shape", "scalar"], "deque": ["maxlen"]}
+    wanted = {
+        "tensor": ["shape", "dtype"], "numpy": ["dtype", "shape", "scalar"], "deque": ["maxlen"],
+        "named": ["class", "fields"], "default": ["factory"], "mapping": ["class"],
+    }  # fmt: skip
+    if kind == "tensor" and others[2:] == ["shares"]:
+        others.pop()
     if others != wanted.get(kind, []):
         raise ValueError(f"a node has the keys {list(node)}")
     return kind
@@ -295,7 +452,7 @@ def pairs_of(node: Json) -> list[tuple[Any, Json]]:
     Raises:
         ValueError: It is of something else.
     """
-    for kind in _MAPPINGS:
+    for kind in KINDS_OF_MAPPINGS:
         if isinstance(node, dict) and kind in node:
             return [(unpack(key, _no_tensor), value) for key, value in node[kind]]
     raise ValueError(f"the checkpoint has {name_kind(node)} where a mapping is wanted")
