@@ -21,7 +21,7 @@ from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.memory import digest_of, memory
 from phalanx.checkpoint.pending import pending
 from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore, survey
-from phalanx.checkpoint.tree import Json, unpack
+from phalanx.checkpoint.unpacking import Json, unpack
 from phalanx.record import writer
 from phalanx.record.box import LOADED, LOADING
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from phalanx._errors import CheckpointError
 from phalanx._text import listed
-from phalanx.checkpoint.tree import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack, unwrap
+from phalanx.checkpoint.tree import unwrap
+from phalanx.checkpoint.unpacking import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack
 
 _MAX_NAMES = 5  # in a message
 _Visit = Callable[[Any, Json, Read, bool], Any]

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import base64
 import collections
-import copy
 import dataclasses
-import functools
 import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,13 +20,9 @@ from torch import Tensor, nn
 
 from phalanx import _torch
 from phalanx._tensors import is_stored, unusual_keys
+from phalanx.checkpoint.unpacking import FACTORIES, MAPPINGS, SEQUENCES, Json
 
-Json = Any
 _SCALARS = (bool, int, str, type(None))
-_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
-_MAPPINGS = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
-KINDS_OF_MAPPINGS = (*_MAPPINGS, "default", "mapping")
-_FACTORIES = {cls.__name__: cls for cls in (bool, bytes, dict, float, int, list, set, str, tuple)}
 _UNLOADABLE = re.compile("bcomplex32|u?int[1-7]")  # dtypes that torch can neither copy nor view as complex
 _MAX_INT_BITS = 14_000  # Python refuses to read a number of more than 4300 digits
 _INLINE_BYTES = 1024  # bytes above that are a tensor's
@@ -126,7 +120,7 @@ class _Packer:
             return self._pack_object(value, name)
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             return self._pack_object(value, name)
-        for kind, cls in _MAPPINGS.items():
+        for kind, cls in MAPPINGS.items():
             if type(value) is cls:
                 return {kind: [[_pack_key(k, name), self.pack(v, _join(name, k))] for k, v in value.items()]}
         if isinstance(value, Mapping):
@@ -134,7 +128,7 @@ class _Packer:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             items = [self.pack(item, _join(name, i)) for i, item in enumerate(value)]
             return {"named": items, "class": type(value).__name__, "fields": list(value._fields)}
-        for kind, cls in _SEQUENCES.items():
+        for kind, cls in SEQUENCES.items():
             if type(value) is cls:
                 items = [self.pack(item, _join(name, i)) for i, item in enumerate(value)]
                 return {kind: items, "maxlen": value.maxlen} if kind == "deque" else {kind: items}
@@ -149,7 +143,7 @@ class _Packer:
     def _pack_mapping(self, value: Mapping[Any, Any], name: str) -> Json:
         pairs = self.pack(dict(value), name)["dict"]
         factory = getattr(value, "default_factory", None)
-        if type(value) is collections.defaultdict and (factory is None or factory in _FACTORIES.values()):
+        if type(value) is collections.defaultdict and (factory is None or factory in FACTORIES.values()):
             return {"default": pairs, "factory": factory and factory.__name__}
         return {"mapping": pairs, "class": type(value).__qualname__}
 
@@ -304,178 +298,3 @@ def _pack_key(key: Any, name: str) -> Json:
 
 def _join(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
-
-
-Read = Callable[[Json, Tensor | None], Tensor]
-
-_ATOMS: dict[str, Callable[[Json], Any]] = {
-    "float": lambda node: float(node["float"]),
-    "complex": lambda node: complex(*map(float, node["complex"])),
-    "dtype": lambda node: as_dtype(node["dtype"]),
-    "device": lambda node: torch.device(node["device"]),
-    "size": lambda node: torch.Size(node["size"]),
-    "path": lambda node: pathlib.Path(node["path"]),
-}
-
-
-def as_dtype(name: str) -> torch.dtype:
-    """Return the dtype that torch calls `name`."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch knows no dtype {name!r}")
-    return dtype
-
-
-def form_of(value: Any) -> str:
-    """Return what a tensor is, such as ``float32[3, 4]``; of anything else its class."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def unpack(node: Json, read: Read, like: Any = None, *, is_exact: bool = False) -> Any:
-    """Return the value of a tree. A tensor of the same shape in `like` is filled and returned.
-
-    Args:
-        node: Tree that `pack` returned.
-        read: Function that takes a tensor's node and the tensor to fill, or None, and returns the tensor.
-        like: Value of the same form, or None.
-        is_exact: Whether to refuse what would be lost: a tensor in `like` that can't be filled without a loss, and a
-            mapping of a class that only `like` can have. Otherwise such a mapping becomes a dict.
-
-    Raises:
-        ValueError: The tree is not one that was packed, or with `is_exact`, something would be lost.
-    """
-    if is_exact and isinstance(like, Tensor):
-        _check_fit(like, node)
-    if not isinstance(node, dict):
-        return node
-    kind = _kind_of(node)
-    if kind == "tensor":
-        fits = isinstance(like, Tensor) and list(like.shape) == node["shape"]
-        return read(node, like if fits else None)
-    if kind in KINDS_OF_MAPPINGS:
-        own = like if isinstance(like, Mapping) else {}
-        values = {key: unpack(value, read, own.get(key), is_exact=is_exact) for key, value in pairs_of(node)}
-        return _as_mapping(node, kind, values, like if is_exact else None, is_exact=is_exact)
-    if kind in _SEQUENCES or kind == "named":
-        likes = like if isinstance(like, list | tuple) and len(like) == len(node[kind]) else [None] * len(node[kind])
-        items = [unpack(item, read, own, is_exact=is_exact) for item, own in zip(node[kind], likes, strict=True)]
-        if kind == "named":
-            return _as_named(node, items, like)
-        return collections.deque(items, node["maxlen"]) if kind == "deque" else _SEQUENCES[kind](items)
-    if kind in ("bytes", "bytearray"):
-        return (bytes if kind == "bytes" else bytearray)(_unpack_bytes(node[kind], read))
-    return _unpack_numpy(node, read) if kind == "numpy" else _ATOMS[kind](node)
-
-
-def _check_fit(like: Tensor, node: Json) -> None:
-    """Return if a tensor can be filled with that of a node, and has all of its values then.
-
-    Raises:
-        ValueError: It can't.
-    """
-    if not isinstance(node, dict) or "tensor" not in node:
-        raise ValueError(
-            f"the checkpoint has {name_kind(node)} where a tensor is wanted: put None in its place to get it"
-        )
-    if list(like.shape) != node["shape"] or not _holds_all(like.dtype, as_dtype(node["dtype"])):
-        raise ValueError(
-            f"it is {node['dtype']}{node['shape']} in the checkpoint and {form_of(like)} here: make it as it was when "
-            "it was saved, or put None in its place to get the saved one"
-        )
-
-
-def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether a dtype has every value of another, of which torch knows what both promote to."""
-    if dtype == other:
-        return True
-    inexact = [one.is_floating_point or one.is_complex for one in (dtype, other)]
-    try:
-        return torch.promote_types(dtype, other) == dtype and (other == torch.bool or inexact[0] == inexact[1])
-    except RuntimeError:
-        return False
-
-
-def _as_mapping(node: Json, kind: str, values: dict[Any, Any], like: Any, *, is_exact: bool) -> Any:
-    """Return values in a mapping of the class of `like` if that is the user's own, else of the class that was saved."""
-    if isinstance(like, MutableMapping) and type(like) not in _MAPPINGS.values():
-        mapping = copy.copy(like)
-        mapping.clear()
-        mapping.update(values)
-        return mapping
-    if kind == "default":
-        factory = node["factory"]
-        return collections.defaultdict(None if factory is None else _FACTORIES[factory], values)
-    if kind == "mapping" and is_exact and not isinstance(like, Mapping):
-        raise ValueError(
-            f"the checkpoint has a {node['class']}, which it can't make by itself: put an empty one in its place to be "
-            "filled, or {} to get a dict"
-        )
-    return values if kind == "mapping" else _MAPPINGS[kind](values)
-
-
-def _as_named(node: Json, items: list[Any], like: Any) -> Any:
-    """Return items in a named tuple of the class of `like`, or of one with the same name and fields."""
-    fields = tuple(node["fields"])
-    if getattr(like, "_fields", None) == fields:
-        return type(like)._make(items)
-    return _class_of_named(node["class"], fields)._make(items)
-
-
-@functools.lru_cache
-def _class_of_named(name: str, fields: tuple[str, ...]) -> Any:
-    return collections.namedtuple(name, fields)
-
-
-def _kind_of(node: Json) -> str:
-    """Return the kind of an object's node, which is its first key.
-
-    Raises:
-        ValueError: There is no such kind, or it has other keys.
-    """
-    kind, *others = node
-    wanted = {
-        "tensor": ["shape", "dtype"], "numpy": ["dtype", "shape", "scalar"], "deque": ["maxlen"],
-        "named": ["class", "fields"], "default": ["factory"], "mapping": ["class"],
-    }  # fmt: skip
-    if kind == "tensor" and others[2:] == ["shares"]:
-        others.pop()
-    if others != wanted.get(kind, []):
-        raise ValueError(f"a node has the keys {list(node)}")
-    return kind
-
-
-def pairs_of(node: Json) -> list[tuple[Any, Json]]:
-    """Return keys and nodes of a mapping's node.
-
-    Raises:
-        ValueError: It is of something else.
-    """
-    for kind in KINDS_OF_MAPPINGS:
-        if isinstance(node, dict) and kind in node:
-            return [(unpack(key, _no_tensor), value) for key, value in node[kind]]
-    raise ValueError(f"the checkpoint has {name_kind(node)} where a mapping is wanted")
-
-
-def name_kind(node: Json) -> str:
-    return f"a {next(iter(node))}" if isinstance(node, dict) else repr(node)
-
-
-def _no_tensor(node: Json, _: Tensor | None) -> Tensor:
-    raise ValueError("a key is not a tensor")
-
-
-def _unpack_bytes(data: Json, read: Read) -> bytes:
-    return base64.b64decode(data) if isinstance(data, str) else read(data, None).numpy().tobytes()
-
-
-def _unpack_numpy(node: Json, read: Read) -> Any:
-    import numpy
-
-    data = bytearray(_unpack_bytes(node["numpy"], read))
-    dtype = numpy.dtype(node["dtype"])
-    if dtype.hasobject or dtype.names:  # the bytes of objects are addresses
-        raise ValueError(f"an array of {node['dtype']!r} can't be one that was saved")
-    array: Any = numpy.ndarray(node["shape"], dtype, data)
-    return array[()] if node["scalar"] else array
